@@ -1,0 +1,49 @@
+# make demo | test | bench | lint | format | docs | clean
+#
+# Each target makes the virtual environment .venv, installs what it needs at the versions of constraints.txt and runs.
+# A second run installs nothing. Options: PYTHON=python3.12, DEVICE=cuda (tests, demo and benchmarks read it),
+# PYTEST_ARGS="-k conv -x".
+
+PYTHON ?= python3
+PYTEST_ARGS ?= -n 2 --dist worksteal
+BENCHMARKS ?= $(filter-out tests/benchmarks/_%,$(wildcard tests/benchmarks/*.py))
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --prefer-binary -c constraints.txt
+
+.PHONY: demo test bench lint format docs clean
+.DELETE_ON_ERROR:
+
+demo: .venv/demo.stamp
+	$(BIN)/python examples/demo.py
+
+# One thread per test process: two processes with a thread pool each would fight for the cores.
+test: lint
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: .venv/bench.stamp
+	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done
+
+lint: .venv/test.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: .venv/test.stamp
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: .venv/docs.stamp
+	$(BIN)/mkdocs build --strict -f docs/config/mkdocs.yml
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build site *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e ".[$*]"
+	$(if $(filter bench,$*),$(PIP) --no-deps backpack-for-pytorch)
+	@touch $@

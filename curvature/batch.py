@@ -1,0 +1,137 @@
+"""A batch of samples with its model and loss: what "sample n alone" means, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.losses import per_sample_losses, reduction_of
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def logits(output: Any) -> Any:
+    """The tensor that the loss is taken of: an output with `.logits` stands for them."""
+    return getattr(output, "logits", output)
+
+
+def call(model: Callable[..., Any], x: Any) -> Any:
+    """Run the model: x is a tensor, a tuple of positional or a dict of keyword arguments."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    return model(*x) if isinstance(x, tuple | list) else model(x)
+
+
+def mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply a function to the tensors of a tensor, sequence or mapping; leave everything else."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {k: mapped(function, v) for k, v in tree.items()}
+    return tuple(mapped(function, v) for v in tree) if isinstance(tree, tuple | list) else tree
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    mapped(found.append, tree)
+    return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`count` samples along axis `dims[0]` of the inputs, `dims[1]` of the output, `dims[2]` of the target."""
+
+    model: nn.Module
+    loss: Loss
+    x: Any
+    y: Any
+    count: int
+    dims: tuple[int, int, int]
+
+    @staticmethod
+    def of(model: nn.Module, loss: Loss, x: Any, y: Any, sample_dim: int | tuple[int, int, int] = 0) -> Batch:
+        """Check the arguments and count the samples.
+
+        Raises:
+            TypeError: `model` is no module, `loss` not callable, or `x` holds no tensor.
+            ValueError: the loss has no scalar reduction, no parameter requires a gradient, or sizes disagree.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+        if not callable(loss):
+            raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
+        reduction_of(loss)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("model: no parameter requires a gradient")
+        dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
+        if len(dims) != 3:
+            raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
+        inputs = [t for t in tensors(x) if t.ndim > dims[0]]
+        if not inputs:
+            raise TypeError(f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {x!r:.80}")
+        count = inputs[0].shape[dims[0]]
+        if count == 0:
+            raise ValueError("x: the batch is empty")
+        for t in tensors(y):
+            if t.ndim <= dims[2] or t.shape[dims[2]] % count:
+                raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
+        same: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
+        return Batch(model, loss, mapped(same, x), mapped(same, y), count, dims)
+
+    def part(self, tree: Any, start: int, stop: int, dim: int) -> Any:
+        """Samples start..stop of every tensor that has them; m rows a sample where the axis has N * m."""
+
+        def cut(t: Tensor) -> Tensor:
+            if t.ndim <= dim:
+                return t
+            rows = t.shape[dim] // self.count
+            return t.narrow(dim, start * rows, (stop - start) * rows)
+
+        return mapped(cut, tree)
+
+    def inputs(self, start: int, stop: int) -> Any:
+        dim = self.dims[0]
+        return mapped(
+            lambda t: t.narrow(dim, start, stop - start) if t.ndim > dim and t.shape[dim] == self.count else t, self.x
+        )
+
+    def alone(self, n: int) -> Batch:
+        """Sample n as a batch of one."""
+        return replace(self, x=self.inputs(n, n + 1), y=self.part(self.y, n, n + 1, self.dims[2]), count=1)
+
+    def output(self) -> Any:
+        return logits(call(self.model, self.x))
+
+    def losses(self, output: Tensor) -> Tensor:
+        """The loss of every sample alone, (N,)."""
+        return per_sample_losses(self.loss, output, self.y, self.count, self.dims[1], self.dims[2])
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradient of the loss as the user would call it, by one plain backward pass."""
+        parameters = self.parameters()
+        value = self.loss(self.output(), self.y)
+        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), found, strict=True)}
+
+
+@contextmanager
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Leave buffers, random state and gradient mode as they were, also after an exception."""
+    buffers = [(b, b.clone(), b._version) for b in model.buffers()]
+    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+    try:
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before, version in buffers:
+                if buffer._version != version:
+                    buffer.copy_(before)

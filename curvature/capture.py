@@ -1,0 +1,264 @@
+"""Record every read of a parameter in a forward pass: what it met, and where to ask for its backprop.
+
+Reads are seen at the level of the torch functions that receive a parameter (`TorchFunctionMode`), not of modules, so
+tied weights, parameters read outside their module and raw parameters count wherever they are read. The mode is
+entered and left by hooks on the root module: nothing is active outside ``with capture(model)``.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from curvature.contractions import Term
+from curvature.layers import RULES, Call, Layout, Rule, Unsupported, rewritten
+from curvature.layers.normalisation import uses_running_statistics
+
+TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False)
+class Node:
+    """A parameter, or a tensor computed from parameters alone; `names` are the parameters that it depends on."""
+
+    tensor: Tensor
+    names: frozenset[str]
+    origin: Use | None = None
+    uses: list[Use] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Use:
+    """One read: the function, its arguments by name, which of them are parameters, and the output's gradient edge.
+
+    `call` is None where the function has no rule; `results` are the outputs, where they depend on parameters alone.
+    """
+
+    index: int
+    function: Callable[..., Any]
+    rule: Rule | None
+    call: Call | None
+    slots: dict[str, Node]
+    edge: GradientEdge | None
+    versions: list[tuple[Tensor, int]]
+    results: list[Node] = field(default_factory=list)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset[str]().union(*(node.names for node in self.slots.values()))
+
+    @property
+    def is_transpose(self) -> bool:
+        """Whether the function transposes a matrix."""
+        return self.function in TRANSPOSES and next(iter(self.slots.values())).tensor.ndim == 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.call.shape if self.call is not None else ()
+
+    @property
+    def activation(self) -> Tensor | None:
+        """The data that met the parameter: the input as the layer received it, detached but not copied."""
+        if self.call is None:
+            return None
+        data = (x for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots)
+        return next(data, None)
+
+    def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
+        """Per-sample gradients of one argument, given the backprop of the output.
+
+        Raises:
+            Unsupported: the function has no rule, or this call no per-sample view.
+        """
+        if self.rule is None or self.call is None:
+            raise Unsupported(f"{self.function} has no rule")
+        if any(x._version != version for x, version in self.versions):
+            raise Unsupported("the activation was changed in place after it was read")
+        return self.rule.term(self.call, slot, b, layout)
+
+
+class Tape:
+    """What a capture recorded. `uses` are in the order of the forward pass.
+
+    `mixing` names the modules whose output for one sample depends on the others (BatchNorm in training mode).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.uses: list[Use] = []
+        self.parameters = {name: Node(p, frozenset([name])) for name, p in model.named_parameters() if p.requires_grad}
+        self.mixing: list[str] = []
+
+    def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
+        """Send vectors back from the output.
+
+        Args:
+            output: what the model returned, or anything computed from it; one tensor or several.
+            vectors: (k, *output.shape), or a sequence of such for several outputs.
+
+        Returns:
+            For each of `uses` the backprops (k, *use.shape); None where the output does not depend on the use.
+        """
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        sent = [vectors] if isinstance(vectors, Tensor) else list(vectors)
+        for out, v in zip(outputs, sent, strict=True):
+            if v.shape[1:] != out.shape:
+                raise ValueError(f"vectors: expected shape (k, {', '.join(map(str, out.shape))}), found {tuple(v.shape)}")
+        if sent[0].shape[0] == 1:
+            single = self.gradients(outputs, [v[0] for v in sent])
+            return [None if g is None else g[None] for g in single]
+        return self.gradients(outputs, sent, batched=True)
+
+    def gradients(
+        self, outputs: Sequence[Tensor], vectors: Sequence[Tensor] | None, batched: bool = False, also: Sequence[Tensor] = ()
+    ) -> list[Tensor | None]:
+        """One backward pass to the output of every use, then to the tensors `also`; the graph is kept."""
+        edges = [use.edge for use in self.uses if use.edge is not None]
+        found: Iterable[Tensor | None] = ()
+        if edges or also:
+            found = torch.autograd.grad(
+                outputs, [*edges, *also], vectors, retain_graph=True, allow_unused=True, is_grads_batched=batched
+            )
+        queue = iter(found)
+        return [None if use.edge is None else next(queue) for use in self.uses] + list(queue)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors in arguments or results, through sequences and mappings."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, Mapping):
+            yield from tensors_in(value.values())
+
+
+class Recorder(TorchFunctionMode):
+    """The mode that is on during the forward pass of the root module."""
+
+    def __init__(self, tape: Tape, model: nn.Module) -> None:
+        super().__init__()
+        self.tape = tape
+        self.nodes = {id(node.tensor): node for node in tape.parameters.values()}
+        self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.data = WeakIdKeyDictionary()  # tensors that depend on the model's input
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = list(tensors_in(args))
+        if kwargs:
+            found += tensors_in(kwargs.values())
+        if func is F.batch_norm:
+            self._note_mixing(args, kwargs)
+        if not any(id(x) in self.nodes for x in found):
+            out = func(*args, **kwargs)
+            if any(x in self.data for x in found):
+                self._mark(out)
+            return out
+        other = rewritten(func, args) or (_opened(func) if func not in RULES else None)
+        if other is not None:
+            with self:
+                return other(*args, **kwargs)
+        return self._recorded(func, args, kwargs, found)
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any, found: list[Tensor]) -> Any:
+        rule = RULES.get(func)
+        bound = rule.bind(func, args, kwargs) if rule is not None else {}
+        saved = {k: x.detach() if isinstance(x, Tensor) and id(x) not in self.nodes else x for k, x in bound.items()}
+        versions = [(x, x._version) for x in saved.values() if isinstance(x, Tensor) and id(x) not in self.nodes]
+        out = func(*args, **kwargs)
+        outs = [x for x in tensors_in([out]) if x.requires_grad]
+        if not outs:
+            return out
+        slots = {k: self.nodes[id(x)] for k, x in bound.items() if isinstance(x, Tensor) and id(x) in self.nodes}
+        used = {id(x): self.nodes[id(x)] for x in found if id(x) in self.nodes}
+        if rule is None or len(outs) != 1 or set(slots) - set(rule.parameters) or len(used) > len({*map(id, slots.values())}):
+            rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
+        call = Call(saved, tuple(outs[0].shape)) if rule is not None else None
+        edge = get_gradient_edge(outs[0]) if rule is not None else None
+        use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule is not None else [])
+        self.tape.uses.append(use)
+        for node in used.values():
+            node.uses.append(use)
+        overwritten = any(id(x) in self.nodes for x in outs)
+        if any(x in self.data for x in found) or overwritten:
+            self._mark(out)
+        else:
+            use.results = [Node(x, use.names, use) for x in outs]
+            self.nodes.update({id(node.tensor): node for node in use.results})
+        return out
+
+    def _mark(self, out: Any) -> None:
+        for x in tensors_in([out]):
+            self.data[x] = True
+
+    def _note_mixing(self, args: Any, kwargs: Any) -> None:
+        bound = RULES[F.batch_norm].bind(F.batch_norm, args, kwargs)
+        if not uses_running_statistics(bound, "training"):
+            node = self.nodes.get(id(bound.get("weight")))
+            name = next(iter(node.names)) if node else self.buffers.get(id(bound.get("running_mean")), "")
+            self.tape.mixing.append(name.rpartition(".")[0] or name or "a batch norm without parameters")
+
+
+@lru_cache(maxsize=None)
+def _opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A function of torch.nn.functional that is written in torch functions, so that its inner calls are seen.
+
+    Such a function hands itself over as a whole as long as ``has_torch_function`` says yes; the same code with that
+    answer turned to no runs its body instead (multi-head attention above all).
+    """
+    if not isinstance(func, types.FunctionType) or func.__module__ != "torch.nn.functional":
+        return None
+    silent = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
+    return types.FunctionType(
+        func.__code__, {**func.__globals__, **silent}, func.__name__, func.__defaults__, func.__closure__
+    )
+
+
+@contextmanager
+def capture(model: nn.Module) -> Iterator[Tape]:
+    """Record the uses of `model`'s parameters in every forward pass inside the context.
+
+    Usage:
+        with capture(model) as tape:
+            output = model(x)
+        backprops = tape.backprops(output, vectors)
+
+    Parameters that do not require a gradient are not recorded. The hooks are gone when the context ends, also after
+    an exception; the activations are views of the tensors that the layers received.
+    """
+    tape = Tape(model)
+    running: list[Recorder | None] = []
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder = None if any(running) else Recorder(tape, model)  # a root that calls itself records once
+        running.append(recorder)
+        if recorder is not None:
+            recorder._mark([args, kwargs])
+            recorder.__enter__()
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        recorder = running.pop() if running else None
+        if recorder is not None:
+            recorder.__exit__(None, None, None)
+
+    handles = [
+        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        model.register_forward_hook(leave, always_call=True),
+    ]
+    try:
+        yield tape
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,236 @@
+"""Layers that sum over an index of a weight: linear, bilinear, every kind of matrix product, einsum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvature.contractions import Outer, Term
+from curvature.layers.base import Call, Layout, Rule, Unsupported, reduced, register
+
+Labels = Sequence[Hashable]
+Labelled = tuple[Tensor, Labels]
+
+
+def outer(weight: Labelled, data: Sequence[Labelled], b: Tensor, out: Labels, layout: Layout) -> Outer:
+    """The `Outer` view of an einsum ``data, weight -> out``, labels as einsum's letters.
+
+    A label of out, data and weight is a group, of out and weight an output, of data and weight an input,
+    of out and data a place.
+    """
+    tensor, p_labels = weight
+    sample = out[layout.dim]
+    p = [q for q, size in zip(p_labels, tensor.shape, strict=True) if size != 1]
+    if sample in p:
+        raise Unsupported("the parameter varies along the axis of the samples")
+    x, x_labels = _combined(data, sample, layout)
+    z, z_labels = _squeezed(layout.front(b), out, sample)
+    groups = [q for q in z_labels if q in p and q in x_labels]
+    outputs = [q for q in z_labels if q in p and q not in x_labels]
+    inputs = [q for q in x_labels if q in p and q not in z_labels]
+    places = [q for q in z_labels if q not in p]
+    if set(places) - set(x_labels) or len(set(p)) != len(p) or set(p) - {*groups, *outputs, *inputs}:
+        raise Unsupported("an index of the contraction belongs to one operand alone")
+    alone = [k for k, q in enumerate(x_labels, 1) if q not in p and q not in z_labels]
+    if alone:
+        x = x.sum(alone)
+        x_labels = [q for q in x_labels if q in p or q in z_labels]
+    sizes = dict(zip(p_labels, tensor.shape, strict=True))
+    order = [*groups, *outputs, *inputs]
+    plain = order == list(p)
+    return Outer(
+        a=_arranged(x, x_labels, places, groups, inputs),
+        b=_arranged(z, z_labels, places, groups, outputs),
+        shape=tuple(tensor.shape),
+        sizes=None if plain else tuple(sizes[q] for q in order),
+        order=None if plain else tuple(order.index(q) for q in p),
+    )
+
+
+def _combined(data: Sequence[Labelled], sample: Hashable, layout: Layout) -> tuple[Tensor, list[Hashable]]:
+    """The product of the data operands, samples first; size-one axes dropped since they are broadcast."""
+    parts = []
+    for x, labels in data:
+        k = list(labels).index(sample) if sample in labels else None
+        if k is not None and x.shape[k] != 1:
+            parts.append(_squeezed(layout.front(x, k), labels, sample))
+        else:
+            shared, rest = _squeezed(x[None], labels, None)
+            parts.append((shared, rest))
+    if all(len(x) != layout.count for x, _ in parts):
+        raise Unsupported("no operand has the axis of the samples")
+    x, labels = parts[0]
+    for y, more in parts[1:]:
+        union = labels + [q for q in more if q not in labels]
+        number = {q: k + 1 for k, q in enumerate(union)}
+        x = torch.einsum(
+            x.expand(layout.count, *x.shape[1:]), [0] + [number[q] for q in labels],
+            y.expand(layout.count, *y.shape[1:]), [0] + [number[q] for q in more],
+            [0] + [number[q] for q in union],
+        )  # fmt: skip
+        labels = union
+    return x.expand(layout.count, *x.shape[1:]), labels
+
+
+def _squeezed(x: Tensor, labels: Labels, sample: Hashable) -> tuple[Tensor, list[Hashable]]:
+    """Drop axes of size one of (N, ...), except the one that the samples left behind."""
+    keep = [k for k, q in enumerate(labels) if x.shape[k + 1] != 1 or (sample is not None and q == sample)]
+    return x.reshape(len(x), *(x.shape[k + 1] for k in keep)), [labels[k] for k in keep]
+
+
+def _arranged(x: Tensor, labels: Labels, *groups: Labels) -> Tensor:
+    """(N, labels...) to (N, prod of groups[0], prod of groups[1], ...)."""
+    labels = list(labels)
+    x = x.permute(0, *(labels.index(q) + 1 for group in groups for q in group))
+    sizes, k = [], 1
+    for group in groups:
+        sizes.append(math.prod(x.shape[k : k + len(group)]))
+        k += len(group)
+    return x.reshape(len(x), *sizes)
+
+
+@register
+class Linear(Rule):
+    """``z[..., o] = sum_i W[o, i] x[..., i] + c[o]``, any number of leading axes."""
+
+    functions = (F.linear,)
+    signature = ("input", "weight", "bias")
+    parameters = ("weight", "bias")
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        if layout.dim == len(call.shape) - 1:
+            raise Unsupported("the samples are along the features")
+        if slot == "bias":
+            return reduced(layout.front(b), call.args["bias"].shape, layout)
+        lead = list(range(len(call.shape) - 1))
+        data = [(call.args["input"], [*lead, "i"])]
+        return outer((call.args["weight"], ["o", "i"]), data, b, [*lead, "o"], layout)
+
+
+@register
+class Bilinear(Rule):
+    """``z[..., o] = sum_ij x[..., i] W[o, i, j] y[..., j] + c[o]``."""
+
+    functions = (F.bilinear,)
+    signature = ("input1", "input2", "weight", "bias")
+    parameters = ("weight", "bias")
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        if slot == "bias":
+            return reduced(layout.front(b), call.args["bias"].shape, layout)
+        lead = list(range(len(call.shape) - 1))
+        data = [(call.args["input1"], [*lead, "i"]), (call.args["input2"], [*lead, "j"])]
+        return outer((call.args["weight"], ["o", "i", "j"]), data, b, [*lead, "o"], layout)
+
+
+def _matmul_labels(x: Tensor, y: Tensor, ndim: int) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
+    """Labels of the operands and the output of ``torch.matmul``."""
+    left: list[Hashable] = ["k"] if x.ndim == 1 else ["i", "k"]
+    right: list[Hashable] = ["k"] if y.ndim == 1 else ["k", "j"]
+    tail = left[:-1] + right[1:]
+    lead = list(range(ndim - len(tail)))
+    more_x, more_y = max(0, x.ndim - 2), max(0, y.ndim - 2)
+    return [*lead[len(lead) - more_x :], *left], [*lead[len(lead) - more_y :], *right], [*lead, *tail]
+
+
+def matmul_term(x: Tensor, y: Tensor, left: bool, call: Call, b: Tensor, layout: Layout) -> Term:
+    """`Outer` of the left or the right operand of ``x @ y``."""
+    x_labels, y_labels, out = _matmul_labels(x, y, len(call.shape))
+    first, second = (x, x_labels), (y, y_labels)
+    return outer(first, [second], b, out, layout) if left else outer(second, [first], b, out, layout)
+
+
+@register
+class Matmul(Rule):
+    """Matrix products with a parameter on either side, batched or not."""
+
+    functions = (
+        torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
+        torch.mv, Tensor.mv, torch.linalg.matmul,
+    )  # fmt: skip
+    signature = ("input", "other")
+    parameters = ("input", "other")
+
+    def bind(self, func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+        renamed = {{"mat2": "other", "vec": "other", "tensor2": "other"}.get(k, k): v for k, v in kwargs.items()}
+        return super().bind(func, args, renamed)
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        return matmul_term(call.args["input"], call.args["other"], slot == "input", call, b, layout)
+
+
+@register
+class ReversedMatmul(Matmul):
+    """``other.__rmatmul__``: the operands in reverse."""
+
+    functions = (Tensor.__rmatmul__,)
+    signature = ("other", "input")
+
+
+@register
+class AddMatmul(Rule):
+    """``beta * input + alpha * x @ y`` (addmm, baddbmm, addmv)."""
+
+    functions = (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addmv, Tensor.addmv)
+    signature = ("input", "x", "y")
+    parameters = ("input", "x", "y")
+
+    def bind(self, func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+        names = {"mat1": "x", "mat2": "y", "batch1": "x", "batch2": "y", "mat": "x", "vec": "y"}
+        return super().bind(func, args, {names.get(k, k): v for k, v in kwargs.items()})
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        args = call.args
+        if slot == "input":
+            return reduced(layout.front(b * args.get("beta", 1)), args["input"].shape, layout)
+        return matmul_term(args["x"], args["y"], slot == "x", call, b * args.get("alpha", 1), layout)
+
+
+@register
+class Einsum(Rule):
+    """``torch.einsum`` in its string form, one parameter among the operands."""
+
+    functions = (torch.einsum,)
+    signature = ("equation",)
+    parameters = tuple(f"operand{k}" for k in range(8))
+
+    def bind(self, func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+        equation, *operands = args
+        if len(operands) == 1 and isinstance(operands[0], list | tuple):
+            operands = list(operands[0])
+        return {"equation": equation} | {f"operand{k}": x for k, x in enumerate(operands)}
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        operands = {name: x for name, x in call.args.items() if name != "equation"}
+        labels, out = _equation(call.args["equation"], list(operands.values()), len(call.shape))
+        pairs = dict(zip(operands, zip(operands.values(), labels, strict=True), strict=True))
+        weight = pairs.pop(slot)
+        return outer(weight, list(pairs.values()), b, out, layout)
+
+
+def _equation(equation: Any, operands: Sequence[Tensor], ndim: int) -> tuple[list[list[Hashable]], list[Hashable]]:
+    """Labels per operand and of the output; an ellipsis becomes numbers, aligned to the right."""
+    if not isinstance(equation, str):
+        raise Unsupported("einsum in its sublist form")
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    inputs = left.split(",")
+    if not arrow:
+        letters = left.replace(",", "").replace("...", "")
+        right = "..." * ("..." in left) + "".join(sorted(q for q in set(letters) if letters.count(q) == 1))
+    spans = [x.ndim - len(s.replace("...", "")) for s, x in zip(inputs, operands, strict=True) if "..." in s]
+    span = max(spans, default=0)
+
+    def expanded(subscript: str, n: int) -> list[Hashable]:
+        head, dots, tail = subscript.partition("...")
+        middle = list(range(span - (n - len(head) - len(tail)), span)) if dots else []
+        return [*head, *middle, *tail]
+
+    labels = [expanded(s, x.ndim) for s, x in zip(inputs, operands, strict=True)]
+    if any(len(set(row)) != len(row) for row in labels):
+        raise Unsupported("a repeated index of one operand (a diagonal)")
+    return labels, expanded(right, ndim)

@@ -1,0 +1,95 @@
+"""Parameters that meet data entry by entry, with broadcasting: added, multiplied, expanded, repeated; PReLU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvature.contractions import Dense, Term
+from curvature.layers.base import Call, Layout, Rule, Unsupported, reduced, register
+
+_NAMES = (
+    "add sub subtract rsub mul multiply div divide true_divide pow addcmul addcdiv lerp where maximum minimum "
+    "masked_fill atan2 hypot logaddexp logaddexp2 xlogy copysign fmax fmin remainder fmod clamp clip "
+    "clamp_min clamp_max expand expand_as broadcast_to "
+    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ "
+    "__truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __pow__ __rpow__ __ipow__ "
+    "add_ sub_ subtract_ mul_ multiply_ div_ divide_ true_divide_ pow_ addcmul_ addcdiv_ lerp_"
+).split()
+
+
+@register
+class Elementwise(Rule):
+    """Any function that broadcasts its tensors and acts on each entry alone.
+
+    Differentiating it with the parameter expanded to the output's shape gives the per-place gradients, whatever
+    the function.
+    """
+
+    functions = tuple(
+        {getattr(space, name) for space in (torch, Tensor) for name in _NAMES if hasattr(space, name)}
+        | {torch.special.xlogy}
+    )
+    parameters = tuple(f"arg{k}" for k in range(4)) + ("input", "other", "value", "tensor1", "tensor2", "weight", "end")
+
+    def bind(self, func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+        bound: dict[str, Any] = {f"arg{k}": x for k, x in enumerate(args)} | dict(kwargs)
+        name = func.__name__
+        if name.endswith("_") and not name.endswith("__") or name.startswith("__i"):
+            bound["arg0"] = bound["arg0"].detach().clone()  # overwritten by the call itself
+        return bound | {"function": func}
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        args = dict(call.args)
+        function = args.pop("function")
+        shape = args[slot].shape
+        if layout.dim >= len(call.shape):
+            raise Unsupported("the output has no axis of samples")
+        whole = args[slot].detach().broadcast_to(call.shape).clone().requires_grad_()
+        args[slot] = whole
+        rest = {k: v.clone() if k == "arg0" and isinstance(v, Tensor) else v for k, v in args.items()}
+        positional = [rest.pop(f"arg{k}") for k in range(len(args)) if f"arg{k}" in args]
+        with torch.enable_grad():
+            out = function(*positional, **rest)
+        (per_place,) = torch.autograd.grad(out, whole, b)
+        return reduced(layout.front(per_place), shape, layout)
+
+
+@register
+class Repeat(Rule):
+    """``Tensor.repeat``: an axis of size ``r * s`` holds r copies of s entries."""
+
+    functions = (Tensor.repeat, torch.tile, Tensor.tile)
+    signature = ("input",)
+    parameters = ("input",)
+
+    def bind(self, func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+        return {"input": args[0]}
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        shape = call.args["input"].shape
+        sizes = (1,) * (len(call.shape) - len(shape)) + tuple(shape)
+        if sizes[layout.dim] != 1:
+            raise Unsupported("the parameter varies along the axis of the samples")
+        out = layout.front(b)
+        for k, size in enumerate(sizes, 1):
+            out = out.unflatten(k, (-1, size)).sum(k)
+        return Dense(out.reshape(len(out), *shape))
+
+
+@register
+class PReLU(Rule):
+    """``z = max(x, 0) + weight * min(x, 0)``, one weight or one per channel (axis 1)."""
+
+    functions = (F.prelu, torch.prelu, Tensor.prelu)
+    signature = ("input", "weight")
+    parameters = ("weight",)
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        shape = call.args["weight"].shape
+        offset = 1 if len(call.shape) > 1 else None
+        return reduced(layout.front(b * call.args["input"].clamp(max=0)), shape, layout, offset)

@@ -1,0 +1,131 @@
+"""Tables of rows: Embedding and EmbeddingBag. The one-hot input is never materialised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvature.contractions import Dense, Rows, Term
+from curvature.layers.base import Call, Layout, Rule, Unsupported, register
+
+
+def _frozen_row(args: dict[str, Any]) -> int:
+    """The row that `padding_idx` freezes, or -1."""
+    row = args.get("padding_idx")
+    if row is None:
+        return -1
+    return row if row >= 0 else row + args["weight"].shape[0]
+
+
+@register
+class Embedding(Rule):
+    """``z[..., :] = W[index[...]]``; frequencies of `scale_grad_by_freq` count within each sample."""
+
+    functions = (F.embedding,)
+    signature = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    parameters = ("weight",)
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        if layout.dim == len(call.shape) - 1:
+            raise Unsupported("the samples are along the features")
+        args = call.args
+        index = layout.front(args["input"]).flatten(1)
+        values = layout.front(b).flatten(1, -2)
+        values = values.masked_fill((index == _frozen_row(args))[..., None], 0)
+        if args.get("scale_grad_by_freq"):
+            counts = (index[:, :, None] == index[:, None, :]).sum(2)
+            values = values / counts[..., None]
+        return Rows(index, values, tuple(args["weight"].shape))
+
+    def counts_over_batch(self, call: Call) -> bool:
+        return bool(call.args.get("scale_grad_by_freq"))
+
+
+@register
+class EmbeddingBag(Rule):
+    """Sum, mean or maximum over bags of rows, 2-d input or 1-d input with offsets."""
+
+    functions = (F.embedding_bag,)
+    signature = (
+        "input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
+        "per_sample_weights", "include_last_offset", "padding_idx",
+    )  # fmt: skip
+    parameters = ("weight",)
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        args = call.args
+        if layout.dim != 0:
+            raise Unsupported("the samples are not along the bags")
+        bags, width = call.shape
+        number = torch.arange(bags, device=b.device)
+        sample = number // layout.inner % layout.count
+        index, bag = _flat_bags(args, bags)
+        if args.get("mode", "mean") == "max":
+            return _maximum(args, b, sample, layout.count)
+        weights = self._weights(args, index, bag, bags, sample[bag], b)
+        # every bag of a sample is padded to one common length, since samples must share their number of places
+        who = sample[bag]
+        sizes = torch.bincount(who, minlength=layout.count)
+        order = torch.argsort(who, stable=True)
+        place = torch.arange(len(order), device=b.device) - (sizes.cumsum(0) - sizes)[who[order]]
+        longest = int(sizes.max()) if len(order) else 0
+        rows = index.new_zeros(layout.count, longest)
+        values = b.new_zeros(layout.count, longest, width)
+        rows[who[order], place] = index[order]
+        values[who[order], place] = (b[bag] * weights[:, None])[order]
+        return Rows(rows, values, tuple(args["weight"].shape))
+
+    def _weights(self, args: dict[str, Any], index: Tensor, bag: Tensor, bags: int, who: Tensor, b: Tensor) -> Tensor:
+        """What each looked-up row counts for in its bag."""
+        live = (index != _frozen_row(args)).to(b.dtype)
+        if args.get("per_sample_weights") is not None:
+            live = live * args["per_sample_weights"].reshape(-1)
+        if args.get("mode", "mean") == "mean":
+            live = live / b.new_zeros(bags).index_add_(0, bag, live).clamp(min=1)[bag]
+        if args.get("scale_grad_by_freq"):
+            rows = len(args["weight"])
+            counts = torch.bincount(who * rows + index)
+            live = live / counts[who * rows + index]
+        return live
+
+    def counts_over_batch(self, call: Call) -> bool:
+        return bool(call.args.get("scale_grad_by_freq"))
+
+
+def _flat_bags(args: dict[str, Any], bags: int) -> tuple[Tensor, Tensor]:
+    """Looked-up rows and the bag of each, both (number of look-ups,)."""
+    index, offsets = args["input"], args.get("offsets")
+    if index.ndim == 2:
+        return index.reshape(-1), torch.arange(bags, device=index.device).repeat_interleave(index.shape[1])
+    starts = offsets[:bags]
+    position = torch.arange(len(index), device=index.device)
+    bag = torch.searchsorted(starts.contiguous(), position, right=True) - 1
+    if args.get("include_last_offset"):
+        inside = position < offsets[-1]
+        return index[inside], bag[inside]
+    return index, bag
+
+
+def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> Dense:
+    """Each feature of a bag comes from one row: the one that torch reports as the maximum."""
+    index, weight, offsets = args["input"], args["weight"].detach(), args.get("offsets")
+    if index.ndim == 2:
+        offsets = torch.arange(0, index.numel(), index.shape[1], device=index.device)
+        index = index.reshape(-1)
+    padding = args.get("padding_idx")
+    _, _, sizes, chosen = torch.embedding_bag(
+        weight, index, offsets, False, 2, False, None, bool(args.get("include_last_offset")),
+        -1 if padding is None else _frozen_row(args),
+    )  # fmt: skip
+    if bool(args.get("scale_grad_by_freq")):
+        raise Unsupported("frequencies of a maximum")
+    chosen = chosen[: len(b)]
+    b = b.masked_fill((sizes[: len(b)] == 0)[:, None], 0)
+    chosen = chosen.clamp(min=0)
+    out = b.new_zeros(count, *weight.shape)
+    feature = torch.arange(b.shape[1], device=b.device).expand_as(chosen)
+    out.index_put_((sample[:, None].expand_as(chosen), chosen, feature), b, accumulate=True)
+    return Dense(out)

@@ -1,0 +1,103 @@
+"""Scale and shift after a normalisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvature.contractions import Term
+from curvature.layers.base import Call, Layout, Rule, reduced, register
+
+
+class _ScaleShift(Rule):
+    """``z = weight * normalised(x) + bias``, the parameters along the axes from `first_axis`."""
+
+    parameters = ("weight", "bias")
+
+    def normalised(self, args: dict[str, Any]) -> Tensor:
+        """The input after normalisation, before scale and shift."""
+        raise NotImplementedError
+
+    def first_axis(self, call: Call) -> int | None:
+        """Output axis of the parameters' first; None: aligned to the right."""
+        return 1
+
+    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+        if slot == "weight":
+            b = b * self.normalised(call.args)
+        return reduced(layout.front(b), call.args[slot].shape, layout, self.first_axis(call))
+
+
+@register
+class LayerNorm(_ScaleShift):
+    functions = (F.layer_norm,)
+    signature = ("input", "normalized_shape", "weight", "bias", "eps")
+
+    def normalised(self, args: dict[str, Any]) -> Tensor:
+        return F.layer_norm(args["input"], args["normalized_shape"], eps=args.get("eps", 1e-5))
+
+    def first_axis(self, call: Call) -> int | None:
+        return None
+
+
+@register
+class RMSNorm(_ScaleShift):
+    functions = (F.rms_norm,)
+    signature = ("input", "normalized_shape", "weight", "eps")
+
+    def normalised(self, args: dict[str, Any]) -> Tensor:
+        return F.rms_norm(args["input"], args["normalized_shape"], eps=args.get("eps"))
+
+    def first_axis(self, call: Call) -> int | None:
+        return None
+
+
+@register
+class GroupNorm(_ScaleShift):
+    functions = (F.group_norm,)
+    signature = ("input", "num_groups", "weight", "bias", "eps")
+
+    def normalised(self, args: dict[str, Any]) -> Tensor:
+        return F.group_norm(args["input"], args["num_groups"], eps=args.get("eps", 1e-5))
+
+
+class _RunningNorm(_ScaleShift):
+    """Norms that may use running statistics; recomputing must not update them."""
+
+    batch_statistics = ""
+
+    def normalised(self, args: dict[str, Any]) -> Tensor:
+        eps = args.get("eps", 1e-5)
+        if not uses_running_statistics(args, self.batch_statistics):
+            return self._from_input(args["input"], eps)
+        return F.batch_norm(args["input"], args["running_mean"], args["running_var"], eps=eps)
+
+    def _from_input(self, x: Tensor, eps: float) -> Tensor:
+        raise NotImplementedError
+
+
+def uses_running_statistics(args: dict[str, Any], flag: str) -> bool:
+    """Whether a batch norm (flag `training`) or instance norm (`use_input_stats`) reads its running statistics."""
+    return args.get("running_mean") is not None and not args.get(flag, flag == "use_input_stats")
+
+
+@register
+class BatchNorm(_RunningNorm):
+    functions = (F.batch_norm,)
+    signature = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    batch_statistics = "training"
+
+    def _from_input(self, x: Tensor, eps: float) -> Tensor:
+        return F.batch_norm(x, None, None, training=True, eps=eps)
+
+
+@register
+class InstanceNorm(_RunningNorm):
+    functions = (F.instance_norm,)
+    signature = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+    batch_statistics = "use_input_stats"
+
+    def _from_input(self, x: Tensor, eps: float) -> Tensor:
+        return F.instance_norm(x, eps=eps)

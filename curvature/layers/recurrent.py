@@ -1,0 +1,114 @@
+"""Recurrent layers, written out step by step so that each weight's reads are seen.
+
+The fused kernels of torch hide the backprops of the gates, so while a capture is on, a recurrent layer runs as the
+loop of matrix products that defines it; every product is then a use of its weight like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+State = tuple[Tensor, ...]
+# gates of the input (already multiplied), state, recurrent weight and bias, projection -> new state
+Step = Callable[[Tensor, State, Tensor, "Tensor | None", "Tensor | None"], State]
+
+
+def _lstm(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None, projection: Tensor | None) -> State:
+    i, f, g, o = (gates + F.linear(state[0], weight, bias)).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return (h if projection is None else F.linear(h, projection), c)
+
+
+def _gru(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None, projection: Tensor | None) -> State:
+    ir, iz, inew = gates.chunk(3, -1)
+    hr, hz, hnew = F.linear(state[0], weight, bias).chunk(3, -1)
+    z = (iz + hz).sigmoid()
+    new = (inew + (ir + hr).sigmoid() * hnew).tanh()
+    return ((state[0] - new) * z + new,)
+
+
+def _tanh(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None, projection: Tensor | None) -> State:
+    return ((gates + F.linear(state[0], weight, bias)).tanh(),)
+
+
+def _relu(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None, projection: Tensor | None) -> State:
+    return ((gates + F.linear(state[0], weight, bias)).relu(),)
+
+
+def _direction(x: Tensor, state: State, weights: Sequence[Tensor], has_bias: bool, step: Step, reverse: bool) -> Any:
+    """One layer in one direction over (T, N, i): outputs (T, N, h) and the last state."""
+    w_in, w_hidden = weights[:2]
+    b_in, b_hidden = (weights[2], weights[3]) if has_bias else (None, None)
+    extra = weights[4 if has_bias else 2 :]
+    projection = extra[0] if extra else None
+    gates = F.linear(x, w_in, b_in)
+    outputs: list[Tensor] = []
+    for t in reversed(range(len(x))) if reverse else range(len(x)):
+        state = step(gates[t], state, w_hidden, b_hidden, projection)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if reverse else outputs), state
+
+
+def _layers(step: Step) -> Callable[..., Any]:
+    """The rewritten form of ``torch.lstm``, ``torch.gru``, ... with the same arguments and results."""
+
+    def run(
+        x: Tensor, hx: Any, weights: Sequence[Tensor], has_bias: bool, layers: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        states = hx if isinstance(hx, tuple | list) else (hx,)
+        directions = 2 if bidirectional else 1
+        each = len(weights) // (layers * directions)
+        if batch_first:
+            x = x.transpose(0, 1)
+        last: list[State] = []
+        for layer in range(layers):
+            outs = []
+            for direction in range(directions):
+                k = layer * directions + direction
+                part = weights[k * each : (k + 1) * each]
+                out, end = _direction(x, tuple(s[k] for s in states), part, has_bias, step, direction == 1)
+                outs.append(out)
+                last.append(end)
+            x = torch.cat(outs, -1) if directions == 2 else outs[0]
+            if dropout and train and layer < layers - 1:
+                x = F.dropout(x, dropout, True)
+        return (x.transpose(0, 1) if batch_first else x, *(torch.stack(s) for s in zip(*last, strict=True)))
+
+    return run
+
+
+def _cell(step: Step) -> Callable[..., Any]:
+    """The rewritten form of ``torch.lstm_cell``, ``torch.gru_cell``, ..."""
+
+    def run(x: Tensor, hx: Any, w_in: Tensor, w_hidden: Tensor, b_in: Any = None, b_hidden: Any = None) -> Any:
+        state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
+        new = step(F.linear(x, w_in, b_in), state, w_hidden, b_hidden, None)
+        return new if len(new) > 1 else new[0]
+
+    return run
+
+
+REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.lstm: _layers(_lstm),
+    torch.gru: _layers(_gru),
+    torch.rnn_tanh: _layers(_tanh),
+    torch.rnn_relu: _layers(_relu),
+    torch.lstm_cell: _cell(_lstm),
+    torch.gru_cell: _cell(_gru),
+    torch.rnn_tanh_cell: _cell(_tanh),
+    torch.rnn_relu_cell: _cell(_relu),
+}
+
+
+def rewritten(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
+    """The loop that stands for a fused recurrent call; None for other functions and for packed sequences."""
+    run = REWRITES.get(function)
+    packed = run is not None and len(args) == 9 and isinstance(args[3], tuple | list)
+    return None if packed else run

@@ -1,0 +1,148 @@
+"""Where the samples are in the output of every use, found by experiment and remembered.
+
+Two backward passes, one with unit weights on the samples' losses and one with random weights w: a backprop entry of
+sample n differs between them by the factor w[n] and by nothing else, so a guess of the axis either reproduces the
+second from the first or is wrong. A backprop in which samples are mixed fits no guess, and the exact general path takes
+over. This is what makes flattened tokens, windows, and sequence-first models right without being told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from curvature.batch import Batch, tensors
+from curvature.capture import Node, Tape, Use
+from curvature.contractions import Dense, Outer, Term, gradients
+from curvature.layers import Layout, Unsupported
+
+
+@dataclass
+class Plan:
+    """What was learnt of a model at one shape of its inputs."""
+
+    signature: list[tuple[Any, ...]]
+    layouts: list[Layout | None]
+    general: set[str]  # parameters that go through the general path
+    loop: bool = False  # whether that path is the loop of batch size one
+
+
+PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
+
+
+def key_of(batch: Batch) -> tuple[Any, ...]:
+    """What the structure may depend on."""
+    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors(batch.x))
+    training = tuple(module.training for module in batch.model.modules())
+    frozen = tuple(p.requires_grad for p in batch.model.parameters())
+    return (shapes, batch.dims, training, frozen)
+
+
+def signature_of(tape: Tape) -> list[tuple[Any, ...]]:
+    """Functions, shapes and parameters of the uses in order: equal where the layouts can be used again."""
+    return [(use.function, use.shape, use.names) for use in tape.uses]
+
+
+def tolerance(x: Tensor) -> float:
+    """Relative difference that rounding explains in two orders of the same sums."""
+    return float(torch.finfo(x.dtype).eps) ** 0.5
+
+
+def guesses(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
+    """Every axis that could hold the samples, the simplest first."""
+    for dim, size in enumerate(shape):
+        if size == count:
+            yield Layout(dim, 1, count, 1)
+    for dim, size in enumerate(shape):
+        rest = size // count
+        if size % count == 0 and rest > 1:
+            yield Layout(dim, 1, count, rest)
+            yield Layout(dim, rest, count, 1)
+            for outer in range(2, rest):
+                if rest % outer == 0:
+                    yield Layout(dim, outer, count, rest // outer)
+
+
+def find_layout(b: Tensor, weighted: Tensor, weights: Tensor) -> tuple[Layout | None, bool]:
+    """The first guess that explains the weighted backprop, and whether it is the only one."""
+    count = len(weights)
+    scale = weighted.norm()
+    fits = []
+    for layout in guesses(tuple(b.shape), count):
+        front, target = layout.front(b), layout.front(weighted)
+        expected = front * weights.to(b.dtype).reshape(-1, *[1] * (front.ndim - 1))
+        if (expected - target).norm() <= tolerance(b) * scale:
+            fits.append(layout)
+    return (fits[0] if fits else None), len(fits) <= 1
+
+
+def explained(
+    tape: Tape, backprops: list[Tensor | None], layouts: list[Layout | None], skip: set[str]
+) -> tuple[dict[str, list[Term]], set[str]]:
+    """Terms of every parameter, and the names of those that the recorded uses do not explain."""
+    cuts = [_cut(use, b, layout) for use, b, layout in zip(tape.uses, backprops, layouts, strict=True)]
+    found: dict[str, list[Term]] = {name: [] for name in tape.parameters}
+    failed: set[str] = set(skip)
+    todo, seen = list(tape.parameters.values()), set[int]()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen or node.names <= failed:
+            continue
+        seen.add(id(node))
+        own: list[Term] = []
+        for use in node.uses:
+            cut = cuts[use.index]
+            if cut is not None:
+                own += [cut[slot] for slot, other in use.slots.items() if other is node]
+            elif use.results:
+                todo += use.results
+            elif use.edge is None or backprops[use.index] is not None:
+                failed |= node.names
+        if own and node.origin is not None and not _clean(node, cuts):
+            failed |= node.names
+        elif own:
+            for name, terms in _pulled_back(node, own, tape).items():
+                found[name] += terms
+    return {name: terms for name, terms in found.items() if name not in failed}, failed
+
+
+Cut = dict[str, Term] | None
+
+
+def _cut(use: Use, b: Tensor | None, layout: Layout | None) -> Cut:
+    """The terms of a use's parameters; None where it has no per-sample view."""
+    if b is None or layout is None:
+        return None
+    try:
+        return {slot: use.term(slot, b, layout) for slot in use.slots}
+    except Unsupported:
+        return None
+
+
+def _clean(node: Node, cuts: list[Cut]) -> bool:
+    """Whether nothing on the way from the parameters to this tensor was already counted."""
+    use = node.origin
+    return use is None or (cuts[use.index] is None and all(_clean(x, cuts) for x in use.slots.values()))
+
+
+def _pulled_back(node: Node, terms: list[Term], tape: Tape) -> dict[str, list[Term]]:
+    """Terms with respect to a tensor computed from parameters to terms with respect to these."""
+    if node.origin is None:
+        return {next(iter(node.names)): terms}
+    parent = next(iter(node.origin.slots.values()))
+    if node.origin.is_transpose and parent.origin is None and all(isinstance(t, Outer) for t in terms):
+        return {next(iter(node.names)): [t.transposed() for t in terms if isinstance(t, Outer)]}
+    names = sorted(node.names)
+    roots = [tape.parameters[name].tensor for name in names]
+    sent = gradients(terms)
+    try:
+        back = torch.autograd.grad(node.tensor, roots, sent, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    except RuntimeError:  # a backward without a batched form
+        each = [torch.autograd.grad(node.tensor, roots, s, retain_graph=True, allow_unused=True) for s in sent]
+        back = tuple(None if rows[0] is None else torch.stack(rows) for rows in zip(*each, strict=True))
+    return {name: [Dense(g)] for name, g in zip(names, back, strict=True) if g is not None}

@@ -1,0 +1,20 @@
+"""Where every test gets its device from: the CPU, and CUDA where there is one; DEVICE names a single one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+AVAILABLE = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+DEVICES = [os.environ["DEVICE"]] if os.environ.get("DEVICE") else AVAILABLE
+
+# The models are tiny: threads cost more than they bring, and the workers of pytest-xdist have the cores already.
+torch.set_num_threads(1)
+torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param

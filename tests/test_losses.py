@@ -1,0 +1,475 @@
+"""Per-sample losses against the plain loop of batch size one, written here and nowhere else."""
+
+import logging
+import warnings
+from collections import namedtuple
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from curvature.losses import per_sample_losses, reduction_of
+
+# torch's advice on shapes and on reduction="mean" of a KL divergence, where a test means exactly that
+pytestmark = pytest.mark.filterwarnings("ignore:(Using a target size|reduction. 'mean'|There is a performance drop)")
+
+C = 4
+DOUBLE = torch.float64
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
+
+
+def rand(*shape, seed=0):
+    return torch.rand(shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed)) * 0.9 + 0.05
+
+
+def randint(high, shape, seed=1):
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pieces(tensor, count, dim):
+    rows = tensor.shape[dim] // count
+    return [tensor.narrow(dim, n * rows, rows) for n in range(count)]
+
+
+def loop(loss, output, target, count, output_dim=0, target_dim=0):
+    """The definition: the loss on each sample alone, one after the other."""
+    targets = [None] * count if target is None else pieces(target, count, target_dim)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.stack([loss(o, t) for o, t in zip(pieces(output, count, output_dim), targets, strict=True)])
+
+
+def gradient(values, output):
+    """Gradient of a weighted sum of the rows, so that a row given to another sample is seen."""
+    weights = torch.linspace(0.5, 2.0, len(values), dtype=values.dtype)
+    return torch.autograd.grad(values, output, weights)[0]
+
+
+def agree(loss, output, target, count, output_dim=0, target_dim=0, reference=None):
+    """Value and gradient equal those of the loop (of `reference`: what the loop should be, where it is not plain)."""
+    output = output.detach().requires_grad_()
+    got = per_sample_losses(loss, output, target, count, output_dim, target_dim)
+    want = loop(loss, output, target, count, output_dim, target_dim) if reference is None else reference(output)
+    assert got.shape == (count,)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(gradient(got, output), gradient(want, output), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+# Where the samples are: shape of the output, sample dims of output and of a target with the class dim taken out.
+LAYOUTS = {
+    "NC": lambda n: ((n, C), 0, 0),
+    "NCT": lambda n: ((n, C, 5), 0, 0),
+    "NCHW": lambda n: ((n, C, 2, 3), 0, 0),
+    "flat": lambda n: ((n * 5, C), 0, 0),
+    "flat_T": lambda n: ((n * 2, C, 3), 0, 0),
+    "BCN": lambda n: ((2, C, n), 2, 1),
+    "BCTN_flat": lambda n: ((2, C, 3, n * 2), -1, -1),
+}
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
+counts = pytest.mark.parametrize("count", [1, 3])
+
+
+def options(**values):
+    """Every combination of the options named, each present or absent."""
+    names = list(values)
+    chosen = [[name for i, name in enumerate(names) if k >> i & 1] for k in range(2 ** len(names))]
+    return [{name: values[name] for name in present} for present in chosen]
+
+
+WEIGHT = torch.tensor([0.3, 2.0, 0.7, 1.4], dtype=DOUBLE)
+CE_OPTIONS = options(weight=WEIGHT, ignore_index=2, label_smoothing=0.2)
+ids = partial(str.join, "+")
+
+
+@counts
+@reductions
+@layouts
+@pytest.mark.parametrize("option", CE_OPTIONS, ids=ids)
+def test_cross_entropy_indices(option, layout, reduction, count):
+    shape, output_dim, target_dim = LAYOUTS[layout](count)
+    target = randint(C, (shape[0], *shape[2:]))
+    agree(nn.CrossEntropyLoss(reduction=reduction, **option), randn(*shape), target, count, output_dim, target_dim)
+
+
+@counts
+@reductions
+@layouts
+@pytest.mark.parametrize("option", options(weight=WEIGHT, label_smoothing=0.2), ids=ids)
+def test_cross_entropy_probabilities(option, layout, reduction, count):
+    shape, dim, _ = LAYOUTS[layout](count)
+    target = randn(*shape, seed=1).softmax(1)
+    agree(nn.CrossEntropyLoss(reduction=reduction, **option), randn(*shape), target, count, dim, dim)
+
+
+@counts
+@reductions
+@layouts
+@pytest.mark.parametrize("option", options(weight=WEIGHT, ignore_index=0), ids=ids)
+def test_nll(option, layout, reduction, count):
+    shape, output_dim, target_dim = LAYOUTS[layout](count)
+    target = randint(C, (shape[0], *shape[2:]))
+    loss = nn.NLLLoss(reduction=reduction, **option)
+    agree(loss, randn(*shape).log_softmax(1), target, count, output_dim, target_dim)
+
+
+@reductions
+@pytest.mark.parametrize(
+    "kind, option",
+    [(nn.CrossEntropyLoss, option) for option in options(weight=WEIGHT, label_smoothing=0.2)]
+    + [(nn.NLLLoss, option) for option in options(weight=WEIGHT)],
+)
+@pytest.mark.parametrize("shape", [(3, C), (3, C, 5), (3, C, 2, 3), (15, C)], ids=str)
+def test_sample_without_valid_place(shape, kind, option, reduction):
+    """All places ignored: torch's value (nan for a mean, 0 for a sum) and a gradient of exactly zero, also twice."""
+    loss = kind(reduction=reduction, **option)
+    target = randint(C, (shape[0], *shape[2:]))
+    rows = shape[0] // 3
+    target[rows : 2 * rows] = -100
+    agree(loss, randn(*shape), target, 3)
+
+    output = randn(*shape).requires_grad_()
+    values = per_sample_losses(loss, output, target, 3)
+    assert values[1].isnan() if reduction == "mean" else values[1] == 0
+    first = torch.autograd.grad(values, output, torch.ones(3, dtype=DOUBLE), create_graph=True)[0]
+    assert (first[rows : 2 * rows] == 0).all()
+    if kind is nn.CrossEntropyLoss:
+        second = torch.autograd.grad(first, output, randn(*shape, seed=2))[0]
+        assert (second[rows : 2 * rows] == 0).all() and second.isfinite().all()
+
+
+def test_class_of_weight_zero_is_as_in_torch():
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1, 2, 3], dtype=DOUBLE))
+    agree(loss, randn(3, C, 2), torch.tensor([[0, 0], [0, 1], [2, 3]]), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_index_dtypes(dtype):
+    agree(nn.NLLLoss(weight=WEIGHT, ignore_index=1), randn(6, C), randint(C, (6,)).to(dtype), 3)
+
+
+def binary(*shape):
+    return randint(2, shape).to(DOUBLE)
+
+
+# name: (loss with `reduction`, output, target), each a function of the shape
+POINTWISE = {
+    "mse": (nn.MSELoss, randn, partial(randn, seed=1)),
+    "l1": (nn.L1Loss, randn, partial(randn, seed=1)),
+    "smooth_l1": (partial(nn.SmoothL1Loss, beta=0.4), randn, partial(randn, seed=1)),
+    "huber": (partial(nn.HuberLoss, delta=0.4), randn, partial(randn, seed=1)),
+    "bce": (nn.BCELoss, rand, partial(rand, seed=1)),
+    "bce_logits": (nn.BCEWithLogitsLoss, randn, partial(rand, seed=1)),
+    "poisson": (nn.PoissonNLLLoss, randn, lambda *s: randint(6, s).to(DOUBLE)),
+    "poisson_full": (partial(nn.PoissonNLLLoss, full=True), randn, lambda *s: randint(6, s).to(DOUBLE)),
+    "poisson_rate": (partial(nn.PoissonNLLLoss, log_input=False, eps=1e-3), rand, lambda *s: randint(6, s).to(DOUBLE)),
+    "kl": (nn.KLDivLoss, lambda *s: randn(*s).log_softmax(1), lambda *s: randn(*s, seed=1).softmax(1)),
+    "kl_log": (partial(nn.KLDivLoss, log_target=True), randn, lambda *s: randn(*s, seed=1).log_softmax(1)),
+    "soft_margin": (nn.SoftMarginLoss, randn, lambda *s: 2 * binary(*s) - 1),
+    "multilabel_soft": (nn.MultiLabelSoftMarginLoss, randn, binary),
+}
+
+
+@counts
+@reductions
+@pytest.mark.parametrize("layout", [*LAYOUTS, "N", "TN"])
+@pytest.mark.parametrize("name", POINTWISE)
+def test_losses_of_entries(name, layout, reduction, count):
+    others = {"N": ((count, 1), 0, 0), "TN": ((5, count), 1, 1)}
+    shape, dim, _ = others[layout] if layout in others else LAYOUTS[layout](count)
+    kind, output, target = POINTWISE[name]
+    agree(kind(reduction=reduction), output(*shape), target(*shape), count, dim, dim)
+
+
+@pytest.mark.parametrize("name", [name for name in POINTWISE if not name.startswith("kl")])
+@counts
+def test_one_number_per_sample(name, count):
+    kind, output, target = POINTWISE[name]
+    agree(kind(), output(count), target(count), count)
+    agree(kind(), output(count * 4), target(count * 4), count)
+
+
+@counts
+@layouts
+@pytest.mark.parametrize("name", ["kl", "kl_log"])
+def test_kl_batchmean(name, layout, count):
+    shape, dim, _ = LAYOUTS[layout](count)
+    kind, output, target = POINTWISE[name]
+    agree(kind(reduction="batchmean"), output(*shape), target(*shape), count, dim, dim)
+
+
+@reductions
+@counts
+@pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.BCELoss])
+@pytest.mark.parametrize(
+    "shape, tail",
+    [((C,), (C,)), ((C,), ()), ((C,), (1, C)), ((C, 2, 3), (C, 2, 3)), ((C, 2, 3), (C, 1, 1)), ((C, 2, 3), (3,))],
+    ids=str,
+)
+def test_bce_weights(shape, tail, kind, count, reduction):
+    """Weights that broadcast over the samples."""
+    option = {"weight": rand(*tail, seed=3)}
+    if kind is nn.BCEWithLogitsLoss:
+        option["pos_weight"] = 3 * rand(*tail, seed=4)
+    agree(kind(reduction=reduction, **option), rand(count, *shape), binary(count, *shape), count)
+
+
+@reductions
+@pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.BCELoss])
+@pytest.mark.parametrize("shape, weight", [((3,), (3,)), ((3, C), (3, 1)), ((3, 3), (3, 1)), ((3, C), (3, C))], ids=str)
+def test_bce_weight_per_sample(shape, weight, kind, reduction):
+    """A weight whose dim of samples has size N belongs to the samples: sample n alone has its own."""
+    rows, target = rand(*weight, seed=3), binary(*shape)
+
+    def reference(output):
+        alone = [kind(reduction=reduction, weight=rows[n : n + 1]) for n in range(3)]
+        return torch.stack([f(output[n : n + 1], target[n : n + 1]) for n, f in enumerate(alone)])
+
+    agree(kind(reduction=reduction, weight=rows), rand(*shape), target, 3, reference=reference)
+
+
+@reductions
+@counts
+@pytest.mark.parametrize("rows", [1, 2])
+def test_margins(rows, count, reduction):
+    n = rows * count
+    for option in ({}, {"p": 2, "margin": 0.5}, {"weight": WEIGHT}):
+        agree(nn.MultiMarginLoss(reduction=reduction, **option), randn(n, C), randint(C, (n,)), count)
+    labels = torch.tensor([[3, 0, -1, 1], [1, -1, 0, 0]]).repeat(n, 1)[:n]
+    agree(nn.MultiLabelMarginLoss(reduction=reduction), randn(n, C), labels, count)
+    weighted = nn.MultiLabelSoftMarginLoss(reduction=reduction, weight=WEIGHT)
+    agree(weighted, randn(n, C), binary(n, C), count)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        nn.MSELoss,
+        nn.L1Loss,
+        nn.SmoothL1Loss,
+        nn.HuberLoss,
+        nn.PoissonNLLLoss,
+        nn.KLDivLoss,
+        partial(nn.KLDivLoss, reduction="batchmean"),
+    ],
+)
+def test_broadcasting_across_samples_is_refused(kind):
+    with pytest.raises(ValueError, match=r"\(3, 1\).*\(3,\)"):
+        per_sample_losses(kind(), randn(3, 1), rand(3), 3)
+    with pytest.raises(ValueError, match=r"\(3, 5\).*\(5, 3\)"):
+        per_sample_losses(kind(), randn(3, 5), rand(5, 3), 3, 0, 1)
+    agree(kind(), randn(3, 5), rand(3, 1), 3)
+    agree(kind(), randn(1, 1), rand(1), 1)
+
+
+def test_bce_shapes_are_refused_by_torch():
+    with pytest.raises(ValueError, match="must be the same"):
+        per_sample_losses(nn.BCEWithLogitsLoss(), randn(3, 1), rand(3), 3)
+
+
+@pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss])
+def test_weight_larger_than_the_output_is_refused(kind):
+    with pytest.raises((ValueError, RuntimeError), match="shape"):
+        per_sample_losses(kind(weight=rand(2, 3, C)), randn(3, C), rand(3, C), 3)
+
+
+class Doubled(nn.MSELoss):
+    def forward(self, output, target):
+        return 2 * super().forward(output, target).sqrt()
+
+
+class Contrast(nn.Module):
+    """Looks at all rows of a sample at once and at several targets."""
+
+    reduction = "sum"
+
+    def forward(self, output, target):
+        return (output.mean(0) - target).square().sum()
+
+
+def branches(output, target):
+    """A value of Python in between: nothing that vmap can follow."""
+    return output.square().sum() if float(output.detach().sum()) > 0 else (output - target).abs().sum()
+
+
+def inplace(output, target):
+    return output.sub_(target).square_().mean()
+
+
+CALLABLES = {
+    "functional": F.cross_entropy,
+    "weighted": partial(F.cross_entropy, weight=WEIGHT, ignore_index=1, label_smoothing=0.1),
+    "sum": partial(F.cross_entropy, reduction="sum"),
+    "lambda": lambda output, target: (output.logsumexp(1) * target).mean(),
+    "branches": branches,
+}
+
+
+@counts
+@pytest.mark.parametrize("name", CALLABLES)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_callables(rows, name, count):
+    agree(CALLABLES[name], randn(count * rows, C), randint(C, (count * rows,)), count)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1)])
+def test_callable_without_valid_place(loss):
+    target = randint(C, (3, 5))
+    target[1] = -100
+    agree(loss, randn(3, C, 5), target, 3)
+
+
+def test_subclass_with_its_own_forward_is_not_the_loss_it_derives_from():
+    agree(Doubled(), randn(6, C), randn(6, C, seed=1), 3)
+    agree(Doubled(reduction="sum"), randn(C, 6), randn(C, 6, seed=1), 3, 1, 1)
+
+
+def test_rows_of_output_and_target_are_independent():
+    agree(Contrast(), randn(12, C), randn(3, C, seed=1), 3)
+    agree(Contrast(), randn(12, C), randn(C, 3, seed=1).T, 3)
+
+
+def test_no_target():
+    agree(lambda output, target: output.square().mean() if target is None else None, randn(6, C), None, 3)
+    agree(lambda output, _: output.square().sum() * float(output.detach().sum()), randn(6, C), None, 3)
+
+
+Pair = namedtuple("Pair", "label scale")
+
+
+def follow(output, label, scale):
+    return (F.cross_entropy(output, label, reduction="none") * scale).mean()
+
+
+def stop(output, label, scale):
+    return follow(output, label, scale) if float(output.detach().sum()) else None
+
+
+@pytest.mark.parametrize("f", [follow, stop])
+def test_targets_in_containers(f):
+    label, scale = randint(C, (6,)), rand(3, 1)
+    losses = {
+        "tuple": (lambda o, t: f(o, t[0], t[1]), (label, scale)),
+        "pair": (lambda o, t: f(o, t.label, t.scale), Pair(label, scale)),
+        "dict": (lambda o, t: f(o, t["y"][0], t["w"]), {"y": (label, None), "w": scale}),
+    }
+
+    def want(o):
+        pairs = [slice(2 * n, 2 * n + 2) for n in range(3)]
+        return torch.stack([f(o[pair], label[pair], scale[n : n + 1]) for n, pair in enumerate(pairs)])
+
+    for loss, target in losses.values():
+        agree(loss, randn(6, C), target, 3, reference=want)
+
+
+@pytest.mark.parametrize("target", [[torch.zeros(3)], (1, 2, 3), {"y": "a"}, (torch.zeros(3), [1, 2, 3])], ids=str)
+def test_targets_that_cannot_be_cut_are_refused(target):
+    with pytest.raises(ValueError, match="tensor, None, a tuple or a dict"):
+        per_sample_losses(lambda o, t: o.sum(), randn(3, C), target, 3)
+
+
+@pytest.mark.parametrize("loss", [inplace, lambda o, t: inplace(o, t) * float(t.sum().exp())])
+def test_in_place_callables_change_nothing(loss):
+    output, target = randn(3, C), randn(3, C, seed=1)
+    kept = output.clone()
+    agree(loss, output, target, 3, reference=lambda o: loop(lambda a, b: loss(a.clone(), b), o, target, 3))
+    assert output.equal(kept)
+
+
+def test_losses_change_nothing():
+    loss = nn.CrossEntropyLoss(weight=WEIGHT)
+    state = dict(vars(loss))
+    output, target = randn(3, C), randint(C, (3,))
+    kept = output.clone(), target.clone(), torch.get_rng_state()
+    per_sample_losses(loss, output, target, 3)
+    assert vars(loss) == state and loss.reduction == "mean"
+    assert output.equal(kept[0]) and target.equal(kept[1]) and torch.get_rng_state().equal(kept[2])
+
+
+def test_each_sample_draws_for_itself():
+    values = per_sample_losses(lambda o, t: F.dropout(o).sum(), torch.ones(8, 50), None, 8)
+    assert len(set(values.tolist())) > 1
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda o, t: (o - t).square().mean(1), lambda o, t: 1.0, lambda o, t: nn.MSELoss(reduction="none")(o, t)]
+)
+def test_values_that_are_not_scalars_are_refused(loss):
+    with pytest.raises(ValueError, match="scalar"):
+        per_sample_losses(loss, randn(3, C), randn(3, C), 3)
+
+
+def test_the_loop_is_logged_once_per_kind(caplog):
+    class Branch(nn.Module):
+        forward = staticmethod(branches)
+
+    with caplog.at_level(logging.DEBUG, "curvature"):
+        for _ in range(2):
+            per_sample_losses(Branch(), randn(3, C), randn(3, C), 3)
+        per_sample_losses(nn.MSELoss(), randn(3, C), randn(3, C), 3)
+    assert [("Branch" in r.getMessage(), r.name) for r in caplog.records] == [(True, "curvature")]
+
+
+def test_errors_of_the_loss_reach_the_caller():
+    with pytest.raises(KeyError, match="mine"):
+        per_sample_losses(lambda o, t: {}["mine"], randn(3, C), None, 3)
+
+
+@pytest.mark.parametrize("output, target, count, dims, match", [
+    ((5, C), (3,), 3, (0, 0), "output.*5.*3"),
+    ((6, C), (4,), 3, (0, 0), "target.*4.*3"),
+    ((0, C), (0,), 3, (0, 0), "output.*0.*3"),
+    ((3, C), (3,), 0, (0, 0), "count.*0"),
+    ((3, C), (3,), 3, (2, 0), r"output.*\(3, 4\).*2"),
+    ((3, C), (3,), 3, (0, -2), r"target.*\(3,\).*-2"),
+    ((3, C), (), 3, (0, 0), r"target.*\(\)"),
+])  # fmt: skip
+def test_sizes_are_checked(output, target, count, dims, match):
+    with pytest.raises(ValueError, match=match):
+        per_sample_losses(nn.CrossEntropyLoss(), randn(*output), torch.zeros(target).long(), count, *dims)
+
+
+def test_reduction_of():
+    assert reduction_of(nn.MSELoss()) == reduction_of(F.mse_loss) == reduction_of(nn.Linear(1, 1)) == "mean"
+    assert reduction_of(nn.MSELoss(reduction="sum")) == reduction_of(Contrast()) == "sum"
+    assert reduction_of(nn.KLDivLoss(reduction="batchmean")) == "mean"
+    for loss in (nn.MSELoss(reduction="none"), nn.MSELoss(reduction="batchmean"), nn.MSELoss(reduction="mode")):
+        with pytest.raises(ValueError, match=f"{loss.reduction}.*mean.*sum"):
+            reduction_of(loss)
+        with pytest.raises(ValueError, match=loss.reduction):
+            per_sample_losses(loss, randn(3, C), randn(3, C), 3)
+
+
+@reductions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision(dtype, reduction):
+    output, index, target = randn(3, C, 5), randint(C, (3, 5)), rand(3, C, 5)
+    for loss, y in ((nn.CrossEntropyLoss(reduction=reduction, weight=WEIGHT.to(dtype)), index),
+                    (nn.MSELoss(reduction=reduction), target.to(dtype)),
+                    (partial(F.cross_entropy, reduction=reduction), index)):  # fmt: skip
+        got = per_sample_losses(loss, output.to(dtype), y, 3)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, loop(loss, output.to(dtype), y, 3), rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+@reductions
+def test_samples_average_or_add_to_the_loss(reduction):
+    """With one term per sample: the sanity check that needs no reference of ours."""
+    output, target = randn(7, C), randn(7, C, seed=1)
+    values = per_sample_losses(nn.HuberLoss(reduction=reduction), output, target, 7)
+    torch.testing.assert_close(getattr(values, reduction)(), nn.HuberLoss(reduction=reduction)(output, target))
+
+
+def test_under_function_transforms():
+    """Curvature differentiates it: a Hessian per sample by torch.func, compared with the loop's."""
+    target = randint(C, (3,))
+    output = randn(3, C)
+    for loss in (nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1), F.cross_entropy):
+        got = torch.func.hessian(lambda o, f=loss: per_sample_losses(f, o, target, 3).sum())(output)
+        want = torch.autograd.functional.hessian(lambda o, f=loss: loop(f, o, target, 3).sum(), output)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,63 @@
+"""Every ```python block of README.md and docs/*.md runs as printed, each file's blocks in order as one program."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
+
+
+def script_of(markdown: str) -> str:
+    """The python blocks with every other line blank, so that a traceback shows the line number of the document."""
+    script, opened = [], None
+    for line in markdown.splitlines():
+        fence = FENCE.match(line)
+        code = ""
+        if opened is None:
+            opened = fence
+        elif fence and fence["ticks"] == opened["ticks"] and not fence["language"]:
+            opened = None
+        elif opened["language"] == "python":
+            code = line.removeprefix(opened["indent"])
+        script.append(code)
+    return "\n".join(script) + "\n"
+
+
+def run(script: str, name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / name).write_text(script, encoding="utf-8")
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
+    return subprocess.run([sys.executable, name], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_blocks_run(path: Path, tmp_path: Path) -> None:
+    script = script_of(path.read_text(encoding="utf-8"))
+    if not script.strip():
+        assert path.name != "README.md", "README.md has no python block"
+        pytest.skip("no python block")
+    result = run(script, path.name, tmp_path)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+
+
+def test_lines_keep_their_numbers(tmp_path: Path) -> None:
+    markdown = (
+        "text\n```sh\nnot python\n```\n1. item\n   ```python\n   x = 2\n   ```\n\n```python\nassert x == 3\n```\n"
+    )
+    script = script_of(markdown)
+    assert script.splitlines() == ["", "", "", "", "", "", "x = 2", "", "", "", "assert x == 3", ""]
+    result = run(script, "page.md", tmp_path)
+    assert result.returncode == 1
+    assert 'page.md", line 11' in result.stderr
+
+
+def test_text_without_blocks_gives_an_empty_script() -> None:
+    assert not script_of("text\n```sh\nls\n```\n").strip()
