@@ -175,8 +175,8 @@ class Recorder(TorchFunctionMode):
     def _recorded(self, func: Any, args: Any, kwargs: Any, found: list[Tensor]) -> Any:
         rule = RULES.get(func)
         bound = rule.bind(func, args, kwargs) if rule is not None else {}
-        saved = {k: x.detach() if isinstance(x, Tensor) and id(x) not in self.nodes else x for k, x in bound.items()}
-        versions = [(x, x._version) for x in saved.values() if isinstance(x, Tensor) and id(x) not in self.nodes]
+        saved = {k: x.detach() if isinstance(x, Tensor) else x for k, x in bound.items()}
+        versions = [(x, x._version) for x in saved.values() if isinstance(x, Tensor)]
         out = func(*args, **kwargs)
         outs = [x for x in tensors_in([out]) if x.requires_grad]
         if not outs:

@@ -159,7 +159,7 @@ def norms_squared(terms: Sequence[Term]) -> Tensor:
                 total = term if total is None else total + term
         assert total is not None
         return total.clamp(min=0)
-    return torch.cat([g.flatten(1).square().sum(1) for g in _built(terms)])
+    return torch.cat([g.reshape(len(g), -1).square().sum(1) for g in _built(terms)])
 
 
 def gram(terms: Sequence[Term]) -> Tensor:
@@ -172,7 +172,7 @@ def gram(terms: Sequence[Term]) -> Tensor:
             for v in terms:
                 total = total + _pair_gram(u, v)
         return total
-    flat = gradients(terms).flatten(1)
+    flat = gradients(terms).reshape(n, -1)
     return flat @ flat.T
 
 

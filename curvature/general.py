@@ -41,7 +41,8 @@ def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
         return batch.loss(logits(call(run, x)), y)
 
     chunk = max(1, CHUNK // max(1, sum(p.numel() for p in wanted.values())))
-    return vmap(grad(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)(wanted, batch.x, y)
+    found = vmap(grad(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)(wanted, batch.x, y)
+    return {k: g.detach() for k, g in found.items()}
 
 
 def _flags(batched: Any, dim: int) -> Any:

@@ -94,15 +94,13 @@ class _Rule:
 
     Attributes:
         summed: the dim of the output that one term uses up (the classes); None: every entry is a term.
-        indices: whether the target may be one class index per term.
-        entries: whether the target may be of the shape of the output.
+        indices: whether the target may be one class index per term; else it has the shape of the output.
         broadcasts: whether torch broadcasts output and target of different shapes.
         mass: ``mass(loss, target)``, shape of the terms: what each counts for in a mean. None, or a None returned: 1.
     """
 
     summed: int | None
     indices: bool = False
-    entries: bool = False
     broadcasts: bool = False
     mass: Callable[[Any, Tensor], Tensor | None] | None = None
 
@@ -118,10 +116,10 @@ class _Rule:
         dim = output_dim
         if self.summed is not None:
             summed = self.summed % output.ndim
-            if output.ndim < 2 or output_dim == summed:
+            if output_dim == summed:
                 return None
             dim -= output_dim > summed
-        if self.entries and target.shape == output.shape and target_dim == output_dim:
+        if target.shape == output.shape and target_dim == output_dim:
             return dim
         if self.indices and list(target.shape) == self.shape_of_terms(output) and target_dim == dim:
             return dim
@@ -140,15 +138,15 @@ def _class_mass(loss: Any, target: Tensor) -> Tensor | None:
 
 
 # By exact type: a subclass may compute something else.
-_ENTRIES = _Rule(None, entries=True, broadcasts=True)
+_ENTRIES = _Rule(None, broadcasts=True)
 _RULES: dict[type, _Rule] = {
-    nn.CrossEntropyLoss: _Rule(1, indices=True, entries=True, mass=_class_mass),
+    nn.CrossEntropyLoss: _Rule(1, indices=True, mass=_class_mass),
     nn.NLLLoss: _Rule(1, indices=True, mass=_class_mass),
     nn.MultiMarginLoss: _Rule(1, indices=True),
-    nn.MultiLabelMarginLoss: _Rule(1, entries=True),
-    nn.MultiLabelSoftMarginLoss: _Rule(-1, entries=True, broadcasts=True),
-    nn.BCELoss: _Rule(None, entries=True),
-    nn.BCEWithLogitsLoss: _Rule(None, entries=True),
+    nn.MultiLabelMarginLoss: _Rule(1),
+    nn.MultiLabelSoftMarginLoss: _Rule(-1, broadcasts=True),
+    nn.BCELoss: _Rule(None),
+    nn.BCEWithLogitsLoss: _Rule(None),
     nn.MSELoss: _ENTRIES,
     nn.L1Loss: _ENTRIES,
     nn.SmoothL1Loss: _ENTRIES,
@@ -174,10 +172,10 @@ def _terms(loss: Any, rule: _Rule, output: Tensor, target: Tensor) -> tuple[Tens
 
 
 def _refuse_mixing(loss: Loss, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> None:
-    if target.shape != output.shape and output.ndim - output_dim != target.ndim - target_dim:
+    if output.ndim - output_dim != target.ndim - target_dim:
         raise ValueError(
-            f"{_name(loss)} would broadcast output {tuple(output.shape)} against target {tuple(target.shape)} and "
-            f"compare different samples (dim {output_dim} and dim {target_dim}): give both the same shape"
+            f"{_name(loss)} compares output {tuple(output.shape)} and target {tuple(target.shape)} entry by entry, "
+            f"which mixes the samples in their dims {output_dim} and {target_dim}: give both the same shape"
         )
 
 
@@ -196,7 +194,7 @@ def _one_by_one(loss: Loss, output: Tensor, target: Any, count: int, output_dim:
             raise ValueError(f"{_name(loss)} must return a scalar tensor for a batch of one sample, got {found}")
         return value
 
-    cut = [t.reshape(*t.shape[:dim], count, -1, *t.shape[dim + 1 :]) for t, dim in zip(tensors, dims, strict=True)]
+    cut = [t.unflatten(dim, (count, t.shape[dim] // count)) for t, dim in zip(tensors, dims, strict=True)]
     # copies, because a loss may work in place
     try:
         batched = [t.clone() for t in cut]

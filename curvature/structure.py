@@ -8,6 +8,7 @@ over. This is what makes flattened tokens, windows, and sequence-first models ri
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from curvature.batch import Batch, tensors
 from curvature.capture import Node, Tape, Use
 from curvature.contractions import Dense, Outer, Term, gradients
 from curvature.layers import Layout, Unsupported
+
+log = logging.getLogger("curvature")
 
 
 @dataclass
@@ -121,6 +124,9 @@ def _cut(use: Use, b: Tensor | None, layout: Layout | None) -> Cut:
     try:
         return {slot: use.term(slot, b, layout) for slot in use.slots}
     except Unsupported:
+        return None
+    except Exception as error:  # an argument that the rule does not foresee must not stop the exact general path
+        log.warning("%s: %s: %s", ", ".join(sorted(use.names)), type(error).__name__, error)
         return None
 
 

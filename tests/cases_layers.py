@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from case import Case, Raw, both, classes, floats, indices, lengths, mixture, named, token_loss, tokens
+from case import Case, Raw, both, classes, floats, indices, lengths, mixture, named, second, token_loss, tokens
 from torch import Tensor, nn
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -76,8 +76,8 @@ def linear_cases() -> Iterator[Case]:
     yield alone("linear_sum", lambda: nn.Linear(5, 3), 5, loss=nn.MSELoss(reduction="sum"))
     yield alone("linear_cross_entropy", lambda: nn.Linear(5, 3), 5, loss=nn.CrossEntropyLoss(), target=classes)
     yield alone("linear_to_scalar", lambda: nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), 5)
-    yield alone("linear_samples_second", lambda: nn.Linear(5, 3), 4, 5, sample_dim=1)
-    yield alone("linear_samples_second_equal_sizes", lambda: nn.Linear(3, 3), 3, 3, n=3, sample_dim=1)
+    yield Case("linear_samples_second", lambda: nn.Linear(5, 3), second(floats(2, 5)), sample_dim=1)
+    yield Case("linear_samples_second_equal_sizes", lambda: nn.Linear(3, 3), second(floats(3, 3)), n=3, sample_dim=1)
     yield Case("mlp", mlp, floats(5), nn.CrossEntropyLoss(), classes)
     yield Case("mlp_sum", mlp, floats(5), nn.CrossEntropyLoss(reduction="sum"), classes)
     inputs = both(floats(3), floats(5))

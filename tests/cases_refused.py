@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,36 +45,45 @@ def nested() -> nn.Module:
 
 def exact_or_refused() -> Iterator[Case]:
     yield from mixing_cases()
+    yield from beside_cases()
     yield from reordering_cases()
     yield from opaque_cases()
 
 
 def mixing_cases() -> Iterator[Case]:
-    """Samples that see each other, or rows beside theirs in a layer's input."""
-    linear = lambda run: lambda: Raw(run, layer=nn.Linear(4, 3))
-    yield Case("mixed_centred", linear(lambda m, x: m.layer(x - x.mean(0)).tanh()), floats(4))
-    yield Case("mixed_centred_after", linear(lambda m, x: (m.layer(x) - m.layer(x).mean(0)).tanh()), floats(4))
-    yield Case("mixed_neighbours", linear(lambda m, x: m.layer(x + x.roll(1, 0)).tanh()), floats(4))
-    yield Case("mixed_attention", lambda: Raw(across, layer=nn.MultiheadAttention(4, 2)), floats(5, 4))
-    yield Case("mixed_count", linear(lambda m, x: m.layer(x).tanh() / len(x)), floats(4))
-    yield Case("prototypes_beside", lambda: Raw(beside, layer=nn.Linear(4, 3), prototypes=(5, 4)), floats(4))
-    yield Case(
-        "parameter_per_sample",
-        lambda: Raw(lambda m, x: m.layer(x) + m.p[: len(x)], layer=nn.Linear(4, 3), p=(6, 3)),
-        floats(4),
-    )
-    tokens_first = lambda m, x: m.layer(x.flatten(0, 1))
-    yield Case("output_folded", linear(tokens_first), floats(5, 4), token_loss, folded_classes)
+    """Samples that see each other."""
+    for name, run in {
+        "centred": lambda m, x: m.layer(x - x.mean(0)).tanh(),
+        "centred_after": lambda m, x: (m.layer(x) - m.layer(x).mean(0)).tanh(),
+        "neighbours": lambda m, x: m.layer(x + x.roll(1, 0)).tanh(),
+        "count": lambda m, x: m.layer(x).tanh() / len(x),
+        "row_each": lambda m, x: m.layer(x) + m.layer.weight.T[: len(x)].sum(1, keepdim=True),
+    }.items():
+        build = functools.partial(mixing, run)
+        yield Case(f"mixed_{name}", build, floats(4), combine="neither")
+    attention = lambda: Raw(across, layer=nn.MultiheadAttention(4, 2))
+    yield Case("mixed_attention", attention, floats(5, 4), combine="neither")
 
 
-def folded_classes(output: Tensor) -> Tensor:
-    """(N, T) for an output (N T, classes) with T = 5"""
-    return classes(output).view(-1, 5)
+def mixing(run: Callable[..., Tensor]) -> nn.Module:
+    return Raw(run, layer=nn.Linear(4, 3))
 
 
 def across(m: nn.Module, x: Tensor) -> Tensor:
     """A batch-first input given to a time-first attention: each place attends to other samples."""
     return m.layer(x, x, x)[0].tanh()
+
+
+def beside_cases() -> Iterator[Case]:
+    """Rows that are no samples beside theirs in a layer, or other rows than samples in the output."""
+    yield Case("prototypes_beside", lambda: Raw(beside, layer=nn.Linear(4, 3), prototypes=(5, 4)), floats(4))
+    folded = lambda: Raw(lambda m, x: m.layer(x.flatten(0, 1)), layer=nn.Linear(4, 3))
+    yield Case("output_folded", folded, floats(5, 4), token_loss, folded_classes)
+
+
+def folded_classes(output: Tensor) -> Tensor:
+    """(N, T) for an output (N T, classes) with T = 5"""
+    return classes(output).view(-1, 5)
 
 
 def beside(m: nn.Module, x: Tensor) -> Tensor:
@@ -136,7 +146,12 @@ def opaque_cases() -> Iterator[Case]:
     """What torch.func cannot look through."""
     yield Case("old_function", lambda: Raw(lambda m, x: Opaque.apply(x, m.p).tanh(), p=(5,)), floats(3, 5))
     yield Case("old_function_between", between, floats(4))
-    yield Case("branch_on_value", lambda: Raw(branching, a=nn.Linear(4, 3), b=nn.Linear(4, 3), p=(3,)), floats(4))
+    yield Case(
+        "branch_on_value",
+        lambda: Raw(branching, a=nn.Linear(4, 3), b=nn.Linear(4, 3), p=(3,)),
+        floats(4),
+        combine="neither",
+    )
     yield Case(
         "experts", lambda: Raw(experts, route=nn.Linear(4, 2), a=nn.Linear(4, 3), b=nn.Linear(4, 3)), floats(5, 4)
     )

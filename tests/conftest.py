@@ -15,6 +15,12 @@ torch.set_num_threads(1)
 torch.backends.cudnn.allow_tf32 = False
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What torch says of modules that the catalogue has on purpose."""
+    for message in ("enable_nested_tensor is True", "Using padding='same'", "reduction. 'mean' divides"):
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param

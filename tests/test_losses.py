@@ -272,10 +272,24 @@ def test_bce_shapes_are_refused_by_torch():
         per_sample_losses(nn.BCEWithLogitsLoss(), randn(3, 1), rand(3), 3)
 
 
-@pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.MultiLabelSoftMarginLoss])
-def test_weight_larger_than_the_output_is_refused(kind):
-    with pytest.raises((ValueError, RuntimeError), match="shape"):
-        per_sample_losses(kind(weight=rand(2, 3, C)), randn(3, C), rand(3, C), 3)
+def test_weight_larger_than_the_output_is_refused():
+    with pytest.raises(ValueError, match="weight must broadcast"):
+        per_sample_losses(nn.MultiLabelSoftMarginLoss(weight=rand(3, 3, C)), randn(3, C), rand(3, C), 3)
+    with pytest.raises(RuntimeError, match="broadcast shape"):
+        per_sample_losses(nn.BCEWithLogitsLoss(weight=rand(2, 3, C)), randn(3, C), rand(3, C), 3)
+
+
+def test_dims_that_disagree_are_refused():
+    """Square shapes: nothing but the dims says that samples would be mixed."""
+    for kind in (nn.MSELoss, nn.BCEWithLogitsLoss):
+        with pytest.raises(ValueError, match=r"same"):
+            per_sample_losses(kind(), randn(3, 3), rand(3, 3), 3, 0, 1)
+    with pytest.raises((ValueError, RuntimeError)):
+        per_sample_losses(nn.CrossEntropyLoss(), randn(3, C, 3), randint(C, (3, 3)), 3, 0, 1)
+    with pytest.raises((ValueError, RuntimeError)):
+        per_sample_losses(nn.NLLLoss(), randn(3, C), randint(C, (3, C)), 3)
+    with pytest.raises((ValueError, RuntimeError)):
+        per_sample_losses(nn.MultiMarginLoss(), randn(3, C), randint(C, (3, C)), 3)
 
 
 class Doubled(nn.MSELoss):
@@ -334,6 +348,11 @@ def test_rows_of_output_and_target_are_independent():
     agree(Contrast(), randn(12, C), randn(C, 3, seed=1).T, 3)
 
 
+def test_no_entries():
+    agree(lambda output, target: output.sum() + target.sum(), randn(6, 0), randn(3, 2), 3)
+    agree(nn.MSELoss(reduction="sum"), randn(6, 0), randn(6, 0), 3)
+
+
 def test_no_target():
     agree(lambda output, target: output.square().mean() if target is None else None, randn(6, C), None, 3)
     agree(lambda output, _: output.square().sum() * float(output.detach().sum()), randn(6, C), None, 3)
@@ -373,12 +392,14 @@ def test_targets_that_cannot_be_cut_are_refused(target):
         per_sample_losses(lambda o, t: o.sum(), randn(3, C), target, 3)
 
 
-@pytest.mark.parametrize("loss", [inplace, lambda o, t: inplace(o, t) * float(t.sum().exp())])
+@pytest.mark.parametrize("loss", [inplace, lambda o, t: inplace(o, t) * float(t.exp_().sum())])
 def test_in_place_callables_change_nothing(loss):
     output, target = randn(3, C), randn(3, C, seed=1)
-    kept = output.clone()
-    agree(loss, output, target, 3, reference=lambda o: loop(lambda a, b: loss(a.clone(), b), o, target, 3))
-    assert output.equal(kept)
+    kept = output.clone(), target.clone()
+    alone = lambda o, t: loss(o.clone(), t.clone())
+    agree(loss, output, target, 3, reference=lambda o: loop(alone, o, target, 3))
+    torch.testing.assert_close(per_sample_losses(loss, output, target, 3), loop(alone, output, target, 3))
+    assert output.equal(kept[0]) and target.equal(kept[1])
 
 
 def test_losses_change_nothing():

@@ -70,7 +70,9 @@ def test_rows_make_up_the_gradient_of_the_batch(case: Case, device):
     x, y = case.batch(model)
     with unchanged(model, x, y):
         rows = oracle.per_sample_gradients(model, loss, x, y, case.sample_dim)
-    assert all(row.shape == (case.n, *p.shape) for row, p in zip(rows.values(), model.parameters(), strict=False))
+    assert {name: row.shape for name, row in rows.items()} == {
+        name: (case.n, *parameter.shape) for name, parameter in oracle.trainable(model).items()
+    }
     assert all(row.isfinite().all() for row in rows.values()), "not finite"
     assert any(row.any() for row in rows.values()), "every gradient is zero"
     if case.combination == "neither":

@@ -103,13 +103,12 @@ class Linear(Rule):
     parameters = ("weight", "bias")
 
     def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
-        if layout.dim == len(call.shape) - 1:
-            raise Unsupported("the samples are along the features")
         if slot == "bias":
             return reduced(layout.front(b), call.args["bias"].shape, layout)
-        lead = list(range(len(call.shape) - 1))
+        tail: list[Hashable] = ["o"] * (call.args["weight"].ndim - 1)  # a weight that is a vector sums the features up
+        lead = list(range(len(call.shape) - len(tail)))
         data = [(call.args["input"], [*lead, "i"])]
-        return outer((call.args["weight"], ["o", "i"]), data, b, [*lead, "o"], layout)
+        return outer((call.args["weight"], [*tail, "i"]), data, b, [*lead, *tail], layout)
 
 
 @register

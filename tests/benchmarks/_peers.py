@@ -1,0 +1,254 @@
+"""One adapter per peer: set up once as its user would, then `run` does the work of one call.
+
+`clear` drops what a peer stores on the parameters. It is called between runs, outside the timed region, so that nobody
+pays for freeing the results of the call before.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Gradients = dict[str, Tensor]
+
+
+class Unsupported(Exception):
+    """The peer has no way to compute this for the model; the message says why."""
+
+
+class Method:
+    """Per-sample gradients, as `{name: (N, *shape)}`, or per-sample norms (N,) of one model."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> None:
+        self.model, self.loss, self.x, self.y = copy.deepcopy(model), loss, x, y
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def run(self) -> Gradients | Tensor:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Drop what the last run left on the parameters."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def stored(self, attribute: str) -> Gradients:
+        """What the peer left at `attribute` of each parameter."""
+        found = {name: getattr(p, attribute, None) for name, p in self.parameters.items()}
+        missing = [name for name, value in found.items() if value is None]
+        if missing:
+            raise Unsupported(f"nothing for {', '.join(missing[:3])}{' ...' if missing[3:] else ''}")
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Plain(Method):
+    """The batch gradient alone: forward and backward filling `.grad`. Every ratio is to this."""
+
+    def run(self) -> Gradients:
+        self.loss(self.model(self.x), self.y).backward()
+        return {}
+
+
+class Curvature(Method):
+    """`curvature.per_sample_gradients`."""
+
+    def run(self) -> Gradients | Tensor:
+        import curvature
+
+        return curvature.per_sample_gradients(self.model, self.loss, self.x, self.y)
+
+
+class CurvatureNorms(Method):
+    """`curvature.per_sample_norms`."""
+
+    def run(self) -> Gradients | Tensor:
+        import curvature
+
+        return curvature.per_sample_norms(self.model, self.loss, self.x, self.y)
+
+
+class Vmap(Method):
+    """`torch.func`: vmap over grad over functional_call, the model made functional once, no chunks."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> None:
+        super().__init__(model, loss, x, y)
+        self.values = {name: p.detach() for name, p in self.parameters.items()}
+        self.call = torch.func.vmap(self.one(), in_dims=(None, 0, 0), randomness="different")
+
+    def one(self) -> Callable[[Gradients, Tensor, Tensor], Gradients | Tensor]:
+        def sample_loss(values: Gradients, x: Tensor, y: Tensor) -> Tensor:
+            return self.loss(torch.func.functional_call(self.model, values, (x.unsqueeze(0),)), y.unsqueeze(0))
+
+        return torch.func.grad(sample_loss)
+
+    def run(self) -> Gradients | Tensor:
+        return self.call(self.values, self.x, self.y)
+
+
+class VmapNorms(Vmap):
+    """The same with the norm taken inside the vmapped function."""
+
+    def one(self) -> Callable[[Gradients, Tensor, Tensor], Gradients | Tensor]:
+        gradient = super().one()
+
+        def sample_norm(values: Gradients, x: Tensor, y: Tensor) -> Tensor:
+            gradients = gradient(values, x, y)
+            assert isinstance(gradients, dict)
+            return torch.stack([g.norm() for g in gradients.values()]).norm()
+
+        return sample_norm
+
+
+class Opacus(Method):
+    """`GradSampleModule`, wrapped once. It fills `.grad` besides, which cannot be turned off."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> None:
+        super().__init__(model, loss, x, y)
+        self.wrapped = self.wrap()
+
+    def wrap(self) -> nn.Module:
+        from opacus.grad_sample import GradSampleModule
+
+        return GradSampleModule(self.model, loss_reduction="mean")
+
+    def run(self) -> Gradients | Tensor:
+        self.wrapped.zero_grad(set_to_none=True)
+        self.loss(self.wrapped(self.x), self.y).backward()
+        return self.stored("grad_sample")
+
+    def clear(self) -> None:
+        self.wrapped.zero_grad(set_to_none=True)
+
+
+class OpacusNorms(Opacus):
+    """The same, then the norms of what it stored."""
+
+    def run(self) -> Gradients | Tensor:
+        return _norms(super().run())
+
+
+class OpacusGhost(Opacus):
+    """Ghost clipping: norms from activations and backprops for the layers it knows, from gradients for the others."""
+
+    def wrap(self) -> nn.Module:
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+        return GradSampleModuleFastGradientClipping(self.model, loss_reduction="mean", use_ghost_clipping=True)
+
+    def run(self) -> Gradients | Tensor:
+        self.wrapped.zero_grad(set_to_none=True)
+        self.loss(self.wrapped(self.x), self.y).backward()
+        return self.wrapped.get_norm_sample()
+
+
+class BackPACK(Method):
+    """`BatchGrad`, the model extended once. BackPACK divides by N under a mean loss, so N times the loss goes back."""
+
+    attribute = "grad_batch"
+
+    def __init__(self, model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> None:
+        from backpack import extend
+
+        super().__init__(model, loss, x, y)
+        extend(self.model)
+        self.extended_loss = extend(copy.deepcopy(loss))
+
+    def extension(self) -> object:
+        from backpack.extensions import BatchGrad
+
+        return BatchGrad()  # warns about layers it does not know; `stored` finds the parameters without a result
+
+    def backward(self) -> Gradients:
+        from backpack import backpack
+
+        with backpack(self.extension()):
+            (self.extended_loss(self.model(self.x), self.y) * self.x.shape[0]).backward()
+        return self.stored(self.attribute)
+
+    def run(self) -> Gradients | Tensor:
+        return self.backward()
+
+    def clear(self) -> None:
+        super().clear()
+        for parameter in self.parameters.values():
+            if hasattr(parameter, self.attribute):
+                delattr(parameter, self.attribute)
+
+
+class BackPACKNorms(BackPACK):
+    """`BatchL2Grad`: squared norms per parameter."""
+
+    attribute = "batch_l2"
+
+    def extension(self) -> object:
+        from backpack.extensions import BatchL2Grad
+
+        return BatchL2Grad()
+
+    def run(self) -> Gradients | Tensor:
+        return torch.stack(list(self.backward().values())).sum(0).sqrt()
+
+
+class ExpandedWeights(Method):
+    """`torch.nn.utils._per_sample_grad.call_for_per_sample_grads`, which wraps the model anew for each call."""
+
+    def run(self) -> Gradients | Tensor:
+        from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+
+        self.loss(call_for_per_sample_grads(self.model, loss_reduction="mean")(self.x), self.y).backward()
+        return self.stored("grad_sample")
+
+    def clear(self) -> None:
+        super().clear()
+        for parameter in self.parameters.values():
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+
+
+class ExpandedWeightsNorms(ExpandedWeights):
+    """The same, then the norms of what it stored."""
+
+    def run(self) -> Gradients | Tensor:
+        return _norms(super().run())
+
+
+def _norms(gradients: Gradients | Tensor) -> Tensor:
+    assert isinstance(gradients, dict)
+    return torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+
+
+def one_by_one(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> Gradients:
+    """The reference: a loop of batch size one."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = {name: p.new_empty(x.shape[0], *p.shape) for name, p in parameters.items()}
+    for n in range(x.shape[0]):
+        gradients = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]), list(parameters.values()))
+        for row, gradient in zip(rows.values(), gradients, strict=True):
+            row[n] = gradient
+    return rows
+
+
+def reference_norms(gradients: Gradients) -> Tensor:
+    return _norms(gradients).clone()
+
+
+GRADIENTS: dict[str, type[Method]] = {
+    "curvature": Curvature,
+    "vmap": Vmap,
+    "Opacus": Opacus,
+    "BackPACK": BackPACK,
+    "expanded weights": ExpandedWeights,
+}
+NORMS: dict[str, type[Method]] = {
+    "curvature": CurvatureNorms,
+    "vmap": VmapNorms,
+    "Opacus": OpacusNorms,
+    "Opacus ghost": OpacusGhost,
+    "BackPACK": BackPACKNorms,
+    "expanded weights": ExpandedWeightsNorms,
+}
+
+warnings.filterwarnings("ignore", message="Full backward hook is firing", module="torch")
+warnings.filterwarnings("ignore", message="Secure RNG turned off")
