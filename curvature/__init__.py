@@ -1,14 +1,26 @@
 """Second-order information for PyTorch: activations and backprops of every layer, and what follows from them."""
 
-from curvature.capture import Tape, Use, capture
+from curvature.blocks import Block
+from curvature.capture import Listener, Tape, Use, capture
+from curvature.factors import RunningFactors
 from curvature.gradients import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
+from curvature.injection import Injection, empirical, exact, isotropic, propagated, sampled
 
 __all__ = [
+    "Block",
+    "Injection",
+    "Listener",
+    "RunningFactors",
     "Tape",
     "Use",
     "capture",
     "check_gradients",
+    "empirical",
+    "exact",
+    "isotropic",
     "per_sample_gradients",
     "per_sample_gram",
     "per_sample_norms",
+    "propagated",
+    "sampled",
 ]

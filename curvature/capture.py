@@ -8,6 +8,7 @@ entered and left by hooks on the root module: nothing is active outside ``with c
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -164,7 +165,7 @@ class Recorder(TorchFunctionMode):
         if not any(id(x) in self.nodes for x in found):
             out = func(*args, **kwargs)
             if any(x in self.data for x in found):
-                self._mark(out)
+                self.mark(out)
             return out
         other = rewritten(func, args) or (_opened(func) if func not in RULES else None)
         if other is not None:
@@ -193,13 +194,13 @@ class Recorder(TorchFunctionMode):
             node.uses.append(use)
         overwritten = any(id(x) in self.nodes for x in outs)
         if any(x in self.data for x in found) or overwritten:
-            self._mark(out)
+            self.mark(out)
         else:
             use.results = [Node(x, use.names, use) for x in outs]
             self.nodes.update({id(node.tensor): node for node in use.results})
         return out
 
-    def _mark(self, out: Any) -> None:
+    def mark(self, out: Any) -> None:
         for x in tensors_in([out]):
             self.data[x] = True
 
@@ -226,6 +227,49 @@ def _opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
     )
 
 
+class Listener:
+    """Hooks on a root module that record its forward passes.
+
+    `start` is asked before every forward pass for the tape to record on (None: do not record); `done` gets the tape, the
+    arguments and the output after it, not after an exception. A copy or a pickle of the module gets inert hooks.
+    """
+
+    def __init__(self, model: nn.Module, start: Callable[[], Tape | None], done: Callable[[Tape, Any], None]) -> None:
+        self.model = weakref.ref(model)
+        self.start, self.done = start, done
+        self.running: list[Recorder | None] = []
+        self.handles = [
+            model.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self.leave, always_call=True),
+        ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (Listener,)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not hasattr(self, "model") or module is not self.model():
+            return
+        tape = None if any(self.running) else self.start()  # a root that calls itself records once
+        recorder = None if tape is None else Recorder(tape, module)
+        self.running.append(recorder)
+        if recorder is not None:
+            recorder.mark([args, kwargs])
+            recorder.__enter__()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not hasattr(self, "model") or module is not self.model() or not self.running:
+            return
+        recorder = self.running.pop()
+        if recorder is not None:
+            recorder.__exit__(None, None, None)
+            if output is not None:  # what always_call passes after an exception
+                self.done(recorder.tape, output)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
 @contextmanager
 def capture(model: nn.Module) -> Iterator[Tape]:
     """Record the uses of `model`'s parameters in every forward pass inside the context.
@@ -237,28 +281,15 @@ def capture(model: nn.Module) -> Iterator[Tape]:
 
     Parameters that do not require a gradient are not recorded. The hooks are gone when the context ends, also after
     an exception; the activations are views of the tensors that the layers received.
+
+    Raises:
+        TypeError: `model` is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     tape = Tape(model)
-    running: list[Recorder | None] = []
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        recorder = None if any(running) else Recorder(tape, model)  # a root that calls itself records once
-        running.append(recorder)
-        if recorder is not None:
-            recorder._mark([args, kwargs])
-            recorder.__enter__()
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        recorder = running.pop() if running else None
-        if recorder is not None:
-            recorder.__exit__(None, None, None)
-
-    handles = [
-        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        model.register_forward_hook(leave, always_call=True),
-    ]
+    listener = Listener(model, lambda: tape, lambda tape, output: None)
     try:
         yield tape
     finally:
-        for handle in handles:
-            handle.remove()
+        listener.remove()

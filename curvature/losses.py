@@ -93,14 +93,13 @@ class _Rule:
     """How the terms of a torch loss lie in its output.
 
     Attributes:
-        summed: the dim of the output that one term uses up (the classes); None: every entry is a term.
-        indices: whether the target may be one class index per term; else it has the shape of the output.
+        summed: the dim of the output that one term uses up (the classes); None: every entry is a term. The target has
+            the shape of the output or, where torch takes class indices, that of the terms.
         broadcasts: whether torch broadcasts output and target of different shapes.
         mass: ``mass(loss, target)``, shape of the terms: what each counts for in a mean. None, or a None returned: 1.
     """
 
     summed: int | None
-    indices: bool = False
     broadcasts: bool = False
     mass: Callable[[Any, Tensor], Tensor | None] | None = None
 
@@ -121,7 +120,7 @@ class _Rule:
             dim -= output_dim > summed
         if target.shape == output.shape and target_dim == output_dim:
             return dim
-        if self.indices and list(target.shape) == self.shape_of_terms(output) and target_dim == dim:
+        if list(target.shape) == self.shape_of_terms(output) and target_dim == dim:
             return dim
         return None
 
@@ -140,9 +139,9 @@ def _class_mass(loss: Any, target: Tensor) -> Tensor | None:
 # By exact type: a subclass may compute something else.
 _ENTRIES = _Rule(None, broadcasts=True)
 _RULES: dict[type, _Rule] = {
-    nn.CrossEntropyLoss: _Rule(1, indices=True, mass=_class_mass),
-    nn.NLLLoss: _Rule(1, indices=True, mass=_class_mass),
-    nn.MultiMarginLoss: _Rule(1, indices=True),
+    nn.CrossEntropyLoss: _Rule(1, mass=_class_mass),
+    nn.NLLLoss: _Rule(1, mass=_class_mass),
+    nn.MultiMarginLoss: _Rule(1),
     nn.MultiLabelMarginLoss: _Rule(1),
     nn.MultiLabelSoftMarginLoss: _Rule(-1, broadcasts=True),
     nn.BCELoss: _Rule(None),

@@ -146,8 +146,7 @@ def embedding_cases() -> Iterator[Case]:
     yield Case("embedding_2_leading", lambda: embedding({}), indices(3, 2, 4))
     yield Case("embedding_equal_sizes", lambda: mixture(nn.Embedding(4, 4)), indices(4, 4))
     yield Case("embedding_cross_entropy", lambda: embedding({}), indices(3, 5), token_loss, tokens)
-    inner = functools.partial(nn.Sequential, nn.Embedding(3, 4), nn.Linear(4, 2))
-    yield Case("embedding_linear", lambda: inner(nn.Tanh()), indices(3, 5))
+    yield Case("embedding_linear", lambda: mixture(nn.Embedding(3, 4), nn.Linear(4, 2)), indices(3, 5))
 
 
 def embedding(options: dict[str, Any]) -> nn.Module:

@@ -71,7 +71,7 @@ def gram(gradients: dict[str, Tensor]) -> Tensor:
 
 
 def _flat(gradients: dict[str, Tensor]) -> Tensor:
-    return torch.cat([g.flatten(1) for g in gradients.values()], dim=1)
+    return torch.cat([g.reshape(len(g), -1) for g in gradients.values()], dim=1)
 
 
 def _gradient(value: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -47,6 +47,8 @@ def snapshot(model: nn.Module, inputs: Any = ()) -> dict[str, Any]:
         for attribute, hooks in vars(module).items():
             if attribute.endswith("hooks"):
                 state[f"{attribute} of {name!r}"] = list(hooks)
+    for name, buffer in model.named_buffers():
+        state[f"buffer {name}"] = buffer.clone()
     for name, parameter in model.named_parameters():
         state |= {
             f"{name}": parameter.detach().clone(),

@@ -88,6 +88,7 @@ def test_rows_make_up_the_gradient_of_the_batch(case: Case, device):
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_cases_are_deterministic_and_resizable(case: Case, device):
     one, two = case.build(device)[0], case.build(device)[0]
+    assert not set(map(id, one.parameters())) & set(map(id, two.parameters())), "built once, not anew"
     torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
     torch.testing.assert_close(case.batch(one), case.batch(two), rtol=0, atol=0)
     dim = case.sample_dim if isinstance(case.sample_dim, int) else case.sample_dim[2]

@@ -101,6 +101,7 @@ class Linear(Rule):
     functions = (F.linear,)
     signature = ("input", "weight", "bias")
     parameters = ("weight", "bias")
+    bias_is_input = True
 
     def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot == "bias":
@@ -118,6 +119,7 @@ class Bilinear(Rule):
     functions = (F.bilinear,)
     signature = ("input1", "input2", "weight", "bias")
     parameters = ("weight", "bias")
+    bias_is_input = True
 
     def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot == "bias":

@@ -80,6 +80,7 @@ class Convolution(_Convolution):
     """``z[o, y] = sum_{c, k} W[o, c, k] x[c, stride * y + dilation * k - padding] + bias[o]``, by groups."""
 
     functions = (F.conv1d, F.conv2d, F.conv3d)
+    bias_is_input = True
     signature = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
     def weight_term(self, x: Tensor, weight: Tensor, args: dict[str, Any], b: Tensor) -> Outer:
@@ -107,27 +108,3 @@ class TransposedConvolution(_Convolution):
         seen = patches(padded, kernel, stride, dilation, x.shape[2:])
         pixels = x.reshape(len(x), groups, -1, x[0, 0].numel()).permute(0, 3, 1, 2)
         return Outer(a=columns(seen, n, groups), b=pixels, shape=tuple(weight.shape))
-
-
-def output_view(x: Tensor, weight: Tensor, args: dict[str, Any], b: Tensor) -> tuple[Tensor, Tensor]:
-    """Kronecker view of a transposed convolution, its places the output's pixels: a (N, t, g, i*k), b (N, t, g, o).
-
-    The input is spread out by the stride with zeros between, then seen by the kernel in reverse.
-    """
-    n = weight.ndim - 2
-    kernel, groups = weight.shape[2:], args.get("groups", 1)
-    stride, dilation = _spread(args.get("stride", 1), n), _spread(args.get("dilation", 1), n)
-    padding = _spread(args.get("padding", 0), n)
-    out = b.shape[2:]
-    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    # position p of the padded input is output pixel p - padding of kernel offset 0, shifted by the reach
-    sizes = [o + 2 * p + r for o, p, r in zip(out, padding, reach, strict=True)]
-    wide = x.new_zeros(*x.shape[:2], *sizes)
-    inside = tuple(
-        slice(r, r + (s - 1) * q + 1, q) for r, s, q in zip(reach, x.shape[2:], stride, strict=True)
-    )
-    wide[(slice(None), slice(None), *inside)] = x
-    wide = wide[(slice(None), slice(None), *(slice(p, None) for p in padding))]
-    view = patches(wide, kernel, [1] * n, dilation, out).flip(tuple(range(2, 2 + n)))
-    z = b.reshape(len(b), groups, -1, b[0, 0].numel()).permute(0, 3, 1, 2)
-    return columns(view, n, groups), z

@@ -38,9 +38,9 @@ class Method:
     def stored(self, attribute: str) -> Gradients:
         """What the peer left at `attribute` of each parameter."""
         found = {name: getattr(p, attribute, None) for name, p in self.parameters.items()}
-        missing = [name for name, value in found.items() if value is None]
+        missing = [self.model.get_submodule(name.rpartition(".")[0]) for name, value in found.items() if value is None]
         if missing:
-            raise Unsupported(f"nothing for {', '.join(missing[:3])}{' ...' if missing[3:] else ''}")
+            raise Unsupported(f"no rule for {', '.join(dict.fromkeys(type(module).__name__ for module in missing))}")
         return {name: value for name, value in found.items() if value is not None}
 
 

@@ -1,0 +1,132 @@
+"""Which curvature every parameter of a model gets, and its running average over recorded forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.blocks import Block, DiagonalBlock, KroneckerBlock
+from curvature.capture import Tape, Use
+from curvature.contractions import Dense, Outer, Term
+from curvature.layers import Layout
+from curvature.structure import explained, guesses
+
+
+def layer_blocks(tape: Tape, terms: dict[str, list[Term]]) -> list[Block]:
+    """How the parameters of a recorded forward pass are grouped, and which structure each block has."""
+    blocks: list[Block] = []
+    taken: set[str] = set()
+    for name, node in tape.parameters.items():
+        parts = terms.get(name, [])
+        if not parts or any(isinstance(t, Dense) for t in parts):
+            continue
+        bias = _joint_bias(tape, name, node.uses)
+        names = [name] if bias is None else [name, bias]
+        first = next((t for t in parts if isinstance(t, Outer)), parts[0])
+        assert not isinstance(first, Dense)
+        shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
+        blocks.append(KroneckerBlock(names, first, shapes))
+        taken |= set(names)
+    for name, node in tape.parameters.items():
+        if name not in taken:
+            readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
+            reason = "read by " + ", ".join(readers) if readers else "not used in the forward pass"
+            blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), reason))
+    return blocks
+
+
+def _joint_bias(tape: Tape, weight: str, uses: Sequence[Use]) -> str | None:
+    """The bias that is read wherever the weight is, and nowhere else."""
+    found = None
+    for use in uses:
+        if use.rule is None or not use.rule.bias_is_input or "bias" not in use.slots or use.slots["weight"].names != {weight}:
+            return None
+        node = use.slots["bias"]
+        if node.origin is not None or len(node.uses) != len(uses) or found not in (None, node):
+            return None
+        found = node
+    return next(iter(found.names)) if found is not None else None
+
+
+class RunningFactors:
+    """Curvature of a model's layers as running averages over recorded forward passes.
+
+    Args:
+        sharing: "expand" counts every place of a shared weight as a sample of its own, "reduce" averages activations
+            and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
+    """
+
+    def __init__(self, sharing: str = "expand") -> None:
+        if sharing not in ("expand", "reduce"):
+            raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
+        self.sharing = sharing
+        self.blocks: list[Block] = []
+        self._loaded: dict[str, dict[str, Any]] = {}
+
+    def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
+        """Send vectors (k, *shape) back from the outputs of a recorded pass over `count` samples and add the result."""
+        for k in range(len(vectors[0])):
+            sent = [v[k] for v in vectors]
+            backprops = tape.gradients(outputs, sent)
+            terms, failed = explained(tape, backprops, _layouts(tape, count), set())
+            self.add(tape, terms | self._plain(tape, outputs, sent, sorted(failed)), count if k == 0 else 0)
+
+    def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
+        """The gradient of the whole batch, for parameters that no rule explains."""
+        roots = [tape.parameters[name].tensor for name in names]
+        found = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True) if roots else ()
+        return {name: [Dense(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
+
+    def record_backprops(self, tape: Tape, backprops: list[Tensor | None], count: int) -> None:
+        """Add a pass whose backprops came from elsewhere (the loss's own backward pass)."""
+        self.add(tape, explained(tape, backprops, _layouts(tape, count), set())[0], count)
+
+    def add(self, tape: Tape, terms: dict[str, list[Term]], count: int) -> None:
+        if not self.blocks:
+            self.blocks = layer_blocks(tape, terms)
+            for block in self.blocks:
+                if block.names[0] in self._loaded:
+                    block.load(self._loaded.pop(block.names[0]))
+        for block in self.blocks:
+            parts = terms.get(block.names[0])
+            if parts:
+                block.add(_reduced(parts) if self.sharing == "reduce" else parts, count)
+
+    def fold(self, decay: float) -> None:
+        """Take what was added since the last time into the averages."""
+        for block in self.blocks:
+            block.fold(decay)
+
+    def decompose(self) -> None:
+        for block in self.blocks:
+            block.decompose()
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain tensors and numbers by the name of each block's first parameter."""
+        return {block.names[0]: block.state() for block in self.blocks} | self._loaded
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
+        self._loaded = dict(state)
+        for block in self.blocks:
+            if block.names[0] in self._loaded:
+                block.load(self._loaded.pop(block.names[0]))
+
+
+def _layouts(tape: Tape, count: int) -> list[Layout | None]:
+    """Sample axes guessed from the sizes, not proved.
+
+    Kronecker factors ("expand") do not depend on the guess; a diagonal from vectors that are independent over samples
+    stays close.
+    """
+    return [next(guesses(u.shape, count), Layout(0, 1, 1, u.shape[0])) if u.shape else None for u in tape.uses]
+
+
+def _reduced(parts: Sequence[Term]) -> list[Term]:
+    """Activations averaged and backprops added over the places of each sample."""
+    return [
+        replace(t, a=t.a.mean(1, keepdim=True), b=t.b.sum(1, keepdim=True)) if isinstance(t, Outer) else t for t in parts
+    ]
