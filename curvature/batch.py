@@ -73,14 +73,16 @@ class Batch:
             raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
         inputs = [t for t in tensors(x) if t.ndim > dims[0]]
         if not inputs:
-            raise TypeError(f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {x!r:.80}")
+            raise TypeError(
+                f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {x!r:.80}"
+            )
         count = inputs[0].shape[dims[0]]
         if count == 0:
             raise ValueError("x: the batch is empty")
         for t in tensors(y):
             if t.ndim <= dims[2] or t.shape[dims[2]] % count:
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
-        same: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
+        same: Callable[[Tensor], Tensor] = lambda t: t
         return Batch(model, loss, mapped(same, x), mapped(same, y), count, dims)
 
     def part(self, tree: Any, start: int, stop: int, dim: int) -> Any:

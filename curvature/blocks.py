@@ -126,7 +126,7 @@ class KroneckerBlock(Block):
     def fold(self, decay: float) -> None:
         if not self.sums:
             return
-        rows, columns = (sum(s[k] for s in self.sums) for k in range(2))
+        rows, columns = (torch.stack([s[k] for s in self.sums]).sum(0) for k in range(2))
         # rows are a sum over samples and places; columns a mean over both, as a mean over the batches
         rows, columns = rows / self.samples, columns / len(self.sums)
         self.sums, self.samples = [], 0
@@ -169,7 +169,10 @@ class KroneckerBlock(Block):
     def describe(self) -> str:
         if self.rows is None or self.columns is None:
             return "not seen yet"
-        sides = ("x".join(map(str, s.shape[1:] * (3 - s.ndim + 1))) + " diagonal" * (s.ndim == 2) for s in (self.rows, self.columns))
+        sides = (
+            "x".join(map(str, s.shape[1:] * (3 - s.ndim + 1))) + " diagonal" * (s.ndim == 2)
+            for s in (self.rows, self.columns)
+        )
         rows, columns = sides
         return f"B {rows}, A {columns}" + f", {self.groups} groups" * (self.groups > 1)
 
@@ -204,7 +207,9 @@ class DiagonalBlock(Block):
         self.sum, self.samples = None, 0
         if self.values is None:
             self.values = torch.zeros_like(new)
-        self.values = torch.where(torch.isfinite(new.sum()), self.values.lerp(new, self.weight_of_new(decay)), self.values)
+        self.values = torch.where(
+            torch.isfinite(new.sum()), self.values.lerp(new, self.weight_of_new(decay)), self.values
+        )
         self.updates += 1
 
     def decompose(self) -> None:
@@ -270,7 +275,9 @@ def _matched(sides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     total = torch.stack([r * c for r, c in traces]).sum(0).clamp(min=torch.finfo(sides[0][0].dtype).tiny).sqrt()
 
     def side(k: int) -> Tensor:
-        parts = [pair[k] * t[1 - k].reshape(-1, *[1] * (pair[k].ndim - 1)) for pair, t in zip(sides, traces, strict=True)]
+        parts = [
+            pair[k] * t[1 - k].reshape(-1, *[1] * (pair[k].ndim - 1)) for pair, t in zip(sides, traces, strict=True)
+        ]
         return torch.stack(parts).sum(0) / total.reshape(-1, *[1] * (parts[0].ndim - 1))
 
     return side(0), side(1)

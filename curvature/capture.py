@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -114,21 +114,32 @@ class Tape:
         sent = [vectors] if isinstance(vectors, Tensor) else list(vectors)
         for out, v in zip(outputs, sent, strict=True):
             if v.shape[1:] != out.shape:
-                raise ValueError(f"vectors: expected shape (k, {', '.join(map(str, out.shape))}), found {tuple(v.shape)}")
+                raise ValueError(
+                    f"vectors: expected shape (k, {', '.join(map(str, out.shape))}), found {tuple(v.shape)}"
+                )
         if sent[0].shape[0] == 1:
             single = self.gradients(outputs, [v[0] for v in sent])
             return [None if g is None else g[None] for g in single]
         return self.gradients(outputs, sent, batched=True)
 
     def gradients(
-        self, outputs: Sequence[Tensor], vectors: Sequence[Tensor] | None, batched: bool = False, also: Sequence[Tensor] = ()
+        self,
+        outputs: Sequence[Tensor],
+        vectors: Sequence[Tensor] | None,
+        batched: bool = False,
+        also: Sequence[Tensor] = (),
     ) -> list[Tensor | None]:
         """One backward pass to the output of every use, then to the tensors `also`; the graph is kept."""
         edges = [use.edge for use in self.uses if use.edge is not None]
         found: Iterable[Tensor | None] = ()
         if edges or also:
             found = torch.autograd.grad(
-                outputs, [*edges, *also], vectors, retain_graph=True, allow_unused=True, is_grads_batched=batched
+                outputs,
+                cast("Sequence[Tensor]", [*edges, *also]),
+                vectors,
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=batched,
             )
         queue = iter(found)
         return [None if use.edge is None else next(queue) for use in self.uses] + list(queue)
@@ -184,7 +195,12 @@ class Recorder(TorchFunctionMode):
             return out
         slots = {k: self.nodes[id(x)] for k, x in bound.items() if isinstance(x, Tensor) and id(x) in self.nodes}
         used = {id(x): self.nodes[id(x)] for x in found if id(x) in self.nodes}
-        if rule is None or len(outs) != 1 or set(slots) - set(rule.parameters) or len(used) > len({*map(id, slots.values())}):
+        if (
+            rule is None
+            or len(outs) != 1
+            or set(slots) - set(rule.parameters)
+            or len(used) > len({*map(id, slots.values())})
+        ):
             rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
         call = Call(saved, tuple(outs[0].shape)) if rule is not None else None
         edge = get_gradient_edge(outs[0]) if rule is not None else None
@@ -212,7 +228,7 @@ class Recorder(TorchFunctionMode):
             self.tape.mixing.append(name.rpartition(".")[0] or name or "a batch norm without parameters")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """A function of torch.nn.functional that is written in torch functions, so that its inner calls are seen.
 
@@ -230,8 +246,8 @@ def _opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
 class Listener:
     """Hooks on a root module that record its forward passes.
 
-    `start` is asked before every forward pass for the tape to record on (None: do not record); `done` gets the tape, the
-    arguments and the output after it, not after an exception. A copy or a pickle of the module gets inert hooks.
+    `start` is asked before every forward pass for the tape to record on (None: do not record); `done` gets the tape and
+    the output after it, not after an exception. A copy or a pickle of the module gets inert hooks.
     """
 
     def __init__(self, model: nn.Module, start: Callable[[], Tape | None], done: Callable[[Tape, Any], None]) -> None:

@@ -43,7 +43,12 @@ def _joint_bias(tape: Tape, weight: str, uses: Sequence[Use]) -> str | None:
     """The bias that is read wherever the weight is, and nowhere else."""
     found = None
     for use in uses:
-        if use.rule is None or not use.rule.bias_is_input or "bias" not in use.slots or use.slots["weight"].names != {weight}:
+        if (
+            use.rule is None
+            or not use.rule.bias_is_input
+            or "bias" not in use.slots
+            or use.slots["weight"].names != {weight}
+        ):
             return None
         node = use.slots["bias"]
         if node.origin is not None or len(node.uses) != len(uses) or found not in (None, node):
@@ -128,5 +133,6 @@ def _layouts(tape: Tape, count: int) -> list[Layout | None]:
 def _reduced(parts: Sequence[Term]) -> list[Term]:
     """Activations averaged and backprops added over the places of each sample."""
     return [
-        replace(t, a=t.a.mean(1, keepdim=True), b=t.b.sum(1, keepdim=True)) if isinstance(t, Outer) else t for t in parts
+        replace(t, a=t.a.mean(1, keepdim=True), b=t.b.sum(1, keepdim=True)) if isinstance(t, Outer) else t
+        for t in parts
     ]

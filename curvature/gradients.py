@@ -42,8 +42,8 @@ def per_sample_gradients(
         TypeError: an argument of the wrong kind.
 
     Nothing of the model's is changed: no ``.grad``, buffer, mode, hook or random state. The first call on a model at a
-    shape of its inputs checks itself; parameters that the layer rules do not explain go through ``torch.func.vmap`` over
-    the model (logged once).
+    shape of its inputs checks itself; parameters that the layer rules do not explain go through ``torch.func.vmap``
+    over the model (logged once).
     """
     terms = _terms(Batch.of(model, loss, x, y, sample_dim))
     return {name: contractions.gradients(parts) for name, parts in terms.items()}
@@ -138,15 +138,17 @@ def _terms(batch: Batch) -> dict[str, list[Term]]:
                 plans[key] = plan
         if plan.general:
             terms |= _by_general_path(batch, plan, random)
-        nothing = {name: [Dense(p.new_zeros(batch.count, *p.shape))] for name, p in batch.parameters().items()}
-        return {name: terms.get(name) or nothing[name] for name in nothing}
+        return {
+            name: terms.get(name) or [Dense(p.detach().new_zeros(batch.count, *p.shape))]
+            for name, p in batch.parameters().items()
+        }
 
 
 def _refuse_mixing(tape: Tape) -> None:
     if tape.mixing:
         raise ValueError(
-            f"{', '.join(dict.fromkeys(tape.mixing))}: BatchNorm in training mode makes each sample's output depend on the "
-            "others, so no sample has a gradient of its own; call model.eval() or use GroupNorm"
+            f"{', '.join(dict.fromkeys(tape.mixing))}: BatchNorm in training mode makes each sample's output depend "
+            "on the others, so no sample has a gradient of its own; call model.eval() or use GroupNorm"
         )
 
 
@@ -180,7 +182,11 @@ def _studied(batch: Batch, tape: Tape, losses: Tensor, random: bool) -> tuple[di
     terms, failed = explained(tape, backprops, layouts, set())
     uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
     for (name, p), g in zip(parameters.items(), whole, strict=True):
-        if name in terms and name not in uneven and not _sums_to(terms[name], weights, torch.zeros_like(p) if g is None else g):
+        if (
+            name in terms
+            and name not in uneven
+            and not _sums_to(terms[name], weights, torch.zeros_like(p) if g is None else g)
+        ):
             failed.add(name)
     if not random:
         n = int(_weight_of(batch, losses).argmax())
@@ -221,7 +227,7 @@ def _note_general(tape: Tape, failed: set[str]) -> None:
     for name in sorted(failed):
         functions = {getattr(u.function, "__name__", str(u.function)) for u in tape.uses if name in u.names}
         log.warning(
-            "%s (read by %s) has no per-sample rule here; computed exactly by vmap over the whole model, which is slower",
+            "%s (read by %s) has no per-sample rule here; computed exactly by vmap over the whole model (slower)",
             name,
             ", ".join(sorted(functions)) or "no recorded function",
         )

@@ -25,4 +25,6 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
             return values.clamp(min=0).to(matrix.dtype), vectors.to(matrix.dtype)
         except torch.linalg.LinAlgError:
             continue
-    raise torch.linalg.LinAlgError(f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, also in float64 with jitter")
+    raise torch.linalg.LinAlgError(
+        f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, also in float64 with jitter"
+    )

@@ -147,8 +147,10 @@ def _pulled_back(node: Node, terms: list[Term], tape: Tape) -> dict[str, list[Te
     roots = [tape.parameters[name].tensor for name in names]
     sent = gradients(terms)
     try:
-        back = torch.autograd.grad(node.tensor, roots, sent, retain_graph=True, allow_unused=True, is_grads_batched=True)
+        back = torch.autograd.grad(
+            node.tensor, roots, sent, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
     except RuntimeError:  # a backward without a batched form
-        each = [torch.autograd.grad(node.tensor, roots, s, retain_graph=True, allow_unused=True) for s in sent]
-        back = tuple(None if rows[0] is None else torch.stack(rows) for rows in zip(*each, strict=True))
-    return {name: [Dense(g)] for name, g in zip(names, back, strict=True) if g is not None}
+        each = [torch.autograd.grad(node.tensor, roots, s, retain_graph=True, materialize_grads=True) for s in sent]
+        back = tuple(torch.stack(rows) for rows in zip(*each, strict=True))
+    return {name: [Dense(g)] for name, g in zip(names, back, strict=True)}

@@ -30,8 +30,8 @@ class KFAC(torch.optim.Optimizer):
             opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); opt.step()
 
     The curvature of each layer comes from vectors that are sent back from the model's output right after the forward
-    pass, at the steps that renew it. Every parameter that requires a gradient is trained: those without Kronecker factors
-    by a diagonal of the same curvature; `report()` says which and why.
+    pass, at the steps that renew it. Every parameter that requires a gradient is trained: those without Kronecker
+    factors by a diagonal of the same curvature; `report()` says which and why.
 
     The displacement is ``-step * (M + damping I)^-1 m`` with m the debiased running mean of the gradients. Isotropic
     curvature knows no loss and hence no unit of the step, so the step size finds itself: it grows while the gradient
@@ -91,7 +91,7 @@ class KFAC(torch.optim.Optimizer):
         self.step_size: Tensor | None = None
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
         self.output_scale: Tensor | None = None  # root mean square of an output entry
-        self.output_size = 1  # output entries per sample
+        self.output_size = 1.0  # output entries per sample
         self._pending: list[tuple[Tape, list[Tensor | None], int]] = []
         me = weakref.ref(self)
         self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
@@ -153,17 +153,17 @@ class KFAC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        active = {n: p for n, p in self._trained().items() if p.grad is not None}
-        if not active:
+        gradients = {name: p.grad for name, p in self._trained().items() if p.grad is not None}
+        if not gradients:
             return value
-        if not torch.isfinite(torch.stack([p.grad.float().sum() for p in active.values()]).sum()):  # type: ignore[union-attr]
+        if not torch.isfinite(torch.stack([g.float().sum() for g in gradients.values()]).sum()):
             self.skipped += 1
             self._pending.clear()
             return value
         self._renew()
-        directions, energy, slope = self._directions(active)
-        size = self._step_size(active, directions, energy)
-        self._apply(active, directions, size)
+        directions, energy, slope = self._directions(gradients)
+        size = self._step_size(gradients, directions, energy)
+        self._apply(directions, size)
         self.predicted = -size * slope * max(group["lr"] for group in self.param_groups)
         self.steps += 1
         return value
@@ -187,11 +187,11 @@ class KFAC(torch.optim.Optimizer):
             self.factors.decompose()
             self.decomposed_at = self.steps
 
-    def _directions(self, active: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """``u = (M + damping I)^-1 m``, its energy ``u^T M u`` and its slope ``m^T u``."""
         options = self._options()
-        means = {name: self._mean_gradient(p, options[name]["momentum"]) for name, p in active.items()}
-        ready = [b for b in self.factors.blocks if b.updates and all(name in active for name in b.names)]
+        means = {name: self._mean_gradient(name, g, options[name]["momentum"]) for name, g in gradients.items()}
+        ready = [b for b in self.factors.blocks if b.updates and all(name in means for name in b.names)]
         typical = _typical(ready)
         found: dict[str, Tensor] = {}
         energy = torch.zeros_like(typical)
@@ -202,22 +202,21 @@ class KFAC(torch.optim.Optimizer):
             us, part = block.solve([means[name] for name in block.names], damping)
             found |= dict(zip(block.names, us, strict=True))
             energy = energy + part.to(energy.dtype)
-        for name in active.keys() - found.keys():  # no curvature seen: as if it were the model's average
+        for name in means.keys() - found.keys():  # no curvature seen: as if it were the model's average
             found[name] = means[name] / typical.to(means[name].dtype)
             energy = energy + (found[name].square().sum() * typical).to(energy.dtype)
         slope = torch.stack([(means[name] * u).sum().float() for name, u in found.items()]).sum()
         return found, energy, slope
 
-    def _mean_gradient(self, p: Tensor, decay: float) -> Tensor:
+    def _mean_gradient(self, name: str, gradient: Tensor, decay: float) -> Tensor:
         """The debiased running mean of a parameter's gradients."""
-        assert p.grad is not None
-        state = self.state[p]
+        state = self.state[self._trained()[name]]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"], state["weight"] = torch.zeros_like(p), 0.0
+            state["momentum_buffer"], state["weight"] = torch.zeros_like(gradient), 0.0
         state["weight"] = decay * state["weight"] + (1 - decay)
-        return state["momentum_buffer"].lerp_(p.grad, 1 - decay) / state["weight"]
+        return state["momentum_buffer"].lerp_(gradient, 1 - decay) / state["weight"]
 
-    def _step_size(self, active: Mapping[str, Tensor], directions: Mapping[str, Tensor], energy: Tensor) -> Tensor:
+    def _step_size(self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor], energy: Tensor) -> Tensor:
         """The step size, adapted and inside the trust region; it is kept for the next step."""
         change = (energy / self.output_size).sqrt()
         tiny = torch.finfo(change.dtype).tiny
@@ -225,23 +224,26 @@ class KFAC(torch.optim.Optimizer):
         if self.step_size is None:
             self.step_size = FIRST_CHANGE / change.clamp(min=tiny)
         elif self.predicted is not None:
-            moved = [(p.grad * self.state[p]["displacement"]).sum().float() for p in active.values() if "displacement" in self.state[p]]  # type: ignore[operator]
+            last = {name: self.state[p].get("displacement") for name, p in self._trained().items()}
+            moved = [(g * last[name]).sum().float() for name, g in gradients.items() if last[name] is not None]
             if moved:
-                self.step_size = adapted(self.step_size, torch.stack(moved).sum(), self.predicted, ADAPTATION * min(1.0, lr))
+                self.step_size = adapted(
+                    self.step_size, torch.stack(moved).sum(), self.predicted, ADAPTATION * min(1.0, lr)
+                )
         length = torch.stack([u.float().square().sum() for u in directions.values()]).sum().sqrt()
         # a tensor counts for at least one, so that parameters that start at zero can leave it
-        size = torch.stack([p.float().square().sum().clamp(min=1) for p in active.values()]).sum().sqrt()
+        size = torch.stack([p.float().square().sum().clamp(min=1) for p in self._trained().values()]).sum().sqrt()
         assert self.output_scale is not None
         self.step_size = within_trust(self.step_size, change, 1 + self.output_scale, length, size, RELATIVE_LENGTH)
         return self.step_size
 
-    def _apply(self, active: Mapping[str, Tensor], directions: Mapping[str, Tensor], size: Tensor) -> None:
-        options = self._options()
-        for name, p in active.items():
-            group = options[name]
+    def _apply(self, directions: Mapping[str, Tensor], size: Tensor) -> None:
+        options, parameters = self._options(), self._trained()
+        for name, direction in directions.items():
+            p, group = parameters[name], options[name]
             if group["weight_decay"]:
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-            displacement = directions[name] * (-size * group["lr"]).to(p.dtype)
+            displacement = direction * (-size * group["lr"]).to(p.dtype)
             p.add_(displacement)
             self.state[p]["displacement"] = displacement
 

@@ -15,11 +15,11 @@ class Unsupported(Exception):
 
 
 class Layout(NamedTuple):
-    """Where the samples are in a tensor: axis `dim` has size ``outer * count * inner``, the middle factor the sample."""
+    """Where the samples are: axis `dim` of a tensor has size ``outer * samples * inner``."""
 
     dim: int
     outer: int
-    count: int
+    samples: int
     inner: int
 
     def front(self, x: Tensor, dim: int | None = None) -> Tensor:
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
         dim = self.dim if dim is None else dim
         if self.outer == 1 and self.inner == 1:
             return x.movedim(dim, 0).unsqueeze(dim + 1)
-        x = x.unflatten(dim, (self.outer, self.count, self.inner)).movedim(dim + 1, 0)
+        x = x.unflatten(dim, (self.outer, self.samples, self.inner)).movedim(dim + 1, 0)
         return x.flatten(dim + 1, dim + 2)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -62,19 +62,19 @@ def _combined(data: Sequence[Labelled], sample: Hashable, layout: Layout) -> tup
         else:
             shared, rest = _squeezed(x[None], labels, None)
             parts.append((shared, rest))
-    if all(len(x) != layout.count for x, _ in parts):
+    if all(len(x) != layout.samples for x, _ in parts):
         raise Unsupported("no operand has the axis of the samples")
     x, labels = parts[0]
     for y, more in parts[1:]:
         union = labels + [q for q in more if q not in labels]
         number = {q: k + 1 for k, q in enumerate(union)}
         x = torch.einsum(
-            x.expand(layout.count, *x.shape[1:]), [0] + [number[q] for q in labels],
-            y.expand(layout.count, *y.shape[1:]), [0] + [number[q] for q in more],
+            x.expand(layout.samples, *x.shape[1:]), [0] + [number[q] for q in labels],
+            y.expand(layout.samples, *y.shape[1:]), [0] + [number[q] for q in more],
             [0] + [number[q] for q in union],
         )  # fmt: skip
         labels = union
-    return x.expand(layout.count, *x.shape[1:]), labels
+    return x.expand(layout.samples, *x.shape[1:]), labels
 
 
 def _squeezed(x: Tensor, labels: Labels, sample: Hashable) -> tuple[Tensor, list[Hashable]]:
@@ -150,7 +150,7 @@ def matmul_term(x: Tensor, y: Tensor, left: bool, call: Call, b: Tensor, layout:
 class Matmul(Rule):
     """Matrix products with a parameter on either side, batched or not."""
 
-    functions = (
+    functions: ClassVar[Sequence[Callable[..., Any]]] = (
         torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm,
         torch.mv, Tensor.mv, torch.linalg.matmul,
     )  # fmt: skip

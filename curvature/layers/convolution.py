@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,7 +18,9 @@ def _spread(value: Any, n: int) -> list[int]:
     return values * n if len(values) == 1 else values
 
 
-def patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], out: Sequence[int]) -> Tensor:
+def patches(
+    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], out: Sequence[int]
+) -> Tensor:
     """View of (N, C, *size) as (N, C, *kernel, *out): what each output pixel sees. `x` is already padded."""
     steps = x.stride()[2:]
     return x.as_strided(

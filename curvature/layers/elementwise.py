@@ -12,14 +12,72 @@ from torch import Tensor
 from curvature.contractions import Dense, Term
 from curvature.layers.base import Call, Layout, Rule, Unsupported, reduced, register
 
-_NAMES = (
-    "add sub subtract rsub mul multiply div divide true_divide pow addcmul addcdiv lerp where maximum minimum "
-    "masked_fill atan2 hypot logaddexp logaddexp2 xlogy copysign fmax fmin remainder fmod clamp clip "
-    "clamp_min clamp_max expand expand_as broadcast_to "
-    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ "
-    "__truediv__ __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __pow__ __rpow__ __ipow__ "
-    "add_ sub_ subtract_ mul_ multiply_ div_ divide_ true_divide_ pow_ addcmul_ addcdiv_ lerp_"
-).split()
+_NAMES = [
+    "add",
+    "sub",
+    "subtract",
+    "rsub",
+    "mul",
+    "multiply",
+    "div",
+    "divide",
+    "true_divide",
+    "pow",
+    "addcmul",
+    "addcdiv",
+    "lerp",
+    "where",
+    "maximum",
+    "minimum",
+    "masked_fill",
+    "atan2",
+    "hypot",
+    "logaddexp",
+    "logaddexp2",
+    "xlogy",
+    "copysign",
+    "fmax",
+    "fmin",
+    "remainder",
+    "fmod",
+    "clamp",
+    "clip",
+    "clamp_min",
+    "clamp_max",
+    "expand",
+    "expand_as",
+    "broadcast_to",
+    "__add__",
+    "__radd__",
+    "__iadd__",
+    "__sub__",
+    "__rsub__",
+    "__isub__",
+    "__mul__",
+    "__rmul__",
+    "__imul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__itruediv__",
+    "__div__",
+    "__rdiv__",
+    "__idiv__",
+    "__pow__",
+    "__rpow__",
+    "__ipow__",
+    "add_",
+    "sub_",
+    "subtract_",
+    "mul_",
+    "multiply_",
+    "div_",
+    "divide_",
+    "true_divide_",
+    "pow_",
+    "addcmul_",
+    "addcdiv_",
+    "lerp_",
+]
 
 
 @register

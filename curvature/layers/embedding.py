@@ -64,19 +64,19 @@ class EmbeddingBag(Rule):
             raise Unsupported("frequencies in bags")
         bags, width = call.shape
         number = torch.arange(bags, device=b.device)
-        sample = number // layout.inner % layout.count
+        sample = number // layout.inner % layout.samples
         index, bag = _flat_bags(args, bags)
         if args.get("mode", "mean") == "max":
-            return _maximum(args, b, sample, layout.count)
+            return _maximum(args, b, sample, layout.samples)
         weights = self._weights(args, index, bag, bags, b)
         # every bag of a sample is padded to one common length, since samples must share their number of places
         who = sample[bag]
-        sizes = torch.bincount(who, minlength=layout.count)
+        sizes = torch.bincount(who, minlength=layout.samples)
         order = torch.argsort(who, stable=True)
         place = torch.arange(len(order), device=b.device) - (sizes.cumsum(0) - sizes)[who[order]]
         longest = int(sizes.max()) if len(order) else 0
-        rows = index.new_zeros(layout.count, longest)
-        values = b.new_zeros(layout.count, longest, width)
+        rows = index.new_zeros(layout.samples, longest)
+        values = b.new_zeros(layout.samples, longest, width)
         rows[who[order], place] = index[order]
         values[who[order], place] = (b[bag] * weights[:, None])[order]
         return Rows(rows, values, tuple(args["weight"].shape))
@@ -93,7 +93,8 @@ class EmbeddingBag(Rule):
 
 def _flat_bags(args: dict[str, Any], bags: int) -> tuple[Tensor, Tensor]:
     """Looked-up rows and the bag of each, both (number of look-ups,)."""
-    index, offsets = args["input"], args.get("offsets")
+    index: Tensor = args["input"]
+    offsets: Any = args.get("offsets")
     if index.ndim == 2:
         return index.reshape(-1), torch.arange(bags, device=index.device).repeat_interleave(index.shape[1])
     starts = offsets[:bags]
@@ -107,7 +108,8 @@ def _flat_bags(args: dict[str, Any], bags: int) -> tuple[Tensor, Tensor]:
 
 def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> Dense:
     """Each feature of a bag comes from one row: the one that torch reports as the maximum."""
-    index, weight, offsets = args["input"], args["weight"].detach(), args.get("offsets")
+    index, weight = args["input"], args["weight"].detach()
+    offsets: Any = args.get("offsets")
     if index.ndim == 2:
         offsets = torch.arange(0, index.numel(), index.shape[1], device=index.device)
         index = index.reshape(-1)
