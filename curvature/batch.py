@@ -52,6 +52,7 @@ class Batch:
     y: Any
     count: int
     dims: tuple[int, int, int]
+    parameters: dict[str, nn.Parameter]  # those that require a gradient
 
     @staticmethod
     def of(model: nn.Module, loss: Loss, x: Any, y: Any, sample_dim: int | tuple[int, int, int] = 0) -> Batch:
@@ -66,7 +67,8 @@ class Batch:
         if not callable(loss):
             raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
         reduction_of(loss)
-        if not any(p.requires_grad for p in model.parameters()):
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not parameters:
             raise ValueError("model: no parameter requires a gradient")
         dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
         if len(dims) != 3:
@@ -83,7 +85,7 @@ class Batch:
             if t.ndim <= dims[2] or t.shape[dims[2]] % count:
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
         same: Callable[[Tensor], Tensor] = lambda t: t
-        return Batch(model, loss, mapped(same, x), mapped(same, y), count, dims)
+        return Batch(model, loss, mapped(same, x), mapped(same, y), count, dims, parameters)
 
     def part(self, tree: Any, start: int, stop: int, dim: int) -> Any:
         """Samples start..stop of every tensor that has them; m rows a sample where the axis has N * m."""
@@ -113,25 +115,30 @@ class Batch:
         """The loss of every sample alone, (N,)."""
         return per_sample_losses(self.loss, output, self.y, self.count, self.dims[1], self.dims[2])
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-
     def gradients(self) -> dict[str, Tensor]:
         """Gradient of the loss as the user would call it, by one plain backward pass."""
-        parameters = self.parameters()
+        parameters = self.parameters
         value = self.loss(self.output(), self.y)
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), found, strict=True)}
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Iterator[None]:
-    """Leave buffers, random state and gradient mode as they were, also after an exception."""
-    buffers = [(b, b.clone(), b._version) for b in model.buffers()]
-    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+def preserved(batch: Batch) -> Iterator[Callable[[], bool]]:
+    """Leave buffers, random state and gradient mode as they were, also after an exception.
+
+    Yields a function that says whether random numbers were drawn since, on the CPU or on the model's devices.
+    """
+    buffers = [(b, b.clone(), b._version) for b in batch.model.buffers()]
+    devices = sorted({p.device for p in batch.parameters.values() if p.device.type == "cuda"}, key=str)
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
+
+    start = states()
     try:
         with torch.random.fork_rng(devices), torch.enable_grad():
-            yield
+            yield lambda: any(not torch.equal(a, b) for a, b in zip(start, states(), strict=True))
     finally:
         with torch.no_grad():
             for buffer, before, version in buffers:

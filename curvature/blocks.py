@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.contractions import Outer, Rows, Term, merged
+from curvature.contractions import Outer, Rows, Term, merged, unfolded
 from curvature.linalg import eigh
 
 MAX_SIZE = 2048  # a side larger than this is kept as its diagonal
@@ -121,7 +121,9 @@ class KroneckerBlock(Block):
 
     def add(self, terms: Sequence[Term], samples: int) -> None:
         self.samples += samples
-        self.sums.append(_matched([_sides(t, with_ones=len(self.names) > 1) for t in merged(terms)]))
+        self.sums.append(
+            _matched([_sides(t, with_ones=len(self.names) > 1) for t in merged([unfolded(t) for t in terms])])
+        )
 
     def fold(self, decay: float) -> None:
         if not self.sums:

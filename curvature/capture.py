@@ -95,9 +95,10 @@ class Tape:
     `mixing` names the modules whose output for one sample depends on the others (BatchNorm in training mode).
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
+        named = model.named_parameters() if parameters is None else parameters.items()
         self.uses: list[Use] = []
-        self.parameters = {name: Node(p, frozenset([name])) for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {name: Node(p, frozenset([name])) for name, p in named if p.requires_grad}
         self.mixing: list[str] = []
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -62,6 +63,53 @@ class Outer:
 
 
 @dataclass(frozen=True)
+class Convolved:
+    """The `Outer` of a convolution, its places the output's pixels; unfolded only where that is asked for.
+
+    Built as one convolution's weight gradient with a group per sample, which reads the input in place.
+    """
+
+    x: Tensor  # (N, m, C, *size), padded
+    b: Tensor  # (N, m, O, *out)
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def places(self) -> int:
+        return self.b.shape[1] * math.prod(self.b.shape[3:])
+
+    def gradients(self) -> Tensor:
+        n, dims = len(self.x), len(self.stride)
+        x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (self.x, self.b))
+        weight = b.new_empty(n * self.shape[0], *self.shape[1:])
+        _, found, _ = torch.ops.aten.convolution_backward(
+            b, x, weight, None, self.stride, [0] * dims, self.dilation, False, [0] * dims, n * self.groups,
+            [False, True, False],
+        )  # fmt: skip
+        return found.reshape(n, *self.shape)
+
+    def samples(self, part: slice) -> Convolved:
+        return replace(self, x=self.x[part], b=self.b[part])
+
+    def unfolded(self) -> Outer:
+        """The same with the patches written out: a (N, t, g, i * kernel)."""
+        kernel, out = self.shape[2:], self.b.shape[3:]
+        x = self.x.flatten(0, 1)
+        steps = x.stride()[2:]
+        patches = x.as_strided(
+            (*x.shape[:2], *kernel, *out),
+            (*x.stride()[:2], *map(mul, steps, self.dilation), *map(mul, steps, self.stride)),
+        )
+        a = patches.reshape(len(x), self.groups, -1, math.prod(out)).permute(0, 3, 1, 2)
+        b = self.b.flatten(0, 1).reshape(len(x), self.groups, -1, math.prod(out)).permute(0, 3, 1, 2)
+        n, m = self.x.shape[:2]
+        a, b = (t.unflatten(0, (n, m)).flatten(1, 2) for t in (a, b))
+        return Outer(a, b, self.shape)
+
+
+@dataclass(frozen=True)
 class Rows:
     """``sum_t`` of `values[n,t]` added to row `index[n,t]` of a table of `shape` (rows, width)."""
 
@@ -97,7 +145,11 @@ class Dense:
         return Dense(self.values[part])
 
 
-Term = Outer | Rows | Dense
+Term = Outer | Convolved | Rows | Dense
+
+
+def unfolded(term: Term) -> Term:
+    return term.unfolded() if isinstance(term, Convolved) else term
 
 
 def merged(terms: Sequence[Term]) -> list[Term]:
@@ -135,7 +187,10 @@ def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
     """``sum_n weights[n] g[n]``, of the parameter's shape, without the per-sample gradients."""
     total: Tensor | None = None
     for term in merged(terms):
-        if isinstance(term, Outer):
+        if isinstance(term, Convolved):
+            b = term.b * weights.reshape(-1, *[1] * (term.b.ndim - 1))
+            part = replace(term, x=term.x.flatten(0, 1)[None], b=b.flatten(0, 1)[None]).gradients()[0]
+        elif isinstance(term, Outer):
             b = (term.b * weights[:, None, None, None]).flatten(0, 1)
             part = term.assemble((b.permute(1, 2, 0) @ term.a.flatten(0, 1).transpose(0, 1))[None])[0]
         elif isinstance(term, Rows):
@@ -153,6 +208,7 @@ def norms_squared(terms: Sequence[Term]) -> Tensor:
     terms = merged(terms)
     if _pairs_cheaper(terms, samples=1):
         total = None
+        terms = merged([unfolded(t) for t in terms])
         for k, u in enumerate(terms):
             for v in terms[k:]:
                 term = _pair_norms(u, v) * (1 if u is v else 2)
@@ -167,6 +223,7 @@ def gram(terms: Sequence[Term]) -> Tensor:
     terms = merged(terms)
     n = _samples(terms[0])
     if _pairs_cheaper(terms, samples=n):
+        terms = merged([unfolded(t) for t in terms])
         total = torch.zeros((), device=_values(terms[0]).device, dtype=_values(terms[0]).dtype)
         for u in terms:
             for v in terms:
@@ -181,11 +238,21 @@ def _samples(term: Term) -> int:
 
 
 def _values(term: Term) -> Tensor:
-    return term.b if isinstance(term, Outer) else term.values
+    return term.b if isinstance(term, Outer | Convolved) else term.values
 
 
 def _places(term: Term) -> int:
-    return _values(term).shape[1]
+    return term.places if isinstance(term, Convolved) else _values(term).shape[1]
+
+
+def _form(term: Term) -> tuple[int, int, bool]:
+    """Groups, sum of both widths over the groups, and whether the axes are permuted."""
+    if isinstance(term, Outer):
+        groups = term.b.shape[2]
+        return groups, groups * (term.a.shape[3] + term.b.shape[3]), term.order is not None
+    if isinstance(term, Convolved):
+        return term.groups, term.shape[0] + term.groups * math.prod(term.shape[1:]), False
+    return 1, term.shape[-1] + 1, False
 
 
 def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
@@ -194,15 +261,13 @@ def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
     Building costs t * numel multiplications a sample; the pairs cost (sum of t)^2 * (i + o), for each pair of
     samples. With one place and one term the pairs always win.
     """
-    if any(isinstance(u, Dense) for u in terms) or len({isinstance(u, Outer) and u.a.shape[2] > 1 for u in terms}) > 1:
+    forms = [_form(u) for u in terms]
+    if any(isinstance(u, Dense) for u in terms):
         return False
-    if len(terms) > 1 and any(isinstance(u, Outer) and (u.a.shape[2] > 1 or u.order is not None) for u in terms):
+    if len(terms) > 1 and any(groups > 1 or permuted for groups, _, permuted in forms):
         return False  # terms of different layout meet entry by entry only
     places = sum(_places(u) for u in terms)
-    width = 0
-    for u in terms:
-        groups = u.b.shape[2] if isinstance(u, Outer) else 1
-        width = max(width, groups * ((u.a.shape[3] if isinstance(u, Outer) else 1) + _values(u).shape[-1]))
+    width = max(width for _, width, _ in forms)
     numel = math.prod(terms[0].shape)
     return places * places * width * samples <= 2 * (places + samples) * numel
 

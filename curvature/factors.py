@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvature.blocks import Block, DiagonalBlock, KroneckerBlock
 from curvature.capture import Tape, Use
-from curvature.contractions import Dense, Outer, Term
+from curvature.contractions import Dense, Outer, Rows, Term, unfolded
 from curvature.layers import Layout
 from curvature.structure import explained, guesses
 
@@ -21,13 +21,13 @@ def layer_blocks(tape: Tape, terms: dict[str, list[Term]]) -> list[Block]:
     blocks: list[Block] = []
     taken: set[str] = set()
     for name, node in tape.parameters.items():
-        parts = terms.get(name, [])
+        parts = [unfolded(t) for t in terms.get(name, [])]
         if not parts or any(isinstance(t, Dense) for t in parts):
             continue
         bias = _joint_bias(tape, name, node.uses)
         names = [name] if bias is None else [name, bias]
         first = next((t for t in parts if isinstance(t, Outer)), parts[0])
-        assert not isinstance(first, Dense)
+        assert isinstance(first, Outer | Rows)
         shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
         blocks.append(KroneckerBlock(names, first, shapes))
         taken |= set(names)

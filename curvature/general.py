@@ -24,7 +24,7 @@ def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
     Raises:
         Exception: whatever vmap raises where an operation of the model has no batched form.
     """
-    parameters = batch.parameters()
+    parameters = batch.parameters
     wanted = {k: p.detach() for k, p in parameters.items() if k in names}
     n, dims = batch.count, batch.dims
     batched = mapped(lambda t: t.ndim > dims[0] and t.shape[dims[0]] == n, batch.x)

@@ -87,7 +87,7 @@ def check_gradients(
         raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
     found = per_sample_gradients(model, loss, x, y, sample_dim=sample_dim)
     for n in range(batch.count):
-        with preserved(model):
+        with preserved(batch):
             alone = batch.alone(n).gradients()
         name = _first_difference({k: g[n] for k, g in found.items()}, alone)
         if name is not None:
@@ -99,24 +99,17 @@ def check_gradients(
 
 def _is_random(batch: Batch) -> bool:
     """Whether a forward pass moves the random state of the CPU or of the model's device."""
-    with preserved(batch.model), torch.no_grad():
-        before = _random_states(batch)
+    with preserved(batch) as was_random, torch.no_grad():
         batch.output()
-        return any(not torch.equal(a, b) for a, b in zip(before, _random_states(batch), strict=True))
-
-
-def _random_states(batch: Batch) -> list[Tensor]:
-    devices = {p.device for p in batch.model.parameters() if p.device.type == "cuda"}
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in sorted(devices, key=str))]
+        return was_random()
 
 
 def _terms(batch: Batch) -> dict[str, list[Term]]:
     """The per-sample gradients of every parameter as terms, in the order of the parameters."""
-    with preserved(batch.model):
-        before = _random_states(batch)
+    with preserved(batch) as was_random:
         with capture(batch.model) as tape:
             output = batch.output()
-        random = any(not torch.equal(a, b) for a, b in zip(before, _random_states(batch), strict=True))
+        random = was_random()
         _refuse_mixing(tape)
         if batch.count == 1:
             return _single(batch, output)
@@ -125,7 +118,7 @@ def _terms(batch: Batch) -> dict[str, list[Term]]:
         plan = plans.get(key)
         terms: dict[str, list[Term]] = {}
         if not isinstance(output, Tensor):
-            plan = plan or Plan([], [], set(batch.parameters()))
+            plan = plan or Plan([], [], set(batch.parameters))
             plans[key] = plan
         elif plan is not None and plan.signature == signature_of(tape):
             losses = batch.losses(output)
@@ -140,7 +133,7 @@ def _terms(batch: Batch) -> dict[str, list[Term]]:
             terms |= _by_general_path(batch, plan, random)
         return {
             name: terms.get(name) or [Dense(p.detach().new_zeros(batch.count, *p.shape))]
-            for name, p in batch.parameters().items()
+            for name, p in batch.parameters.items()
         }
 
 
@@ -154,7 +147,7 @@ def _refuse_mixing(tape: Tape) -> None:
 
 def _single(batch: Batch, output: Any) -> dict[str, list[Term]]:
     """One sample: its gradient is the plain one."""
-    parameters = batch.parameters()
+    parameters = batch.parameters
     value = batch.loss(output, batch.y)
     found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     return {
@@ -171,7 +164,7 @@ def _studied(batch: Batch, tape: Tape, losses: Tensor, random: bool) -> tuple[di
     generator = torch.Generator().manual_seed(0)
     weights = (0.5 + torch.rand(batch.count, generator=generator, dtype=torch.float64)).to(losses)
     backprops = tape.gradients([losses], [torch.ones_like(losses)])
-    parameters = batch.parameters()
+    parameters = batch.parameters
     both = tape.gradients([losses], [weights], also=list(parameters.values()))
     weighted, whole = both[: len(tape.uses)], both[len(tape.uses) :]
     layouts, certain = [], True

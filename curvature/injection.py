@@ -60,7 +60,8 @@ class Injection:
 
         Raises:
             ValueError: the output is no floating point tensor with samples; a loss or target is needed and missing; the
-                loss does not add or average, is not convex, or (``sampled``) has no likelihood.
+                loss does not add or average, is not convex, or (``sampled``) has no likelihood. An output or a Hessian
+                that is not finite is no error: the vectors of its sample are nan.
         """
         k, part = self._plan(_checked(output), loss, target, generator)
         return part(0, k).to(output.dtype)
@@ -203,9 +204,9 @@ def exact() -> Injection:
 def sampled(k: int = 1) -> Injection:
     """Gradients at labels drawn from the model's own likelihood, k for each sample: E sum_k v_k v_k^T = H.
 
-    The likelihoods: categorical (``CrossEntropyLoss``), Bernoulli (``BCEWithLogitsLoss``), normal (``MSELoss``, variance
-    1/2) and Poisson (``PoissonNLLLoss`` of the log rate). In a mean over T terms per sample, the gradient of each term
-    is divided by sqrt(T), not T: the terms' labels are independent and their second moments add up to H.
+    The likelihoods: categorical (``CrossEntropyLoss``), Bernoulli (``BCEWithLogitsLoss``), normal (``MSELoss``, of
+    variance 1/2) and Poisson (``PoissonNLLLoss`` of the log rate). In a mean over T terms per sample, the gradient of
+    each term is divided by sqrt(T), not T: the terms' labels are independent and their second moments add up to H.
 
     Raises:
         ValueError: k is no integer of at least 1.
@@ -229,9 +230,9 @@ def isotropic(k: int = 1) -> Injection:
     """k vectors of normal noise: the Gauss-Newton matrix of a loss whose terms are replaced by 1/2 ||f||^2.
 
     E sum_k v_k v_k^T = I where no loss is given, where it adds its terms or has one for each sample; I/T where it is a
-    mean over T terms for each sample (places; entries of MSE and the like). Where a target is given, terms count as they
-    do in the loss: not at all where ignored. A callable counts as one term per sample. Does not vanish as training
-    converges.
+    mean over T terms for each sample (places; entries of MSE and the like). Where a target is given, terms count as
+    they do in the loss: not at all where ignored. A callable counts as one term per sample. Does not vanish as
+    training converges.
 
     Raises:
         ValueError: k is no integer of at least 1.

@@ -43,12 +43,13 @@ def hessian_root(loss: Loss, output: Tensor, target: Any = None) -> Root:
             need none, unless they have weights that depend on it.
 
     Raises:
-        ValueError: the target is needed and missing; or the Hessian of a sample is not positive semi-definite or not
-            finite.
+        ValueError: the target is needed and missing; or the Hessian of a sample is not positive semi-definite. One that
+            is not finite gives nan for its sample.
     """
     loss, kind = _resolve(loss)
     if kind is not None and kind.root is not None:
-        unit, scale = kind.root(output), term_masses(loss, output, target).sqrt()
+        scale = term_masses(loss, output, target).sqrt()
+        unit = kind.root(output)
         return lambda eps: scale * unit(eps)
     if target is None:
         raise ValueError(
@@ -83,7 +84,8 @@ def likelihood(loss: Loss, output: Tensor, target: Any = None) -> Draw:
             f"sampled() draws labels from the likelihood of the loss, and {_name(loss)} has none that is known here; "
             f"these have one: {known} (of the log rate). Use exact(), propagated() or isotropic() instead"
         )
-    unit, scale = kind.draw(output), term_masses(loss, output, target).sqrt()
+    scale = term_masses(loss, output, target).sqrt()
+    unit = kind.draw(output)
     return lambda k, generator: scale * unit(k, generator)
 
 
@@ -131,7 +133,7 @@ class _Kind:
         classes: whether a term takes a whole dim 1, of classes, and not one entry.
         root: output -> root of the Hessian of terms of mass 1. None: diagonal, and found by differentiating.
         draw: output -> gradients of terms of mass 1 at drawn labels. None: no likelihood.
-        probe: output -> (f, value): a term of mass 1 has this value where the whole output is f. None: all masses are 1.
+        probe: output -> (f, value): a term of mass 1 has this value where all of the output is f. None: all masses 1.
         weights: attributes of the loss that make the masses depend on the target.
         stand_in: output -> a target that serves where none is given.
         needs: an attribute of the loss without which ``root`` and ``draw`` do not hold.
@@ -278,11 +280,10 @@ def _second_derivatives(loss: Loss, output: Tensor, target: Any, diagonal: bool)
 def _dense_root(loss: Loss, output: Tensor, target: Any) -> Tensor:
     """Root (N, D, D) of the Hessian of every l_n, D the size of one sample's output."""
     hessian = torch.stack([row.flatten(1) for row in _second_derivatives(loss, output, target, diagonal=False)], 1)
-    if not hessian.isfinite().all():
-        raise ValueError(f"the Hessian of {_name(loss)} at the output is not finite")
-    values, vectors = torch.linalg.eigh((hessian + hessian.mT) / 2)
+    finite = hessian.isfinite().all(2).all(1)[:, None, None]
+    values, vectors = torch.linalg.eigh(torch.where(finite, (hessian + hessian.mT) / 2, 0))
     _require_semidefinite(loss, values, values.abs().amax() * values.shape[1])
-    return vectors * values.clamp(min=0).sqrt()[:, None, :]
+    return torch.where(finite, vectors * values.clamp(min=0).sqrt()[:, None, :], math.nan)
 
 
 def _require_semidefinite(loss: Loss, values: Tensor, size: Tensor) -> None:

@@ -42,8 +42,7 @@ def key_of(batch: Batch) -> tuple[Any, ...]:
     """What the structure may depend on."""
     shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors(batch.x))
     training = tuple(module.training for module in batch.model.modules())
-    frozen = tuple(p.requires_grad for p in batch.model.parameters())
-    return (shapes, batch.dims, training, frozen)
+    return (shapes, batch.dims, training, tuple(batch.parameters))
 
 
 def signature_of(tape: Tape) -> list[tuple[Any, ...]]:

@@ -328,14 +328,11 @@ def test_in_place_callables_change_nothing(loss):
     assert output.equal(kept[0]) and target.equal(kept[1])
 
 
-def test_the_loss_and_the_random_state_stay_as_they_are():
+def test_the_loss_stays_as_it_is_and_samples_draw_for_themselves():
     loss, random = nn.CrossEntropyLoss(weight=WEIGHT), torch.get_rng_state()
     state = dict(vars(loss))
     per_sample_losses(loss, randn(3, C), randint(C, (3,)), 3)
     assert vars(loss) == state and torch.get_rng_state().equal(random)
-
-
-def test_each_sample_draws_for_itself():
     values = per_sample_losses(lambda o, t: F.dropout(o).sum(), torch.ones(8, 50), None, 8)
     assert len(set(values.tolist())) > 1
 

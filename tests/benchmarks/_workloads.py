@@ -57,7 +57,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        # One row of positions per sample, contiguous: Opacus and expanded weights need the batch in every layer's input.
+        # One row of positions per sample: Opacus and expanded weights need the batch in every layer's input.
         places = torch.arange(x.shape[1], device=x.device).expand_as(x).contiguous()
         hidden = self.blocks(self.tokens(x) + self.positions(places))
         return self.head(self.norm(hidden)).transpose(1, 2)

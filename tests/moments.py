@@ -1,0 +1,51 @@
+"""Second moments of vectors, and what they should be: the Hessian of the loss of one sample, by torch alone."""
+
+import math
+
+import torch
+
+MANY = 8_000
+
+
+def source(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=source(seed))
+
+
+def rand(*shape, seed=1):
+    return torch.rand(*shape, dtype=torch.float64, generator=source(seed))
+
+
+def cut(target, n):
+    if isinstance(target, dict):
+        return {key: value[n : n + 1] for key, value in target.items()}
+    return target[n : n + 1]
+
+
+def hessian(loss, output, target, n):
+    """The oracle: (D, D), of the loss on sample n alone; 0 where that is 0/0, all being ignored."""
+    alone = lambda o: loss(o.reshape(1, *output.shape[1:]), cut(target, n))
+    return torch.autograd.functional.hessian(alone, output[n].flatten()).nan_to_num(0.0)
+
+
+def second_moment(vectors):
+    """(k, N, ...) to sum_k v v^T, (N, D, D)."""
+    flat = vectors.flatten(2)
+    return torch.einsum("kni,knj->nij", flat, flat)
+
+
+def within_five_errors(moments, expected):
+    """The mean of (draws, D, D) independent matrices is `expected`, up to its own standard error."""
+    error = moments.std(0) / math.sqrt(len(moments))
+    distance = (moments.mean(0) - expected).abs()
+    assert (distance <= 5 * error + 1e-10).all(), (distance / error.clamp(min=1e-300)).max()
+
+
+def repeated(tree, n, count=MANY):
+    """Sample n of a tensor or dict, `count` times."""
+    if isinstance(tree, dict):
+        return {key: repeated(value, n, count) for key, value in tree.items()}
+    return tree[n : n + 1].repeat(count, *[1] * (tree.ndim - 1))
