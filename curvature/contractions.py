@@ -261,9 +261,9 @@ def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
     Building costs t * numel multiplications a sample; the pairs cost (sum of t)^2 * (i + o), for each pair of
     samples. With one place and one term the pairs always win.
     """
-    forms = [_form(u) for u in terms]
     if any(isinstance(u, Dense) for u in terms):
         return False
+    forms = [_form(u) for u in terms]
     if len(terms) > 1 and any(groups > 1 or permuted for groups, _, permuted in forms):
         return False  # terms of different layout meet entry by entry only
     places = sum(_places(u) for u in terms)

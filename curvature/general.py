@@ -67,7 +67,12 @@ def by_loop(batch: Batch, names: set[str]) -> dict[str, Tensor]:
     """(N, *shape) for each name, by N forward and backward passes of one sample."""
     rows = []
     for n in range(batch.count):
-        found = batch.alone(n).gradients()
+        try:
+            found = batch.alone(n).gradients()
+        except Exception as error:
+            raise RuntimeError(
+                f"{', '.join(sorted(names))}: no per-sample rule, and sample {n} alone does not run: {error}"
+            ) from error
         rows.append({k: found[k] for k in names})
     return {k: torch.stack([row[k] for row in rows]) for k in names}
 

@@ -181,9 +181,9 @@ def _studied(batch: Batch, tape: Tape, losses: Tensor, random: bool) -> tuple[di
             and not _sums_to(terms[name], weights, torch.zeros_like(p) if g is None else g)
         ):
             failed.add(name)
-    if not random:
-        n = int(_weight_of(batch, losses).argmax())
-        alone = batch.alone(n).gradients()
+    n = int(losses.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax())  # a sample that counts
+    alone = None if random else _alone(batch, n)
+    if alone is not None:
         for name in list(terms):
             row = contractions.gradients([t.samples(slice(n, n + 1)) for t in terms[name]])[0] if terms[name] else None
             if not _close(torch.zeros_like(alone[name]) if row is None else row, alone[name]):
@@ -193,9 +193,13 @@ def _studied(batch: Batch, tape: Tape, losses: Tensor, random: bool) -> tuple[di
     return kept, Plan(signature_of(tape), layouts, failed), certain
 
 
-def _weight_of(batch: Batch, losses: Tensor) -> Tensor:
-    """Some measure of each sample's share, finite, to check one that counts."""
-    return losses.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+def _alone(batch: Batch, n: int) -> dict[str, Tensor] | None:
+    """The plain gradients of one sample; None where the model does not run on a single one."""
+    try:
+        return batch.alone(n).gradients()
+    except Exception as error:
+        log.info("not compared with sample %d alone: %s", n, error)
+        return None
 
 
 def _sums_to(terms: list[Term], weights: Tensor, whole: Tensor) -> bool:

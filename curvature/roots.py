@@ -58,11 +58,11 @@ def hessian_root(loss: Loss, output: Tensor, target: Any = None) -> Root:
         )
     if kind is not None:
         (curves,) = _second_derivatives(loss, output, target, diagonal=True)
-        _require_semidefinite(loss, curves, curves.abs().amax())
+        _require_semidefinite(loss, curves)
         scale = curves.clamp(min=0).sqrt()
         return lambda eps: scale * eps
     matrix = _dense_root(loss, output, target)
-    return lambda eps: torch.einsum("nij,knj->kni", matrix, eps.flatten(2)).reshape(eps.shape)
+    return lambda eps: torch.einsum("nij,knj->kni", matrix, eps.reshape(*eps.shape[:2], -1)).reshape(eps.shape)
 
 
 def likelihood(loss: Loss, output: Tensor, target: Any = None) -> Draw:
@@ -162,7 +162,7 @@ def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target
     # a mean divides by what is weighed and not ignored; where that is nothing, torch has 0/0 and no curvature
     share = torch.where(sums == 0, 0, per_sample_losses(loss, flat, target, len(flat)) / sums)
     masses = terms * share.reshape(-1, *[1] * (terms.ndim - 1))
-    _require_semidefinite(loss, masses, masses.abs().amax())
+    _require_semidefinite(loss, masses)
     return (masses / value if value else masses).to(output.dtype)
 
 
@@ -270,7 +270,7 @@ def _second_derivatives(loss: Loss, output: Tensor, target: Any, diagonal: bool)
             raise ValueError(f"{_name(loss)} is not differentiable in the output")
         # l_n depends on output[n] alone, so one backward pass serves all samples
         (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=True, materialize_grads=True)
-        entries = [slope] if diagonal else slope.flatten(1).unbind(1)
+        entries = [slope] if diagonal else slope.reshape(len(slope), -1).unbind(1)
         if not slope.requires_grad:  # linear
             return [torch.zeros_like(output) for _ in entries]
         derive = functools.partial(torch.autograd.grad, inputs=point, retain_graph=True, materialize_grads=True)
@@ -279,17 +279,19 @@ def _second_derivatives(loss: Loss, output: Tensor, target: Any, diagonal: bool)
 
 def _dense_root(loss: Loss, output: Tensor, target: Any) -> Tensor:
     """Root (N, D, D) of the Hessian of every l_n, D the size of one sample's output."""
-    hessian = torch.stack([row.flatten(1) for row in _second_derivatives(loss, output, target, diagonal=False)], 1)
+    rows = _second_derivatives(loss, output, target, diagonal=False)
+    hessian = torch.stack(rows, 1).reshape(len(output), len(rows), len(rows))
     finite = hessian.isfinite().all(2).all(1)[:, None, None]
     values, vectors = torch.linalg.eigh(torch.where(finite, (hessian + hessian.mT) / 2, 0))
-    _require_semidefinite(loss, values, values.abs().amax() * values.shape[1])
+    _require_semidefinite(loss, values, values.shape[1])
     return torch.where(finite, vectors * values.clamp(min=0).sqrt()[:, None, :], math.nan)
 
 
-def _require_semidefinite(loss: Loss, values: Tensor, size: Tensor) -> None:
-    """Refuse values that are negative by more than the rounding errors of values of that size."""
-    least = values.amin()
-    if least < -100 * torch.finfo(values.dtype).eps * size:
+def _require_semidefinite(loss: Loss, values: Tensor, factor: int = 1) -> None:
+    """Refuse values that are negative by more than ``factor`` times the rounding errors of the largest."""
+    finite = values.nan_to_num(0.0, 0.0)
+    least = finite.amin()
+    if least < -100 * factor * torch.finfo(values.dtype).eps * finite.abs().amax():
         raise ValueError(
             f"{_name(loss)} is not convex in the output: its Hessian there is not positive semi-definite (found "
             f"{least.item():.3g}), so it has no root. Use isotropic(), or a convex loss"

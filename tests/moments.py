@@ -33,7 +33,7 @@ def hessian(loss, output, target, n):
 
 def second_moment(vectors):
     """(k, N, ...) to sum_k v v^T, (N, D, D)."""
-    flat = vectors.flatten(2)
+    flat = vectors.reshape(*vectors.shape[:2], -1)
     return torch.einsum("kni,knj->nij", flat, flat)
 
 

@@ -29,6 +29,7 @@ LEVELS = {
     "curvature.capture": 2,
     "curvature.general": 2,
     "curvature.injection": 2,
+    "curvature.roots": 1,
     "curvature.operators": 2,
     "curvature.structure": 3,
     "curvature.factors": 4,

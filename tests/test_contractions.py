@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from case import seeded
 from torch import Tensor
 
 from curvature import contractions
-from curvature.contractions import Dense, Outer, Rows, Term
+from curvature.contractions import Convolved, Dense, Outer, Rows, Term
 
 N = 5
+Sizes = tuple[int, ...]
 Built = tuple[Term, Tensor]  # a term, and the per-sample gradients that it stands for
 
 
@@ -51,6 +54,19 @@ def grouped(places: int, groups: int, outputs: int, *inputs: int) -> Built:
     return Outer(a, b, shape), torch.cat(parts, 1).reshape(N, *shape)
 
 
+def convolved(
+    rows: int, weight: tuple[int, ...], size: tuple[int, ...], stride: int, dilation: int, groups: int
+) -> Built:
+    """`rows` images a sample; the oracle is autograd of torch's own convolution, one sample at a time."""
+    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(size)]
+    options = {"stride": stride, "dilation": dilation, "groups": groups}
+    x, w = draw(N, rows, weight[1] * groups, *size), draw(*weight).requires_grad_()
+    b = torch.randn_like(torch.stack([convolve(part, w, **options) for part in x])).detach()
+    found = [torch.autograd.grad(convolve(x[n], w, **options), w, b[n])[0] for n in range(N)]
+    spread = ((stride,) * len(size), (dilation,) * len(size))
+    return Convolved(x, b, weight, *spread, groups), torch.stack(found)
+
+
 def table(places: int, rows: int, width: int) -> Built:
     index, values = torch.randint(rows, (N, places)), draw(N, places, width)
     out = torch.zeros(N, rows, width, dtype=torch.float64)
@@ -74,6 +90,13 @@ FAMILIES: dict[str, Callable[[], list[Built]]] = {
     "grouped_small": lambda: [grouped(2, 2, 20, 30)],
     "grouped_large": lambda: [grouped(40, 2, 3, 2, 2)],
     "depthwise": lambda: [grouped(9, 4, 1, 3)],
+    "convolved": lambda: [convolved(1, (4, 2, 3), (7,), 2, 1, 1)],
+    "convolved_small": lambda: [convolved(1, (12, 9, 3, 3), (4, 3), 1, 1, 1)],
+    "convolved_large": lambda: [convolved(1, (2, 1, 2, 2), (8, 8), 1, 1, 1)],
+    "convolved_groups": lambda: [convolved(2, (4, 2, 2, 3), (6, 7), 2, 1, 2)],
+    "convolved_dilation": lambda: [convolved(3, (2, 2, 2, 2), (5, 6), 1, 2, 1)],
+    "convolved_volume": lambda: [convolved(1, (2, 1, 2, 1, 2), (3, 4, 3), 1, 1, 1)],
+    "convolved_twice": lambda: [convolved(1, (6, 5, 2), (5,), 1, 1, 1), convolved(2, (6, 5, 2), (6,), 2, 1, 1)],
     "rows_one_place": lambda: [table(1, 4, 3)],
     "rows_small": lambda: [table(3, 50, 40)],
     "rows_large": lambda: [table(60, 3, 2)],
@@ -110,6 +133,8 @@ def built(family: str, device: str) -> tuple[list[Term], Tensor]:
 def moved(term: Term, device: str) -> Term:
     if isinstance(term, Outer):
         return Outer(term.a.to(device), term.b.to(device), term.shape, term.sizes, term.order)
+    if isinstance(term, Convolved):
+        return replace(term, x=term.x.to(device), b=term.b.to(device))
     if isinstance(term, Rows):
         return Rows(term.index.to(device), term.values.to(device), term.shape)
     return Dense(term.values.to(device))
@@ -199,6 +224,14 @@ def test_norms_of_terms_that_cancel_are_not_negative():
     assert isinstance(term, Outer)
     terms: list[Term] = [term, Outer(term.a, -term.b, term.shape)]
     assert (contractions.norms_squared(terms) >= 0).all()
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved")])
+def test_unfolded_convolutions_are_the_same(family: str, device):
+    terms, rows = built(family, device)
+    outers = [contractions.unfolded(term) for term in terms]
+    assert all(isinstance(term, Outer) for term in outers)
+    assert_equal(contractions.gradients(outers), rows)
 
 
 def test_transposed_twice_is_the_same_and_needs_a_matrix():

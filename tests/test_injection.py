@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from moments import MANY, hessian, rand, randn, repeated, second_moment, source, within_five_errors
 from torch import nn
 
-from curvature.injection import CHUNK, Injection, empirical, exact, isotropic, propagated, sampled
+from curvature.injection import CHUNK, SEED, Injection, empirical, exact, isotropic, propagated, sampled
 
 C, PLACES = 3, 2
 ALL = [exact(), sampled(2), propagated(2), isotropic(2), empirical()]
@@ -147,6 +147,7 @@ def test_random_state(inject, loss):
     assert torch.equal(first, inject.vectors(output, loss, generator=source(1)))
     torch.manual_seed(123)
     assert torch.equal(unseeded, inject.vectors(output, loss))
+    assert torch.equal(unseeded, inject.vectors(output, loss, generator=source(SEED)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

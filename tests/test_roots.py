@@ -157,7 +157,7 @@ SHAPES = pytest.mark.parametrize("shape", [(4, C), (4, C, PLACES), (2, C, 2, 2)]
 def columns(loss, output, target=None):
     """S S^T of every sample, (N, D, D), S being read off column by column."""
     size = output[0].numel()
-    basis = torch.eye(size, dtype=output.dtype).reshape(size, 1, *output.shape[1:]).expand(-1, *output.shape)
+    basis = torch.eye(size, dtype=output.dtype).reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
     return second_moment(hessian_root(loss, output, target)(basis))
 
 
@@ -194,9 +194,19 @@ def test_a_sample_that_ignores_everything_has_no_curvature():
     torch.testing.assert_close(got[1], hessian(loss, output, y, 1), rtol=1e-10, atol=1e-10)
 
 
-def test_a_single_class_and_a_dim_of_samples_only():
+def test_a_single_class_has_no_curvature():
     assert columns(nn.CrossEntropyLoss(), randn(3, 1), torch.zeros(3, dtype=torch.long)).eq(0).all()
-    torch.testing.assert_close(columns(nn.MSELoss(), randn(4)), torch.full((4, 1, 1), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.HuberLoss(), lambda o, t: (o - t).exp().sum()]
+)
+def test_one_number_per_sample(loss):
+    output = randn(4)
+    y = binary(output)
+    got = columns(loss, output, y)
+    for n in range(4):
+        torch.testing.assert_close(got[n], hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
 
 
 def test_kl_batchmean():
@@ -279,6 +289,22 @@ def test_refuses_losses_that_are_not_convex(loss):
     output = randn(4, C + 1)
     with pytest.raises(ValueError, match="not convex in the output"):
         hessian_root(loss, output, binary(output))
+
+
+def test_refuses_a_little_negative_curvature_but_no_rounding_error():
+    with pytest.raises(ValueError, match="not convex"):
+        hessian_root(lambda o, t: (o[:, 0].square() - 1e-6 * o[:, 1].square()).mean(), randn(4, C), randn(4, C))
+    for seed in range(5):  # rank 1 of 40
+        output, line = randn(4, 40, seed=seed).float(), randn(40, seed=9).float()
+        hessian_root(lambda o, t, line=line: (o @ line).square().mean(), output, output)
+
+
+def test_a_nan_elsewhere_hides_no_negative_curvature():
+    output = randn(3, C)
+    output[1, 0] = math.nan
+    for loss in (lambda o, t: -(o - t).square().mean(), nn.PoissonNLLLoss(log_input=False)):
+        with pytest.raises(ValueError, match="not convex"):
+            hessian_root(loss, output, binary(output) - 2)
 
 
 def test_refuses_losses_that_are_not_differentiable():

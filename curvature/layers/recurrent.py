@@ -108,7 +108,13 @@ REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def rewritten(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
-    """The loop that stands for a fused recurrent call; None for other functions and for packed sequences."""
+    """The loop that stands for a fused recurrent call; None for other functions and for packed sequences.
+
+    None as well under activation checkpointing: it runs the fused call again during the backward pass, whose saved
+    tensors would be taken for those of the loop without a complaint.
+    """
     run = REWRITES.get(function)
-    packed = run is not None and len(args) == 9 and isinstance(args[3], tuple | list)
+    if run is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    packed = len(args) == 9 and isinstance(args[3], tuple | list)
     return None if packed else run

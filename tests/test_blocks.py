@@ -1,0 +1,450 @@
+"""Kronecker factors and diagonals against their definitions, and what is solved with them against dense matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from case import Raw, seeded
+from torch import Tensor, nn
+
+import curvature.blocks
+from curvature import Block, RunningFactors, capture
+from curvature.blocks import DiagonalBlock, KroneckerBlock
+
+N = 6
+
+
+def conv1d() -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(3, 4)
+
+
+def tied_words() -> nn.Module:
+    run = lambda m, x: F.linear(m.inner(m.words(x)).tanh(), m.words.weight)
+    return Raw(run, words=nn.Embedding(5, 3), inner=nn.Linear(3, 3))
+
+
+def transposed_words() -> nn.Module:
+    return Raw(lambda m, x: m.words(x).tanh() @ m.words.weight.T, words=nn.Embedding(5, 3))
+
+
+def tied_autoencoder(hidden: int) -> Callable[[], nn.Module]:
+    """The decoder is the encoder's transpose: the two reads have their inputs and outputs exchanged."""
+    run = lambda m, x: F.linear(F.linear(x, m.weight).tanh(), m.weight.T)
+    return lambda: Raw(run, weight=(hidden, 4))
+
+
+def floats(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(N, *shape)
+
+
+def indices(high: int, *shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(high, (N, *shape))
+
+
+# A model whose first parameter's block is looked at, and its input.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), floats(4)),
+    "places": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh()), floats(5, 4)),
+    "no_bias": (lambda: nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh()), floats(4)),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh()), floats(2, 3, 4)),
+    "grouped_conv": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, groups=2, padding=1), nn.Tanh()), floats(4, 5)),
+    "conv_transpose": (lambda: nn.Sequential(nn.ConvTranspose1d(4, 6, 3, groups=2), nn.Tanh()), floats(4, 3)),
+    "transformers_conv1d": (lambda: nn.Sequential(conv1d(), nn.Tanh()), floats(2, 4)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Tanh()), indices(5, 4)),
+    "tied_words": (tied_words, indices(5, 4)),
+    "transposed_words": (transposed_words, indices(5, 4)),
+    "tied_autoencoder": (tied_autoencoder(3), floats(4)),
+    "tied_autoencoder_square": (tied_autoencoder(4), floats(4)),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def built(name: str, device: str = "cpu") -> tuple[nn.Module, Tensor]:
+    make, inputs = MODELS[name]
+    with seeded(0):
+        model, x = make().to(device, torch.float64), inputs()
+    return model, x.to(device, torch.float64 if x.is_floating_point() else x.dtype)
+
+
+def unit_vectors(output: Tensor) -> Tensor:
+    """Every entry of a sample's output once: the squares of these add up to the identity."""
+    eye = torch.eye(output[0].numel(), dtype=output.dtype, device=output.device)
+    return eye.reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
+
+
+def normal_vectors(k: int, seed: int = 5) -> Callable[[Tensor], Tensor]:
+    def draw(output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(k, *output.shape, generator=generator, dtype=output.dtype).to(output.device) / math.sqrt(k)
+
+    return draw
+
+
+def record(factors: RunningFactors, model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor]) -> None:
+    with capture(model) as tape:
+        output = model(x)
+    factors.record(tape, [output], [vectors(output.detach())], len(output))
+
+
+def recorded(
+    model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor] = unit_vectors, sharing: str = "expand"
+) -> RunningFactors:
+    factors = RunningFactors(sharing)
+    record(factors, model, x, vectors)
+    factors.fold(0.95)
+    factors.decompose()
+    return factors
+
+
+def block_of(factors: RunningFactors, model: nn.Module, name: str = "") -> Any:
+    """The block of a parameter; of the first one unless named."""
+    name = name or next(iter(model.named_parameters()))[0]
+    return next(block for block in factors.blocks if name in block.names)
+
+
+def jacobians(model: nn.Module, x: Tensor, names: Sequence[str]) -> list[Tensor]:
+    """Per parameter (N, outputs of a sample, *shape), one autograd call for each entry."""
+    parameters = [dict(model.named_parameters())[name] for name in names]
+    rows = []
+    for n in range(len(x)):
+        entries = model(x[n : n + 1])[0].flatten()
+        rows.append([torch.autograd.grad(e, parameters, retain_graph=True) for e in entries])
+    return [torch.stack([torch.stack([e[k] for e in row]) for row in rows]) for k in range(len(names))]
+
+
+def full(side: Tensor) -> Tensor:
+    return torch.diag_embed(side) if side.ndim == 2 else side
+
+
+def dense(block: KroneckerBlock) -> Tensor:
+    """Over the groups, block-diagonal, of the flattened (g, o, i)."""
+    assert block.rows is not None and block.columns is not None
+    rows, columns = full(block.rows), full(block.columns)
+    return torch.block_diag(*[torch.kron(r, c) for r, c in zip(rows, columns, strict=True)])
+
+
+def close(found: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * expected.abs().max().item())
+
+
+# -- the algebra of a block
+
+
+@each_model
+@pytest.mark.parametrize("limit", [2048, 3])
+def test_solve_is_dense(name: str, limit: int, device, monkeypatch):
+    """(kron(B, A) + damping I)^-1 and its energy; a side beyond the limit is a diagonal."""
+    monkeypatch.setattr(curvature.blocks, "MAX_SIZE", limit)
+    model, x = built(name, device)
+    block = block_of(recorded(model, x), model)
+    assert isinstance(block, KroneckerBlock) and block.reason == ""
+    parameters = dict(model.named_parameters())
+    gradients = [torch.sin(7 * parameters[k].detach()) for k in block.names]
+    matrix = dense(block)
+    eye = torch.eye(len(matrix), device=device, dtype=matrix.dtype)
+    assert block.dimension == len(matrix) == sum(g.numel() for g in gradients)
+    close(block.mean_eigenvalue, matrix.trace() / len(matrix))
+    for damping in (0.03, 2.0):
+        found, energy = block.solve(gradients, damping)
+        right = block.arranged(gradients).flatten()
+        u = torch.linalg.solve(matrix + damping * eye, right)
+        close(block.arranged(found).flatten(), u)
+        close(energy, u @ matrix @ u)
+        assert [f.shape for f in found] == [g.shape for g in gradients]
+
+
+@each_model
+def test_restored_is_the_inverse_of_arranged(name: str):
+    model, x = built(name)
+    block = block_of(recorded(model, x), model)
+    parameters = [dict(model.named_parameters())[k].detach() for k in block.names]
+    for found, right in zip(block.restored(block.arranged(parameters)), parameters, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_arranged_is_groups_outputs_inputs():
+    """With the bias as the last input."""
+    model, x = built("grouped_conv")
+    weight, bias = (p.detach() for p in model.parameters())
+    expected = torch.cat([weight.reshape(2, 3, 6), bias.reshape(2, 3, 1)], 2)
+    assert torch.equal(block_of(recorded(model, x), model).arranged([weight, bias]), expected)
+    model, x = built("transformers_conv1d")
+    block = block_of(recorded(model, x), model)
+    assert torch.equal(block.arranged([model[0].weight.detach()]), model[0].weight.detach().T[None])
+
+
+@pytest.mark.parametrize("name", ["linear", "places", "conv", "grouped_conv", "transformers_conv1d"])
+def test_a_block_is_a_layer(name: str):
+    """Weight and bias together."""
+    model, x = built(name)
+    assert block_of(recorded(model, x), model).names == ("0.weight", "0.bias")
+
+
+# -- the factors
+
+
+def test_factors_are_their_definitions(device):
+    model, x = built("linear", device)
+    block = block_of(recorded(model, x), model)
+    a = torch.cat([x, x.new_ones(N, 1)], 1)
+    slopes = 1 - model[0](x).tanh().square()
+    b = model[2].weight.T * slopes[:, :, None]  # (n, o, vector)
+    close(block.columns[0], a.T @ a / N)
+    close(block.rows[0], (b @ b.mT).mean(0).detach())
+
+
+def test_factors_of_a_convolution_are_sums_over_pixels(device):
+    """Patches by `unfold`, backprops by the chain rule: an output is its pre-activation's tanh."""
+    model, x = built("conv", device)
+    block = block_of(recorded(model, x), model)
+    patches = F.unfold(x, 2).transpose(1, 2)
+    a = torch.cat([patches, torch.ones_like(patches[..., :1])], 2).flatten(0, 1)
+    slopes = (1 - model(x).square()).flatten(2)
+    close(block.columns[0], a.T @ a / len(a))
+    close(block.rows[0], torch.diag(slopes.square().sum((0, 2)) / N).detach())
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_linear_networks_are_exact(layers: int, device):
+    """Every block is J^T J / N, where the backprops do not depend on the sample."""
+    with seeded(0):
+        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(device, torch.float64)
+        x = torch.randn(N, 3, dtype=torch.float64).to(device)
+    exactly, roughly = recorded(model, x), recorded(model, x, normal_vectors(500))
+    for k in range(layers):
+        names = [f"{k}.weight", f"{k}.bias"]
+        weight, bias = jacobians(model, x, names)
+        j = torch.cat([weight, bias[..., None]], 3).flatten(2).flatten(0, 1)
+        expected = j.T @ j / N
+        close(dense(block_of(exactly, model, names[0])), expected)
+        close(dense(block_of(roughly, model, names[0])), expected, rtol=0.15)
+    if layers == 1:
+        close(block_of(exactly, model).rows[0], torch.eye(3, dtype=x.dtype, device=x.device))
+
+
+def test_embeddings_are_exact_where_backprops_are_constant():
+    model, x = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)).double(), torch.arange(N) % 4
+    (j,) = jacobians(model, x, ["0.weight"])
+    j = j.flatten(2).flatten(0, 1)
+    close(dense(block_of(recorded(model, x), model)), j.T @ j / N)
+
+
+def uses_of(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(a, b) of all reads of the first parameter, one row a place, for one vector."""
+    with capture(model) as tape:
+        output = model(x)
+    found = []
+    name = next(iter(model.named_parameters()))[0]
+    for use, b in zip(tape.uses, tape.backprops(output, normal_vectors(1)(output.detach())), strict=True):
+        if name in use.names and not use.is_transpose:
+            assert use.activation is not None and b is not None
+            one_hot = use.function is F.embedding
+            a = F.one_hot(use.activation, 5).to(b.dtype) if one_hot else use.activation
+            found.append((a.flatten(0, -2), b[0].flatten(0, -2)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["embedding", "tied_words", "transposed_words", "tied_autoencoder_square"])
+def test_tied_weights_add_the_trace_of_all_uses(name: str):
+    model, x = built(name)
+    block = block_of(recorded(model, x, normal_vectors(1)), model)
+    total = sum(a.square().sum(1).mean() * b.square().sum() / N for a, b in uses_of(model, x))
+    close(block.mean_eigenvalue * block.dimension, torch.as_tensor(total))
+
+
+@pytest.mark.parametrize("name", ["tied_words", "transposed_words", "tied_autoencoder", "tied_autoencoder_square"])
+def test_sides_of_tied_weights_are_those_of_the_weight(name: str):
+    """Where one read exchanges inputs and outputs (an embedding and its decoder, W and W^T), so do its factors."""
+    model, x = built(name)
+    (a, b), (c, d) = uses_of(model, x)
+    if name.startswith("tied_autoencoder"):
+        pairs = [(b.T @ b, a.T @ a), (c.T @ c, d.T @ d)]
+    else:
+        pairs = [(torch.diag(a.sum(0)), b.T @ b), (d.T @ d, c.T @ c)]
+    block = block_of(recorded(model, x, normal_vectors(1)), model)
+    for side, k in ((block.rows, 0), (block.columns, 1)):
+        expected = sum(pair[k] * pair[1 - k].trace() for pair in pairs)
+        found = full(side)[0]
+        expected = expected if side.ndim == 3 else expected.diagonal().diag()
+        close(found / found.trace(), expected / expected.trace())
+
+
+@pytest.mark.parametrize("name", ["linear", "no_bias"])
+def test_sharing_is_the_same_with_one_place(name: str):
+    model, x = built(name)
+    one, two = (block_of(recorded(model, x, sharing=sharing), model) for sharing in ("expand", "reduce"))
+    close(one.rows, two.rows)
+    close(one.columns, two.columns)
+
+
+@pytest.mark.parametrize("name", ["places", "conv"])
+def test_reduce_averages_activations_and_adds_backprops(name: str, device):
+    model, x = built(name, device)
+    v = normal_vectors(1)
+    block = block_of(recorded(model, x, v, "reduce"), model)
+    b = (1 - model(x).square()) * v(model(x))[0]
+    a, b = (x, b) if name == "places" else (F.unfold(x, 2).mT, b.flatten(2).mT)
+    a, b = torch.cat([a, torch.ones_like(a[..., :1])], 2).mean(1), b.sum(1).detach()
+    close(block.columns[0], a.T @ a / N)
+    close(block.rows[0], b.T @ b / N)
+
+
+def test_samples_that_share_their_number_with_features():
+    """Flattened places, as transformers' Conv1D has them: (N * t, o) with o = N says nothing of where samples are."""
+    run = lambda m, x: m.inner(x.flatten(0, 1)).view(N, 3, N).tanh()
+    model = Raw(run, inner=nn.Linear(4, N)).double()
+    assert block_of(recorded(model, torch.randn(N, 3, 4).double()), model).structure == "kronecker"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_smaller_batch_at_the_end(size: int):
+    """One sample; as many samples as features, as above."""
+    run = lambda m, x: m.inner(x.flatten(0, 1)).view(len(x), 3, 2).tanh()
+    model = Raw(run, inner=nn.Linear(4, 2)).double()
+    factors = recorded(model, torch.randn(N, 3, 4).double())
+    record(factors, model, torch.randn(size, 3, 4).double(), unit_vectors)
+    factors.fold(0.95)
+    assert [block.updates for block in factors.blocks] == [2] * len(factors.blocks)
+
+
+def test_one_sample_has_kronecker_factors():
+    model, x = built("linear")
+    assert [block.structure for block in recorded(model, x[:1]).blocks] == ["kronecker"] * 2
+
+
+# -- the diagonal
+
+
+def scaled() -> nn.Module:
+    """Norm layers in evaluation mode, a position table, a scale: nothing of this has Kronecker factors."""
+    run = lambda m, x: m.head((m.norm(x + m.place) * m.scale).tanh())
+    model = Raw(run, norm=nn.LayerNorm(3), place=(2, 3), scale=(3,), head=nn.Linear(3, 2))
+    return model
+
+
+def test_diagonal_is_exact_with_all_vectors():
+    with seeded(0):
+        model, x = scaled().double(), torch.randn(N, 2, 3).double()
+    names = ["norm.weight", "norm.bias", "place", "scale"]
+    # the squares of per-sample gradients add up over the vectors only one by one
+    diagonals = [torch.zeros_like(dict(model.named_parameters())[k]) for k in names]
+    for v in range(4):
+        factors = recorded(model, x, lambda output, v=v: unit_vectors(output)[v : v + 1])
+        for total, name in zip(diagonals, names, strict=True):
+            block = block_of(factors, model, name)
+            assert isinstance(block, DiagonalBlock) and block.reason and block.values is not None
+            total += block.values
+    for found, j in zip(diagonals, jacobians(model, x, names), strict=True):
+        close(found.detach(), j.square().sum(1).mean(0))
+
+
+def test_diagonal_is_unbiased(device):
+    with seeded(0):
+        model, x = scaled().to(device, torch.float64), torch.randn(N, 2, 3, dtype=torch.float64).to(device)
+    names = ["norm.weight", "norm.bias", "place", "scale"]
+    draws: dict[str, list[Tensor]] = {name: [] for name in names}
+    for seed in range(200):
+        factors = recorded(model, x, normal_vectors(1, seed))
+        for name in names:
+            draws[name].append(block_of(factors, model, name).values)
+    for name, j in zip(names, jacobians(model, x, names), strict=True):
+        values = torch.stack(draws[name])
+        error = values.std(0) / math.sqrt(len(values))
+        assert ((values.mean(0) - j.square().sum(1).mean(0)).abs() <= 4.5 * error).all(), name
+
+
+def test_diagonal_solve():
+    with seeded(0):
+        model, x = scaled().double(), torch.randn(N, 2, 3).double()
+    block = block_of(recorded(model, x), model, "scale")
+    gradient = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    (u,), energy = block.solve([gradient], 0.1)
+    close(u, gradient / (block.smoothed + 0.1))
+    close(energy, (u * block.smoothed * u).sum())
+    close(block.mean_eigenvalue, block.values.mean())
+    assert block.dimension == 3
+
+
+# -- running averages
+
+
+def moments(block: Block) -> list[Tensor]:
+    found = [getattr(block, name, None) for name in ("rows", "columns", "values")]
+    return [t for t in found if t is not None]
+
+
+def batches(*scales: float) -> tuple[nn.Module, list[Tensor]]:
+    with seeded(0):
+        model = scaled().double()
+        return model, [scale * torch.randn(N, 2, 3, dtype=torch.float64) for scale in scales]
+
+
+def averaged(model: nn.Module, xs: Sequence[Tensor], decay: float = 0.9) -> RunningFactors:
+    factors = RunningFactors()
+    for x in xs:
+        record(factors, model, x, normal_vectors(1))
+        factors.fold(decay)
+    factors.decompose()
+    return factors
+
+
+def test_averages_are_debiased():
+    model, xs = batches(1, 2, 3)
+    each = [averaged(model, [x]).blocks for x in xs]
+    weights = torch.tensor([0.9**2, 0.9, 1.0], dtype=torch.float64)
+    weights /= weights.sum()
+    for k, block in enumerate(averaged(model, xs).blocks):
+        for found, *parts in zip(moments(block), *(moments(other[k]) for other in each), strict=True):
+            close(found, sum(w * part for w, part in zip(weights, parts, strict=True)))
+
+
+@pytest.mark.parametrize("scales", [(1, 2, math.nan), (1, math.inf, 2), (math.nan, 1, 2)])
+def test_batches_that_are_not_finite_are_as_if_they_had_not_been(scales: tuple[float, ...]):
+    model, xs = batches(*scales)
+    expected = averaged(model, [x for x in xs if torch.isfinite(x).all()])
+    for block, right in zip(averaged(model, xs).blocks, expected.blocks, strict=True):
+        for found, wanted in zip(moments(block), moments(right), strict=True):
+            close(found, wanted)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 4), (2, 2, 2)])
+def test_batches_before_one_fold_are_one_batch(sizes: tuple[int, ...]):
+    """Equal or not: each sample counts the same."""
+    model, (x,) = batches(1)
+    v = normal_vectors(1)(model(x))
+    whole, cut = RunningFactors(), RunningFactors()
+    record(whole, model, x, lambda output: v)
+    for part, w in zip(x.split(sizes), v.split(sizes, 1), strict=True):
+        record(cut, model, part, lambda output, w=w: w)
+    for factors in (whole, cut):
+        factors.fold(0.95)
+    for block, right in zip(cut.blocks, whole.blocks, strict=True):
+        for found, wanted in zip(moments(block), moments(right), strict=True):
+            close(found, wanted)
+
+
+def test_state_round_trip():
+    model, xs = batches(1, 2)
+    one, two = averaged(model, xs), RunningFactors()
+    two.load_state_dict(one.state_dict())
+    assert two.state_dict().keys() == one.state_dict().keys()
+    for factors in (one, two):
+        record(factors, model, xs[0], normal_vectors(1, 7))
+        factors.fold(0.9)
+        factors.decompose()
+    for block, right in zip(two.blocks, one.blocks, strict=True):
+        assert block.updates == right.updates == 3
+        for found, wanted in zip(moments(block), moments(right), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_sharing_is_checked():
+    with pytest.raises(ValueError, match="sharing.*'x'"):
+        RunningFactors("x")
