@@ -24,8 +24,8 @@ from demo_race import Run, Tuning, race, tune
 INTRODUCTION = """\
 KFAC(model) with its defaults, untouched, against SGD with momentum 0.9 and AdamW (weight decay 0.01, torch's default).
 The learning rate of each rival is tuned over the grid printed with its results, on the very loss that is compared
-(training loss after the same {steps} steps, same seed, same batches). That is in the rivals' favour, and the time it takes
-is counted separately. A grid grows by half-decades while its best learning rate lies at its end. KFAC is not tuned.
+(training loss after the same {steps} steps, same seed, same batches). That is in the rivals' favour, and the time it
+takes is counted separately. A grid grows by half-decades while its best lies at its end. KFAC is not tuned.
 The race: the run whose own clock is the least advanced makes the next step, so that whatever else the machine does hits
 all alike; clocks count the training loop alone, not the evaluation. All go on until the slowest has made {steps} steps.
 Data: 1,437 digits for training, 360 held out. Seed {seed}, {threads} thread(s), {device}, torch {torch}."""

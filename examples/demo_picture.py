@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from demo_race import Run
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from torch import Tensor
 
 COLOURS = {"KFAC": "#0072B2", "SGD": "#D55E00", "AdamW": "#009E73"}  # told apart by colour-blind readers too
@@ -34,8 +35,13 @@ def draw_curves(axes: Any, runs: Sequence[Run], steps: int, by: str) -> None:
             label = run.name if what == "train" else None
             axes.loglog(x, y, style, color=COLOURS[run.kind], label=label, lw=1.8 if what == "train" else 1.0)
     axes.set_xlabel("steps" if by == "step" else "training time of the run itself [s]")
-    above = f" above its least, {problem.floors[0]:.4g}" if problem.floors[0] else ""
+    above = f" above the least possible ({problem.floors[0]:.4g})" if problem.floors[0] else ""
     axes.set_ylabel(f"loss{above}\n[{problem.unit}]")
+    low, high = axes.get_ylim()
+    if high < 300 * low:  # few powers of ten: numbers between them too
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_title(f"{problem.name}, by {'step' if by == 'step' else 'second'}")
     axes.grid(True, which="major", alpha=0.3)
     axes.plot([], [], "-", color="grey", label="training part")

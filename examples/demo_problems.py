@@ -89,7 +89,7 @@ penalty; batches of 256 images where theirs grow.""",
             name="small CNN",
             text="""\
 A classifier of the same digits: three 3x3 convolutions (8, 16, 16 channels, strides 1, 2, 2), each with BatchNorm and
-an in-place ReLU, then a linear layer; mean cross-entropy; batches of 128 images. Losses are those in evaluation mode.""",
+an in-place ReLU, and a linear layer; mean cross-entropy; batches of 128 images. Losses are those of eval mode.""",
             unit="nats per label",
             make=cnn,
             loss=F.cross_entropy,

@@ -92,18 +92,15 @@ class Run:
     def evaluate(self) -> Point:
         """Losses over the whole training and test part, in evaluation mode, kept with the step and the clock."""
         self.model.eval()
-        outputs, losses = [], []
-        for x, y in (self.problem.train, self.problem.test):
-            outputs.append(self.model(x))
-            loss = self.problem.loss(outputs[-1], y).item()
-            losses.append(loss if math.isfinite(loss) else math.inf)
+        (x, y), (x_test, y_test) = self.problem.train, self.problem.test
+        output = self.model(x_test)
+        train, test = self.problem.loss(self.model(x), y).item(), self.problem.loss(output, y_test).item()
         self.model.train()
-        accuracy = math.nan
-        if self.problem.labelled:
-            accuracy = (outputs[1].argmax(1) == self.problem.test[1]).double().mean().item()
-        self.failed = self.failed or math.inf in losses
-        self.points.append(Point(self.steps, self.seconds, *losses, accuracy))
-        self.snapshot = outputs[1] if self.reached == math.inf else self.snapshot
+        accuracy = (output.argmax(1) == y_test).double().mean().item() if self.problem.labelled else math.nan
+        train, test = (loss if math.isfinite(loss) else math.inf for loss in (train, test))
+        self.failed = self.failed or math.inf in (train, test)
+        self.points.append(Point(self.steps, self.seconds, train, test, accuracy))
+        self.snapshot = output if self.reached == math.inf else self.snapshot
         return self.points[-1]
 
     def at_step(self, step: int, what: str) -> float:
@@ -178,13 +175,13 @@ def next_run(runs: Sequence[Run]) -> Run | None:
 def race(problem: Problem, entries: dict[str, float], steps: int, marks: Sequence[int], seed: int) -> list[Run]:
     """Train with every optimizer of `entries` (name to learning rate), evaluating at `marks` and at a grid of steps."""
     for kind, lr in entries.items():
-        run = Run(problem, kind, lr, seed)
+        throwaway = Run(problem, kind, lr, seed)
         for _ in range(WARM_UP):
-            run.advance()
+            throwaway.advance()
     runs = [Run(problem, kind, lr, seed) for kind, lr in entries.items()]
     due = {*marks, steps, *(round(FINER**k) for k in range(100))}
-    for run in runs:
-        run.evaluate()
+    for entrant in runs:
+        entrant.evaluate()
     with tqdm(total=steps * len(runs), desc="race", unit="step", disable=None, leave=False) as bar:
         while run := next_run(runs):
             run.advance()
@@ -195,7 +192,7 @@ def race(problem: Problem, entries: dict[str, float], steps: int, marks: Sequenc
                 bar.set_postfix({"of": run.kind, "step": run.steps, "training loss": f"{point.train:.4g}"})
             if run.steps == steps and not run.failed:
                 run.reached = run.seconds
-    for run in runs:
-        if run.points[-1].step != run.steps:
-            run.evaluate()
+    for entrant in runs:
+        if entrant.points[-1].step != entrant.steps:
+            entrant.evaluate()
     return runs

@@ -154,7 +154,7 @@ class BackPACK(Method):
 
         super().__init__(model, loss, x, y)
         extend(self.model)
-        self.extended_loss = extend(copy.deepcopy(loss))
+        self.extended_loss: nn.Module = extend(copy.deepcopy(loss))
 
     def extension(self) -> object:
         from backpack.extensions import BatchGrad

@@ -1,0 +1,509 @@
+"""KFAC in place of SGD: in training loops that stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from case import Raw, seeded, token_loss
+from cases_models import GPT, ViT
+from snapshots import unchanged
+from torch import Tensor, nn
+
+import curvature
+from optimizers import KFAC
+from optimizers.updates import adapted, within_trust
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    """The 1797 real images of scikit-learn, (N, 1, 8, 8) in 0 to 1."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return torch.tensor(data.images / 16, dtype=torch.float32)[:, None], torch.tensor(data.target)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def cnn() -> nn.Module:
+    block = lambda i, o: [nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+    return nn.Sequential(*block(1, 6), *block(6, 8), nn.Flatten(), nn.Linear(32, 10))
+
+
+def transformer() -> nn.Module:
+    """Rows of an image as tokens."""
+    run = lambda m, x: m.head(m.layers(m.enter(x[:, 0]) + m.places).mean(1))
+    layer = nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1, batch_first=True)
+    return Raw(
+        run, enter=nn.Linear(8, 16), places=(8, 16), layers=nn.TransformerEncoder(layer, 2), head=nn.Linear(16, 10)
+    )
+
+
+def lstm() -> nn.Module:
+    run = lambda m, x: m.head(m.lstm(x[:, 0])[0][:, -1])
+    return Raw(run, lstm=nn.LSTM(8, 12, batch_first=True), head=nn.Linear(12, 10))
+
+
+def vit() -> nn.Module:
+    """The 4 x 4 middle, three times for the colours."""
+    run = lambda m, x: m.inner(x[:, :, 2:6, 2:6].expand(-1, 3, -1, -1))
+    return Raw(run, inner=ViT())
+
+
+def autoencoder() -> nn.Module:
+    down = [nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 8)]
+    up = nn.ConvTranspose2d(4, 1, 3, stride=2, padding=1, output_padding=1)
+    return nn.Sequential(*down, nn.Linear(8, 64), nn.Unflatten(1, (4, 4, 4)), nn.ReLU(inplace=True), up)
+
+
+def regression() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def entropy(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target % output.shape[1])
+
+
+def own_pixels(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, digits()[0][: len(output)].to(output.device))
+
+
+# A model with its loss; all are trained on digits but for the GPT, which learns their rows as words.
+TASKS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "mlp": (mlp, entropy),
+    "cnn": (cnn, entropy),
+    "transformer": (transformer, entropy),
+    "lstm": (lstm, entropy),
+    "gpt": (GPT, token_loss),
+    "vit": (vit, entropy),
+    "autoencoder": (autoencoder, own_pixels),
+    "regression": (regression, lambda output, target: F.mse_loss(output[:, 0], target / 3)),
+}
+
+
+def task(name: str, device: str = "cpu", n: int = 64) -> tuple[nn.Module, Loss, Tensor, Tensor]:
+    make, loss = TASKS[name]
+    x, y = (t[:n].to(device) for t in digits())
+    if name == "gpt":
+        words = (x[:, 0, :7, 3] * 6).long()
+        x, y = words[:, :-1], words[:, 1:]
+    with seeded(0):
+        return make().to(device), loss, x, y
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, loss: Loss, x: Any, y: Tensor, steps: int) -> list[float]:
+    values = []
+    for _ in range(steps):
+        opt.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        opt.step()
+        values.append(value.item())
+    return values
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    assert not [name for name in one if not torch.equal(one[name], two[name])]
+
+
+def trained(name: str = "mlp", steps: int = 3, **options: Any) -> tuple[nn.Module, KFAC, tuple[Loss, Tensor, Tensor]]:
+    model, loss, x, y = task(name)
+    opt = KFAC(model, **options)
+    train(model, opt, loss, x, y, steps)
+    return model, opt, (loss, x, y)
+
+
+# -- every kind of network, with defaults
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_lowers_the_loss(name: str, device):
+    model, loss, x, y = task(name, device)
+    before = {k: p.detach().clone() for k, p in model.named_parameters()}
+    with seeded(1):
+        values = train(model, KFAC(model), loss, x, y, 25)
+    assert all(math.isfinite(value) for value in values)
+    assert sum(values[-3:]) / 3 < 0.8 * values[0], values
+    moved = {k: not torch.equal(p, before[k]) for k, p in model.named_parameters() if p.grad is not None}
+    assert all(moved.values()), moved
+
+
+@pytest.mark.parametrize("name", ["mlp", "autoencoder"])
+def test_ahead_of_sgd_after_30_steps(name: str):
+    model, loss, x, y = task(name, n=512)
+    other = copy.deepcopy(model)
+    kfac = train(model, KFAC(model), loss, x, y, 30)
+    sgd = train(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), loss, x, y, 30)
+    assert kfac[-1] < sgd[-1]
+
+
+INJECTIONS: dict[str, Callable[[], Any]] = {
+    "empirical": curvature.empirical,
+    "sampled": lambda: curvature.sampled(2),
+    "exact": curvature.exact,
+    "propagated": curvature.propagated,
+    "isotropic": lambda: curvature.isotropic(3),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("injection", INJECTIONS)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "regression"])
+def test_injections(name: str, injection: str, sharing: str):
+    model, loss, x, y = task(name)
+    module = nn.MSELoss() if name == "regression" else nn.CrossEntropyLoss()
+    opt = KFAC(model, loss=module, inject=INJECTIONS[injection](), sharing=sharing)
+    values = train(model, opt, loss, x, y, 12)
+    assert all(math.isfinite(value) for value in values) and values[-1] < values[0]
+    assert "kronecker" in opt.report()
+
+
+def test_a_loss_that_adds_gives_the_same_steps():
+    trajectories = []
+    for reduction in ("mean", "sum"):
+        model, _, x, y = task("mlp")
+        train(model, KFAC(model), functools.partial(F.cross_entropy, reduction=reduction), x, y, 10)
+        trajectories.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert (trajectories[0] - trajectories[1]).norm() < 1e-3 * trajectories[0].norm()
+
+
+# -- the optimizer is an optimizer
+
+
+def test_runs_are_repeatable_and_leave_the_random_state_alone():
+    runs = []
+    for optimizer in (KFAC, KFAC, lambda model: torch.optim.SGD(model.parameters(), lr=0.01)):
+        model, loss, x, y = task("transformer")  # its dropout draws from the global state
+        with seeded(3):
+            train(model, optimizer(model), loss, x, y, 3)
+            runs.append((copied(model), torch.get_rng_state()))
+    assert_same(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[2][1])
+
+
+@pytest.mark.parametrize("options", [{}, {"inject": curvature.empirical()}, {"damping": 0.1, "weight_decay": 0.01}])
+@pytest.mark.parametrize("steps", [0, 3, 13])
+def test_resumes_bitwise(steps: int, options: dict[str, Any], device):
+    """From a checkpoint that was read to the CPU, as is usual, and to the device."""
+    model, loss, x, y = task("cnn", device)
+    opt = KFAC(model, **options)
+    train(model, opt, loss, x, y, steps)
+    saved = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, saved)
+    train(model, opt, loss, x, y, 8)
+    for place in {"cpu", device}:
+        again, *_ = task("cnn", device)
+        resumed = KFAC(again, **options)
+        saved.seek(0)
+        state = torch.load(saved, weights_only=True, map_location=place)
+        again.load_state_dict(state["model"])
+        resumed.load_state_dict(state["opt"])
+        train(again, resumed, loss, x, y, 8)
+        assert resumed.steps == steps + 8
+        assert_same(copied(again), copied(model))
+
+
+def test_a_saved_state_does_not_change_with_training():
+    model, opt, batch = trained()
+    state = copy.deepcopy(opt.state_dict())
+    kept = opt.state_dict()
+    train(model, opt, *batch, 2)
+    for name, block in state["curvature"].items():
+        assert all(torch.equal(v, kept["curvature"][name][k]) for k, v in block.items() if isinstance(v, Tensor))
+
+
+def test_deepcopy_of_model_and_optimizer_together():
+    """As for any optimizer: the copies go on by themselves, and in the same way."""
+    model, opt, batch = trained()
+    again, resumed = copy.deepcopy((model, opt))
+    train(model, opt, *batch, 3)
+    train(again, resumed, *batch, 3)
+    assert_same(copied(again), copied(model))
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_a_batch_that_is_not_finite_is_left_out(name: str, first: bool):
+    """Neither parameters nor curvature are touched, it is counted, and training goes on as if it had not been."""
+    model, opt, (loss, x, y) = trained(name, 0 if first else 12)
+    model.eval()  # the running statistics of a batch norm are the model's own business
+    before, state = copied(model), copy.deepcopy(opt.state_dict()["curvature"])
+    train(model, opt, loss, x * math.nan, y, 1)
+    assert opt.skipped == 1
+    assert_same(copied(model), before)
+    for key, block in opt.state_dict()["curvature"].items():
+        assert all(torch.equal(v, state[key][k]) for k, v in block.items() if isinstance(v, Tensor)), key
+    other, same, _ = trained(name, 0 if first else 12)
+    other.eval()
+    same.generator = opt.generator and torch.Generator()
+    if same.generator:
+        same.generator.set_state(opt.generator.get_state())
+    train(model, opt, loss, x, y, 1)
+    train(other, same, loss, x, y, 1)
+    for (key, one), two in zip(copied(model).items(), copied(other).values(), strict=True):
+        torch.testing.assert_close(one, two, msg=f"{key} differs", equal_nan=False)
+
+
+def test_frozen_parameters_stay():
+    model, loss, x, y = task("cnn")
+    model[0].requires_grad_(False)
+    before = copied(model)
+    opt = KFAC(model)
+    train(model, opt, loss, x, y, 3)
+    model[4].weight.requires_grad_(False)  # later on
+    middle = copied(model)
+    train(model, opt, loss, x, y, 3)
+    assert all(torch.equal(before[k], copied(model)[k]) for k in ("0.weight", "0.bias"))
+    assert torch.equal(middle["4.weight"], model[4].weight)
+    assert "does not require a gradient" in opt.report()
+
+
+def test_parameters_without_a_gradient_at_some_steps():
+    """Two heads in turn. The one that is used later has the same curvature in the end."""
+    run = lambda m, x, k=0: m.heads[k](m.inner(x.flatten(1)).tanh())
+    model, (x, y) = (
+        Raw(run, inner=nn.Linear(64, 16), heads=nn.ModuleList(nn.Linear(16, 10) for _ in range(2))),
+        digits(),
+    )
+    opt = KFAC(model)
+    for step in range(8):
+        opt.zero_grad()
+        before = copied(model)
+        F.cross_entropy(model(x[:64], step % 2), y[:64]).backward()
+        opt.step()
+        after = copied(model)
+        assert torch.equal(before[f"heads.{1 - step % 2}.weight"], after[f"heads.{1 - step % 2}.weight"])
+        assert not torch.equal(before[f"heads.{step % 2}.weight"], after[f"heads.{step % 2}.weight"])
+    lines = {line.split()[0].strip(","): line for line in opt.report().splitlines()}
+    for k in range(2):
+        assert "kronecker" in lines[f"heads.{k}.weight"] and "not used" not in lines[f"heads.{k}.weight"]
+
+
+def test_parameter_groups_and_schedulers():
+    model, opt, batch = trained("mlp", 0, weight_decay=0.1)
+    (group,) = opt.param_groups
+    head = {**group, "params": group["params"][2:], "lr": 0.0}
+    opt.param_groups[:] = [{**group, "params": group["params"][:2]}, head]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.0 if step == 2 else 0.5)
+    moved = []
+    for _ in range(4):
+        before = copied(model)
+        train(model, opt, *batch, 1)
+        scheduler.step()
+        moved.append([not torch.equal(p, before[k]) for k, p in model.named_parameters()])
+    assert moved == [[True, True, False, False], [True, True, False, False], [False] * 4, [True, True, False, False]]
+
+
+def test_clipped_and_accumulated_gradients():
+    """Two halves before a step are the whole batch: the same gradient, curvature from both."""
+    model, opt, (loss, x, y) = trained("mlp", 3)
+    opt.zero_grad()
+    for part, target in zip(x.split(32), y.split(32), strict=True):
+        (loss(model(part), target) / 2).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    before = copied(model)
+    assert norm > 1e-3 and all(math.isfinite(p.sum()) for p in model.parameters())
+    opt.step()
+    assert not torch.equal(before["1.weight"], model[1].weight)
+    assert [block.updates for block in opt.factors.blocks] == [4, 4]
+
+
+def test_batches_of_all_sizes():
+    """A last batch may have one sample, or as many as a layer has features."""
+    for name in ("mlp", "transformer", "cnn", "lstm"):
+        model, loss, x, y = task(name)
+        opt = KFAC(model)
+        for size in (64, 10, 8, 6, 1, 32, 12):
+            values = train(model.eval(), opt, loss, x[:size], y[:size], 1)
+            assert math.isfinite(values[0]), (name, size)
+
+
+@pytest.mark.parametrize("injection", ["isotropic", "empirical"])
+def test_mixed_precision(injection: str, device):
+    """The loop of torch's own recipe, with its scaler."""
+    model, loss, x, y = task("mlp", device)
+    opt, scaler = KFAC(model, inject=INJECTIONS[injection]()), torch.amp.GradScaler(device, init_scale=128.0)
+    values = []
+    for _ in range(12):
+        opt.zero_grad()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            value = loss(model(x), y)
+        scaler.scale(value).backward()
+        scaler.step(opt)
+        scaler.update()
+        values.append(value.item())
+    assert values[-1] < values[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(dtype: torch.dtype):
+    model, loss, x, y = task("mlp")
+    model, x = model.to(dtype), x.to(dtype)
+    values = train(model, KFAC(model), loss, x, y, 12)
+    assert values[-1] < 0.9 * values[0]
+    assert all(p.dtype == dtype for p in model.parameters())
+
+
+def test_closure():
+    model, opt, (loss, x, y) = trained("mlp", 1)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        return value
+
+    before = copied(model)
+    value = opt.step(closure)
+    assert isinstance(value, Tensor) and value.requires_grad and not torch.equal(before["1.weight"], model[1].weight)
+    opt.zero_grad()
+    assert opt.step() is None
+
+
+# -- it keeps out of the way
+
+
+def test_evaluation_between_steps_changes_nothing():
+    runs = []
+    for evaluates in (False, True):
+        model, loss, x, y = task("cnn")
+        opt = KFAC(model)
+        for _ in range(4):
+            train(model, opt, loss, x, y, 1)
+            if evaluates:
+                for mode in (torch.no_grad(), torch.inference_mode()):
+                    with mode:
+                        model.eval()(x[:5])
+                model.train()
+        runs.append(copied(model))
+    assert_same(*runs)
+
+
+def test_a_forward_pass_that_is_not_followed_by_a_backward_one():
+    """As when shapes are looked at first; the vectors of `empirical` then never come."""
+    model, loss, x, y = task("mlp")
+    opt = KFAC(model, inject=curvature.empirical())
+    model(x)
+    train(model, opt, loss, x, y, 3)
+    assert {block.structure for block in opt.factors.blocks} == {"kronecker"}
+
+
+def test_two_models_do_not_disturb_each_other():
+    alone, _, batch = trained("mlp", 4)
+    pair = [task("mlp")[0], task("cnn")[0]]
+    opts = [KFAC(model) for model in pair]
+    for _ in range(4):
+        for model, opt in zip(pair, opts, strict=True):
+            train(model, opt, *batch, 1)
+    assert_same(copied(pair[0]), copied(alone))
+
+
+def test_copies_of_the_model_are_not_recorded():
+    model, opt, (loss, x, y) = trained("mlp", 2)
+    twin = copy.deepcopy(model)
+    loss(twin(x * math.nan), y).backward()
+    assert not any(getattr(block, "sums", None) for block in opt.factors.blocks)
+    assert torch.equal(twin(x), model(x))
+
+
+def test_deleting_the_optimizer_removes_its_hooks():
+    model, loss, x, y = task("mlp")
+    opt = KFAC(model)
+    train(model, opt, loss, x, y, 2)
+    seen = weakref.ref(opt)
+    del opt
+    gc.collect()
+    assert seen() is None and not model._forward_hooks and not model._forward_pre_hooks
+    with unchanged(model, x):
+        model(x)
+
+
+WRONG: dict[str, tuple[type[Exception], str, Callable[[nn.Module], Any]]] = {
+    "parameters": (TypeError, "model.*pass the model", lambda m: KFAC(m.parameters())),  # type: ignore[arg-type]
+    "lr": (ValueError, "lr", lambda m: KFAC(m, lr=-1)),
+    "lr_nan": (ValueError, "lr", lambda m: KFAC(m, math.nan)),
+    "lr_kind": (TypeError, "lr", lambda m: KFAC(m, "1")),  # type: ignore[arg-type]
+    "momentum": (ValueError, "momentum", lambda m: KFAC(m, momentum=1.5)),
+    "damping": (TypeError, "damping", lambda m: KFAC(m, damping="x")),  # type: ignore[arg-type]
+    "damping_sign": (ValueError, "damping", lambda m: KFAC(m, damping=-0.1)),
+    "weight_decay": (ValueError, "weight_decay", lambda m: KFAC(m, weight_decay=-0.1)),
+    "inject": (TypeError, "inject", lambda m: KFAC(m, inject=3)),  # type: ignore[arg-type]
+    "inject_class": (TypeError, "inject", lambda m: KFAC(m, inject=curvature.isotropic)),  # type: ignore[arg-type]
+    "sharing": (ValueError, "sharing", lambda m: KFAC(m, sharing="x")),
+    "factor_every": (ValueError, "factor_every", lambda m: KFAC(m, factor_every=0)),
+    "frozen": (ValueError, "model", lambda m: KFAC(m.requires_grad_(False))),
+    "loss": (ValueError, "loss", lambda m: KFAC(m, inject=curvature.exact())),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_arguments(wrong: str):
+    error, words, make = WRONG[wrong]
+    model = mlp()
+    with pytest.raises(error, match=words):
+        make(model)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_step_without_a_forward_pass():
+    model = mlp()
+    opt = KFAC(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError, match="forward pass"):
+        opt.step()
+
+
+def test_report_names_every_parameter():
+    model, loss, x, y = task("cnn")
+    opt = KFAC(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert all(name in opt.report() and "needs a first forward pass" in opt.report() for name in names)
+    train(model, opt, loss, x, y, 1)
+    lines = opt.report().splitlines()
+    assert all(sum(name in line for line in lines) == 1 for name in names)
+    for line in lines[1:]:
+        is_norm = line.startswith(("1.", "5."))
+        assert ("diagonal" in line and "batch_norm" in line) if is_norm else "kronecker" in line, line
+    assert "B 8x8, A 55x55" in opt.report()
+
+
+# -- the pure functions of the step
+
+
+def test_adapted():
+    step, rate = torch.tensor(2.0), 0.3
+    found = [adapted(step, torch.tensor(s), torch.tensor(-1.0), rate).item() for s in (-1.0, 0.0, 1.0, 9.0, -9.0)]
+    assert found == pytest.approx([2 * math.exp(rate * r) for r in (1, 0, -1, -2, 1)])
+    for slope, predicted in ((1.0, 0.0), (math.nan, 1.0), (math.inf, math.inf)):
+        assert adapted(step, torch.tensor(slope), torch.tensor(predicted), rate).item() == 2
+
+
+def test_within_trust():
+    def cut(change: float, length: float) -> float:
+        one = functools.partial(torch.tensor, dtype=torch.float64)
+        return within_trust(one(2.0), one(change), one(3.0), one(length), one(10.0), 0.1).item()
+
+    assert cut(1.0, 0.1) == 2
+    assert cut(6.0, 0.1) == pytest.approx(0.5)
+    assert cut(1.0, 4.0) == pytest.approx(0.25)
+    assert cut(0.0, 0.0) == 2
