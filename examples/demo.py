@@ -39,12 +39,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of torch; the models are tiny (%(default)s)")
     parser.add_argument("--device", default=os.environ.get("DEVICE") or "cpu", help="($DEVICE, or cpu)")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="at most 8 steps and two learning rates: a test run")
+    parser.add_argument("--quick", action="store_true", help="at most 4 steps and two learning rates: a test run")
     options = parser.parse_args(argv)
     if options.steps < 4 or options.threads < 1:
         parser.error("--steps must be at least 4 and --threads at least 1")
     if options.quick:
-        options.steps = min(options.steps, 8)
+        options.steps = min(options.steps, 4)
     return options
 
 

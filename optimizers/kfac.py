@@ -17,6 +17,8 @@ from optimizers.updates import adapted, within_trust
 FIRST_CHANGE = 0.1  # root-mean-square change of an output entry that the first step aims at
 ADAPTATION = 0.3  # how fast the step size follows the slopes
 RELATIVE_LENGTH = 0.05  # largest step as a fraction of the norm of the parameters
+GROWTH = 2.0  # how much more than in recent steps a step may change the outputs
+MEMORY = 0.9  # how fast that is forgotten
 WARM_STEPS = 10  # factors and decompositions are renewed at each of the first steps
 RELATIVE_DAMPING = 0.03
 
@@ -90,6 +92,7 @@ class KFAC(torch.optim.Optimizer):
         self.steps, self.skipped, self.decomposed_at = 0, 0, -1
         self.step_size: Tensor | None = None
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
+        self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
         self.output_scale: Tensor | None = None  # root mean square of an output entry
         self.output_size = 1.0  # output entries per sample
         self._pending: list[tuple[Tape, list[Tensor | None], int]] = []
@@ -234,7 +237,12 @@ class KFAC(torch.optim.Optimizer):
         # a tensor counts for at least one, so that parameters that start at zero can leave it
         size = torch.stack([p.float().square().sum().clamp(min=1) for p in self._trained().values()]).sum().sqrt()
         assert self.output_scale is not None
-        self.step_size = within_trust(self.step_size, change, 1 + self.output_scale, length, size, RELATIVE_LENGTH)
+        reach = 1 + self.output_scale
+        if self.last_change is not None:  # one hard batch among easy ones must not be answered with one long step
+            reach = torch.minimum(reach, GROWTH * self.last_change)
+        self.step_size = within_trust(self.step_size, change, reach, length, size, RELATIVE_LENGTH)
+        taken = self.step_size * change
+        self.last_change = taken if self.last_change is None else torch.maximum(taken, MEMORY * self.last_change)
         return self.step_size
 
     def _apply(self, directions: Mapping[str, Tensor], size: Tensor) -> None:
@@ -266,7 +274,9 @@ class KFAC(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for any optimizer, with the curvature under "curvature": plain tensors and numbers."""
-        own = {k: getattr(self, k) for k in ("steps", "skipped", "decomposed_at", "step_size", "predicted")}
+        own = {
+            k: getattr(self, k) for k in ("steps", "skipped", "decomposed_at", "step_size", "predicted", "last_change")
+        }
         own |= {"output_scale": self.output_scale, "output_size": self.output_size}
         own["generator"] = None if self.generator is None else self.generator.get_state()
         return super().state_dict() | {"curvature": self.factors.state_dict(), "kfac": own}

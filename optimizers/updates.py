@@ -16,7 +16,8 @@ def adapted(step: Tensor, slope: Tensor, predicted: Tensor, rate: float) -> Tens
         ``step * exp(rate * clamp(ratio, -2, 1))``; the step itself where the prediction is zero.
     """
     ratio = torch.where(predicted != 0, slope / predicted, torch.zeros_like(slope))
-    return step * (rate * ratio.nan_to_num(0.0, 0.0, 0.0).clamp(-2, 1)).exp()
+    # noise alone can shrink the step without end: it must stay able to grow back
+    return (step * (rate * ratio.nan_to_num(0.0, 0.0, 0.0).clamp(-2, 1)).exp()).clamp(min=1e-20)
 
 
 def within_trust(step: Tensor, change: Tensor, reach: Tensor, length: Tensor, size: Tensor, relative: float) -> Tensor:

@@ -7,8 +7,8 @@
 Every method is checked against a loop of batch size one first; what is wrong or unsupported is named and not timed. All
 run in one process, in turn: in each round every method is timed once in an order that rotates, and the table shows the
 median over rounds of its ratio to the plain batch gradient (forward and backward filling `.grad`) of the same round.
-Building the results is part of the time, freeing them is not. A dagger marks the fastest. On a machine shared with other
-work, `--threads 1 --cpu-time` counts processor time instead, which waiting for the processor does not lengthen.
+Building the results is part of the time, freeing them is not. A dagger marks the fastest. On a machine shared with
+other work, `--threads 1 --cpu-time` counts processor time instead, which waiting for the processor does not lengthen.
 """
 
 from __future__ import annotations
