@@ -118,11 +118,11 @@ class Rows:
     shape: tuple[int, ...]
 
     def gradients(self) -> Tensor:
-        n, t = self.index.shape
+        n = len(self.index)
         rows, width = self.shape
-        out = self.values.new_zeros(n, rows, width)
-        sample = torch.arange(n, device=out.device)[:, None].expand(n, t)
-        return out.index_put_((sample, self.index), self.values, accumulate=True)
+        start = torch.arange(0, n * rows, rows, device=self.index.device)[:, None]
+        out = self.values.new_zeros(n * rows, width)
+        return out.index_add_(0, (self.index + start).flatten(), self.values.flatten(0, 1)).view(n, rows, width)
 
     def samples(self, part: slice) -> Rows:
         return replace(self, index=self.index[part], values=self.values[part])
@@ -215,7 +215,7 @@ def norms_squared(terms: Sequence[Term]) -> Tensor:
                 total = term if total is None else total + term
         assert total is not None
         return total.clamp(min=0)
-    return torch.cat([g.reshape(len(g), -1).square().sum(1) for g in _built(terms)])
+    return torch.cat([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square() for g in _built(terms)])
 
 
 def gram(terms: Sequence[Term]) -> Tensor:

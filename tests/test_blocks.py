@@ -134,9 +134,6 @@ def close(found: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
     torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * expected.abs().max().item())
 
 
-# -- the algebra of a block
-
-
 @each_model
 @pytest.mark.parametrize("limit", [2048, 3])
 def test_solve_is_dense(name: str, limit: int, device, monkeypatch):
@@ -185,9 +182,6 @@ def test_a_block_is_a_layer(name: str):
     """Weight and bias together."""
     model, x = built(name)
     assert block_of(recorded(model, x), model).names == ("0.weight", "0.bias")
-
-
-# -- the factors
 
 
 def test_factors_are_their_definitions(device):
@@ -303,10 +297,11 @@ def test_samples_that_share_their_number_with_features():
     assert block_of(recorded(model, torch.randn(N, 3, 4).double()), model).structure == "kronecker"
 
 
+@pytest.mark.parametrize("flattened", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_smaller_batch_at_the_end(size: int):
+def test_a_smaller_batch_at_the_end(size: int, flattened: bool):
     """One sample; as many samples as features, as above."""
-    run = lambda m, x: m.inner(x.flatten(0, 1)).view(len(x), 3, 2).tanh()
+    run = lambda m, x: m.inner(x.flatten(0, 1) if flattened else x).view(len(x), 3, 2).tanh()
     model = Raw(run, inner=nn.Linear(4, 2)).double()
     factors = recorded(model, torch.randn(N, 3, 4).double())
     record(factors, model, torch.randn(size, 3, 4).double(), unit_vectors)
@@ -317,9 +312,6 @@ def test_a_smaller_batch_at_the_end(size: int):
 def test_one_sample_has_kronecker_factors():
     model, x = built("linear")
     assert [block.structure for block in recorded(model, x[:1]).blocks] == ["kronecker"] * 2
-
-
-# -- the diagonal
 
 
 def scaled() -> nn.Module:
@@ -370,9 +362,6 @@ def test_diagonal_solve():
     close(energy, (u * block.smoothed * u).sum())
     close(block.mean_eigenvalue, block.values.mean())
     assert block.dimension == 3
-
-
-# -- running averages
 
 
 def moments(block: Block) -> list[Tensor]:
@@ -428,23 +417,3 @@ def test_batches_before_one_fold_are_one_batch(sizes: tuple[int, ...]):
     for block, right in zip(cut.blocks, whole.blocks, strict=True):
         for found, wanted in zip(moments(block), moments(right), strict=True):
             close(found, wanted)
-
-
-def test_state_round_trip():
-    model, xs = batches(1, 2)
-    one, two = averaged(model, xs), RunningFactors()
-    two.load_state_dict(one.state_dict())
-    assert two.state_dict().keys() == one.state_dict().keys()
-    for factors in (one, two):
-        record(factors, model, xs[0], normal_vectors(1, 7))
-        factors.fold(0.9)
-        factors.decompose()
-    for block, right in zip(two.blocks, one.blocks, strict=True):
-        assert block.updates == right.updates == 3
-        for found, wanted in zip(moments(block), moments(right), strict=True):
-            assert torch.equal(found, wanted)
-
-
-def test_sharing_is_checked():
-    with pytest.raises(ValueError, match="sharing.*'x'"):
-        RunningFactors("x")

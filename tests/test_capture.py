@@ -39,9 +39,6 @@ def draw(*shape: int, device: str = "cpu", seed: int = 1) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64).to(device)
 
 
-# -- what is sent back, against autograd of the parameters
-
-
 def weight_gradient(use: Use, b: Tensor) -> dict[str, Tensor]:
     """{argument: gradient} of one use of a linear layer or an embedding, from its activation and its backprop alone."""
     a = use.activation

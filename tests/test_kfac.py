@@ -120,8 +120,7 @@ def test_lowers_the_loss(name: str, device):
     before = {k: p.detach().clone() for k, p in model.named_parameters()}
     with seeded(1):
         values = train(model, KFAC(model), loss, x, y, 25)
-    assert all(math.isfinite(value) for value in values)
-    assert sum(values[-3:]) / 3 < 0.8 * values[0], values
+    assert all(map(math.isfinite, values)) and sum(values[-3:]) / 3 < 0.8 * values[0], values
     moved = {k: not torch.equal(p, before[k]) for k, p in model.named_parameters() if p.grad is not None}
     assert all(moved.values()), moved
 
@@ -161,7 +160,7 @@ def test_a_loss_that_adds_gives_the_same_steps():
 
 def test_runs_are_repeatable_and_leave_the_random_state_alone():
     runs = []
-    for optimizer in (KFAC, KFAC, lambda model: torch.optim.SGD(model.parameters(), lr=0.01)):
+    for optimizer in (KFAC, KFAC, lambda model: torch.optim.SGD(model.parameters())):
         model, loss, x, y = task("transformer")  # its dropout draws from the global state
         with seeded(3):
             train(model, optimizer(model), loss, x, y, 3)
@@ -224,14 +223,13 @@ def test_a_batch_that_is_not_finite_is_left_out(name: str, steps: int):
 def test_frozen_parameters_stay():
     model, loss, x, y = task("cnn")
     model[0].requires_grad_(False)
-    before = copied(model)
-    opt = KFAC(model)
+    opt, before = KFAC(model), copied(model)
     train(model, opt, loss, x, y, 3)
     model[4].weight.requires_grad_(False)  # later on
     middle = copied(model)
     train(model, opt, loss, x, y, 3)
-    assert all(torch.equal(before[k], copied(model)[k]) for k in ("0.weight", "0.bias"))
-    assert torch.equal(middle["4.weight"], model[4].weight)
+    assert torch.equal(before["0.weight"], model[0].weight) and torch.equal(before["0.bias"], model[0].bias)
+    assert torch.equal(middle["4.weight"], model[4].weight) and not torch.equal(before["4.weight"], model[4].weight)
     assert "does not require a gradient" in opt.report()
 
 
@@ -276,20 +274,17 @@ def test_clipped_and_accumulated_gradients():
         (loss(model(part), target) / 2).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     before = copied(model)
-    assert norm > 1e-3
     opt.step()
-    assert not torch.equal(before["1.weight"], model[1].weight)
+    assert norm > 1e-3 and not torch.equal(before["1.weight"], model[1].weight)
     assert [block.updates for block in opt.factors.blocks] == [4, 4]
 
 
-def test_batches_of_all_sizes():
+@pytest.mark.parametrize("name", ["mlp", "transformer", "cnn", "lstm"])
+def test_batches_of_all_sizes(name: str):
     """A last batch may have one sample, or as many as a layer has features."""
-    for name in ("mlp", "transformer", "cnn", "lstm"):
-        model, loss, x, y = task(name)
-        opt = KFAC(model)
-        for size in (64, 10, 8, 6, 1, 32, 12):
-            values = train(model.eval(), opt, loss, x[:size], y[:size], 1)
-            assert math.isfinite(values[0]), (name, size)
+    model, opt, (loss, x, y) = trained(name, 1)
+    values = [train(model.eval(), opt, loss, x[:size], y[:size], 1)[0] for size in (10, 8, 6, 1, 32, 12)]
+    assert all(map(math.isfinite, values))
 
 
 @pytest.mark.parametrize("inject", EVERY[::4], ids=repr)
@@ -306,13 +301,6 @@ def test_mixed_precision(inject: curvature.Injection, device):
         scaler.step(opt)
         scaler.update()
     assert values[-1] < values[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions(dtype: torch.dtype):
-    model, loss, x, y = task("mlp")
-    values = train(model.to(dtype), KFAC(model), loss, x.to(dtype), y, 12)
-    assert values[-1] < 0.9 * values[0] and all(p.dtype == dtype for p in model.parameters())
 
 
 def test_closure():
@@ -333,51 +321,39 @@ def test_closure():
 
 def test_evaluation_between_steps_changes_nothing():
     runs = []
-    for evaluates in (False, True):
-        model, loss, x, y = task("cnn")
-        opt = KFAC(model)
+    for modes in ((), (torch.no_grad, torch.inference_mode)):
+        model, opt, (loss, x, y) = trained("cnn", 0)
         for _ in range(4):
-            train(model, opt, loss, x, y, 1)
-            if evaluates:
-                for mode in (torch.no_grad(), torch.inference_mode()):
-                    with mode:
-                        model.eval()(x[:5])
-                model.train()
+            train(model.train(), opt, loss, x, y, 1)
+            for mode in modes:
+                with mode():
+                    model.eval()(x[:5])
         runs.append(copied(model))
     assert_same(*runs)
 
 
 def test_a_forward_pass_that_is_not_followed_by_a_backward_one():
     """As when shapes are looked at first; the vectors of `empirical` then never come."""
-    model, loss, x, y = task("mlp")
-    opt = KFAC(model, inject=curvature.empirical())
+    model, opt, (loss, x, y) = trained("mlp", 0, inject=curvature.empirical())
     model(x)
     train(model, opt, loss, x, y, 3)
     assert {block.structure for block in opt.factors.blocks} == {"kronecker"}
 
 
-def test_two_models_do_not_disturb_each_other():
-    alone, _, batch = trained("mlp", 4)
+def test_other_models_and_copies_are_not_recorded():
+    alone, _, (loss, x, y) = trained("mlp", 4)
     pair = [task("mlp")[0], task("cnn")[0]]
     opts = [KFAC(model) for model in pair]
     for _ in range(4):
         for model, opt in zip(pair, opts, strict=True):
-            train(model, opt, *batch, 1)
+            twin = copy.deepcopy(model)
+            loss(twin(x * math.nan), y).backward()
+            train(model, opt, loss, x, y, 1)
     assert_same(copied(pair[0]), copied(alone))
 
 
-def test_copies_of_the_model_are_not_recorded():
-    model, opt, (loss, x, y) = trained("mlp", 2)
-    twin = copy.deepcopy(model)
-    loss(twin(x * math.nan), y).backward()
-    assert not any(getattr(block, "sums", None) for block in opt.factors.blocks)
-    assert torch.equal(twin(x), model(x))
-
-
 def test_deleting_the_optimizer_removes_its_hooks():
-    model, loss, x, y = task("mlp")
-    opt = KFAC(model)
-    train(model, opt, loss, x, y, 2)
+    model, opt, (_, x, _) = trained("mlp", 2)
     seen = weakref.ref(opt)
     del opt
     gc.collect()
@@ -433,16 +409,12 @@ def test_report_names_every_parameter():
     assert "B 8x8, A 55x55" in opt.report()
 
 
-def test_adapted():
+def test_updates():
     one = functools.partial(torch.tensor, dtype=torch.float64)
     found = [adapted(one(2.0), one(slope), one(-1.0), 0.3).item() for slope in (-1.0, 0.0, 1.0, 9.0, -9.0)]
     assert found == pytest.approx([2 * math.exp(0.3 * ratio) for ratio in (1, 0, -1, -2, 1)])
     for slope, predicted in ((1.0, 0.0), (math.nan, 1.0), (math.inf, math.inf)):
         assert adapted(one(2.0), one(slope), one(predicted), 0.3).item() == 2
-
-
-def test_within_trust():
-    one = functools.partial(torch.tensor, dtype=torch.float64)
     cut = lambda change, length: within_trust(one(2.0), one(change), one(3.0), one(length), one(10.0), 0.1).item()
     expected = {(1.0, 0.1): 2, (6.0, 0.1): 0.5, (1.0, 4.0): 0.25, (0.0, 0.0): 2}
     assert [cut(*pair) for pair in expected] == pytest.approx(list(expected.values()))
