@@ -189,11 +189,13 @@ class Recorder(TorchFunctionMode):
         rule = RULES.get(func)
         bound = rule.bind(func, args, kwargs) if rule is not None else {}
         saved = {k: x.detach() if isinstance(x, Tensor) else x for k, x in bound.items()}
-        versions = [(x, x._version) for x in saved.values() if isinstance(x, Tensor)]
+        data = [saved[k] for k, x in bound.items() if isinstance(x, Tensor) and id(x) not in self.nodes]
+        versions = [(x, x._version) for x in data]
+        before = [(x, x._version) for x in found if id(x) in self.nodes]
         out = func(*args, **kwargs)
         outs = [x for x in tensors_in([out]) if x.requires_grad]
-        if not outs:
-            return out
+        if not outs or any(out is x and x._version == version for x, version in before):
+            return out  # nothing to differentiate, or the very tensor that was given (`to` the device it is on)
         slots = {k: self.nodes[id(x)] for k, x in bound.items() if isinstance(x, Tensor) and id(x) in self.nodes}
         used = {id(x): self.nodes[id(x)] for x in found if id(x) in self.nodes}
         if (

@@ -186,6 +186,7 @@ def gradients(terms: Sequence[Term]) -> Tensor:
 def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
     """``sum_n weights[n] g[n]``, of the parameter's shape, without the per-sample gradients."""
     total: Tensor | None = None
+    weights = weights.to(_values(terms[0]).dtype)
     for term in merged(terms):
         if isinstance(term, Convolved):
             b = term.b * weights.reshape(-1, *[1] * (term.b.ndim - 1))

@@ -43,17 +43,11 @@ def _joint_bias(tape: Tape, weight: str, uses: Sequence[Use]) -> str | None:
     """The bias that is read wherever the weight is, and nowhere else."""
     found = None
     for use in uses:
-        if (
-            use.rule is None
-            or not use.rule.bias_is_input
-            or "bias" not in use.slots
-            or use.slots["weight"].names != {weight}
-        ):
+        slot = next((slot for slot, node in use.slots.items() if node.names == {weight}), "")
+        bias = use.slots.get(use.rule.bias_of.get(slot, "")) if use.rule is not None else None
+        if bias is None or bias.origin is not None or len(bias.uses) != len(uses) or found not in (None, bias):
             return None
-        node = use.slots["bias"]
-        if node.origin is not None or len(node.uses) != len(uses) or found not in (None, node):
-            return None
-        found = node
+        found = bias
     return next(iter(found.names)) if found is not None else None
 
 

@@ -13,7 +13,7 @@ from curvature.batch import Batch, Loss, preserved
 from curvature.capture import Tape, capture
 from curvature.contractions import Dense, Term
 from curvature.general import general_gradients
-from curvature.structure import PLANS, Plan, explained, find_layout, key_of, signature_of, tolerance
+from curvature.structure import PLANS, Plan, explained, find_layout, key_of, noise, rounding, signature_of
 
 log = logging.getLogger("curvature")
 
@@ -89,8 +89,7 @@ def check_gradients(
     for n in range(batch.count):
         with preserved(batch):
             alone = batch.alone(n).gradients()
-        name = _first_difference({k: g[n] for k, g in found.items()}, alone)
-        if name is not None:
+        for name in _differences({k: g[n] for k, g in found.items()}, alone):
             raise RuntimeError(
                 f"{name}: the gradient of sample {n} has norm {found[name][n].norm():.10g}, "
                 f"run alone {alone[name].norm():.10g}; their difference {(found[name][n] - alone[name]).norm():.3g}"
@@ -167,27 +166,27 @@ def _studied(batch: Batch, tape: Tape, losses: Tensor, random: bool) -> tuple[di
     parameters = batch.parameters
     both = tape.gradients([losses], [weights], also=list(parameters.values()))
     weighted, whole = both[: len(tape.uses)], both[len(tape.uses) :]
-    layouts, certain = [], True
+    layouts, certain, floor = [], True, noise(weighted)
     for b, bw in zip(backprops, weighted, strict=True):
-        layout, only = (None, True) if b is None or bw is None else find_layout(b, bw, weights)
+        layout, only = (None, True) if b is None or bw is None else find_layout(b, bw, weights, floor)
         layouts.append(layout)
         certain = certain and only
     terms, failed = explained(tape, backprops, layouts, set())
     uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
+    floor = noise(whole)
     for (name, p), g in zip(parameters.items(), whole, strict=True):
-        if (
-            name in terms
-            and name not in uneven
-            and not _sums_to(terms[name], weights, torch.zeros_like(p) if g is None else g)
-        ):
+        expected = torch.zeros_like(p) if g is None else g
+        if name in terms and name not in uneven and not _sums_to(terms[name], weights, expected, floor):
             failed.add(name)
     n = int(losses.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax())  # a sample that counts
     alone = None if random else _alone(batch, n)
     if alone is not None:
-        for name in list(terms):
-            row = contractions.gradients([t.samples(slice(n, n + 1)) for t in terms[name]])[0] if terms[name] else None
-            if not _close(torch.zeros_like(alone[name]) if row is None else row, alone[name]):
-                failed.add(name)
+        rows = {
+            name: contractions.gradients([t.samples(slice(n, n + 1)) for t in parts])[0]
+            for name, parts in terms.items()
+            if parts
+        }
+        failed |= set(_differences(rows, alone))
     _note_general(tape, failed)
     kept = {name: parts for name, parts in terms.items() if name not in failed}
     return kept, Plan(signature_of(tape), layouts, failed), certain
@@ -202,31 +201,34 @@ def _alone(batch: Batch, n: int) -> dict[str, Tensor] | None:
         return None
 
 
-def _sums_to(terms: list[Term], weights: Tensor, whole: Tensor) -> bool:
+def _sums_to(terms: list[Term], weights: Tensor, whole: Tensor, floor: float) -> bool:
     """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses."""
     if not terms:
-        return not whole.any()
+        return bool(whole.norm() <= floor)
     scale = (contractions.norms_squared(terms) * weights.square()).sum().sqrt()
     difference = (contractions.weighted_sum(terms, weights) - whole).norm()
-    return bool(difference <= tolerance(whole) * scale)
+    return bool(difference <= rounding(whole) * scale + floor)
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding; a batch of another size may be summed by another kernel, hence the factor."""
-    return bool((found - expected).norm() <= 10 * tolerance(expected) * expected.norm() + 1e-30)
-
-
-def _first_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
-    return next((name for name in found if not _close(found[name], expected[name])), None)
+def _differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Names whose gradients differ by more than the rounding of one kernel for one sample and another for many."""
+    floor = noise(expected.values())
+    return [
+        name
+        for name, g in found.items()
+        if not (g - expected[name]).norm() <= 10 * torch.finfo(g.dtype).eps ** 0.5 * expected[name].norm() + floor
+    ]
 
 
 def _note_general(tape: Tape, failed: set[str]) -> None:
-    for name in sorted(failed):
-        functions = {getattr(u.function, "__name__", str(u.function)) for u in tape.uses if name in u.names}
+    readers = {
+        name: sorted({getattr(u.function, "__name__", str(u.function)) for u in tape.uses if name in u.names})
+        for name in sorted(failed)
+    }
+    if readers:
         log.warning(
-            "%s (read by %s) has no per-sample rule here; computed exactly by vmap over the whole model (slower)",
-            name,
-            ", ".join(sorted(functions)) or "no recorded function",
+            "no per-sample rule explains %s; computed exactly by vmap over the whole model, which is slower",
+            ", ".join(f"{name} (read by {', '.join(found) or 'nothing recorded'})" for name, found in readers.items()),
         )
 
 
@@ -235,6 +237,6 @@ def _by_general_path(batch: Batch, plan: Plan, random: bool) -> dict[str, list[T
     found, plan.loop = general_gradients(batch, plan.general, plan.loop)
     if not plan.loop and not random:
         alone = batch.alone(batch.count - 1).gradients()
-        if _first_difference({k: g[-1] for k, g in found.items()}, alone) is not None:
+        if _differences({k: g[-1] for k, g in found.items()}, alone):
             found, plan.loop = general_gradients(batch, plan.general, loop=True)
     return {name: [Dense(g)] for name, g in found.items()}

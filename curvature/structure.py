@@ -9,7 +9,7 @@ over. This is what makes flattened tokens, windows, and sequence-first models ri
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,9 +50,17 @@ def signature_of(tape: Tape) -> list[tuple[Any, ...]]:
     return [(use.function, use.shape, use.names) for use in tape.uses]
 
 
-def tolerance(x: Tensor) -> float:
-    """Relative difference that rounding explains in two orders of the same sums."""
-    return float(torch.finfo(x.dtype).eps) ** 0.5
+def rounding(x: Tensor) -> float:
+    """Relative difference that rounding explains, also in a model that computes parts of itself in single precision.
+
+    A wrong guess differs by the spread of the random weights, far more than this.
+    """
+    return max(float(torch.finfo(x.dtype).eps), float(torch.finfo(torch.float32).eps)) ** 0.5
+
+
+def noise(tensors: Iterable[Tensor | None]) -> float:
+    """Norm below which a tensor is rounding, given all tensors of its kind: a gradient may be zero by cancellation."""
+    return max((100 * float(torch.finfo(t.dtype).eps * t.norm()) for t in tensors if t is not None), default=0.0)
 
 
 def guesses(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
@@ -70,15 +78,15 @@ def guesses(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
                     yield Layout(dim, outer, count, rest // outer)
 
 
-def find_layout(b: Tensor, weighted: Tensor, weights: Tensor) -> tuple[Layout | None, bool]:
-    """The first guess that explains the weighted backprop, and whether it is the only one."""
+def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0) -> tuple[Layout | None, bool]:
+    """The first guess that explains the weighted backprop up to rounding, and whether it is the only one."""
     count = len(weights)
-    scale = weighted.norm()
+    allowed = rounding(b) * weighted.norm() + floor
     fits = []
     for layout in guesses(tuple(b.shape), count):
         front, target = layout.front(b), layout.front(weighted)
         expected = front * weights.to(b.dtype).reshape(-1, *[1] * (front.ndim - 1))
-        if (expected - target).norm() <= tolerance(b) * scale:
+        if (expected - target).norm() <= allowed:
             fits.append(layout)
     return (fits[0] if fits else None), len(fits) <= 1
 

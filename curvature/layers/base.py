@@ -48,7 +48,7 @@ class Rule:
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
     signature: ClassVar[tuple[str, ...]] = ()
     parameters: ClassVar[tuple[str, ...]] = ()
-    bias_is_input: ClassVar[bool] = False  # whether "bias" can be taken as one more input of "weight", constantly one
+    bias_of: ClassVar[Mapping[str, str]] = {}  # weight to the bias that is one more input of it, constantly one
 
     def bind(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name; the data in them as they are before the call."""

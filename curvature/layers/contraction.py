@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -101,7 +101,7 @@ class Linear(Rule):
     functions = (F.linear,)
     signature = ("input", "weight", "bias")
     parameters = ("weight", "bias")
-    bias_is_input = True
+    bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
     def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot == "bias":
@@ -119,7 +119,7 @@ class Bilinear(Rule):
     functions = (F.bilinear,)
     signature = ("input1", "input2", "weight", "bias")
     parameters = ("weight", "bias")
-    bias_is_input = True
+    bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
     def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot == "bias":
@@ -180,6 +180,7 @@ class AddMatmul(Rule):
     functions = (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addmv, Tensor.addmv)
     signature = ("input", "x", "y")
     parameters = ("input", "x", "y")
+    bias_of: ClassVar[Mapping[str, str]] = {"y": "input"}
 
     def bind(self, func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
         names = {"mat1": "x", "mat2": "y", "batch1": "x", "batch2": "y", "mat": "x", "vec": "y"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,7 +60,7 @@ class Convolution(_Convolution):
 
     functions = (F.conv1d, F.conv2d, F.conv3d)
     signature = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    bias_is_input = True
+    bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
     def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
         return F.pad(x, padding), b
