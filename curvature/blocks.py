@@ -38,8 +38,12 @@ class Block:
         """Weight of the next statistics in a debiased running average."""
         return (1 - decay) / (1 - decay ** (self.updates + 1))
 
+    def discard(self) -> None:
+        """Forget what was added since the last `fold`."""
+        raise NotImplementedError
+
     def fold(self, decay: float) -> None:
-        """Move what was added since the last time into the running average; not finite statistics are dropped."""
+        """Move what was added since the last time into the running average."""
         raise NotImplementedError
 
     def decompose(self) -> None:
@@ -63,42 +67,59 @@ class Block:
         raise NotImplementedError
 
     def add(self, terms: Sequence[Term], samples: int) -> None:
-        """Add a batch, given the terms of the first parameter."""
+        """Add a batch, given the terms of the first parameter; one that is not finite is left out."""
         raise NotImplementedError
 
-    kept: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()  # tensors of a checkpoint
+    form: tuple[str, ...] = ()  # what the arrangement of the parameters needs
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs: plain tensors and numbers."""
-        return {"updates": self.updates, **{k: getattr(self, k) for k in self.kept if getattr(self, k) is not None}}
+        """What a checkpoint needs: plain tensors, numbers and names."""
+        fields = ("names", "reason", "updates", *self.form, *self.kept)
+        return {"structure": self.structure, **{k: getattr(self, k) for k in fields}}
 
-    def load(self, state: dict[str, Any]) -> None:
+    @staticmethod
+    def restore(state: dict[str, Any], device: torch.device) -> Block:
+        """A block from its `state`, tensors on `device`."""
+        kind = next(k for k in Block.__subclasses__() if k.structure == state["structure"])
+        block = kind.__new__(kind)
+        block.discard()
         for name, value in state.items():
-            setattr(self, name, value)
+            if name != "structure":
+                setattr(block, name, value.to(device) if isinstance(value, Tensor) else value)
+        return block
 
 
 class KroneckerBlock(Block):
-    """``kron(rows, columns)`` per group; each side (g, d, d), or (g, d) where it is diagonal."""
+    """``kron(rows, columns)`` per group; each side (g, d, d), or (g, d) where it is diagonal.
+
+    Args:
+        names: the weight, and its bias where that is one more input of it.
+        term: what the weight's uses look like; a matrix without bias is always kept as (rows, columns) of itself.
+    """
 
     structure = "kronecker"
     kept = ("rows", "columns", "row_values", "row_vectors", "column_values", "column_vectors")
+    form = ("shapes", "sizes", "order", "groups", "outputs", "dtype")
 
-    def __init__(self, names: Sequence[str], term: Outer | Rows, shapes: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, names: Sequence[str], term: Outer | Rows, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
         super().__init__(names)
-        self.shapes = list(shapes)
-        self.sizes, self.order, self.groups = None, None, 1
-        if isinstance(term, Outer):
-            self.sizes, self.order, self.groups = term.sizes, term.order, term.b.shape[2]
-            self.outputs = term.b.shape[3]
-        else:
-            self.outputs = term.shape[0]
+        self.shapes, self.dtype = list(shapes), wide(dtype)
+        self.sizes: tuple[int, ...] | None = None
+        self.order: tuple[int, ...] | None = None
+        self.groups, self.outputs = 1, term.shape[0]
+        if isinstance(term, Outer) and (len(term.shape) > 2 or len(self.names) > 1):
+            self.sizes, self.order = term.sizes, term.order
+            self.groups, self.outputs = term.b.shape[2:]
         self.rows: Tensor | None = None
         self.columns: Tensor | None = None
         self.row_values: Tensor | None = None
         self.row_vectors: Tensor | None = None
         self.column_values: Tensor | None = None
         self.column_vectors: Tensor | None = None
-        self.sums: list[tuple[Tensor, Tensor]] = []  # of rows and columns, one pair per batch
+        self.sums: list[list[Any]] = []  # per term: sum of rows, sum of columns, number of places
 
     def arranged(self, tensors: Sequence[Tensor]) -> Tensor:
         """Weight (and bias) as (g, o, i), the bias as the last input."""
@@ -119,26 +140,54 @@ class KroneckerBlock(Block):
         found = [weight.reshape(self.shapes[0])]
         return found if len(self.shapes) == 1 else [*found, matrix[..., -1].reshape(self.shapes[1])]
 
+    def accepts(self, term: Term) -> bool:
+        """Whether a use of the weight has this block's arrangement, or its transpose."""
+        if isinstance(term, Rows) or (isinstance(term, Outer) and len(term.shape) == 2):
+            return True
+        return isinstance(term, Outer) and (term.sizes, term.order) == (self.sizes, self.order)
+
     def add(self, terms: Sequence[Term], samples: int) -> None:
+        parts = merged([unfolded(t) for t in terms])
+        if not all(self.accepts(t) for t in parts):
+            return
+        sums = [self._sums(t) for t in parts]
+        if not all(bool(torch.isfinite(rows.sum() + columns.sum())) for rows, columns, _ in sums):
+            return
         self.samples += samples
-        self.sums.append(
-            _matched([_sides(t, with_ones=len(self.names) > 1) for t in merged([unfolded(t) for t in terms])])
-        )
+        for k, new in enumerate(sums):
+            if k < len(self.sums):
+                self.sums[k] = [x + y for x, y in zip(self.sums[k], new, strict=True)]
+            else:
+                self.sums.append(list(new))
+
+    def _sums(self, term: Term) -> tuple[Tensor, Tensor, int]:
+        """Sums of b b^T and of a a^T over samples and places, in the block's orientation, and the number of places."""
+        if isinstance(term, Rows):
+            rows = torch.bincount(term.index.flatten(), minlength=term.shape[0]).to(self.dtype)
+            return rows[None], _second_moment(term.values.flatten(0, 1)[:, None], self.dtype), term.index.numel()
+        assert isinstance(term, Outer)
+        a, b = term.a.flatten(0, 1), term.b.flatten(0, 1)
+        if len(self.names) > 1:
+            a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], 2)
+        if len(term.shape) == 2 and term.is_transposed != (self.order == (1, 0)):
+            a, b = b, a
+        return _second_moment(b, self.dtype), _second_moment(a, self.dtype), len(a)
+
+    def discard(self) -> None:
+        self.sums, self.samples = [], 0
 
     def fold(self, decay: float) -> None:
-        if not self.sums:
+        if not self.samples:
             return
-        rows, columns = (torch.stack([s[k] for s in self.sums]).sum(0) for k in range(2))
-        # rows are a sum over samples and places; columns a mean over both, as a mean over the batches
-        rows, columns = rows / self.samples, columns / len(self.sums)
-        self.sums, self.samples = [], 0
-        w = self.weight_of_new(decay)
+        rows, columns = _matched([(r / self.samples, c / places) for r, c, places in self.sums])
+        self.discard()
         if self.rows is None or self.columns is None:
-            self.rows, self.columns = torch.zeros_like(rows), torch.zeros_like(columns)
-            w = 1.0
-        finite = torch.isfinite(rows.sum() + columns.sum())
-        self.rows = torch.where(finite, self.rows.lerp(rows, w), self.rows)
-        self.columns = torch.where(finite, self.columns.lerp(columns, w), self.columns)
+            self.rows, self.columns = rows, columns
+        else:
+            if rows.ndim != self.rows.ndim or columns.ndim != self.columns.ndim:
+                return  # a tied weight of which one use is missing in this batch
+            w = self.weight_of_new(decay)
+            self.rows, self.columns = self.rows.lerp(rows, w), self.columns.lerp(columns, w)
         self.updates += 1
 
     def decompose(self) -> None:
@@ -149,7 +198,7 @@ class KroneckerBlock(Block):
     def solve(self, gradients: Sequence[Tensor], damping: float) -> tuple[list[Tensor], Tensor]:
         left, right = self.row_vectors, self.column_vectors
         assert self.row_values is not None and self.column_values is not None
-        c = self.arranged(gradients)
+        c = self.arranged(gradients).to(self.dtype)
         c = c if left is None else left.mT @ c
         c = c if right is None else c @ right
         eigenvalues = self.row_values[:, :, None] * self.column_values[:, None, :]
@@ -157,7 +206,7 @@ class KroneckerBlock(Block):
         energy = (c.square() * eigenvalues).sum()
         c = c if left is None else left @ c
         c = c if right is None else c @ right.mT
-        return self.restored(c), energy
+        return [u.to(g.dtype) for u, g in zip(self.restored(c), gradients, strict=True)], energy
 
     @property
     def mean_eigenvalue(self) -> Tensor:
@@ -184,34 +233,35 @@ class DiagonalBlock(Block):
 
     structure = "diagonal"
     kept = ("values", "smoothed")
+    form = ("shape", "dtype")
 
-    def __init__(self, name: str, shape: tuple[int, ...], reason: str) -> None:
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
         super().__init__([name], reason)
-        self.shape = shape
+        self.shape, self.dtype = shape, wide(dtype)
         self.values: Tensor | None = None
-        self.sum: Tensor | None = None
         self.smoothed: Tensor | None = None
+        self.sum: Tensor | None = None
 
     def add(self, terms: Sequence[Term], samples: int) -> None:
-        """Add a batch: the sum over its samples of squared gradients, terms of one number of samples together."""
+        """Add the sum over a batch's samples of squared gradients, terms of one number of samples together."""
         found: dict[int, Tensor] = {}
         for term in terms:
-            g = term.gradients()
+            g = term.gradients().to(self.dtype)
             found[len(g)] = found[len(g)] + g if len(g) in found else g
         squares = torch.stack([g.square().sum(0) for g in found.values()]).sum(0)
-        self.samples += samples
-        self.sum = squares if self.sum is None else self.sum + squares
+        if bool(torch.isfinite(squares.sum())):
+            self.samples += samples
+            self.sum = squares if self.sum is None else self.sum + squares
+
+    def discard(self) -> None:
+        self.sum, self.samples = None, 0
 
     def fold(self, decay: float) -> None:
-        if self.sum is None:
+        if self.sum is None or not self.samples:
             return
         new = self.sum / self.samples
-        self.sum, self.samples = None, 0
-        if self.values is None:
-            self.values = torch.zeros_like(new)
-        self.values = torch.where(
-            torch.isfinite(new.sum()), self.values.lerp(new, self.weight_of_new(decay)), self.values
-        )
+        self.discard()
+        self.values = new if self.values is None else self.values.lerp(new, self.weight_of_new(decay))
         self.updates += 1
 
     def decompose(self) -> None:
@@ -221,8 +271,8 @@ class DiagonalBlock(Block):
 
     def solve(self, gradients: Sequence[Tensor], damping: float) -> tuple[list[Tensor], Tensor]:
         assert self.smoothed is not None
-        u = gradients[0] / (self.smoothed + damping)
-        return [u], (u.square() * self.smoothed).sum()
+        u = gradients[0].to(self.dtype) / (self.smoothed + damping)
+        return [u.to(gradients[0].dtype)], (u.square() * self.smoothed).sum()
 
     @property
     def mean_eigenvalue(self) -> Tensor:
@@ -242,25 +292,18 @@ def _spectrum(side: Tensor) -> tuple[Tensor, Tensor | None]:
     return (side.clamp(min=0), None) if side.ndim == 2 else eigh(side)
 
 
-def _sides(term: Term, with_ones: bool) -> tuple[Tensor, Tensor]:
-    """Sum over samples and places of b b^T, mean of a a^T; a diagonal where a side is one-hot or large."""
-    if isinstance(term, Rows):
-        rows = torch.bincount(term.index.flatten(), minlength=term.shape[0]).to(term.values.dtype)
-        values = term.values.flatten(0, 1)
-        return rows[None], _second_moment(values[:, None], 1 / len(values))
-    assert isinstance(term, Outer)
-    a, b = term.a.flatten(0, 1), term.b.flatten(0, 1)
-    if with_ones:
-        a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], 2)
-    return _second_moment(b, 1.0), _second_moment(a, 1 / len(a))
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of curvature: at least single."""
+    return torch.promote_types(dtype, torch.float32)
 
 
-def _second_moment(x: Tensor, scale: float) -> Tensor:
-    """(places, g, d) to (g, d, d), or to (g, d) beyond `MAX_SIZE`."""
+def _second_moment(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over places of x x^T: (places, g, d) to (g, d, d), or of its diagonal, (g, d), beyond `MAX_SIZE`."""
+    x = x.to(dtype)
     if x.shape[2] > MAX_SIZE:
-        return x.square().sum(0) * scale
+        return x.square().sum(0)
     x = x.transpose(0, 1)
-    return (x.mT @ x) * scale
+    return x.mT @ x
 
 
 def _matched(sides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

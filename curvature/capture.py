@@ -73,8 +73,11 @@ class Use:
         """The data that met the parameter: the input as the layer received it, detached but not copied."""
         if self.call is None:
             return None
-        data = (x for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots)
-        return next(data, None)
+        data = [(k, x) for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots]
+        biases = set(self.rule.bias_of.values()) if self.rule is not None else set()
+        parameters = set(self.rule.parameters) if self.rule is not None else set()
+        data.sort(key=lambda entry: (entry[0] in biases, entry[0] in parameters))
+        return data[0][1] if data else None
 
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output.
@@ -174,7 +177,7 @@ class Recorder(TorchFunctionMode):
             found += tensors_in(kwargs.values())
         if func is F.batch_norm:
             self._note_mixing(args, kwargs)
-        if not any(id(x) in self.nodes for x in found):
+        if not torch.is_grad_enabled() or not any(id(x) in self.nodes for x in found):
             out = func(*args, **kwargs)
             if any(x in self.data for x in found):
                 self.mark(out)
@@ -284,7 +287,15 @@ class Listener:
             if output is not None:  # what always_call passes after an exception
                 self.done(recorder.tape, output)
 
+    def reset(self) -> None:
+        """Leave what an interrupt of the forward pass left entered: torch calls no hook after one."""
+        while self.running:
+            recorder = self.running.pop()
+            if recorder is not None:
+                recorder.__exit__(None, None, None)
+
     def remove(self) -> None:
+        self.reset()
         for handle in self.handles:
             handle.remove()
 

@@ -45,11 +45,16 @@ class Outer:
 
     def transposed(self) -> Outer:
         """The same term for the transpose of a matrix parameter."""
-        sizes = self.sizes or (self.a.shape[2], *self.shape)
-        order = self.order or (0, 1, 2)
-        if len(order) != len(sizes):
+        if self.is_transposed:
+            return replace(self, shape=self.shape[::-1], sizes=None, order=None)
+        if len(self.shape) != 2 or self.order is not None:
             raise ValueError("only a matrix can be transposed")
-        return replace(self, shape=self.shape[::-1], sizes=sizes, order=order[:-2] + order[-2:][::-1])
+        return replace(self, shape=self.shape[::-1], sizes=self.shape, order=(1, 0))
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether a matrix is held as (i, o)."""
+        return len(self.shape) == 2 and self.order == (1, 0)
 
     def samples(self, part: slice) -> Outer:
         return replace(self, a=self.a[part], b=self.b[part])

@@ -16,26 +16,27 @@ from curvature.layers import Layout
 from curvature.structure import explained, guesses
 
 
-def layer_blocks(tape: Tape, terms: dict[str, list[Term]]) -> list[Block]:
-    """How the parameters of a recorded forward pass are grouped, and which structure each block has."""
+def layer_blocks(tape: Tape, terms: dict[str, list[Term]], taken: set[str]) -> list[Block]:
+    """Blocks for the parameters that have terms and are not `taken`, and which structure each has."""
     blocks: list[Block] = []
-    taken: set[str] = set()
-    for name, node in tape.parameters.items():
-        parts = [unfolded(t) for t in terms.get(name, [])]
-        if not parts or any(isinstance(t, Dense) for t in parts):
-            continue
-        bias = _joint_bias(tape, name, node.uses)
-        names = [name] if bias is None else [name, bias]
+    taken = set(taken)
+    todo = {name: node for name, node in tape.parameters.items() if terms.get(name) and name not in taken}
+    for name, node in todo.items():
+        parts = [unfolded(t) for t in terms[name]]
         first = next((t for t in parts if isinstance(t, Outer)), parts[0])
-        assert isinstance(first, Outer | Rows)
-        shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
-        blocks.append(KroneckerBlock(names, first, shapes))
-        taken |= set(names)
-    for name, node in tape.parameters.items():
+        if isinstance(first, Outer | Rows):
+            bias = _joint_bias(tape, name, node.uses)
+            names = [name] if bias is None or bias in taken else [name, bias]
+            shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
+            block = KroneckerBlock(names, first, shapes, node.tensor.dtype)
+            if all(block.accepts(t) for t in parts):
+                blocks.append(block)
+                taken |= set(names)
+    for name, node in todo.items():
         if name not in taken:
             readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
-            reason = "read by " + ", ".join(readers) if readers else "not used in the forward pass"
-            blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), reason))
+            reason = "read by " + ", ".join(readers) if readers else "read by nothing that was recorded"
+            blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
     return blocks
 
 
@@ -64,7 +65,6 @@ class RunningFactors:
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         self.sharing = sharing
         self.blocks: list[Block] = []
-        self._loaded: dict[str, dict[str, Any]] = {}
 
     def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
         """Send vectors (k, *shape) back from the outputs of a recorded pass over `count` samples and add the result."""
@@ -85,15 +85,18 @@ class RunningFactors:
         self.add(tape, explained(tape, backprops, _layouts(tape, count), set())[0], count)
 
     def add(self, tape: Tape, terms: dict[str, list[Term]], count: int) -> None:
-        if not self.blocks:
-            self.blocks = layer_blocks(tape, terms)
-            for block in self.blocks:
-                if block.names[0] in self._loaded:
-                    block.load(self._loaded.pop(block.names[0]))
+        """Add the terms of one pass; a parameter gets its block when it has terms for the first time."""
+        if self.sharing == "reduce":
+            terms = {name: _reduced(parts) for name, parts in terms.items()}
+        self.blocks += layer_blocks(tape, terms, {name for block in self.blocks for name in block.names})
         for block in self.blocks:
-            parts = terms.get(block.names[0])
-            if parts:
-                block.add(_reduced(parts) if self.sharing == "reduce" else parts, count)
+            if terms.get(block.names[0]):
+                block.add(terms[block.names[0]], count)
+
+    def discard(self) -> None:
+        """Forget what was added since the last `fold`."""
+        for block in self.blocks:
+            block.discard()
 
     def fold(self, decay: float) -> None:
         """Take what was added since the last time into the averages."""
@@ -105,28 +108,25 @@ class RunningFactors:
             block.decompose()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain tensors and numbers by the name of each block's first parameter."""
-        return {block.names[0]: block.state() for block in self.blocks} | self._loaded
+        """Plain tensors, numbers and names, by the first parameter of each block."""
+        return {block.names[0]: block.state() for block in self.blocks}
 
-    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        self._loaded = dict(state)
-        for block in self.blocks:
-            if block.names[0] in self._loaded:
-                block.load(self._loaded.pop(block.names[0]))
+    def load_state_dict(self, state: dict[str, dict[str, Any]], device: torch.device) -> None:
+        self.blocks = [Block.restore(entry, device) for entry in state.values()]
 
 
-def _layouts(tape: Tape, count: int) -> list[Layout | None]:
-    """Sample axes guessed from the sizes, not proved.
+def _layouts(tape: Tape, count: int) -> list[list[Layout]]:
+    """Sample axes guessed from the sizes, not proved, all as one sample at the last.
 
     Kronecker factors ("expand") do not depend on the guess; a diagonal from vectors that are independent over samples
     stays close.
     """
-    return [next(guesses(u.shape, count), Layout(0, 1, 1, u.shape[0])) if u.shape else None for u in tape.uses]
+    return [[*guesses(u.shape, count), Layout(0, 1, 1, u.shape[0])] if u.shape else [] for u in tape.uses]
 
 
 def _reduced(parts: Sequence[Term]) -> list[Term]:
     """Activations averaged and backprops added over the places of each sample."""
     return [
         replace(t, a=t.a.mean(1, keepdim=True), b=t.b.sum(1, keepdim=True)) if isinstance(t, Outer) else t
-        for t in parts
+        for t in map(unfolded, parts)
     ]

@@ -168,7 +168,7 @@ def _studied(batch: Batch, tape: Tape, losses: Tensor, random: bool) -> tuple[di
     weighted, whole = both[: len(tape.uses)], both[len(tape.uses) :]
     layouts, certain, floor = [], True, noise(weighted)
     for b, bw in zip(backprops, weighted, strict=True):
-        layout, only = (None, True) if b is None or bw is None else find_layout(b, bw, weights, floor)
+        layout, only = ([], True) if b is None or bw is None else find_layout(b, bw, weights, floor)
         layouts.append(layout)
         certain = certain and only
     terms, failed = explained(tape, backprops, layouts, set())

@@ -9,8 +9,9 @@ over. This is what makes flattened tokens, windows, and sequence-first models ri
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ class Plan:
     """What was learnt of a model at one shape of its inputs."""
 
     signature: list[tuple[Any, ...]]
-    layouts: list[Layout | None]
+    layouts: list[list[Layout]]  # one for each use, or none
     general: set[str]  # parameters that go through the general path
     loop: bool = False  # whether that path is the loop of batch size one
 
@@ -78,7 +79,7 @@ def guesses(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
                     yield Layout(dim, outer, count, rest // outer)
 
 
-def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0) -> tuple[Layout | None, bool]:
+def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0) -> tuple[list[Layout], bool]:
     """The first guess that explains the weighted backprop up to rounding, and whether it is the only one."""
     count = len(weights)
     allowed = rounding(b) * weighted.norm() + floor
@@ -88,13 +89,16 @@ def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0
         expected = front * weights.to(b.dtype).reshape(-1, *[1] * (front.ndim - 1))
         if (expected - target).norm() <= allowed:
             fits.append(layout)
-    return (fits[0] if fits else None), len(fits) <= 1
+    return fits[:1], len(fits) <= 1
 
 
 def explained(
-    tape: Tape, backprops: list[Tensor | None], layouts: list[Layout | None], skip: set[str]
+    tape: Tape, backprops: list[Tensor | None], layouts: Sequence[Sequence[Layout]], skip: set[str]
 ) -> tuple[dict[str, list[Term]], set[str]]:
-    """Terms of every parameter, and the names of those that the recorded uses do not explain."""
+    """Terms of every parameter, and the names of those that the recorded uses do not explain.
+
+    `layouts` are the candidates of each use, the first that its rule can view being taken; none: not per sample.
+    """
     cuts = [_cut(use, b, layout) for use, b, layout in zip(tape.uses, backprops, layouts, strict=True)]
     found: dict[str, list[Term]] = {name: [] for name in tape.parameters}
     failed: set[str] = set(skip)
@@ -124,17 +128,25 @@ def explained(
 Cut = dict[str, Term] | None
 
 
-def _cut(use: Use, b: Tensor | None, layout: Layout | None) -> Cut:
+def _cut(use: Use, b: Tensor | None, layouts: Sequence[Layout]) -> Cut:
     """The terms of a use's parameters; None where it has no per-sample view."""
-    if b is None or layout is None:
+    if b is None:
         return None
-    try:
-        return {slot: use.term(slot, b, layout) for slot in use.slots}
-    except Unsupported:
-        return None
-    except Exception as error:  # an argument that the rule does not foresee must not stop the exact general path
-        log.warning("%s: %s: %s", ", ".join(sorted(use.names)), type(error).__name__, error)
-        return None
+    for layout in layouts:
+        try:
+            return {slot: use.term(slot, b, layout) for slot in use.slots}
+        except Unsupported:
+            continue
+        except Exception as error:  # an argument that the rule does not foresee must not stop the exact general path
+            _note_failure(", ".join(sorted(use.names)), f"{type(error).__name__}: {error}")
+            return None
+    return None
+
+
+@cache
+def _note_failure(names: str, error: str) -> None:
+    """Once each."""
+    log.warning("%s: the layer's rule failed (%s); please report it", names, error)
 
 
 def _clean(node: Node, cuts: list[Cut]) -> bool:

@@ -84,6 +84,10 @@ class KFAC(torch.optim.Optimizer):
         self.factors = RunningFactors(sharing)
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(list(named.values()), options)
+        self._arguments: dict[str, Any] = {
+            "loss": loss, "inject": inject, "sharing": sharing, "factor_decay": factor_decay,
+            "factor_every": factor_every, "decompose_every": decompose_every, "seed": seed,
+        }  # fmt: skip
         self.model, self.loss, self.inject = model, loss, inject or isotropic()
         self.factor_decay, self.factor_every, self.decompose_every = factor_decay, factor_every, decompose_every
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -121,7 +125,8 @@ class KFAC(torch.optim.Optimizer):
         if self.generator is None:
             self.generator = torch.Generator(outputs[0].device).manual_seed(self.seed)
         vectors = [self.inject.vectors(x.detach(), self.loss, generator=self.generator).to(x.dtype) for x in outputs]
-        self.factors.record(tape, outputs, vectors, count)
+        with torch.autocast(outputs[0].device.type, enabled=False):
+            self.factors.record(tape, outputs, vectors, count)
 
     def _listen_to_backward(self, tape: Tape, count: int) -> None:
         """Keep the backprops of the loss when the training loop sends them back."""
@@ -152,6 +157,7 @@ class KFAC(torch.optim.Optimizer):
         Raises:
             RuntimeError: the model was never called with gradients enabled, so that its curvature is unknown.
         """
+        self._listener.reset()
         value = None
         if closure is not None:
             with torch.enable_grad():
@@ -162,12 +168,13 @@ class KFAC(torch.optim.Optimizer):
         if not torch.isfinite(torch.stack([g.float().sum() for g in gradients.values()]).sum()):
             self.skipped += 1
             self._pending.clear()
+            self.factors.discard()
             return value
         self._renew()
         directions, energy, slope = self._directions(gradients)
         size = self._step_size(gradients, directions, energy)
         self._apply(directions, size)
-        self.predicted = -size * slope * max(group["lr"] for group in self.param_groups)
+        self.predicted = -size * slope
         self.steps += 1
         return value
 
@@ -191,7 +198,7 @@ class KFAC(torch.optim.Optimizer):
             self.decomposed_at = self.steps
 
     def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """``u = (M + damping I)^-1 m``, its energy ``u^T M u`` and its slope ``m^T u``."""
+        """``u = (M + damping I)^-1 m``, its energy ``u^T M u`` and its slope ``lr m^T u``."""
         options = self._options()
         means = {name: self._mean_gradient(name, g, options[name]["momentum"]) for name, g in gradients.items()}
         ready = [b for b in self.factors.blocks if b.updates and all(name in means for name in b.names)]
@@ -208,7 +215,8 @@ class KFAC(torch.optim.Optimizer):
         for name in means.keys() - found.keys():  # no curvature seen: as if it were the model's average
             found[name] = means[name] / typical.to(means[name].dtype)
             energy = energy + (found[name].square().sum() * typical).to(energy.dtype)
-        slope = torch.stack([(means[name] * u).sum().float() for name, u in found.items()]).sum()
+        slopes = [options[name]["lr"] * (means[name] * u).sum().float() for name, u in found.items()]
+        slope = torch.stack(slopes).sum()
         return found, energy, slope
 
     def _mean_gradient(self, name: str, gradient: Tensor, decay: float) -> Tensor:
@@ -246,9 +254,12 @@ class KFAC(torch.optim.Optimizer):
         return self.step_size
 
     def _apply(self, directions: Mapping[str, Tensor], size: Tensor) -> None:
-        options, parameters = self._options(), self._trained()
-        for name, direction in directions.items():
-            p, group = parameters[name], options[name]
+        options = self._options()
+        for name, p in self._trained().items():
+            direction, group = directions.get(name), options[name]
+            if direction is None:
+                self.state[p].pop("displacement", None)
+                continue
             if group["weight_decay"]:
                 p.mul_(1 - group["lr"] * group["weight_decay"])
             displacement = direction * (-size * group["lr"]).to(p.dtype)
@@ -282,17 +293,26 @@ class KFAC(torch.optim.Optimizer):
         return super().state_dict() | {"curvature": self.factors.state_dict(), "kfac": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a `state_dict` of an optimizer over the same parameters; tensors move to the parameters' device."""
         state_dict = copy.copy(state_dict)
         own, factors = dict(state_dict.pop("kfac")), state_dict.pop("curvature")
         super().load_state_dict(state_dict)
+        device = next(iter(self._trained().values())).device
         generator = own.pop("generator")
         for name, value in own.items():
-            setattr(self, name, value)
-        self.factors.load_state_dict(factors)
+            setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
+        self.factors.load_state_dict(factors, device)
         if generator is not None:
-            device = next(iter(self._trained().values())).device
             self.generator = torch.Generator(device)
-            self.generator.set_state(generator)
+            self.generator.set_state(generator.cpu())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KFAC:
+        """A copy that trains a copy of the model (the same copy, where both are copied together)."""
+        new = type(self)(copy.deepcopy(self.model, memo), **copy.deepcopy(self._arguments, memo))
+        memo[id(self)] = new
+        new.param_groups = [g | {"params": [memo[id(p)] for p in g["params"]]} for g in self.param_groups]
+        new.load_state_dict(copy.deepcopy(self.state_dict()))
+        return new
 
 
 def _start(optimizer: KFAC | None) -> Tape | None:

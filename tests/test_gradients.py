@@ -17,6 +17,7 @@ from case import Case, seeded
 from cases import CASES, CATALOGUE, EXACT_OR_REFUSED, REFUSED
 from snapshots import unchanged
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import curvature
 
@@ -272,3 +273,30 @@ def test_model_may_change_between_calls(device):
     for _ in changes():
         rows = curvature.per_sample_gradients(model, loss, x, y)
         assert_rows(rows, oracle.per_sample_gradients(model, loss, x, y))
+
+
+def test_structure_is_studied_once_per_shape(monkeypatch):
+    studied = []
+    original = curvature.gradients._studied
+    monkeypatch.setattr(curvature.gradients, "_studied", lambda *a: studied.append(1) or original(*a))
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), nn.MSELoss()
+    for n in (5, 5, 6, 5, 6):
+        curvature.per_sample_norms(model, loss, torch.randn(n, 3), torch.randn(n, 2))
+    assert len(studied) == 2
+
+
+def test_a_recurrent_layer_under_checkpointing_is_not_mistaken_for_its_loop():
+    """The fused kernel runs again in the backward pass; taking its tensors for the loop's would go unnoticed."""
+    lstm, head = nn.LSTM(3, 4, batch_first=True).double(), nn.Linear(4, 2).double()
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = lstm, head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(lambda x: self.lstm(x)[0], x, use_reentrant=False)[:, -1])
+
+    x, y = torch.randn(5, 3, 3).double(), torch.randn(5, 2).double()
+    rows = curvature.per_sample_gradients(Checkpointed(), nn.MSELoss(), x, y)
+    assert_rows(rows, oracle.per_sample_gradients(Checkpointed(), nn.MSELoss(), x, y))

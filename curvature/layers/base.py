@@ -22,6 +22,11 @@ class Layout(NamedTuple):
     samples: int
     inner: int
 
+    @property
+    def size(self) -> int:
+        """Of the axis."""
+        return self.outer * self.samples * self.inner
+
     def front(self, x: Tensor, dim: int | None = None) -> Tensor:
         """(..., outer * N * inner, ...) to (N, ..., outer * inner, ...); one more axis, the others in their place."""
         dim = self.dim if dim is None else dim

@@ -40,6 +40,8 @@ def outer(weight: Labelled, data: Sequence[Labelled], b: Tensor, out: Labels, la
     if alone:
         x = x.sum(alone)
         x_labels = [q for q in x_labels if q in p or q in z_labels]
+    dtype = torch.promote_types(x.dtype, z.dtype)  # autocast computes in one and hands over another
+    x, z = x.to(dtype), z.to(dtype)
     sizes = dict(zip(p_labels, tensor.shape, strict=True))
     order = [*groups, *outputs, *inputs]
     plain = order == list(p)
@@ -57,7 +59,7 @@ def _combined(data: Sequence[Labelled], sample: Hashable, layout: Layout) -> tup
     parts = []
     for x, labels in data:
         k = list(labels).index(sample) if sample in labels else None
-        if k is not None and x.shape[k] != 1:
+        if k is not None and x.shape[k] == layout.size:
             parts.append(_squeezed(layout.front(x, k), labels, sample))
         else:
             shared, rest = _squeezed(x[None], labels, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -46,7 +47,8 @@ class _Convolution(Rule):
             return reduced(layout.front(b), call.args["bias"].shape, layout, offset=1)
         stride, dilation, groups = _geometry(call.args, weight.ndim - 2)
         padding = padding_amounts(call.args.get("padding", 0), weight.shape[2:], dilation)
-        seen, sent = self.roles(x, b, padding)
+        dtype = torch.promote_types(x.dtype, b.dtype)
+        seen, sent = self.roles(x.to(dtype), b.to(dtype), padding)
         return Convolved(layout.front(seen), layout.front(sent), tuple(weight.shape), stride, dilation, groups)
 
     def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:

@@ -113,7 +113,7 @@ class Elementwise(Rule):
         positional = [rest.pop(f"arg{k}") for k in range(len(args)) if f"arg{k}" in args]
         with torch.enable_grad():
             out = function(*positional, **rest)
-        (per_place,) = torch.autograd.grad(out, whole, b)
+        (per_place,) = torch.autograd.grad(out, whole, b.to(out.dtype))
         return reduced(layout.front(per_place), shape, layout)
 
 
