@@ -47,6 +47,12 @@ class Block:
         raise NotImplementedError
 
     def decompose(self) -> None:
+        """Prepare `solve` for the running average as it is now."""
+        raise NotImplementedError
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `decompose` was ever called on some statistics."""
         raise NotImplementedError
 
     def solve(self, gradients: Sequence[Tensor], damping: float) -> tuple[list[Tensor], Tensor]:
@@ -190,6 +196,10 @@ class KroneckerBlock(Block):
             self.rows, self.columns = self.rows.lerp(rows, w), self.columns.lerp(columns, w)
         self.updates += 1
 
+    @property
+    def is_ready(self) -> bool:
+        return self.row_values is not None
+
     def decompose(self) -> None:
         if self.rows is not None and self.columns is not None:
             self.row_values, self.row_vectors = _spectrum(self.rows)
@@ -263,6 +273,10 @@ class DiagonalBlock(Block):
         self.discard()
         self.values = new if self.values is None else self.values.lerp(new, self.weight_of_new(decay))
         self.updates += 1
+
+    @property
+    def is_ready(self) -> bool:
+        return self.smoothed is not None
 
     def decompose(self) -> None:
         """Few random vectors say little of single entries: the mean of all stands in until there are more."""

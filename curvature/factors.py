@@ -103,9 +103,11 @@ class RunningFactors:
         for block in self.blocks:
             block.fold(decay)
 
-    def decompose(self) -> None:
+    def decompose(self, only_new: bool = False) -> None:
+        """Make the blocks ready to solve with what they hold now; or only those that never were."""
         for block in self.blocks:
-            block.decompose()
+            if not only_new or (block.updates and not block.is_ready):
+                block.decompose()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Plain tensors, numbers and names, by the first parameter of each block."""

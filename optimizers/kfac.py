@@ -76,8 +76,11 @@ class KFAC(torch.optim.Optimizer):
         for name, value in (("factor_every", factor_every), ("decompose_every", decompose_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: expected a whole number of steps, at least 1, found {value!r}")
-        if inject is not None and not isinstance(inject, Injection):
+        inject = isotropic() if inject is None else inject
+        if not isinstance(inject, Injection):
             raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
+        if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
+            raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not named:
             raise ValueError("model: no parameter requires a gradient")
@@ -88,7 +91,7 @@ class KFAC(torch.optim.Optimizer):
             "loss": loss, "inject": inject, "sharing": sharing, "factor_decay": factor_decay,
             "factor_every": factor_every, "decompose_every": decompose_every, "seed": seed,
         }  # fmt: skip
-        self.model, self.loss, self.inject = model, loss, inject or isotropic()
+        self.model, self.loss, self.inject = model, loss, inject
         self.factor_decay, self.factor_every, self.decompose_every = factor_decay, factor_every, decompose_every
         self._names = {id(p): name for name, p in model.named_parameters()}
         self.seed = seed
@@ -196,11 +199,16 @@ class KFAC(torch.optim.Optimizer):
         if self.decomposed_at < 0 or self.steps < WARM_STEPS or age >= self.decompose_every:
             self.factors.decompose()
             self.decomposed_at = self.steps
+        else:
+            self.factors.decompose(only_new=True)
 
     def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """``u = (M + damping I)^-1 m``, its energy ``u^T M u`` and its slope ``lr m^T u``."""
-        options = self._options()
-        means = {name: self._mean_gradient(name, g, options[name]["momentum"]) for name, g in gradients.items()}
+        options, parameters = self._options(), self._trained()
+        means = {
+            name: _running_mean(self.state[parameters[name]], g, options[name]["momentum"])
+            for name, g in gradients.items()
+        }
         ready = [b for b in self.factors.blocks if b.updates and all(name in means for name in b.names)]
         typical = _typical(ready)
         found: dict[str, Tensor] = {}
@@ -218,14 +226,6 @@ class KFAC(torch.optim.Optimizer):
         slopes = [options[name]["lr"] * (means[name] * u).sum().float() for name, u in found.items()]
         slope = torch.stack(slopes).sum()
         return found, energy, slope
-
-    def _mean_gradient(self, name: str, gradient: Tensor, decay: float) -> Tensor:
-        """The debiased running mean of a parameter's gradients."""
-        state = self.state[self._trained()[name]]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"], state["weight"] = torch.zeros_like(gradient), 0.0
-        state["weight"] = decay * state["weight"] + (1 - decay)
-        return state["momentum_buffer"].lerp_(gradient, 1 - decay) / state["weight"]
 
     def _step_size(self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor], energy: Tensor) -> Tensor:
         """The step size, adapted and inside the trust region; it is kept for the next step."""
@@ -331,6 +331,14 @@ def _outputs(output: Any) -> list[Tensor]:
         return [output]
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
     return [x for value in values for x in _outputs(value)]
+
+
+def _running_mean(state: dict[str, Any], gradient: Tensor, decay: float) -> Tensor:
+    """The debiased running mean of a parameter's gradients, kept in its state."""
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"], state["weight"] = torch.zeros_like(gradient), 0.0
+    state["weight"] = decay * state["weight"] + (1 - decay)
+    return state["momentum_buffer"].lerp_(gradient, 1 - decay) / state["weight"]
 
 
 def _typical(blocks: Sequence[Block]) -> Tensor:

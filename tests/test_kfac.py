@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import KFAC
-from optimizers.updates import adapted, within_trust
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -364,16 +363,31 @@ def test_wrong_arguments(error: type[Exception]):
 
 
 def test_errors_that_show_later():
-    """A step before any forward pass; an injection that needs the loss, which leaves nothing active."""
+    """A step before any forward pass; an injection that needs the target, which leaves nothing active."""
     model, opt, _ = trained("mlp", 0)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match="forward pass"):
         opt.step()
-    needy = KFAC(model, inject=curvature.exact())
     with pytest.raises(ValueError, match="loss"):
+        KFAC(model, inject=curvature.exact())
+    needy = KFAC(model, loss=nn.CrossEntropyLoss(weight=torch.ones(10)), inject=curvature.exact())
+    with pytest.raises(ValueError, match="weight"):
         needy.model(digits()[0][:4])
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_layer_first_used_between_decompositions():
+    """Its block must be ready at once, not at the next decomposition."""
+    model, opt, (loss, x, y) = trained("mlp", 0)
+    extra = nn.Parameter(torch.zeros(10))
+    model.register_parameter("late", extra)
+    opt = KFAC(model, factor_every=1, decompose_every=50)
+    train(model, opt, loss, x, y, 15)
+    forward = model.forward
+    model.forward = lambda x: forward(x) + model.late  # type: ignore[method-assign]
+    values = train(model, opt, loss, x, y, 3)
+    assert all(map(math.isfinite, values)) and bool(model.late.abs().sum() > 0)
 
 
 def test_report_names_every_parameter():
@@ -386,14 +400,3 @@ def test_report_names_every_parameter():
     for line in lines[1:]:
         norm = line.startswith(("1.", "5."))
         assert ("diagonal" in line and "batch_norm" in line) if norm else "kronecker" in line, line
-
-
-def test_updates():
-    one = functools.partial(torch.tensor, dtype=torch.float64)
-    found = [adapted(one(2.0), one(slope), one(-1.0), 0.3).item() for slope in (-1.0, 0.0, 1.0, 9.0, -9.0)]
-    assert found == pytest.approx([2 * math.exp(0.3 * ratio) for ratio in (1, 0, -1, -2, 1)])
-    for slope, predicted in ((1.0, 0.0), (math.nan, 1.0), (math.inf, math.inf)):
-        assert adapted(one(2.0), one(slope), one(predicted), 0.3).item() == 2
-    cut = lambda change, length: within_trust(one(2.0), one(change), one(3.0), one(length), one(10.0), 0.1).item()
-    expected = {(1.0, 0.1): 2, (6.0, 0.1): 0.5, (1.0, 4.0): 0.25, (0.0, 0.0): 2}
-    assert [cut(*pair) for pair in expected] == pytest.approx(list(expected.values()))
