@@ -379,15 +379,12 @@ def test_errors_that_show_later():
 
 def test_a_layer_first_used_between_decompositions():
     """Its block must be ready at once, not at the next decomposition."""
-    model, opt, (loss, x, y) = trained("mlp", 0)
-    extra = nn.Parameter(torch.zeros(10))
-    model.register_parameter("late", extra)
-    opt = KFAC(model, factor_every=1, decompose_every=50)
-    train(model, opt, loss, x, y, 15)
-    forward = model.forward
-    model.forward = lambda x: forward(x) + model.late  # type: ignore[method-assign]
-    values = train(model, opt, loss, x, y, 3)
-    assert all(map(math.isfinite, values)) and bool(model.late.abs().sum() > 0)
+    model, _, batch = trained("mlp", 0)
+    model.late = nn.Parameter(torch.zeros(10))
+    opt, forward = KFAC(model, factor_every=1, decompose_every=50), model.forward
+    train(model, opt, *batch, 15)
+    model.forward = lambda x: forward(x) + model.late
+    assert all(map(math.isfinite, train(model, opt, *batch, 3))) and model.late.any()
 
 
 def test_report_names_every_parameter():
