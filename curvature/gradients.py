@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -226,10 +227,13 @@ def _note_general(tape: Tape, failed: set[str]) -> None:
         for name in sorted(failed)
     }
     if readers:
-        log.warning(
-            "no per-sample rule explains %s; computed exactly by vmap over the whole model, which is slower",
-            ", ".join(f"{name} (read by {', '.join(found) or 'nothing recorded'})" for name, found in readers.items()),
-        )
+        _say(", ".join(f"{name} (read by {', '.join(found) or 'nothing recorded'})" for name, found in readers.items()))
+
+
+@cache
+def _say(names: str) -> None:
+    """Once for the same parameters."""
+    log.warning("no per-sample rule explains %s; computed exactly by vmap over the whole model, which is slower", names)
 
 
 def _by_general_path(batch: Batch, plan: Plan, random: bool) -> dict[str, list[Term]]:
