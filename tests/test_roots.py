@@ -151,7 +151,7 @@ def fits(loss, shape):
     return not (isinstance(loss, nn.BCEWithLogitsLoss) and column and len(shape) != 3)
 
 
-SHAPES = pytest.mark.parametrize("shape", [(4, C), (4, C, PLACES), (2, C, 2, 2)], ids=str)
+SHAPES = [(4, C), (4, C, PLACES), (2, C, 2, 2)]
 
 
 def columns(loss, output, target=None):
@@ -161,11 +161,18 @@ def columns(loss, output, target=None):
     return second_moment(hessian_root(loss, output, target)(basis))
 
 
-@SHAPES
-@pytest.mark.parametrize("loss, target, needed", LIKELIHOODS)
+def on_shapes(cases, applies):
+    """Every case on every shape that it applies to."""
+    return [
+        pytest.param(*case.values, shape, id=f"{case.id}-{shape}")
+        for case in cases
+        for shape in SHAPES
+        if applies(case.values[0], shape)
+    ]
+
+
+@pytest.mark.parametrize("loss, target, needed, shape", on_shapes(LIKELIHOODS, fits))
 def test_roots_of_likelihoods(loss, target, needed, shape):
-    if not fits(loss, shape):
-        pytest.skip("weights of another shape")
     output = outputs(shape, loss)
     y = target(output)
     for given in [y] if needed else [y, None]:
@@ -174,11 +181,13 @@ def test_roots_of_likelihoods(loss, target, needed, shape):
             torch.testing.assert_close(got[n], hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
 
 
-@SHAPES
-@pytest.mark.parametrize("loss, target", OTHERS)
+def takes(loss, shape):
+    """The multi-label losses take (N, C) alone."""
+    return len(shape) == 2 or not isinstance(loss, nn.MultiLabelSoftMarginLoss)
+
+
+@pytest.mark.parametrize("loss, target, shape", on_shapes(OTHERS, takes))
 def test_roots_of_other_losses(loss, target, shape):
-    if isinstance(loss, nn.MultiLabelSoftMarginLoss) and len(shape) > 2:
-        pytest.skip("takes (N, C)")
     output = outputs(shape, loss)
     y = target(output)
     got = columns(loss, output, y)

@@ -108,10 +108,15 @@ class Linear(Rule):
     def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot == "bias":
             return reduced(layout.front(b), call.args["bias"].shape, layout)
-        tail: list[Hashable] = ["o"] * (call.args["weight"].ndim - 1)  # a weight that is a vector sums the features up
+        x, weight = call.args["input"], call.args["weight"]
+        if weight.ndim == 2 and layout.dim < x.ndim - 1:  # what `outer` comes to, without its bookkeeping
+            dtype = torch.promote_types(x.dtype, b.dtype)
+            a, z = (layout.front(t).flatten(1, -2)[:, :, None].to(dtype) for t in (x, b))
+            return Outer(a, z, tuple(weight.shape))
+        tail: list[Hashable] = ["o"] * (weight.ndim - 1)  # a weight that is a vector sums the features up
         lead = list(range(len(call.shape) - len(tail)))
-        data = [(call.args["input"], [*lead, "i"])]
-        return outer((call.args["weight"], [*tail, "i"]), data, b, [*lead, *tail], layout)
+        data = [(x, [*lead, "i"])]
+        return outer((weight, [*tail, "i"]), data, b, [*lead, *tail], layout)
 
 
 @register
