@@ -5,10 +5,13 @@ from curvature.capture import Listener, Tape, Use, capture
 from curvature.factors import RunningFactors
 from curvature.gradients import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
 from curvature.injection import Injection, empirical, exact, isotropic, propagated, sampled
+from curvature.layers import Layout
+from curvature.structure import sample_layouts
 
 __all__ = [
     "Block",
     "Injection",
+    "Layout",
     "Listener",
     "RunningFactors",
     "Tape",
@@ -22,5 +25,6 @@ __all__ = [
     "per_sample_gram",
     "per_sample_norms",
     "propagated",
+    "sample_layouts",
     "sampled",
 ]

@@ -92,6 +92,30 @@ def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0
     return fits[:1], len(fits) <= 1
 
 
+def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layout | None]:
+    """Where the samples are in the output of each of `tape.uses`, found by two backward passes.
+
+    Args:
+        tape: of a capture that recorded the pass which gave `output`; the graph is kept.
+        output: what the model returned, its samples along axis `sample_dim`.
+
+    Returns:
+        For each use ``Layout(dim, outer, samples, inner)``: axis `dim` of the use's output has size ``outer * samples *
+        inner`` (outer = inner = 1 unless samples are folded with something else). None where no axis holds the samples:
+        the output is shared between them, mixes them, or was not reached.
+    """
+    count = output.shape[sample_dim]
+    generator = torch.Generator(output.device).manual_seed(0)
+    vector = torch.randn(output.shape, generator=generator, dtype=torch.float64, device=output.device).to(output.dtype)
+    weights = (0.5 + torch.rand(count, generator=generator, device=output.device)).to(output.dtype)
+    weighted = vector * weights.reshape([-1 if k == sample_dim % output.ndim else 1 for k in range(output.ndim)])
+    pairs = list(zip(*(tape.gradients([output], [v]) for v in (vector, weighted)), strict=True))
+    floor = noise(b for _, b in pairs)
+    return [
+        None if b is None or bw is None else next(iter(find_layout(b, bw, weights, floor)[0]), None) for b, bw in pairs
+    ]
+
+
 def explained(
     tape: Tape, backprops: list[Tensor | None], layouts: Sequence[Sequence[Layout]], skip: set[str]
 ) -> tuple[dict[str, list[Term]], set[str]]:

@@ -1,0 +1,52 @@
+"""Where the samples are in the output of every use."""
+
+import pytest
+import torch
+from torch import nn
+
+import curvature
+from curvature.structure import find_layout
+
+N = 4
+
+
+class Folding(nn.Module):
+    """A sequence-first layer, one with (time, sample) flattened, one with (sample, time), and a shared table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(N, N)  # as many rows and columns as samples, to be mistaken for them
+        self.first, self.minor, self.major = (nn.Linear(N, N) for _ in range(3))
+
+    def forward(self, x):
+        h = x + self.table(torch.arange(N))
+        h = self.first(h.transpose(0, 1)).tanh()  # (T, N, d)
+        h = self.minor(h.reshape(-1, N)).tanh().view(N, -1, N).transpose(0, 1)
+        return self.major(h.reshape(-1, N)).view(-1, N, N)
+
+
+@pytest.mark.parametrize("count", [N, 3])
+def test_layouts_are_found_among_equal_sizes(count, device):
+    model = Folding().double().to(device)
+    with curvature.capture(model) as tape:
+        output = model(torch.randn(count, N, N, dtype=torch.float64, device=device))
+    layouts = curvature.sample_layouts(tape, output)
+    found = {next(iter(use.names)).split(".")[0]: k for use, k in zip(tape.uses, layouts, strict=True)}
+    assert found["first"] == (1, 1, count, 1)
+    assert found["minor"] == (0, N, count, 1)
+    assert found["major"] == (0, 1, count, N)
+    assert layouts[0] is None and tape.uses[0].names == {"table.weight"}  # shared by the samples
+
+
+def test_samples_that_meet_have_no_layout():
+    weights = torch.tensor([0.5, 0.9, 1.4]).double()
+    b = torch.randn(3, 2).double()
+    mixing = torch.randn(3, 3).double()
+    assert find_layout(b, weights[:, None] * b, weights) == ([(0, 1, 3, 1)], True)
+    assert find_layout(mixing @ b, mixing @ (weights[:, None] * b), weights)[0] == []
+
+
+def test_a_doubtful_batch_is_not_taken_for_certain():
+    """Zero backprops fit every guess."""
+    zero = torch.zeros(3, 3)
+    assert not find_layout(zero, zero, torch.tensor([0.5, 0.9, 1.4]))[1]
