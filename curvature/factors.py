@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -117,13 +118,13 @@ class RunningFactors:
         self.blocks = [Block.restore(entry, device) for entry in state.values()]
 
 
-def _layouts(tape: Tape, count: int) -> list[list[Layout]]:
+def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:
     """Sample axes guessed from the sizes, not proved, all as one sample at the last.
 
     Kronecker factors ("expand") do not depend on the guess; a diagonal from vectors that are independent over samples
     stays close.
     """
-    return [[*guesses(u.shape, count), Layout(0, 1, 1, u.shape[0])] if u.shape else [] for u in tape.uses]
+    return [chain(guesses(u.shape, count), [Layout(0, 1, 1, u.shape[0])]) if u.shape else () for u in tape.uses]
 
 
 def _reduced(parts: Sequence[Term]) -> list[Term]:

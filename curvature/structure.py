@@ -117,7 +117,7 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
 
 
 def explained(
-    tape: Tape, backprops: list[Tensor | None], layouts: Sequence[Sequence[Layout]], skip: set[str]
+    tape: Tape, backprops: list[Tensor | None], layouts: Sequence[Iterable[Layout]], skip: set[str]
 ) -> tuple[dict[str, list[Term]], set[str]]:
     """Terms of every parameter, and the names of those that the recorded uses do not explain.
 
@@ -152,7 +152,7 @@ def explained(
 Cut = dict[str, Term] | None
 
 
-def _cut(use: Use, b: Tensor | None, layouts: Sequence[Layout]) -> Cut:
+def _cut(use: Use, b: Tensor | None, layouts: Iterable[Layout]) -> Cut:
     """The terms of a use's parameters; None where it has no per-sample view."""
     if b is None:
         return None
