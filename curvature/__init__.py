@@ -2,29 +2,79 @@
 
 from curvature.blocks import Block
 from curvature.capture import Listener, Tape, Use, capture
+from curvature.estimators import (
+    conjugate_gradient,
+    hutchinson_diagonal,
+    hutchinson_trace,
+    hutchpp_trace,
+    lanczos_eigenvalues,
+    lanczos_logdet,
+    spectral_density,
+    xdiag,
+    xtrace,
+)
 from curvature.factors import RunningFactors
 from curvature.gradients import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
 from curvature.injection import Injection, empirical, exact, isotropic, propagated, sampled
+from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.layers import Layout
+from curvature.matrices import (
+    ekfac,
+    empirical_fisher,
+    fisher,
+    fisher_blocks,
+    fisher_diagonal,
+    gauss_newton,
+    hessian,
+    kfac,
+)
+from curvature.matrixfree import MatrixFree
+from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Space, load
 from curvature.structure import sample_layouts
 
 __all__ = [
     "Block",
+    "BlockDiagonal",
+    "Dense",
+    "Diagonal",
+    "EigenKronecker",
     "Injection",
+    "Kronecker",
     "Layout",
     "Listener",
+    "MatrixFree",
+    "Operator",
     "RunningFactors",
+    "Space",
     "Tape",
     "Use",
     "capture",
     "check_gradients",
+    "conjugate_gradient",
+    "ekfac",
     "empirical",
+    "empirical_fisher",
     "exact",
+    "fisher",
+    "fisher_blocks",
+    "fisher_diagonal",
+    "gauss_newton",
+    "hessian",
+    "hutchinson_diagonal",
+    "hutchinson_trace",
+    "hutchpp_trace",
     "isotropic",
+    "kfac",
+    "lanczos_eigenvalues",
+    "lanczos_logdet",
+    "load",
     "per_sample_gradients",
     "per_sample_gram",
     "per_sample_norms",
     "propagated",
     "sample_layouts",
     "sampled",
+    "spectral_density",
+    "xdiag",
+    "xtrace",
 ]

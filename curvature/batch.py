@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.losses import per_sample_losses, reduction_of
+from curvature.losses import joined, per_sample_losses, reduction_of, resolve
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -66,6 +66,7 @@ class Batch:
             raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
         if not callable(loss):
             raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
+        loss = resolve(loss)
         reduction_of(loss)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not parameters:
@@ -109,7 +110,7 @@ class Batch:
         return replace(self, x=self.inputs(n, n + 1), y=self.part(self.y, n, n + 1, self.dims[2]), count=1)
 
     def output(self) -> Any:
-        return logits(call(self.model, self.x))
+        return joined(self.loss, logits(call(self.model, self.x)))
 
     def losses(self, output: Tensor) -> Tensor:
         """The loss of every sample alone, (N,)."""

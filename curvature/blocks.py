@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.contractions import Outer, Rows, Term, merged, unfolded
+from curvature.arrangement import Arrangement
 from curvature.linalg import eigh
-
-MAX_SIZE = 2048  # a side larger than this is kept as its diagonal
+from curvature.moments import Reading, Scheme, matched, wide
+from curvature.terms import Term
 
 
 class Block:
@@ -93,7 +94,11 @@ class Block:
         for name, value in state.items():
             if name != "structure":
                 setattr(block, name, value.to(device) if isinstance(value, Tensor) else value)
+        block.resume()
         return block
+
+    def resume(self) -> None:
+        """Complete what `restore` set."""
 
 
 class KroneckerBlock(Block):
@@ -101,97 +106,60 @@ class KroneckerBlock(Block):
 
     Args:
         names: the weight, and its bias where that is one more input of it.
-        term: what the weight's uses look like; a matrix without bias is always kept as (rows, columns) of itself.
+        scheme: how they are arranged, and how their moments are summed.
     """
 
     structure = "kronecker"
     kept = ("rows", "columns", "row_values", "row_vectors", "column_values", "column_vectors")
-    form = ("shapes", "sizes", "order", "groups", "outputs", "dtype")
+    form = ("scheme",)
 
-    def __init__(
-        self, names: Sequence[str], term: Outer | Rows, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names)
-        self.shapes, self.dtype = list(shapes), wide(dtype)
-        self.sizes: tuple[int, ...] | None = None
-        self.order: tuple[int, ...] | None = None
-        self.groups, self.outputs = 1, term.shape[0]
-        if isinstance(term, Outer) and (len(term.shape) > 2 or len(self.names) > 1):
-            self.sizes, self.order = term.sizes, term.order
-            self.groups, self.outputs = term.b.shape[2:]
+        self.scheme = scheme
         self.rows: Tensor | None = None
         self.columns: Tensor | None = None
         self.row_values: Tensor | None = None
         self.row_vectors: Tensor | None = None
         self.column_values: Tensor | None = None
         self.column_vectors: Tensor | None = None
-        self.sums: list[list[Any]] = []  # per term: sum of rows, sum of columns, number of places
+        # since the last `fold`: moment of activations, number to divide it by, moment of backprops
+        self.sums: dict[Reading, tuple[Tensor, int | Tensor, Tensor]] = {}
 
-    def arranged(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Weight (and bias) as (g, o, i), the bias as the last input."""
-        weight = tensors[0]
-        if self.sizes is not None and self.order is not None:
-            inner = [self.sizes[k] for k in self.order]
-            weight = weight.reshape(inner).permute([self.order.index(k) for k in range(len(inner))])
-        matrix = weight.reshape(self.groups, self.outputs, -1)
-        if len(tensors) == 1:
-            return matrix
-        return torch.cat([matrix, tensors[1].reshape(self.groups, self.outputs, 1)], 2)
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"scheme": asdict(self.scheme)}
 
-    def restored(self, matrix: Tensor) -> list[Tensor]:
-        """The inverse of `arranged`."""
-        weight = matrix[..., :-1] if len(self.shapes) > 1 else matrix
-        if self.sizes is not None and self.order is not None:
-            weight = weight.reshape(self.sizes).permute(self.order)
-        found = [weight.reshape(self.shapes[0])]
-        return found if len(self.shapes) == 1 else [*found, matrix[..., -1].reshape(self.shapes[1])]
-
-    def accepts(self, term: Term) -> bool:
-        """Whether a use of the weight has this block's arrangement, or its transpose."""
-        if isinstance(term, Rows) or (isinstance(term, Outer) and len(term.shape) == 2):
-            return True
-        return isinstance(term, Outer) and (term.sizes, term.order) == (self.sizes, self.order)
+    def resume(self) -> None:
+        fields: Any = self.scheme  # as `state` left it
+        self.scheme = Scheme(**fields | {"arrangement": Arrangement(**fields["arrangement"])})
 
     def add(self, terms: Sequence[Term], samples: int) -> None:
-        parts = merged([unfolded(t) for t in terms])
-        if not all(self.accepts(t) for t in parts):
+        if not all(self.scheme.accepts(t) for t in terms):
             return
-        sums = [self._sums(t) for t in parts]
-        if not all(bool(torch.isfinite(rows.sum() + columns.sum())) for rows, columns, _ in sums):
+        sums = {
+            reading: (*self.scheme.activations(parts), self.scheme.backprops(parts))
+            for reading, parts in self.scheme.readings(terms).items()
+        }
+        if not all(bool(torch.isfinite(a.sum() + b.sum())) for a, _, b in sums.values()):
             return
         self.samples += samples
-        for k, new in enumerate(sums):
-            if k < len(self.sums):
-                self.sums[k] = [x + y for x, y in zip(self.sums[k], new, strict=True)]
-            else:
-                self.sums.append(list(new))
-
-    def _sums(self, term: Term) -> tuple[Tensor, Tensor, int]:
-        """Sums of b b^T and of a a^T over samples and places, in the block's orientation, and the number of places."""
-        if isinstance(term, Rows):
-            rows = torch.bincount(term.index.flatten(), minlength=term.shape[0]).to(self.dtype)
-            return rows[None], _second_moment(term.values.flatten(0, 1)[:, None], self.dtype), term.index.numel()
-        assert isinstance(term, Outer)
-        a, b = term.a.flatten(0, 1), term.b.flatten(0, 1)
-        if len(self.names) > 1:
-            a = torch.cat([a, a.new_ones(*a.shape[:2], 1)], 2)
-        if len(term.shape) == 2 and term.is_transposed != (self.order == (1, 0)):
-            a, b = b, a
-        return _second_moment(b, self.dtype), _second_moment(a, self.dtype), len(a)
+        for reading, (a, number, b) in sums.items():
+            if reading in self.sums:
+                other = self.sums[reading]
+                a, number, b = a + other[0], number + other[1], b + other[2]
+            self.sums[reading] = a, number, b
 
     def discard(self) -> None:
-        self.sums, self.samples = [], 0
+        self.sums, self.samples = {}, 0
 
     def fold(self, decay: float) -> None:
         if not self.samples:
             return
-        rows, columns = _matched([(r / self.samples, c / places) for r, c, places in self.sums])
+        found = self.sums.items()
+        rows, columns = matched([self.scheme.product(k, a, number, b / self.samples) for k, (a, number, b) in found])
         self.discard()
         if self.rows is None or self.columns is None:
             self.rows, self.columns = rows, columns
         else:
-            if rows.ndim != self.rows.ndim or columns.ndim != self.columns.ndim:
-                return  # a tied weight of which one use is missing in this batch
             w = self.weight_of_new(decay)
             self.rows, self.columns = self.rows.lerp(rows, w), self.columns.lerp(columns, w)
         self.updates += 1
@@ -208,7 +176,8 @@ class KroneckerBlock(Block):
     def solve(self, gradients: Sequence[Tensor], damping: float) -> tuple[list[Tensor], Tensor]:
         left, right = self.row_vectors, self.column_vectors
         assert self.row_values is not None and self.column_values is not None
-        c = self.arranged(gradients).to(self.dtype)
+        arrangement = self.scheme.arrangement
+        c = arrangement.arranged(gradients).to(self.scheme.dtype)
         c = c if left is None else left.mT @ c
         c = c if right is None else c @ right
         eigenvalues = self.row_values[:, :, None] * self.column_values[:, None, :]
@@ -216,7 +185,7 @@ class KroneckerBlock(Block):
         energy = (c.square() * eigenvalues).sum()
         c = c if left is None else left @ c
         c = c if right is None else c @ right.mT
-        return [u.to(g.dtype) for u, g in zip(self.restored(c), gradients, strict=True)], energy
+        return [u.to(g.dtype) for u, g in zip(arrangement.restored(c), gradients, strict=True)], energy
 
     @property
     def mean_eigenvalue(self) -> Tensor:
@@ -225,7 +194,7 @@ class KroneckerBlock(Block):
 
     @property
     def dimension(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes)
+        return self.scheme.arrangement.dimension
 
     def describe(self) -> str:
         if self.rows is None or self.columns is None:
@@ -235,7 +204,7 @@ class KroneckerBlock(Block):
             for s in (self.rows, self.columns)
         )
         rows, columns = sides
-        return f"B {rows}, A {columns}" + f", {self.groups} groups" * (self.groups > 1)
+        return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
 
 
 class DiagonalBlock(Block):
@@ -304,43 +273,3 @@ class DiagonalBlock(Block):
 def _spectrum(side: Tensor) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues and eigenvectors of a side; a diagonal is its own."""
     return (side.clamp(min=0), None) if side.ndim == 2 else eigh(side)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The precision of curvature: at least single."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _second_moment(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum over places of x x^T: (places, g, d) to (g, d, d), or of its diagonal, (g, d), beyond `MAX_SIZE`."""
-    x = x.to(dtype)
-    if x.shape[2] > MAX_SIZE:
-        return x.square().sum(0)
-    x = x.transpose(0, 1)
-    return x.mT @ x
-
-
-def _matched(sides: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One pair for the sum of several Kronecker products (tied weights), with the same trace.
-
-    Each side is the sum over the products, weighted by the trace of the other side.
-    """
-    if len(sides) == 1:
-        return sides[0]
-    for k in range(2):
-        if len({pair[k].ndim for pair in sides}) > 1:  # a diagonal and a full matrix meet as diagonals
-            sides = [tuple(_diagonal(s) if j == k else s for j, s in enumerate(pair)) for pair in sides]  # type: ignore[misc]
-    traces = [(_diagonal(r).sum(1), _diagonal(c).sum(1)) for r, c in sides]
-    total = torch.stack([r * c for r, c in traces]).sum(0).clamp(min=torch.finfo(sides[0][0].dtype).tiny).sqrt()
-
-    def side(k: int) -> Tensor:
-        parts = [
-            pair[k] * t[1 - k].reshape(-1, *[1] * (pair[k].ndim - 1)) for pair, t in zip(sides, traces, strict=True)
-        ]
-        return torch.stack(parts).sum(0) / total.reshape(-1, *[1] * (parts[0].ndim - 1))
-
-    return side(0), side(1)
-
-
-def _diagonal(side: Tensor) -> Tensor:
-    return side if side.ndim == 2 else side.diagonal(dim1=1, dim2=2)

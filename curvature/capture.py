@@ -146,7 +146,10 @@ class Tape:
                 is_grads_batched=batched,
             )
         queue = iter(found)
-        return [None if use.edge is None else next(queue) for use in self.uses] + list(queue)
+        rows = [None if use.edge is None else next(queue) for use in self.uses]
+        lead = vectors[0].shape[:1] if batched and vectors is not None else ()
+        shaped = (None if g is None else g.reshape(*lead, *use.shape) for use, g in zip(self.uses, rows, strict=True))
+        return [*shaped, *queue]
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -209,7 +212,7 @@ class Recorder(TorchFunctionMode):
         ):
             rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
         call = Call(saved, tuple(outs[0].shape)) if rule is not None else None
-        edge = get_gradient_edge(outs[0]) if rule is not None else None
+        edge = _edge_of(outs[0]) if rule is not None else None
         use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule is not None else [])
         self.tape.uses.append(use)
         for node in used.values():
@@ -232,6 +235,16 @@ class Recorder(TorchFunctionMode):
             node = self.nodes.get(id(bound.get("weight")))
             name = next(iter(node.names)) if node else self.buffers.get(id(bound.get("running_mean")), "")
             self.tape.mixing.append(name.rpartition(".")[0] or name or "a batch norm without parameters")
+
+
+def _edge_of(out: Tensor) -> GradientEdge:
+    """Where the backprop arrives. An in-place change of a view goes past the view to its base: then at the base.
+
+    A linear layer with several leading axes returns the view of a matrix product, in the order of its entries.
+    """
+    base = out._base if out._is_view() else None
+    whole = base is not None and base.numel() == out.numel() and base.is_contiguous() and out.is_contiguous()
+    return get_gradient_edge(base if base is not None and whole and base.requires_grad else out)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -11,46 +10,34 @@ import torch
 from torch import Tensor
 
 from curvature.blocks import Block, DiagonalBlock, KroneckerBlock
-from curvature.capture import Tape, Use
-from curvature.contractions import Dense, Outer, Rows, Term, unfolded
+from curvature.capture import Tape
 from curvature.layers import Layout
-from curvature.structure import explained, guesses
+from curvature.moments import Scheme
+from curvature.structure import explained, guesses, joint_bias
+from curvature.terms import Dense, Entrywise, Term
+
+MAX_SIZE = 2048  # a side larger than this is kept as its diagonal
 
 
-def layer_blocks(tape: Tape, terms: dict[str, list[Term]], taken: set[str]) -> list[Block]:
+def layer_blocks(tape: Tape, terms: dict[str, list[Term]], taken: set[str], sharing: str) -> list[Block]:
     """Blocks for the parameters that have terms and are not `taken`, and which structure each has."""
     blocks: list[Block] = []
     taken = set(taken)
     todo = {name: node for name, node in tape.parameters.items() if terms.get(name) and name not in taken}
     for name, node in todo.items():
-        parts = [unfolded(t) for t in terms[name]]
-        first = next((t for t in parts if isinstance(t, Outer)), parts[0])
-        if isinstance(first, Outer | Rows):
-            bias = _joint_bias(tape, name, node.uses)
-            names = [name] if bias is None or bias in taken else [name, bias]
-            shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
-            block = KroneckerBlock(names, first, shapes, node.tensor.dtype)
-            if all(block.accepts(t) for t in parts):
-                blocks.append(block)
-                taken |= set(names)
+        bias = joint_bias(tape, name)
+        names = [name] if bias is None or bias in taken else [name, bias]
+        shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
+        scheme = Scheme.of(terms[name], shapes, node.tensor.dtype, sharing, MAX_SIZE)
+        if scheme is not None and not any(isinstance(t, Entrywise) for t in terms[name]):  # (1 x 1) would be all it has
+            blocks.append(KroneckerBlock(names, scheme))
+            taken |= set(names)
     for name, node in todo.items():
         if name not in taken:
             readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
             reason = "read by " + ", ".join(readers) if readers else "read by nothing that was recorded"
             blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
     return blocks
-
-
-def _joint_bias(tape: Tape, weight: str, uses: Sequence[Use]) -> str | None:
-    """The bias that is read wherever the weight is, and nowhere else."""
-    found = None
-    for use in uses:
-        slot = next((slot for slot, node in use.slots.items() if node.names == {weight}), "")
-        bias = use.slots.get(use.rule.bias_of.get(slot, "")) if use.rule is not None else None
-        if bias is None or bias.origin is not None or len(bias.uses) != len(uses) or found not in (None, bias):
-            return None
-        found = bias
-    return next(iter(found.names)) if found is not None else None
 
 
 class RunningFactors:
@@ -87,9 +74,8 @@ class RunningFactors:
 
     def add(self, tape: Tape, terms: dict[str, list[Term]], count: int) -> None:
         """Add the terms of one pass; a parameter gets its block when it has terms for the first time."""
-        if self.sharing == "reduce":
-            terms = {name: _reduced(parts) for name, parts in terms.items()}
-        self.blocks += layer_blocks(tape, terms, {name for block in self.blocks for name in block.names})
+        taken = {name for block in self.blocks for name in block.names}
+        self.blocks += layer_blocks(tape, terms, taken, self.sharing)
         for block in self.blocks:
             if terms.get(block.names[0]):
                 block.add(terms[block.names[0]], count)
@@ -125,11 +111,3 @@ def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:
     stays close.
     """
     return [chain(guesses(u.shape, count), [Layout(0, 1, 1, u.shape[0])]) if u.shape else () for u in tape.uses]
-
-
-def _reduced(parts: Sequence[Term]) -> list[Term]:
-    """Activations averaged and backprops added over the places of each sample."""
-    return [
-        replace(t, a=t.a.mean(1, keepdim=True), b=t.b.sum(1, keepdim=True)) if isinstance(t, Outer) else t
-        for t in map(unfolded, parts)
-    ]

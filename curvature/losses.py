@@ -5,17 +5,22 @@ The one place that knows reductions, class weights, ``ignore_index``, ``label_sm
 A torch loss sums or averages *terms* (``reduction="none"`` returns them), each of which belongs to one sample. A mean
 divides by the *mass* of the terms it averages: their number or, with class indices, the weights of the classes that are
 not ignored. A ``_Rule`` says so once for each torch loss; every other callable is run on each sample alone.
+
+`resolve` makes a callable of (output, target) of what a user passes: whatever calls a loss calls what it returns.
 """
 
 import copy
 import functools
 import logging
+import math
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Loss = Callable[[Any, Any], Tensor]
@@ -38,7 +43,81 @@ def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
         return "mean"
     if reduction == "mean" or reduction == "sum":
         return "mean" if reduction == "mean" else "sum"
-    raise ValueError(f"{_name(loss)} has reduction={reduction!r}, which is no scalar loss: use 'mean' or 'sum'")
+    raise ValueError(f"{name_of(loss)} has reduction={reduction!r}, which is no scalar loss: use 'mean' or 'sum'")
+
+
+def resolve(loss: Loss) -> Loss:
+    """The loss as a callable of (output, target): what computes the same, in the form that this package knows.
+
+    A function of ``torch.nn.functional`` becomes its module, and ``GaussianNLLLoss``, which torch calls with three
+    arguments, `GaussianNLLLoss` of this module. Every other loss stays what it is.
+    """
+    if isinstance(loss, types.FunctionType):
+        return _FUNCTIONS.get(loss, loss)
+    return GaussianNLLLoss(loss) if type(loss) is nn.GaussianNLLLoss else loss
+
+
+class GaussianNLLLoss(nn.Module):
+    """The loss of this name in torch, of an output that holds both heads: dim 1 is the means, then as many variances.
+
+    The target has the shape of the means. As in torch, variances below ``eps`` count as ``eps``, and the gradient there
+    goes to the variance as if it were ``eps``.
+    """
+
+    def __init__(self, loss: nn.GaussianNLLLoss) -> None:
+        super().__init__()
+        self.reduction, self.full, self.eps = loss.reduction, loss.full, loss.eps
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        """The loss at ``output`` of shape (N, 2d, ...), or a tuple (mean, variance).
+
+        Raises:
+            ValueError: the output is not made of two heads, the target has another shape than the mean, or a variance
+                is negative.
+        """
+        mean, variance = self.heads(output)
+        if target.shape != mean.shape:
+            raise ValueError(f"GaussianNLLLoss: target {tuple(target.shape)}, but the means are {tuple(mean.shape)}")
+        terms = 0.5 * (variance.log() + (mean - target).square() / variance)
+        if self.full:
+            terms = terms + 0.5 * math.log(2 * math.pi)
+        return terms if self.reduction == "none" else terms.mean() if self.reduction == "mean" else terms.sum()
+
+    def heads(self, output: Any) -> tuple[Tensor, Tensor]:
+        """Mean and variance, the latter at least ``eps``. Errors are those of `forward`."""
+        output = joined(self, output)
+        if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] % 2:
+            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(
+                "GaussianNLLLoss takes an output (N, 2d, ...), whose dim 1 holds the means and then the variances, or "
+                f"a tuple (mean, variance), each (N, d, ...); found {found}"
+            )
+        mean, variance = output.chunk(2, 1)
+        try:
+            negative = bool((variance < 0).any())
+        except RuntimeError:  # vmap allows no question about values
+            negative = False
+        if negative:
+            raise ValueError(
+                "GaussianNLLLoss: the variances have negative entries; softplus or exp makes them positive"
+            )
+        passing = self.eps + (variance - variance.detach())  # the gradient passes, as in torch
+        return mean, torch.where(variance < self.eps, passing, variance)
+
+
+def joined(loss: Loss, output: Any) -> Any:
+    """The output as one tensor: a tuple (mean, variance) of `GaussianNLLLoss` is put together along dim 1.
+
+    A variance that torch would broadcast to the mean is expanded first. Every other output stays what it is.
+    """
+    if not isinstance(loss, GaussianNLLLoss) or not isinstance(output, tuple | list) or len(output) != 2:
+        return output
+    mean, variance = output
+    if mean.ndim < 2:
+        raise ValueError(f"GaussianNLLLoss: the mean must have shape (N, d, ...), found {tuple(mean.shape)}")
+    if variance.shape == mean.shape[:-1]:
+        variance = variance.unsqueeze(-1)
+    return torch.cat([mean, variance.expand_as(mean)], 1)
 
 
 def per_sample_losses(
@@ -46,8 +125,7 @@ def per_sample_losses(
 ) -> Tensor:
     """Compute the loss of every sample alone: l_n is ``loss`` called on a batch of that one sample.
 
-    Differentiable in ``output``. Where torch's own mean is 0/0 (a sample whose places are all ignored) the value is nan
-    and the gradient zero, as in torch.
+    Differentiable in ``output``. Where torch's mean is 0/0 (all of a sample ignored) nan, with gradient zero as there.
 
     Args:
         loss: a torch loss module, or any callable ``loss(output, target) -> scalar``. Only the arguments are cut into
@@ -66,6 +144,7 @@ def per_sample_losses(
         ValueError: sizes that are not multiples of N, a target that cannot be cut, shapes that the loss would broadcast
             across samples, a loss that returns no scalar, a ``reduction`` that is neither a mean nor a sum.
     """
+    loss = resolve(loss)
     mean = reduction_of(loss) == "mean"
     output_dim = _sample_dim("output", output, count, output_dim)
     _map_tensors(lambda t: _sample_dim("target", t, count, target_dim), target)
@@ -86,6 +165,47 @@ def per_sample_losses(
     if not mean:
         return sums
     return sums / (terms.numel() // count if mass is None else _sum_by_sample(mass, count, dim))
+
+
+def sample_masses(
+    loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
+) -> Tensor:
+    """Say what every sample counts for in the loss of a batch, which is ``sum_n m_n l_n / sum_n m_n`` for a mean.
+
+    m_n is the number of terms of sample n or, with class indices, the weight of its classes that are not ignored. It is
+    1 where the loss adds (the loss of the batch is ``sum_n m_n l_n``), and for a callable and
+    ``KLDivLoss(reduction="batchmean")``, which average over samples.
+
+    Args:
+        loss, output, ..., target_dim: as for `per_sample_losses`. Without a target all terms count 1.
+
+    Returns:
+        Shape (N,), in the dtype of ``output``, float32 at least.
+
+    Raises:
+        ValueError: as `per_sample_losses`, of sizes and reduction.
+    """
+    loss = resolve(loss)
+    mean = reduction_of(loss) == "mean"
+    output_dim = _sample_dim("output", output, count, output_dim)
+    _map_tensors(lambda t: _sample_dim("target", t, count, target_dim), target)
+    masses = torch.ones(count, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
+    rule = _RULES.get(type(loss))
+    if rule is None or not mean or getattr(loss, "reduction", "mean") == "batchmean":
+        return masses
+    mass = rule.mass(loss, target) if rule.mass and isinstance(target, Tensor) else None
+    if mass is not None:
+        return _sum_by_sample(mass.to(masses), count, target_dim % target.ndim)
+    if rule.summed is not None and output_dim == rule.summed % output.ndim:
+        return masses
+    return masses * (math.prod(rule.shape_of_terms(output)) // count)
+
+
+def is_entrywise(loss: Loss) -> bool:
+    """Whether a torch loss treats every entry of output and target alike, so that their axes may be permuted."""
+    rule = _RULES.get(type(resolve(loss)))
+    plain = getattr(loss, "weight", None) is getattr(loss, "pos_weight", None) is None
+    return type(rule) is _Rule and rule.summed is None and plain
 
 
 @dataclass(frozen=True)
@@ -125,6 +245,19 @@ class _Rule:
         return None
 
 
+class _HeadsRule(_Rule):
+    """A term for each mean, the first half of dim 1, and its variance, the second."""
+
+    def shape_of_terms(self, output: Tensor) -> list[int]:
+        shape = list(output.shape)
+        shape[1:2] = [size // 2 for size in shape[1:2]]
+        return shape
+
+    def dim_of_terms(self, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> int | None:
+        fits = output_dim != 1 and list(target.shape) == self.shape_of_terms(output)
+        return output_dim if fits and target_dim == output_dim else None
+
+
 def _class_mass(loss: Any, target: Tensor) -> Tensor | None:
     """Mass of the terms of class indices: the weight of the class, 0 where ignored. Probabilities count 1."""
     if target.is_floating_point():
@@ -153,6 +286,24 @@ _RULES: dict[type, _Rule] = {
     nn.PoissonNLLLoss: _ENTRIES,
     nn.KLDivLoss: _ENTRIES,
     nn.SoftMarginLoss: _ENTRIES,
+    GaussianNLLLoss: _HeadsRule(None),
+}
+# With their defaults, these functions are these modules.
+_FUNCTIONS: dict[Any, nn.Module] = {
+    F.cross_entropy: nn.CrossEntropyLoss(),
+    F.nll_loss: nn.NLLLoss(),
+    F.multi_margin_loss: nn.MultiMarginLoss(),
+    F.multilabel_margin_loss: nn.MultiLabelMarginLoss(),
+    F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss(),
+    F.binary_cross_entropy: nn.BCELoss(),
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss(),
+    F.mse_loss: nn.MSELoss(),
+    F.l1_loss: nn.L1Loss(),
+    F.smooth_l1_loss: nn.SmoothL1Loss(),
+    F.huber_loss: nn.HuberLoss(),
+    F.poisson_nll_loss: nn.PoissonNLLLoss(),
+    F.kl_div: nn.KLDivLoss(),
+    F.soft_margin_loss: nn.SoftMarginLoss(),
 }
 
 
@@ -164,7 +315,7 @@ def _terms(loss: Any, rule: _Rule, output: Tensor, target: Tensor) -> tuple[Tens
     expected = rule.shape_of_terms(output)
     if list(terms.shape) != expected:
         raise ValueError(
-            f"{_name(loss)} has terms of shape {tuple(terms.shape)} where its output of shape {tuple(output.shape)} "
+            f"{name_of(loss)} has terms of shape {tuple(terms.shape)} where its output of shape {tuple(output.shape)} "
             f"has {tuple(expected)}: its weight must broadcast to the shape of the output"
         )
     return terms, rule.mass(loss, target) if rule.mass else None
@@ -173,7 +324,7 @@ def _terms(loss: Any, rule: _Rule, output: Tensor, target: Tensor) -> tuple[Tens
 def _refuse_mixing(loss: Loss, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> None:
     if output.ndim - output_dim != target.ndim - target_dim:
         raise ValueError(
-            f"{_name(loss)} compares output {tuple(output.shape)} and target {tuple(target.shape)} entry by entry, "
+            f"{name_of(loss)} compares output {tuple(output.shape)} and target {tuple(target.shape)} entry by entry, "
             f"which mixes the samples in their dims {output_dim} and {target_dim}: give both the same shape"
         )
 
@@ -190,7 +341,7 @@ def _one_by_one(loss: Loss, output: Tensor, target: Any, count: int, output_dim:
         value = loss(piece, _map_tensors(lambda _: next(rest), target))
         if not isinstance(value, Tensor) or value.ndim:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{_name(loss)} must return a scalar tensor for a batch of one sample, got {found}")
+            raise ValueError(f"{name_of(loss)} must return a scalar tensor for a batch of one sample, got {found}")
         return value
 
     cut = [t.unflatten(dim, (count, t.shape[dim] // count)) for t, dim in zip(tensors, dims, strict=True)]
@@ -201,7 +352,7 @@ def _one_by_one(loss: Loss, output: Tensor, target: Any, count: int, output_dim:
         assert isinstance(values, Tensor)
         return values
     except Exception:  # whatever a callable does that vmap cannot follow; an error of its own comes back below
-        _note_loop(_name(loss))
+        _note_loop(name_of(loss))
     samples = zip(*(t.unbind(dim) for t, dim in zip(cut, dims, strict=True)), strict=True)
     return torch.stack([alone(*(t.clone() for t in sample)) for sample in samples])
 
@@ -245,5 +396,5 @@ def _sum_by_sample(tensor: Tensor, count: int, dim: int) -> Tensor:
     return tensor.movedim(dim, 0).reshape(count, -1).sum(1)
 
 
-def _name(loss: Loss) -> str:
+def name_of(loss: Loss) -> str:
     return getattr(loss, "__qualname__", type(loss).__qualname__)

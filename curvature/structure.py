@@ -20,10 +20,17 @@ from torch import Tensor, nn
 
 from curvature.batch import Batch, tensors
 from curvature.capture import Node, Tape, Use
-from curvature.contractions import Dense, Outer, Term, gradients
+from curvature.contractions import gradients
 from curvature.layers import Layout, Unsupported
+from curvature.terms import Dense, Outer, Part, Term
 
 log = logging.getLogger("curvature")
+
+# functions whose results may be rows of a tensor; where they are is seen from the memory
+SLICES = {
+    torch.split, Tensor.split, torch.split_with_sizes, Tensor.split_with_sizes, torch.tensor_split, Tensor.tensor_split,
+    torch.chunk, Tensor.chunk, torch.narrow, Tensor.narrow, Tensor.__getitem__,
+}  # fmt: skip
 
 
 @dataclass
@@ -184,8 +191,11 @@ def _pulled_back(node: Node, terms: list[Term], tape: Tape) -> dict[str, list[Te
     if node.origin is None:
         return {next(iter(node.names)): terms}
     parent = next(iter(node.origin.slots.values()))
-    if node.origin.is_transpose and parent.origin is None and all(isinstance(t, Outer) for t in terms):
-        return {next(iter(node.names)): [t.transposed() for t in terms if isinstance(t, Outer)]}
+    if node.origin.is_transpose and all(isinstance(t, Outer) for t in terms):
+        return _pulled_back(parent, [t.transposed() for t in terms if isinstance(t, Outer)], tape)
+    start = _first_row(node)
+    if start is not None:
+        return _pulled_back(parent, [_part(t, start, tuple(parent.tensor.shape)) for t in terms], tape)
     names = sorted(node.names)
     roots = [tape.parameters[name].tensor for name in names]
     sent = gradients(terms)
@@ -197,3 +207,50 @@ def _pulled_back(node: Node, terms: list[Term], tape: Tape) -> dict[str, list[Te
         each = [torch.autograd.grad(node.tensor, roots, s, retain_graph=True, materialize_grads=True) for s in sent]
         back = tuple(torch.stack(rows) for rows in zip(*each, strict=True))
     return {name: [Dense(g)] for name, g in zip(names, back, strict=True)}
+
+
+def _first_row(node: Node) -> int | None:
+    """The first of the rows of another tensor that this one is, next to each other; None where it is something else."""
+    if node.origin is None or node.origin.function not in SLICES:
+        return None
+    x, whole = node.tensor, next(iter(node.origin.slots.values())).tensor
+    same = x.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and x.dtype == whole.dtype
+    if not same or x.ndim != whole.ndim or x.shape[1:] != whole.shape[1:] or x.stride() != whole.stride():
+        return None
+    return int(x.storage_offset() - whole.storage_offset()) // max(1, whole.stride(0))
+
+
+def _part(term: Term, start: int, shape: tuple[int, ...]) -> Part:
+    return Part(term.term, start + term.start, shape) if isinstance(term, Part) else Part(term, start, shape)
+
+
+def joint_bias(tape: Tape, weight: str) -> str | None:
+    """The bias that is read wherever the weight is, the same rows of both, and nowhere else."""
+    reads = _reads(tape.parameters[weight])
+    found: set[str] = set()
+    for use, node, start in reads:
+        slot = next((slot for slot, other in use.slots.items() if other is node), "")
+        bias = use.slots.get(use.rule.bias_of.get(slot, "")) if use.rule is not None else None
+        if bias is None or len(bias.names) != 1 or bias.names == node.names:
+            return None
+        if node.origin is not None and bias.tensor.shape[:1] != node.tensor.shape[:1]:
+            return None  # the rows are inputs
+        if (use, bias, start) not in _reads(tape.parameters[next(iter(bias.names))]):
+            return None
+        found |= bias.names
+    if len(found) != 1:
+        return None
+    name = found.pop()
+    return name if len(_reads(tape.parameters[name])) == len(reads) else None
+
+
+def _reads(node: Node) -> list[tuple[Use, Node, int]]:
+    """Where a parameter is read: the use, the parameter itself or rows of it, and the first of these."""
+    found: list[tuple[Use, Node, int]] = []
+    for use in node.uses:
+        rows = [(x, _first_row(x)) for x in use.results]
+        if rows and all(start is not None for _, start in rows):
+            found += [(reader, x, start) for x, start in rows if start is not None for reader in x.uses]
+        else:
+            found.append((use, node, 0))
+    return found

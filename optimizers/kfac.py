@@ -127,6 +127,10 @@ class KFAC(torch.optim.Optimizer):
             return
         if self.generator is None:
             self.generator = torch.Generator(outputs[0].device).manual_seed(self.seed)
+        if len(outputs) > 1 and self.loss is not None:
+            raise ValueError(
+                f"KFAC: the model returned {len(outputs)} tensors, and loss= is of one; leave loss out (isotropic())"
+            )
         vectors = [self.inject.vectors(x.detach(), self.loss, generator=self.generator).to(x.dtype) for x in outputs]
         with torch.autocast(outputs[0].device.type, enabled=False):
             self.factors.record(tape, outputs, vectors, count)
@@ -139,7 +143,7 @@ class KFAC(torch.optim.Optimizer):
         def keep(index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
             def hook(gradients: Sequence[Tensor]) -> None:
                 if gradients[number] is not None:
-                    found[index] = gradients[number].detach() * scale
+                    found[index] = gradients[number].detach().reshape(tape.uses[index].shape) * scale
 
             return hook
 

@@ -41,7 +41,7 @@ def within_five_errors(moments, expected):
     """The mean of (draws, D, D) independent matrices is `expected`, up to its own standard error."""
     error = moments.std(0) / math.sqrt(len(moments))
     distance = (moments.mean(0) - expected).abs()
-    assert (distance <= 5 * error + 1e-10).all(), (distance / error.clamp(min=1e-300)).max()
+    assert (distance <= 5 * error + 1e-10 * (1 + expected.abs())).all(), (distance / error.clamp(min=1e-300)).max()
 
 
 def repeated(tree, n, count=MANY):
@@ -49,3 +49,12 @@ def repeated(tree, n, count=MANY):
     if isinstance(tree, dict):
         return {key: repeated(value, n, count) for key, value in tree.items()}
     return tree[n : n + 1].repeat(count, *[1] * (tree.ndim - 1))
+
+
+def joined_moment(pairs, count):
+    """Chunks of (left, right) to sum_k left right^T, (N, D, D), D all entries of a sample's rows."""
+    total = 0
+    for left, right in pairs:
+        one, two = (t.reshape(len(t), count, -1) for t in (left, left if right is None else right))
+        total = total + torch.einsum("kni,knj->nij", one, two)
+    return total

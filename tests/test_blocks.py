@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from case import Raw, seeded
 from torch import Tensor, nn
 
-import curvature.blocks
+import curvature.factors
 from curvature import Block, RunningFactors, capture
 from curvature.blocks import DiagonalBlock, KroneckerBlock
 
@@ -138,7 +138,7 @@ def close(found: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
 @pytest.mark.parametrize("limit", [2048, 3])
 def test_solve_is_dense(name: str, limit: int, device, monkeypatch):
     """(kron(B, A) + damping I)^-1 and its energy; a side beyond the limit is a diagonal."""
-    monkeypatch.setattr(curvature.blocks, "MAX_SIZE", limit)
+    monkeypatch.setattr(curvature.factors, "MAX_SIZE", limit)
     model, x = built(name, device)
     block = block_of(recorded(model, x), model)
     assert isinstance(block, KroneckerBlock) and block.reason == ""
@@ -150,9 +150,9 @@ def test_solve_is_dense(name: str, limit: int, device, monkeypatch):
     close(block.mean_eigenvalue, matrix.trace() / len(matrix))
     for damping in (0.03, 2.0):
         found, energy = block.solve(gradients, damping)
-        right = block.arranged(gradients).flatten()
+        right = block.scheme.arrangement.arranged(gradients).flatten()
         u = torch.linalg.solve(matrix + damping * eye, right)
-        close(block.arranged(found).flatten(), u)
+        close(block.scheme.arrangement.arranged(found).flatten(), u)
         close(energy, u @ matrix @ u)
         assert [f.shape for f in found] == [g.shape for g in gradients]
 
@@ -162,7 +162,8 @@ def test_restored_is_the_inverse_of_arranged(name: str):
     model, x = built(name)
     block = block_of(recorded(model, x), model)
     parameters = [dict(model.named_parameters())[k].detach() for k in block.names]
-    for found, right in zip(block.restored(block.arranged(parameters)), parameters, strict=True):
+    arrangement = block.scheme.arrangement
+    for found, right in zip(arrangement.restored(arrangement.arranged(parameters)), parameters, strict=True):
         assert torch.equal(found, right)
 
 
@@ -171,13 +172,15 @@ def test_arranged_is_groups_outputs_inputs():
     model, x = built("grouped_conv")
     weight, bias = (p.detach() for p in model.parameters())
     expected = torch.cat([weight.reshape(2, 3, 6), bias.reshape(2, 3, 1)], 2)
-    assert torch.equal(block_of(recorded(model, x), model).arranged([weight, bias]), expected)
+    assert torch.equal(block_of(recorded(model, x), model).scheme.arrangement.arranged([weight, bias]), expected)
     model, x = built("transformers_conv1d")
     block = block_of(recorded(model, x), model)
-    assert torch.equal(block.arranged([model[0].weight.detach()]), model[0].weight.detach().T[None])
+    weight, bias = (p.detach() for p in model.parameters())
+    expected = torch.cat([weight.T, bias[:, None]], 1)[None]
+    assert torch.equal(block.scheme.arrangement.arranged([weight, bias]), expected)
 
 
-@pytest.mark.parametrize("name", ["linear", "places", "conv", "grouped_conv", "transformers_conv1d"])
+@pytest.mark.parametrize("name", ["linear", "places", "conv", "grouped_conv", "conv_transpose", "transformers_conv1d"])
 def test_a_block_is_a_layer(name: str):
     """Weight and bias together."""
     model, x = built(name)
@@ -223,10 +226,18 @@ def test_linear_networks_are_exact(layers: int, device):
         close(block_of(exactly, model).rows[0], torch.eye(3, dtype=x.dtype, device=x.device))
 
 
+def test_transposed_convolutions_are_exact_with_a_term_for_every_place():
+    layer, x = nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1).double(), torch.randn(N, 2, 4).double()
+    block = block_of(recorded(layer, x), layer)
+    weight, bias = jacobians(layer, x, block.names)
+    j = block.scheme.arrangement.arranged([weight.flatten(0, 1), bias.flatten(0, 1)]).flatten(1)
+    close(dense(block), j.T @ j / N)
+
+
 def test_embeddings_are_exact_where_backprops_are_constant():
     model, x = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)).double(), torch.arange(N) % 4
     (j,) = jacobians(model, x, ["0.weight"])
-    j = j.flatten(2).flatten(0, 1)
+    j = j.mT.flatten(2).flatten(0, 1)  # outputs are the features, inputs the rows
     close(dense(block_of(recorded(model, x), model)), j.T @ j / N)
 
 
@@ -275,18 +286,6 @@ def test_sharing_is_the_same_with_one_place(name: str):
     one, two = (block_of(recorded(model, x, sharing=sharing), model) for sharing in ("expand", "reduce"))
     close(one.rows, two.rows)
     close(one.columns, two.columns)
-
-
-@pytest.mark.parametrize("name", ["places", "conv"])
-def test_reduce_averages_activations_and_adds_backprops(name: str, device):
-    model, x = built(name, device)
-    v = normal_vectors(1)
-    block = block_of(recorded(model, x, v, "reduce"), model)
-    b = (1 - model(x).square()) * v(model(x))[0]
-    a, b = (x, b) if name == "places" else (F.unfold(x, 2).mT, b.flatten(2).mT)
-    a, b = torch.cat([a, torch.ones_like(a[..., :1])], 2).mean(1), b.sum(1).detach()
-    close(block.columns[0], a.T @ a / N)
-    close(block.rows[0], b.T @ b / N)
 
 
 def test_samples_that_share_their_number_with_features():

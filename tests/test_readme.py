@@ -1,4 +1,4 @@
-"""Every ```python block of README.md and docs/*.md runs as printed, each file's blocks in order as one program."""
+"""Every ```python block of README.md and docs/**/*.md runs as printed, each file's blocks in order as one program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def script_of(markdown: str) -> str:
     return "\n".join(script) + "\n"
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILES = [path for path in PAGES if script_of(path.read_text("utf-8")).strip()]
 
 

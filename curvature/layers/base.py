@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from curvature.contractions import Dense, Term
+from curvature.terms import Dense, Term
 
 
 class Unsupported(Exception):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.contractions import Outer, Term
 from curvature.layers.base import Call, Layout, Rule, Unsupported, reduced, register
+from curvature.terms import Outer, Term
 
 Labels = Sequence[Hashable]
 Labelled = tuple[Tensor, Labels]

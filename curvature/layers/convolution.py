@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.contractions import Convolved, Term
 from curvature.layers.base import Call, Layout, Rule, Unsupported, reduced, register
+from curvature.terms import Convolved, ConvolvedBack, Term
 
 
 def _spread(value: Any, n: int) -> list[int]:
@@ -38,6 +38,7 @@ def _geometry(args: dict[str, Any], n: int) -> tuple[tuple[int, ...], tuple[int,
 
 class _Convolution(Rule):
     parameters = ("weight", "bias")
+    bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
     def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
         x, weight = call.args["input"], call.args["weight"]
@@ -49,11 +50,16 @@ class _Convolution(Rule):
         padding = padding_amounts(call.args.get("padding", 0), weight.shape[2:], dilation)
         dtype = torch.promote_types(x.dtype, b.dtype)
         seen, sent = self.roles(x.to(dtype), b.to(dtype), padding)
-        return Convolved(layout.front(seen), layout.front(sent), tuple(weight.shape), stride, dilation, groups)
+        one = Convolved(layout.front(seen), layout.front(sent), tuple(weight.shape), stride, dilation, groups)
+        return self.viewed(one, padding)
 
     def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
         """What the kernel slides over, padded, and what it is multiplied by."""
         raise NotImplementedError
+
+    def viewed(self, term: Convolved, padding: list[int]) -> Term:
+        """The term of a layer whose gradients are those of the convolution `term`."""
+        return term
 
 
 @register
@@ -62,7 +68,6 @@ class Convolution(_Convolution):
 
     functions = (F.conv1d, F.conv2d, F.conv3d)
     signature = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
-    bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
     def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
         return F.pad(x, padding), b
@@ -70,10 +75,13 @@ class Convolution(_Convolution):
 
 @register
 class TransposedConvolution(_Convolution):
-    """The adjoint of a convolution: input and backprop change their parts, so the places are the input's pixels."""
+    """The adjoint of a convolution: input and backprop change their parts."""
 
     functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     signature = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
     def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
         return F.pad(b, padding), x
+
+    def viewed(self, term: Convolved, padding: list[int]) -> Term:
+        return ConvolvedBack(term, tuple(padding[::-2]))

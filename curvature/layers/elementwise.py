@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.contractions import Dense, Term
 from curvature.layers.base import Call, Layout, Rule, Unsupported, reduced, register
+from curvature.terms import Dense, Term
 
 _NAMES = [
     "add",

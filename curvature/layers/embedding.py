@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.contractions import Dense, Rows, Term
 from curvature.layers.base import Call, Layout, Rule, Unsupported, register
+from curvature.terms import Dense, Rows, Term
 
 
 def _frozen_row(args: dict[str, Any]) -> int:
@@ -34,11 +34,12 @@ class Embedding(Rule):
         args = call.args
         index = layout.front(args["input"]).flatten(1)
         values = layout.front(b).flatten(1, -2)
-        values = values.masked_fill((index == _frozen_row(args))[..., None], 0)
+        live = None if args.get("padding_idx") is None else index != _frozen_row(args)
+        values = values if live is None else values.masked_fill(~live[..., None], 0)
         if args.get("scale_grad_by_freq"):
             counts = (index[:, :, None] == index[:, None, :]).sum(2)
             values = values / counts[..., None]
-        return Rows(index, values, tuple(args["weight"].shape))
+        return Rows(index, values, tuple(args["weight"].shape), live)
 
     def counts_over_batch(self, call: Call) -> bool:
         return bool(call.args.get("scale_grad_by_freq"))
@@ -77,9 +78,11 @@ class EmbeddingBag(Rule):
         longest = int(sizes.max()) if len(order) else 0
         rows = index.new_zeros(layout.samples, longest)
         values = b.new_zeros(layout.samples, longest, width)
+        live = torch.zeros_like(rows, dtype=torch.bool)
         rows[who[order], place] = index[order]
+        live[who[order], place] = index[order] != _frozen_row(args)
         values[who[order], place] = (b[bag] * weights[:, None])[order]
-        return Rows(rows, values, tuple(args["weight"].shape))
+        return Rows(rows, values, tuple(args["weight"].shape), live)
 
     def _weights(self, args: dict[str, Any], index: Tensor, bag: Tensor, bags: int, b: Tensor) -> Tensor:
         """What each looked-up row counts for in its bag."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.contractions import Term
 from curvature.layers.base import Call, Layout, Rule, reduced, register
+from curvature.terms import Entrywise, Term
 
 
 class _ScaleShift(Rule):
     """``z = weight * normalised(x) + bias``, the parameters along the axes from `first_axis`."""
 
     parameters = ("weight", "bias")
+    bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
     def normalised(self, args: dict[str, Any]) -> Tensor:
         """The input after normalisation, before scale and shift."""
@@ -25,9 +27,19 @@ class _ScaleShift(Rule):
         return 1
 
     def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
-        if slot == "weight":
-            b = b * self.normalised(call.args)
-        return reduced(layout.front(b), call.args[slot].shape, layout, self.first_axis(call))
+        shape, first = call.args[slot].shape, self.first_axis(call)
+        if slot == "bias":
+            return reduced(layout.front(b), shape, layout, first)
+        direct = reduced(layout.front(b * self.normalised(call.args)), shape, layout, first)
+        offset = b.ndim - len(shape) if first is None else first
+        axes = range(offset + 1, offset + 1 + len(shape))
+
+        def by_feature(x: Tensor) -> Tensor:
+            """The output's axes to (N, t, g)."""
+            x = layout.front(x).movedim(tuple(axes), tuple(range(-len(shape), 0)))
+            return x.reshape(len(x), -1, shape.numel())
+
+        return Entrywise(direct, lambda: by_feature(self.normalised(call.args)), by_feature(b))
 
 
 @register

@@ -1,0 +1,202 @@
+"""Sums over data of what the vectors make of a layer, one class for each structure of its block.
+
+Each is fed with `Chunk` after `Chunk`, and gives its operator in the end: ``scale * sum_n weights[n] sum_k u_kn
+w_kn^T`` or an approximation of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvature import operators
+from curvature.capture import Tape
+from curvature.contractions import gradients, merged, unfolded
+from curvature.kronecker import EigenKronecker, Kronecker
+from curvature.moments import Reading, Scheme, matched
+from curvature.operators import Diagonal, Operator, Space
+from curvature.squares import products
+from curvature.terms import Convolved, Dense, Outer, Term
+
+Terms = dict[str, list[Term]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some of the vectors of one batch, sent back.
+
+    Attributes:
+        left, right: for every vector the terms of ``u_k = J^T left_k`` and of ``w_k = J^T right_k``; the same object
+            where these are the same. The matrix is ``sum_n weights[n] sum_k u_kn w_kn^T``.
+        weights: (N,), what each sample counts for, not yet divided by their sum.
+        first: whether this is the first chunk of its batch.
+    """
+
+    tape: Tape
+    left: list[Terms]
+    right: list[Terms]
+    weights: Tensor
+    first: bool
+
+    def of(self, name: str) -> tuple[list[list[Term]], list[list[Term]]] | None:
+        """Terms of one parameter by vector, left and right; None where nothing of the output depends on it."""
+        left = [terms[name] for terms in self.left if name in terms]
+        if self.right is self.left:
+            return (left, left) if left else None
+        right = [terms[name] for terms in self.right if name in terms]
+        return (left, right) if left and right else None
+
+
+class Accumulator:
+    """Base: the sum for the parameters of a space, which are one block."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.space.names
+
+    def entries(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes."""
+        return zip(self.space.names, self.space.shapes, strict=True)
+
+    def add(self, chunk: Chunk) -> None:
+        raise NotImplementedError
+
+    def result(self, scale: float) -> Operator:
+        """The operator on the block's parameters."""
+        raise NotImplementedError
+
+
+class DiagonalSum(Accumulator):
+    """The diagonal alone."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
+        self.sums = {name: torch.zeros(s, dtype=space.dtype, device=space.device) for name, s in self.entries()}
+
+    def add(self, chunk: Chunk) -> None:
+        for name in self.names:
+            found = chunk.of(name)
+            if found is not None:
+                self.sums[name] += products(*found, chunk.weights)
+
+    def result(self, scale: float) -> Operator:
+        return Diagonal(self.space, scale * self.space.flatten(self.sums))
+
+
+class DenseSum(Accumulator):
+    """The whole block."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
+        self.sum = torch.zeros(space.size, space.size, dtype=space.dtype, device=space.device)
+
+    def add(self, chunk: Chunk) -> None:
+        for k, left in enumerate(chunk.left):
+            u = self._rows(left, len(chunk.weights))
+            w = u if chunk.right is chunk.left else self._rows(chunk.right[k], len(chunk.weights))
+            self.sum.addmm_((u * chunk.weights.to(u.dtype)[:, None]).T, w)
+
+    def _rows(self, terms: Terms, count: int) -> Tensor:
+        """Per-sample gradients (N, P)."""
+        rows = [
+            gradients(terms[name]).reshape(count, -1).to(self.sum.dtype)
+            if name in terms
+            else self.sum.new_zeros(count, torch.Size(shape).numel())
+            for name, shape in self.entries()
+        ]
+        return torch.cat(rows, 1)
+
+    def result(self, scale: float) -> Operator:
+        return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
+
+
+class KroneckerSum(Accumulator):
+    """One Kronecker product per group for each reading of the weight, in the end matched to one."""
+
+    def __init__(self, space: Space, scheme: Scheme) -> None:
+        super().__init__(space)
+        self.scheme = scheme
+        self.inputs: dict[Reading, tuple[Tensor, Tensor | int]] = {}
+        self.outputs: dict[Reading, Tensor] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        found = chunk.of(self.names[0])
+        if found is None:
+            return
+        if chunk.first:
+            for reading, terms in self.scheme.readings(found[0][0]).items():
+                total, number = self.scheme.activations(terms)
+                if reading in self.inputs:
+                    total, number = total + self.inputs[reading][0], number + self.inputs[reading][1]
+                self.inputs[reading] = total, number
+        for left, right in zip(*found, strict=True):
+            rights = self.scheme.readings(right)
+            for reading, terms in self.scheme.readings(left).items():
+                other = None if right is left else rights[reading]
+                part = self.scheme.backprops(terms, other, chunk.weights)
+                self.outputs[reading] = self.outputs[reading] + part if reading in self.outputs else part
+
+    def result(self, scale: float) -> Kronecker:
+        sides = [
+            self.scheme.product(reading, *self.inputs[reading], scale * _symmetric(b))
+            for reading, b in self.outputs.items()
+        ]
+        return Kronecker(self.space, self.scheme.arrangement, *matched(sides))
+
+
+class EigenSum(Accumulator):
+    """The diagonal in the eigenbasis of Kronecker factors (arXiv:1806.03884, equation 11)."""
+
+    def __init__(self, scheme: Scheme, factors: Kronecker) -> None:
+        super().__init__(factors.space)
+        self.scheme, self.basis = scheme, factors.eigen
+        self.sum = torch.zeros_like(self.basis.values)
+
+    def add(self, chunk: Chunk) -> None:
+        if chunk.of(self.names[0]) is None:
+            return
+        left = self._turned(chunk.left)
+        self.sum += products(left, left if chunk.right is chunk.left else self._turned(chunk.right), chunk.weights)
+
+    def _turned(self, vectors: list[Terms]) -> list[list[Term]]:
+        """For every vector the per-sample gradients in the eigenbasis, as a term of shape (g, o, i)."""
+        rows, columns = self.basis.row_vectors, self.basis.column_vectors
+        parts = [merged(terms[self.names[0]]) for terms in vectors]
+        first = parts[0][0]
+        alone = len(parts[0]) == 1 and isinstance(first, Outer | Convolved) and not self.scheme.reading(first).flipped
+        if not alone or first.places > min(self.basis.values.shape[1:]):
+            return [[Dense(self._turned_gradients(terms))] for terms in vectors]
+        whole = unfolded(first)
+        assert isinstance(whole, Outer)
+        a = whole.a
+        a = torch.cat([a, a.new_ones(*a.shape[:3], 1)], 3) if len(self.names) > 1 else a
+        a = a if columns is None else torch.einsum("ntgi,gij->ntgj", a, columns.to(a.dtype))
+        shape = tuple(self.basis.values.shape)
+        found: list[list[Term]] = []
+        for (part,) in parts:
+            assert isinstance(part, Outer | Convolved)
+            b = part.backprops()
+            b = b if rows is None else torch.einsum("ntgo,gop->ntgp", b, rows.to(b.dtype))
+            found.append([Outer(a, b, shape)])
+        return found
+
+    def _turned_gradients(self, terms: Terms) -> Tensor:
+        rows, columns = self.basis.row_vectors, self.basis.column_vectors
+        c = self.scheme.arrangement.arranged([gradients(terms[name]).to(self.sum.dtype) for name in self.names])
+        c = c if rows is None else rows.mT @ c
+        return c if columns is None else c @ columns
+
+    def result(self, scale: float) -> EigenKronecker:
+        rows, columns = self.basis.row_vectors, self.basis.column_vectors
+        return EigenKronecker(self.space, self.scheme.arrangement, rows, columns, scale * self.sum)
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    """Of a side; one that is kept as its diagonal is."""
+    return matrix if matrix.ndim == 2 else (matrix + matrix.mT) / 2

@@ -1,0 +1,57 @@
+"""How the weight and the bias of a layer lie in the grouped affine map ``z[g,o] = sum_i W[g,o,i] x[g,i]``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where the entries of a layer's parameters are in a (g, o, i) array; a bias is the last input.
+
+    The weight's axes, put in the order (g, o, i), have `sizes`; `order` permutes these into the weight's own axes
+    (None: the weight is (g * o, i) as it lies).
+
+    Attributes:
+        shapes: of the weight and, if it belongs to the block, the bias.
+        groups, outputs: g and o.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    groups: int
+    outputs: int
+    sizes: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def dimension(self) -> int:
+        """Number of entries."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    def arranged(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Tensors of shapes (*batch, *shape) to (*batch, g, o, i)."""
+        weight = tensors[0]
+        batch = weight.shape[: weight.ndim - len(self.shapes[0])]
+        if self.sizes is not None and self.order is not None:
+            inner = [self.sizes[k] for k in self.order]
+            back = [self.order.index(k) for k in range(len(inner))]
+            weight = weight.reshape(*batch, *inner).permute(*range(len(batch)), *(len(batch) + k for k in back))
+        matrix = weight.reshape(*batch, self.groups, self.outputs, -1)
+        if len(tensors) == 1:
+            return matrix
+        return torch.cat([matrix, tensors[1].reshape(*batch, self.groups, self.outputs, 1)], -1)
+
+    def restored(self, matrix: Tensor) -> list[Tensor]:
+        """The inverse of `arranged`."""
+        batch = matrix.shape[:-3]
+        weight = matrix[..., :-1] if len(self.shapes) > 1 else matrix
+        if self.sizes is not None and self.order is not None:
+            weight = weight.reshape(*batch, *self.sizes)
+            weight = weight.permute(*range(len(batch)), *(len(batch) + k for k in self.order))
+        found = [weight.reshape(*batch, *self.shapes[0])]
+        return found if len(self.shapes) == 1 else [*found, matrix[..., -1].reshape(*batch, *self.shapes[1])]

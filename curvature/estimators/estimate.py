@@ -1,0 +1,38 @@
+"""What the random estimators return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Estimate(NamedTuple):
+    """A random estimate.
+
+    Attributes:
+        value: unbiased unless its function says otherwise.
+        error: its standard error, in the same shape: how far the value is off, as a standard deviation. It is itself
+            estimated, from the spread of the samples.
+    """
+
+    value: Tensor
+    error: Tensor
+
+
+def mean_of(samples: Tensor) -> Estimate:
+    """The mean over the first dimension, and its standard error."""
+    return Estimate(samples.mean(0), samples.std(0) / math.sqrt(len(samples)))
+
+
+def split_of(k: int, parts: int, function: Callable[..., object]) -> int:
+    """k products in equal parts.
+
+    Raises:
+        ValueError: less than two samples for each part, too few to estimate an error.
+    """
+    if k < 2 * parts:
+        raise ValueError(f"{function.__name__} needs at least {2 * parts} products, found k={k}")
+    return k // parts

@@ -1,0 +1,143 @@
+"""Traces and diagonals from products with random vectors.
+
+``k`` is the number of products with the matrix, whatever the method makes of them. Each needs (P, k) numbers of memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from curvature.estimators.estimate import Estimate, mean_of, split_of
+from curvature.operators import Operator
+
+
+def hutchinson_trace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
+    """Mean of ``z^T M z`` over k vectors of random signs (Hutchinson 1990, doi:10.1080/03610919008812866).
+
+    Args:
+        op: any symmetric matrix.
+        k: number of products, at least 2.
+        generator: by default a new one with seed 0, so that two calls give the same; the global state is untouched.
+
+    Raises:
+        ValueError: k is too small.
+
+    The error falls as ``1/sqrt(k)`` and is zero for a diagonal matrix.
+    """
+    z = op.space.signs(split_of(k, 1, hutchinson_trace), generator)
+    return mean_of((z * (op @ z)).sum(0))
+
+
+def hutchpp_trace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
+    """Hutch++: exact on the range that a third of the products find, Hutchinson's mean on the rest (arXiv:2010.09649).
+
+    Exact for rank up to ``k // 3``; its error falls as ``1/k`` for positive semi-definite matrices.
+
+    Args:
+        op: any symmetric matrix.
+        k: number of products, at least 6.
+        generator: as for `hutchinson_trace`.
+
+    Raises:
+        ValueError: k is too small.
+    """
+    third, generator = split_of(k, 3, hutchpp_trace), generator or op.space.generator()
+    basis = torch.linalg.qr(op @ op.space.signs(third, generator)).Q
+    z = op.space.signs(k - 2 * third, generator)
+    z = z - basis @ (basis.mT @ z)
+    rest = mean_of((z * (op @ z)).sum(0))
+    return Estimate((basis * (op @ basis)).sum() + rest.value, rest.error)
+
+
+def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
+    """XTrace: each vector serves the range that all others find and is tried on what they leave (arXiv:2301.07825).
+
+    With normal vectors, scaled by their norm on what is left, so that the estimate is unbiased. Exact for rank less
+    than ``k / 2``, usually the most accurate of the three. The samples are not independent, so that
+    the error comes out too small, at most by a third where we tried it.
+
+    Args:
+        op: any symmetric matrix.
+        k: number of products, at least 4; more than 2 P are not used.
+        generator: as for `hutchinson_trace`.
+
+    Raises:
+        ValueError: k is too small.
+    """
+    size = op.space.size
+    half = min(split_of(k, 2, xtrace), size)
+    z = op.space.normal(half, generator)
+    image = op @ z
+    basis, leaves = _left_out(image)
+    image_of_basis = op @ basis
+    core = basis.mT @ image_of_basis
+    # x[k] is z[k] without the range of the images of the others, and y[k] = M x[k].
+    inside = basis.mT @ z
+    inside = inside - leaves * (leaves * inside).sum(0)
+    x, y = z - basis @ inside, image - image_of_basis @ inside
+    norms = x.square().sum(0)
+    rest = (size - half + 1) * (x * y).sum(0) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+    return mean_of(core.trace() - (leaves * (core @ leaves)).sum(0) + rest)
+
+
+def hutchinson_diagonal(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
+    """Mean of ``z * (M z)`` over k vectors of random signs (Bekas et al. 2007, doi:10.1016/j.apnum.2007.01.003).
+
+    Args:
+        op: any symmetric matrix.
+        k: number of products, at least 2.
+        generator: as for `hutchinson_trace`.
+
+    Returns:
+        The estimate with value and error of shape (P,).
+
+    Raises:
+        ValueError: k is too small.
+    """
+    z = op.space.signs(split_of(k, 1, hutchinson_diagonal), generator)
+    return mean_of((z * (op @ z)).T)
+
+
+def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
+    """XDiag, the counterpart of `xtrace` for the diagonal (arXiv:2301.07825).
+
+    Exact for rank less than ``k / 2``.
+
+    Args:
+        op: any symmetric matrix.
+        k: number of products, at least 4; more than 2 P are not used.
+        generator: as for `hutchinson_trace`.
+
+    Returns:
+        The estimate with value and error of shape (P,).
+
+    Raises:
+        ValueError: k is too small.
+    """
+    z = op.space.signs(min(split_of(k, 2, xdiag), op.space.size), generator)
+    image = op @ z
+    basis, leaves = _left_out(image)
+    image_of_basis = op @ basis
+    inside = basis.mT @ image
+    inside = inside - leaves * (leaves * inside).sum(0)
+    whole = (basis * image_of_basis).sum(1)
+    return mean_of((whole[:, None] - (basis @ leaves) * (image_of_basis @ leaves) + z * (image - basis @ inside)).T)
+
+
+def _left_out(image: Tensor) -> tuple[Tensor, Tensor]:
+    """Orthonormal basis Q (P, k) of the columns, and unit vectors s_k such that the others span ``Q (I - s_k s_k^T)``.
+
+    s_k is the k-th column of ``R^-T``, normalised. Where the columns are dependent, R is singular; the others then span
+    the range without column k, and any direction of Q that rounding made will do for s_k.
+    """
+    basis, root = torch.linalg.qr(image)
+    diagonal = root.diagonal()
+    floor = (torch.finfo(root.dtype).eps * diagonal.abs().max()).clamp(min=math.sqrt(torch.finfo(root.dtype).tiny))
+    small = diagonal.abs() < floor
+    root = root + torch.where(small, floor.copysign(diagonal) - diagonal, torch.zeros_like(diagonal)).diag()
+    eye = torch.eye(len(root), dtype=root.dtype, device=root.device)
+    leaves = torch.linalg.solve_triangular(root.mT, eye, upper=False)
+    return basis, leaves / leaves.norm(dim=0)

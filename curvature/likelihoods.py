@@ -1,0 +1,184 @@
+"""The likelihoods that losses stand for: their Fisher information at the model's output, and gradients at drawn labels.
+
+With p(y | f) the likelihood of the labels of one term of the loss at its output f, the Fisher information there is
+
+    H = E[s s^T] = -E[d^2 log p(y | f) / df^2],     s = -d log p(y | f) / df,     y drawn from p(. | f)
+
+It is the Hessian of the term itself where that does not depend on the label (``is_hessian``), and its expectation
+otherwise. Root of the categorical: Martens, Sutskever & Swersky 2012, arXiv:1206.6464. Drawn labels: Martens & Grosse
+2015, arXiv:1503.05671. The two notions of curvature: Kunstner, Balles & Hennig 2019, arXiv:1905.12558.
+
+Everything is for terms of mass 1. ``eps``, ``u`` and all results have shape (k, *output.shape); classes and heads are
+dim 1 of the output. Where the output is nan, so is what it has a part in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+PROBABILITY_EPS = 1e-12  # torch divides the gradient of BCELoss by p (1 - p), but by no less than this
+
+
+class Likelihood:
+    """Base: H of one output, as a root, as a product, and as the second moment of drawn gradients."""
+
+    is_hessian: ClassVar[bool] = True
+
+    def root(self, eps: Tensor) -> Tensor:
+        """S eps, where S is square and S S^T = H."""
+        raise NotImplementedError
+
+    def product(self, u: Tensor) -> Tensor:
+        """H u."""
+        raise NotImplementedError
+
+    def draw(self, k: int, generator: torch.Generator) -> Tensor:
+        """k gradients s, each at a label drawn for it alone, so that E s s^T = H."""
+        raise NotImplementedError
+
+
+class Diagonal(Likelihood):
+    """Base of those where H is diagonal, with the square of ``scale`` on it; ``output`` is (N, ...)."""
+
+    def __init__(self, output: Tensor, scale: Tensor) -> None:
+        self.output, self.scale = output, scale
+
+    def root(self, eps: Tensor) -> Tensor:
+        return self.scale * eps
+
+    def product(self, u: Tensor) -> Tensor:
+        return self.scale.square() * u
+
+    def noise(self, make: Callable[..., Tensor], k: int, generator: torch.Generator) -> Tensor:
+        options = {"dtype": self.output.dtype, "device": self.output.device}
+        return make(k, *self.output.shape, generator=generator, **options)
+
+
+class Categorical(Likelihood):
+    """Of logits (N, C, ...): H = diag(p) - p p^T."""
+
+    def __init__(self, output: Tensor) -> None:
+        self.output, self.p = output, output.softmax(1)
+
+    def root(self, eps: Tensor) -> Tensor:
+        mixed = self.p.sqrt() * eps
+        return mixed - self.p * mixed.sum(2, keepdim=True)
+
+    def product(self, u: Tensor) -> Tensor:
+        mixed = self.p * u
+        return mixed - self.p * mixed.sum(2, keepdim=True)
+
+    def draw(self, k: int, generator: torch.Generator) -> Tensor:
+        label = draw_classes(self.output, k, generator)
+        return self.p.expand(k, *self.p.shape).scatter_add(2, label, self.p.new_full((), -1.0).expand_as(label))
+
+
+class LogProbabilities(Diagonal):
+    """Of log-probabilities (N, C, ...) that add up to one: H = diag(p).
+
+    The term is linear in them and has no Hessian of its own. Behind a log-softmax this is the Fisher information of
+    `Categorical`. The gradient at a label is minus its unit vector, the mean of which, -p, a normalised model sends to
+    zero; here each has a random sign, so that its mean is zero already and terms do not correlate.
+    """
+
+    is_hessian = False
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__(output, (output / 2).exp())
+
+    def draw(self, k: int, generator: torch.Generator) -> Tensor:
+        label = draw_classes(self.output, k, generator)
+        nothing = torch.where(self.output.isnan(), math.nan, torch.zeros_like(self.output))
+        signs = torch.randint(2, label.shape, generator=generator, dtype=nothing.dtype, device=nothing.device) * 2 - 1
+        return nothing.expand(k, *nothing.shape).scatter_add(2, label, signs)
+
+
+class Bernoulli(Diagonal):
+    """Of logits: H = p (1 - p)."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__(output, (output.sigmoid() * (-output).sigmoid()).sqrt())
+
+    def draw(self, k: int, generator: torch.Generator) -> Tensor:
+        p = self.output.sigmoid()
+        return p - (self.noise(torch.rand, k, generator) < p).to(p.dtype)
+
+
+class BernoulliProbability(Diagonal):
+    """Of probabilities: H = 1 / (p (1 - p)); 0 where p is 0 or 1, as torch has it."""
+
+    is_hessian = False
+
+    def __init__(self, output: Tensor) -> None:
+        variance = output * (1 - output)
+        self.divisor = variance.clamp(min=PROBABILITY_EPS)
+        super().__init__(output, variance.sqrt() / self.divisor)
+
+    def draw(self, k: int, generator: torch.Generator) -> Tensor:
+        p = self.output
+        return (p - (self.noise(torch.rand, k, generator) < p).to(p.dtype)) / self.divisor
+
+
+class Normal(Diagonal):
+    """Of means, with variance 1/2, for which the squared error is the negative logarithm: H = 2."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__(output, output.new_full((), math.sqrt(2)))
+
+    def draw(self, k: int, generator: torch.Generator) -> Tensor:
+        return self.scale * self.noise(torch.randn, k, generator)
+
+
+class Poisson(Diagonal):
+    """Of logarithms of rates: H = exp(f)."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__(output, (output / 2).exp())
+
+    def draw(self, k: int, generator: torch.Generator) -> Tensor:
+        rate = self.output.exp()
+        return rate - draw_counts(rate, k, generator)
+
+
+class PoissonRate(Diagonal):
+    """Of rates: H = f / (f + eps)^2, ``eps`` being what the loss adds to the rate inside its logarithm."""
+
+    is_hessian = False
+
+    def __init__(self, output: Tensor, eps: float) -> None:
+        super().__init__(output, output.sqrt() / (output + eps))
+        self.eps = eps
+
+    def draw(self, k: int, generator: torch.Generator) -> Tensor:
+        rate = torch.where(self.output < 0, math.nan, self.output)
+        return (rate - draw_counts(rate, k, generator)) / (rate + self.eps)
+
+
+class NormalHeads(Diagonal):
+    """Of means and variances: H = 1/v for a mean and 1/(2 v^2) for a variance v; each (N, d, ...), together dim 1."""
+
+    is_hessian = False
+
+    def __init__(self, mean: Tensor, variance: Tensor) -> None:
+        super().__init__(mean, torch.cat([variance.rsqrt(), math.sqrt(0.5) / variance], 1))
+
+    def draw(self, k: int, generator: torch.Generator) -> Tensor:
+        z = self.noise(torch.randn, k, generator)
+        return self.scale * torch.cat([-z, math.sqrt(0.5) * (1 - z.square())], 2)
+
+
+def draw_classes(output: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """Draw k classes for every place of (N, C, ...), with probabilities proportional to exp(output): (k, N, 1, ...)."""
+    # the first to arrive at rates p is distributed as p; unlike multinomial, nan goes through and stops no device
+    times = output.new_empty(k, *output.shape).exponential_(generator=generator)
+    return (output - times.log()).argmax(2, keepdim=True)
+
+
+def draw_counts(rate: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    finite = rate.nan_to_num(0.0, 0.0, 0.0)  # torch.poisson stops a device at nan
+    return torch.poisson(finite.expand(k, *rate.shape), generator=generator)

@@ -1,0 +1,392 @@
+"""Symmetric matrices over parameters: what each can do, with dense defaults that are the oracles of faster ways."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from os import PathLike
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from curvature.linalg import NotDefinite, cholesky, finite, symmetrised
+from curvature.operators.plain import plain, scipy_operator
+from curvature.operators.space import Space
+
+T = TypeVar("T")
+DENSE_LIMIT = 30_000  # rows of the largest matrix that is built unasked
+
+
+class Operator(ABC):
+    """A symmetric P x P matrix M on the flat vectors of a space.
+
+    Vectors are flat (P,), several as columns (P, c), or dicts of tensors by parameter name; a method returns the form
+    that it got. ``M @ v``, ``M + N``, ``M - N``, ``-M``, ``c * M``, ``M / c`` work as they read.
+
+    A structure must give `_matmat`. All else has a dense default, which refuses to build a matrix of more than
+    `DENSE_LIMIT` rows. ``damping`` always means ``M + damping * I``.
+
+    Attributes:
+        space: names, shapes, dtype and device of the parameters.
+    """
+
+    fields: tuple[str, ...] = ()  # attributes that are the arguments of the constructor, for files
+    __array_ufunc__ = None  # a NumPy number times an operator is left to the operator
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._generator: torch.Generator | None = None
+
+    @abstractmethod
+    def _matmat(self, V: Tensor) -> Tensor:
+        """M V for columns (P, c)."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, P)."""
+        return self.space.size, self.space.size
+
+    @overload
+    def by_columns(self, function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor: ...
+    @overload
+    def by_columns(self, function: Callable[[Tensor], Tensor], v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def by_columns(
+        self, function: Callable[[Tensor], Tensor], v: Tensor | Mapping[str, Tensor]
+    ) -> Tensor | dict[str, Tensor]:
+        """Apply a function of columns, (P, c) to (P, c), to a vector in any form and return that form.
+
+        Raises:
+            KeyError, ValueError: names, shape, dtype or device are not those of the space.
+            TypeError: neither a tensor nor a dict of tensors.
+        """
+        if isinstance(v, Mapping):
+            flat = self.space.checked(self.space.flatten(v), (self.space.size,), "the flattened vector")
+            return self.space.split(function(flat[:, None])[:, 0])
+        if not isinstance(v, Tensor):
+            raise TypeError(f"expected a flat tensor or a dict of tensors by parameter name, found {type(v).__name__}")
+        flat = self.space.checked(v, (self.space.size, *v.shape[1:2]), "the vector, or the matrix of columns,")
+        return function(flat) if flat.ndim == 2 else function(flat[:, None])[:, 0]
+
+    @overload
+    def __matmul__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    def __matmul__(self, v: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """M v; errors as in `by_columns`."""
+        return self.by_columns(self._matmat, v)
+
+    def to_dict(self, flat: Tensor) -> dict[str, Tensor]:
+        """A flat vector (*batch, P) as tensors (*batch, *shape) by name."""
+        return self.space.split(flat)
+
+    def to_dense(self) -> Tensor:
+        """(P, P).
+
+        Raises:
+            ValueError: P is over `DENSE_LIMIT`.
+        """
+        self._allow_dense()
+        return self._matmat(torch.eye(self.space.size, dtype=self.space.dtype, device=self.space.device))
+
+    def _allow_dense(self) -> None:
+        rows = self.space.size
+        if rows > DENSE_LIMIT:
+            gigabytes = rows**2 * self.space.dtype.itemsize / 1e9
+            raise ValueError(
+                f"this needs a dense {rows} x {rows} matrix ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT}. "
+                "These need products only: conjugate_gradient, hutchpp_trace, xtrace, xdiag, lanczos_eigenvalues, "
+                "lanczos_logdet, spectral_density"
+            )
+
+    def materialise(self) -> Dense:
+        """The same matrix as a `Dense` one, which can be saved and solves without further products."""
+        return Dense(self.space, self.to_dense())
+
+    def diagonal(self) -> Tensor:
+        """(P,)."""
+        return self.to_dense().diagonal()
+
+    def trace(self) -> Tensor:
+        """Scalar tensor."""
+        return self.diagonal().sum()
+
+    def eigenvalues(self) -> Tensor:
+        """All of them, ascending, (P,)."""
+        return self.materialise().eigenvalues()
+
+    @overload
+    def solve(self, v: Tensor, damping: float = 0.0) -> Tensor: ...
+    @overload
+    def solve(self, v: Mapping[str, Tensor], damping: float = 0.0) -> dict[str, Tensor]: ...
+    def solve(self, v: Tensor | Mapping[str, Tensor], damping: float = 0.0) -> Tensor | dict[str, Tensor]:
+        """``(M + damping I)^-1 v``.
+
+        Raises:
+            ValueError: the damped matrix is singular or indefinite to working precision.
+        """
+        return self.by_columns(lambda V: self._solve(V, float(damping)), v)
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        return self.materialise()._solve(V, damping)
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        """``(M + damping I)^-1``, decomposed once.
+
+        Raises:
+            ValueError: as for `solve`.
+        """
+        return self.materialise().inverse(damping)
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        """``log det(M + damping I)``, a scalar tensor.
+
+        Raises:
+            ValueError: as for `solve`; the text says the least eigenvalue and what damping would do.
+        """
+        return self.materialise().logdet(damping)
+
+    def sample(self, damping: float = 0.0, k: int | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from the normal distribution ``N(0, (M + damping I)^-1)``: (P,), or (k, P).
+
+        Args:
+            damping: added to the matrix, for example the precision of a prior.
+            k: number of draws; None for a single one without that dimension.
+            generator: on any device. By default the operator's own, with seed 0 at its first use: the next call gives
+                new draws, and the global random state is untouched.
+
+        Raises:
+            ValueError: as for `solve`.
+        """
+        if generator is None:
+            generator = self._generator = self._generator or self.space.generator()
+        noise = self.space.normal(1 if k is None else k, generator)
+        draws = self._inverse_root(noise, float(damping)).T
+        return draws[0] if k is None else draws
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        """R Z with ``R R^T = (M + damping I)^-1``, for columns (P, c)."""
+        return self.materialise()._inverse_root(Z, damping)
+
+    def scaled(self, factor: float) -> Operator:
+        """``factor * M``."""
+        return Scaled(self, factor)
+
+    def damped(self, damping: float) -> Operator:
+        """``M + damping I`` as a matrix of its own."""
+        return Scaled(self, 1.0, damping)
+
+    def factored_damping(self, damping: float) -> Operator:
+        """The matrix with damping in the cheaper way of Kronecker factors where it has them, exact elsewhere.
+
+        Of this matrix it is `damped`; see `Kronecker.factored_damping`.
+        """
+        return self.damped(damping)
+
+    def __mul__(self, factor: float) -> Operator:
+        if not isinstance(factor, Tensor | int | float) and not hasattr(factor, "__float__"):
+            return NotImplemented
+        return self.scaled(float(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Operator:
+        return self.scaled(1 / float(divisor))
+
+    def __neg__(self) -> Operator:
+        return self.scaled(-1.0)
+
+    def __add__(self, other: Operator) -> Operator:
+        return Sum([self, other]) if isinstance(other, Operator) else NotImplemented
+
+    def __sub__(self, other: Operator) -> Operator:
+        return self + other.scaled(-1.0) if isinstance(other, Operator) else NotImplemented
+
+    def to_scipy(self) -> Any:
+        """A ``scipy.sparse.linalg.LinearOperator`` with the same product, on NumPy arrays.
+
+        Raises:
+            ImportError: SciPy is not installed.
+        """
+        return scipy_operator(self.space, self._matmat)
+
+    def state(self) -> dict[str, Any]:
+        """Plain tensors, numbers, strings and lists of them, for `save`.
+
+        Raises:
+            TypeError: a matrix known by its products only; call `materialise` first.
+        """
+        name = type(self).__name__
+        if not self.fields:
+            raise TypeError(f"a {name} has only products, which cannot be saved: call .materialise() first")
+        return {"structure": name, **{field: plain(getattr(self, field)) for field in self.fields}}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the matrix to a file that `load` reads.
+
+        Raises:
+            TypeError: as for `state`.
+        """
+        torch.save(self.state(), path)
+
+    def _details(self) -> list[str]:
+        return []
+
+    def __repr__(self) -> str:
+        names = self.space.names
+        shown = ", ".join(names) if len(names) <= 4 else f"{names[0]}, ..., {names[-1]} ({len(names)} parameters)"
+        dtype = str(self.space.dtype).removeprefix("torch.")
+        size = f"{self.space.size} x {self.space.size}"
+        return f"{type(self).__name__}({', '.join([size, *self._details(), dtype, str(self.space.device)])}; {shown})"
+
+
+class Dense(Operator):
+    """A matrix as it is.
+
+    Args:
+        space: of the parameters.
+        matrix: (P, P), symmetric up to rounding; its symmetric part is kept.
+
+    Raises:
+        ValueError: wrong shape, dtype or device, not symmetric, not finite.
+    """
+
+    fields = ("space", "matrix")
+
+    def __init__(self, space: Space, matrix: Tensor) -> None:
+        super().__init__(space)
+        self.matrix = symmetrised(space.kept(matrix, self.shape, "the matrix"), "the matrix")
+        self._root: tuple[float, Tensor] | None = None  # the last damping and its Cholesky root
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self.matrix @ V
+
+    def to_dense(self) -> Tensor:
+        return self.matrix
+
+    def materialise(self) -> Dense:
+        return self
+
+    def eigenvalues(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.matrix)
+
+    def _cholesky(self, damping: float) -> Tensor:
+        if self._root is None or self._root[0] != damping:
+            self._root = damping, cholesky(self.matrix, damping, repr(self))
+        return self._root[1]
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        return torch.cholesky_solve(V, self._cholesky(damping))
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        return torch.linalg.solve_triangular(self._cholesky(damping).mT, Z, upper=True)
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        return Dense(self.space, torch.cholesky_inverse(self._cholesky(float(damping))))
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return 2 * self._cholesky(float(damping)).diagonal().log().sum()
+
+
+class Scaled(Operator):
+    """``factor * M + shift * I``, as fast as M where factor > 0."""
+
+    fields = ("inner", "factor", "shift")
+
+    def __init__(self, inner: Operator, factor: float, shift: float = 0.0) -> None:
+        super().__init__(inner.space)
+        self.inner, self.factor, self.shift = inner, finite(factor), finite(shift)
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        product = self.factor * self.inner._matmat(V)
+        return product + self.shift * V if self.shift else product
+
+    def to_dense(self) -> Tensor:
+        matrix = self.factor * self.inner.to_dense()
+        matrix.diagonal().add_(self.shift)
+        return matrix
+
+    def diagonal(self) -> Tensor:
+        return self.factor * self.inner.diagonal() + self.shift
+
+    def trace(self) -> Tensor:
+        return self.factor * self.inner.trace() + self.shift * self.space.size
+
+    def eigenvalues(self) -> Tensor:
+        return (self.factor * self.inner.eigenvalues() + self.shift).sort().values
+
+    def _either(self, damping: float, inner: Callable[[float], T], dense: Callable[[Dense], T]) -> T:
+        """By M and the damping that it then has, else by the dense matrix, whose errors are in units of this one."""
+        if self.factor > 0:
+            try:
+                return inner((self.shift + damping) / self.factor)
+            except NotDefinite:
+                pass
+        return dense(self.materialise())
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        by_inner = lambda within: self.inner._solve(V, within) / self.factor
+        return self._either(damping, by_inner, lambda dense: dense._solve(V, damping))
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        by_inner = lambda within: self.inner._inverse_root(Z, within) / math.sqrt(self.factor)
+        return self._either(damping, by_inner, lambda dense: dense._inverse_root(Z, damping))
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        by_inner = lambda within: self.inner.inverse(within).scaled(1 / self.factor)
+        return self._either(float(damping), by_inner, lambda dense: dense.inverse(damping))
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        by_inner = lambda within: self.inner.logdet(within) + self.space.size * math.log(self.factor)
+        return self._either(float(damping), by_inner, lambda dense: dense.logdet(damping))
+
+    def scaled(self, factor: float) -> Operator:
+        return Scaled(self.inner, self.factor * finite(factor), self.shift * factor)
+
+    def damped(self, damping: float) -> Operator:
+        return Scaled(self.inner, self.factor, self.shift + damping)
+
+    def _details(self) -> list[str]:
+        return [f"{self.factor:.4g} * {type(self.inner).__name__} + {self.shift:.4g} * I"]
+
+
+class Sum(Operator):
+    """The sum of matrices over the same space; its solves are dense.
+
+    Raises:
+        ValueError: the spaces differ.
+    """
+
+    fields = ("terms",)
+
+    def __init__(self, terms: Sequence[Operator]) -> None:
+        super().__init__(terms[0].space)
+        self.terms: list[Operator] = [
+            inner for term in terms for inner in (term.terms if isinstance(term, Sum) else [term])
+        ]
+        for term in self.terms:
+            if term.space != self.space:
+                raise ValueError(f"a sum needs matrices over the same space, found {self.space} and {term.space}")
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return reduce(torch.add, (term._matmat(V) for term in self.terms))
+
+    def to_dense(self) -> Tensor:
+        return reduce(torch.add, (term.to_dense() for term in self.terms))
+
+    def diagonal(self) -> Tensor:
+        return reduce(torch.add, (term.diagonal() for term in self.terms))
+
+    def trace(self) -> Tensor:
+        return reduce(torch.add, (term.trace() for term in self.terms))
+
+    def scaled(self, factor: float) -> Operator:
+        return Sum([term.scaled(factor) for term in self.terms])
+
+    def damped(self, damping: float) -> Operator:
+        return Sum([self.terms[0].damped(damping), *self.terms[1:]])
+
+    def _details(self) -> list[str]:
+        return [" + ".join(type(term).__name__ for term in self.terms)]

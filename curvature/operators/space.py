@@ -1,0 +1,175 @@
+"""What the rows of a matrix over parameters mean: their names and shapes, in order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Space:
+    """Named parameters in order, and the flat vectors that hold all their entries one after the other.
+
+    Attributes:
+        names, shapes: of the parameters, in the order of the flat vector.
+        dtype: float32 or float64, of all vectors and matrices over the space.
+        device: likewise.
+
+    Raises:
+        ValueError: a name twice, no parameter, or a dtype that the decompositions cannot do.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
+        # "cuda" and "cuda:0" may be the same device but are not equal; that of a tensor is the full name.
+        object.__setattr__(self, "device", torch.empty(0, device=self.device).device)
+        if not self.names or len(set(self.names)) < len(self.names) or len(self.names) != len(self.shapes):
+            raise ValueError(f"a space needs different names with one shape each, found {self.names}, {self.shapes}")
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"matrices are in float32 or float64, not in {self.dtype}")
+
+    @staticmethod
+    def of(parameters: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Space:
+        """The space of these parameters, in their order.
+
+        Args:
+            parameters: names to tensors, as ``dict(model.named_parameters())``.
+            dtype: of vectors and matrices; by default the widest of the parameters', at least float32.
+
+        Raises:
+            ValueError: the parameters are on several devices.
+        """
+        devices = {tensor.device for tensor in parameters.values()}
+        if len(devices) > 1:
+            raise ValueError(f"the parameters are on several devices: {sorted(map(str, devices))}")
+        widest = torch.float32
+        for tensor in parameters.values():
+            widest = torch.promote_types(widest, tensor.dtype)
+        shapes = tuple(tuple(tensor.shape) for tensor in parameters.values())
+        return Space(tuple(parameters), shapes, dtype or widest, next(iter(devices), torch.device("cpu")))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of entries of each parameter."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def size(self) -> int:
+        """P, the number of all entries."""
+        return sum(self.sizes)
+
+    def subspace(self, names: Iterable[str]) -> Space:
+        """The space of these parameters, in the order given.
+
+        Raises:
+            KeyError: a name that this space does not have.
+        """
+        names, shapes = tuple(names), dict(zip(self.names, self.shapes, strict=True))
+        missing = [name for name in names if name not in shapes]
+        if missing:
+            raise KeyError(f"no parameters {missing} in the space of {list(self.names)}")
+        return Space(names, tuple(shapes[name] for name in names), self.dtype, self.device)
+
+    def positions(self, names: Iterable[str]) -> Tensor:
+        """Places in the flat vector of the entries of these parameters, in the order given: (their number,)."""
+        where = dict(zip(self.names, torch.arange(self.size, device=self.device).split(self.sizes), strict=True))
+        return torch.cat([where[name] for name in self.subspace(names).names])
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Tensors of shapes (*batch, *shape) by name, in any order of names, to (*batch, P).
+
+        Raises:
+            KeyError: a name is missing, or is none of the space's.
+            ValueError: a tensor of wrong shape, device or wider dtype.
+        """
+        missing = [name for name in self.names if name not in tensors]
+        unknown = [name for name in tensors if name not in self.names]
+        if missing or unknown:
+            raise KeyError(f"the vector lacks {missing} and has {unknown}, which are not in the space")
+        first = tensors[self.names[0]]
+        batch = first.shape[: first.ndim - len(self.shapes[0])]
+        flat = []
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            flat.append(self.checked(tensors[name], (*batch, *shape), name).reshape(*batch, math.prod(shape)))
+        return torch.cat(flat, -1)
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """The inverse of `flatten`: (*batch, P) to tensors (*batch, *shape) by name.
+
+        Raises:
+            ValueError: the last dimension is not P, or device or dtype are wrong.
+        """
+        flat = self.checked(flat, (*flat.shape[:-1], self.size), "the flat vector")
+        parts = zip(self.names, self.shapes, flat.split(self.sizes, -1), strict=True)
+        return {name: part.reshape((*flat.shape[:-1], *shape)) for name, shape, part in parts}
+
+    def checked(self, tensor: Tensor, shape: Sequence[int], what: str) -> Tensor:
+        """The tensor in the dtype of the space.
+
+        Raises:
+            ValueError: another shape or device, or a dtype that does not fit without loss; the text names `what`.
+        """
+        if tuple(tensor.shape) != tuple(shape):
+            raise ValueError(f"{what} should have shape {tuple(shape)}, found {tuple(tensor.shape)}")
+        if tensor.device != self.device:
+            raise ValueError(f"{what} should be on {self.device}, found {tensor.device}")
+        if torch.promote_types(tensor.dtype, self.dtype) != self.dtype:
+            raise ValueError(f"{what} should be {self.dtype}, found {tensor.dtype}, which does not fit without loss")
+        return tensor.to(self.dtype)
+
+    def kept(self, tensor: Tensor, shape: Sequence[int], what: str) -> Tensor:
+        """`checked` for a part of a matrix: cut off from autograd.
+
+        Raises:
+            ValueError: as for `checked`, or an entry is not finite.
+        """
+        tensor = self.checked(tensor, shape, what).detach()
+        if not tensor.isfinite().all():
+            raise ValueError(f"{what} of the parameters {list(self.names)} has entries that are not finite")
+        return tensor
+
+    def normal(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Independent standard normal columns, (P, count).
+
+        Args:
+            count: number of columns.
+            generator: on any device; by default a new one with seed 0, so that the global random state is untouched.
+        """
+        generator = generator or self.generator()
+        drawn = torch.randn(count, self.size, dtype=self.dtype, device=generator.device, generator=generator)
+        return drawn.to(self.device).T
+
+    def signs(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Independent random signs, (P, count); the generator as in `normal`."""
+        generator = generator or self.generator()
+        drawn = torch.randint(2, (count, self.size), device=generator.device, generator=generator)
+        return (2 * drawn - 1).to(self.device, self.dtype).T
+
+    def generator(self) -> torch.Generator:
+        """A new generator on the device, with seed 0."""
+        return torch.Generator(self.device).manual_seed(0)
+
+    def state(self) -> dict[str, Any]:
+        """Plain names, numbers and strings, for `Space.restore`."""
+        shapes = [list(shape) for shape in self.shapes]
+        dtype = str(self.dtype).removeprefix("torch.")
+        place = {"dtype": dtype, "device": str(self.device)}
+        return {"structure": "Space", "names": list(self.names), "shapes": shapes, **place}
+
+    @staticmethod
+    def restore(state: Mapping[str, Any], device: torch.device | str | None = None) -> Space:
+        """The space with this `state`, on `device` if one is given."""
+        place = torch.device(device or state["device"])
+        return Space(state["names"], state["shapes"], getattr(torch, state["dtype"]), place)

@@ -1,0 +1,159 @@
+"""A diagonal, and blocks along the diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from curvature.linalg import damped_values, finite
+from curvature.operators.base import Operator
+from curvature.operators.space import Space
+
+
+class Diagonal(Operator):
+    """``diag(values)``; its entries count as exact, so that any positive one can be divided by.
+
+    Args:
+        space: of the parameters.
+        values: (P,).
+
+    Raises:
+        ValueError: wrong shape, dtype or device, not finite.
+    """
+
+    fields = ("space", "values")
+
+    def __init__(self, space: Space, values: Tensor) -> None:
+        super().__init__(space)
+        self.values = space.kept(values, (space.size,), "the diagonal")
+
+    def _damped(self, damping: float) -> Tensor:
+        return damped_values(self.values, torch.zeros_like(self.values), damping, repr(self))
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self.values[:, None] * V
+
+    def to_dense(self) -> Tensor:
+        self._allow_dense()
+        return self.values.diag()
+
+    def diagonal(self) -> Tensor:
+        return self.values
+
+    def eigenvalues(self) -> Tensor:
+        return self.values.sort().values
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        return V / self._damped(damping)[:, None]
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        return Z / self._damped(damping).sqrt()[:, None]
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        return Diagonal(self.space, 1 / self._damped(float(damping)))
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return self._damped(float(damping)).log().sum()
+
+    def scaled(self, factor: float) -> Operator:
+        return Diagonal(self.space, finite(factor) * self.values)
+
+    def damped(self, damping: float) -> Operator:
+        return Diagonal(self.space, self.values + finite(damping))
+
+
+class BlockDiagonal(Operator):
+    """Operators on disjoint parts of the parameters; everything is done block by block.
+
+    Args:
+        space: of all parameters.
+        blocks: operators on sub-spaces, in any order, that cover the space; names may interleave.
+
+    Attributes:
+        blocks: the operators by the name of their first parameter.
+
+    Raises:
+        ValueError: a parameter in no block or in several, or one that differs from the space's.
+    """
+
+    fields = ("space", "blocks")
+
+    def __init__(self, space: Space, blocks: Iterable[Operator]) -> None:
+        super().__init__(space)
+        listed = list(blocks)
+        names = [name for block in listed for name in block.space.names]
+        if sorted(names) != sorted(space.names):
+            raise ValueError(
+                f"blocks should cover each parameter once: missing {sorted(set(space.names) - set(names))}, "
+                f"not in the space {sorted(set(names) - set(space.names))}, "
+                f"more than once {sorted({name for name in names if names.count(name) > 1})}"
+            )
+        for block in listed:
+            expected = space.subspace(block.space.names)
+            if block.space != expected:
+                raise ValueError(f"a block is over {block.space}, which in the whole space is {expected}")
+        self.blocks = {block.space.names[0]: block for block in listed}
+
+    def _by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
+        """A function of each block and its rows (P_block, ...) of V, put together again."""
+        rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))
+        found: dict[str, Tensor] = {}
+        for block in self.blocks.values():
+            names = block.space.names
+            result = function(block, torch.cat([rows[name] for name in names]))
+            found.update(zip(names, result.split(block.space.sizes), strict=True))
+        return torch.cat([found[name] for name in self.space.names])
+
+    def _mapped(self, function: Callable[[Operator], Operator]) -> BlockDiagonal:
+        return BlockDiagonal(self.space, [function(block) for block in self.blocks.values()])
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self._by_blocks(lambda block, rows: block._matmat(rows), V)
+
+    def to_dense(self) -> Tensor:
+        self._allow_dense()
+        dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
+        for block in self.blocks.values():
+            where = self.space.positions(block.space.names)
+            dense[where[:, None], where] = block.to_dense()
+        return dense
+
+    def diagonal(self) -> Tensor:
+        template = self.space.positions(self.space.names)  # only its rows' places count
+        return self._by_blocks(lambda block, _: block.diagonal(), template)
+
+    def trace(self) -> Tensor:
+        return torch.stack([block.trace() for block in self.blocks.values()]).sum()
+
+    def eigenvalues(self) -> Tensor:
+        return torch.cat([block.eigenvalues() for block in self.blocks.values()]).sort().values
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        return self._by_blocks(lambda block, rows: block._solve(rows, damping), V)
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        return self._by_blocks(lambda block, rows: block._inverse_root(rows, damping), Z)
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        return self._mapped(lambda block: block.inverse(damping))
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return torch.stack([block.logdet(damping) for block in self.blocks.values()]).sum()
+
+    def scaled(self, factor: float) -> Operator:
+        return self._mapped(lambda block: block.scaled(factor))
+
+    def damped(self, damping: float) -> Operator:
+        return self._mapped(lambda block: block.damped(damping))
+
+    def factored_damping(self, damping: float) -> Operator:
+        """Every block with its own `factored_damping`: exact for those that have no Kronecker factors."""
+        return self._mapped(lambda block: block.factored_damping(damping))
+
+    def _details(self) -> list[str]:
+        return [f"{len(self.blocks)} blocks"]
+
+    def __repr__(self) -> str:
+        return "\n  ".join([super().__repr__(), *map(repr, self.blocks.values())])

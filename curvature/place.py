@@ -1,0 +1,59 @@
+"""Where vectors are made: the output of a model for N samples, and what is known of the loss there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An output (N*m, ...), m consecutive rows for each of ``count`` = N samples, without graph, float32 at least."""
+
+    output: Tensor
+    loss: Loss | None
+    target: Any
+    count: int
+    generator: torch.Generator | None
+
+    @staticmethod
+    def of(
+        output: Tensor, loss: Loss | None, target: Any, count: int | None, generator: torch.Generator | None
+    ) -> Place:
+        """Check the output; ``count`` None means one row for each sample.
+
+        Raises:
+            ValueError: the output is no floating point tensor, is empty, or has not the rows of N samples.
+        """
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            found = output.dtype if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"output must be a floating point tensor of shape (N, ...), got {found}")
+        if output.ndim == 0 or output.numel() == 0:
+            raise ValueError(f"output must have at least one sample along dim 0, got shape {tuple(output.shape)}")
+        count = len(output) if count is None else count
+        if count < 1 or len(output) % count:
+            raise ValueError(f"output must have rows for {count} samples along dim 0, got shape {tuple(output.shape)}")
+        wide = torch.promote_types(output.dtype, torch.float32)
+        return Place(output.detach().to(wide), loss, target, count, generator)
+
+    def flat(self, vectors: Tensor) -> Tensor:
+        """(k, N*m, ...) to (k, N, D), D the entries of one sample's output."""
+        return vectors.reshape(len(vectors), self.count, -1)
+
+    def basis(self, start: int, stop: int) -> Tensor:
+        """`unit_vectors` here."""
+        return unit_vectors(self.output, self.count, start, stop)
+
+
+def unit_vectors(output: Tensor, count: int, start: int, stop: int) -> Tensor:
+    """Unit vectors start..stop of one sample's output, the same for every sample: (stop - start, *output.shape)."""
+    numbers = torch.arange(start, stop, device=output.device)
+    vectors = output.new_zeros(stop - start, 1, output.numel() // count)
+    vectors[numbers - start, 0, numbers] = 1
+    return vectors.expand(-1, count, -1).reshape(stop - start, *output.shape)

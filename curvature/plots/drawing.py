@@ -1,0 +1,191 @@
+"""What the pictures have in common: axes, colours, numbers out of tensors, names of layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+from torch import Tensor
+
+from curvature.operators import BlockDiagonal, Operator, Space
+
+Array = NDArray[np.float64]
+
+# Okabe and Ito's colours, told apart by colour-blind readers too, without the yellow that is too pale for lines.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLES = (("-", 2.2), ((0, (4, 3)), 1.4), ((0, (6, 2, 1, 2)), 1.4), ((0, (1, 2)), 1.8))  # and widths
+UNIT = "[loss / parameter²]"
+LEGEND_ROWS, LONGEST_LEGEND = 8, 25  # lines of a legend that have room inside the axes, and beside them
+
+
+def one_axes(ax: Axes | None) -> Axes:
+    """The axes given, or those of a new figure.
+
+    Raises:
+        TypeError: something else was given.
+    """
+    if ax is None:
+        return plt.subplots(layout="constrained")[1]
+    if not isinstance(ax, Axes):
+        raise TypeError(f"ax: expected one matplotlib Axes, found {type(ax).__name__}")
+    return ax
+
+
+def grid_of_axes(
+    ax: Any, rows: Sequence[str], columns: Sequence[str], size: tuple[float, float] = (4.2, 3.5)
+) -> NDArray[Any]:
+    """The axes given as an array (rows, columns), or those of a new figure, `size` inches each.
+
+    Raises:
+        TypeError: something else than axes was given.
+        ValueError: too few or too many axes.
+    """
+    shape = len(rows), len(columns)
+    if ax is None:
+        whole = size[0] * shape[1], size[1] * shape[0]
+        return plt.subplots(*shape, figsize=whole, squeeze=False, layout="constrained")[1]
+    found = np.asarray(ax, dtype=object)
+    if wrong := [type(item).__name__ for item in found.flat if not isinstance(item, Axes)]:
+        raise TypeError(f"ax: expected matplotlib Axes, found {', '.join(dict.fromkeys(wrong))}")
+    if found.size != len(rows) * len(columns):
+        wanted = " and ".join(columns) + (f" for each of {', '.join(rows)}" if len(rows) > 1 else "")
+        raise ValueError(
+            f"ax: expected {len(rows) * len(columns)} axes for {wanted}, found {found.size}. "
+            f"Make them with plt.subplots{shape}"
+        )
+    return found.reshape(shape)
+
+
+def look(index: int) -> dict[str, Any]:
+    """Colour and style of the line with this number: one below another still shows beside it or through its dashes."""
+    style, width = STYLES[index % len(STYLES)]
+    return {"color": COLOURS[index % len(COLOURS)], "ls": style, "lw": width}
+
+
+def shade(index: int, count: int) -> dict[str, Any]:
+    """The same of one of `count` lines that have an order: a few are told apart, many follow a scale."""
+    if count <= len(COLOURS):
+        return look(index)
+    return {"color": colormaps["viridis"](0.92 * index / (count - 1)), "lw": 1.2}  # its last colours are too pale
+
+
+def legend(ax: Axes, title: str | None = None, loc: str = "best") -> None:
+    """Inside the axes where there is room, to their right where there are many lines."""
+    count = len(ax.get_legend_handles_labels()[1])
+    options: dict[str, Any] = {"loc": loc, "fontsize": "small", "title_fontsize": "small"}
+    if count > LEGEND_ROWS:
+        options = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0, "fontsize": "x-small"}
+        options |= {"title_fontsize": "x-small", "ncols": 1 + (count - 1) // LONGEST_LEGEND}
+    ax.legend(title=title, handlelength=3.2, **options)
+
+
+def numbers(values: Any, what: str) -> Array:
+    """A tensor on any device, an array, a number or a sequence of them, as an array of float64.
+
+    Raises:
+        TypeError: something else, named by `what`.
+    """
+    if isinstance(values, Tensor):
+        if values.is_complex():
+            raise TypeError(f"{what}: expected real numbers, found {values.dtype}")
+        return values.detach().cpu().double().numpy()
+    if isinstance(values, str | Mapping):
+        raise TypeError(f"{what}: expected numbers, found {type(values).__name__}")
+    if isinstance(values, Iterable) and not isinstance(values, np.ndarray):
+        parts = [numbers(value, what) for value in values]
+        if len({part.shape for part in parts}) > 1:
+            raise TypeError(f"{what}: expected numbers, found shapes {sorted({part.shape for part in parts})}")
+        return np.stack(parts) if parts else np.zeros(0)
+    try:
+        return np.asarray(values).astype(np.float64, casting="same_kind")
+    except (TypeError, ValueError):
+        raise TypeError(f"{what}: expected numbers, found {type(values).__name__}") from None
+
+
+def line_of_numbers(values: Any, what: str) -> Array:
+    """Like `numbers`, along one dimension.
+
+    Raises:
+        TypeError: no numbers.
+        ValueError: none or more than one dimension, or nothing in it.
+    """
+    found = numbers(values, what)
+    if found.ndim != 1 or not found.size:
+        raise ValueError(f"{what}: expected a list of numbers, found shape {found.shape}")
+    return found
+
+
+def named(values: Any, what: str, expected: str) -> Mapping[Any, Any]:
+    """The mapping given.
+
+    Raises:
+        TypeError: no mapping.
+        ValueError: an empty one.
+    """
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{what}: expected {expected}, found {type(values).__name__}")
+    if not values:
+        raise ValueError(f"{what}: expected {expected}, found an empty one")
+    return values
+
+
+def hidden(values: Array, rounding: Array | float = 0.0) -> str:
+    """What a log axis does not show of these values, in words; empty where it shows all."""
+    finite, unsure = np.isfinite(values), np.abs(values) <= rounding
+    negative = values[finite & ~unsure & (values < 0)]
+    notes = []
+    if count := int((finite & unsure).sum()):
+        notes.append(f"{count} zero")
+    if negative.size:
+        notes.append(f"{negative.size} negative down to {negative.min():.2g}")
+    if count := int((~finite).sum()):
+        notes.append(f"{count} not finite")
+    return ", ".join(notes)
+
+
+def label_with(name: str, note: str) -> str:
+    return f"{name} (not shown: {note})" if note else name
+
+
+def module_of(names: Sequence[str]) -> str:
+    """The module that all these parameters belong to, or else the first and the last of them."""
+    modules = {name.rpartition(".")[0] for name in names}
+    if len(names) > 1 and (len(modules) > 1 or "" in modules):
+        return f"{names[0]} to {names[-1]}"
+    return modules.pop() or names[0]
+
+
+def layers_of(matrix: Operator) -> dict[str, Operator]:
+    """The blocks by name of their layer, in the order of the parameters; a matrix without blocks is one.
+
+    Where several blocks belong to one layer, they are named by their first parameter.
+    """
+    if not isinstance(matrix, BlockDiagonal):
+        return {module_of(matrix.space.names): matrix}
+    place = {name: k for k, name in enumerate(matrix.space.names)}
+    blocks = sorted(matrix.blocks.values(), key=lambda block: place[block.space.names[0]])
+    modules = [module_of(block.space.names) for block in blocks]
+    twice = {module for module, count in Counter(modules).items() if count > 1}
+    return {
+        block.space.names[0] if module in twice else module: block
+        for module, block in zip(modules, blocks, strict=True)
+    }
+
+
+def spans_of(space: Space) -> list[tuple[str, int]]:
+    """Names and numbers of rows of the layers, in order; of the parameters where there is one layer only."""
+    parts = list(zip(space.names, space.sizes, strict=True))
+    merged: list[tuple[str, int]] = []
+    for name, size in parts:
+        module = module_of([name])
+        if merged and merged[-1][0] == module:
+            merged[-1] = module, merged[-1][1] + size
+        else:
+            merged.append((module, size))
+    return merged if len(merged) > 1 else parts

@@ -1,0 +1,166 @@
+"""Products of curvature matrices with vectors, by going over the data; nothing of size P x P is held.
+
+``J^T M J v`` by two backward passes for ``J v`` (the second through the first) and one for the product with ``J^T``;
+Hessians by differentiating the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.batch import tensors
+from curvature.injection import Injection
+from curvature.operators import Space
+from curvature.stream import Pass, Source, samples_first, sent_back
+
+Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
+
+
+@dataclass
+class Repeated:
+    """Goes over the data again and again, and makes sure that it is the same matrix every time."""
+
+    source: Source
+    ordered: bool  # whether the matrix depends on the order of the data
+    seen: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state = self._state()
+
+    def _state(self) -> tuple[Any, ...]:
+        model = self.source.model
+        versions = tuple((id(t), t._version) for t in (*model.parameters(), *model.buffers()))
+        return versions, tuple(m.training for m in model.modules())
+
+    def each(self, visit: Callable[[Pass], None]) -> None:
+        """`Source.each` with checks.
+
+        Raises:
+            RuntimeError: parameters, buffers or mode of the model have changed since the operator was made.
+            ValueError: the data are not those of the first time, or the forward pass draws random numbers.
+        """
+        if self._state() != self.state:
+            raise RuntimeError(
+                "the model has changed (parameters, buffers or training mode) since this operator was made: make it "
+                "anew, or call materialise() on it before the change"
+            )
+        seen: list[float] = []
+
+        def checked(run: Pass) -> None:
+            if run.random:
+                raise ValueError(
+                    "model: the forward pass draws random numbers (dropout?), so every product would be of another "
+                    "matrix; call model.eval()"
+                )
+            seen.append(sum(float(t.double().sum()) for t in tensors((run.batch.x, run.batch.y))))
+            visit(run)
+
+        self.source.each(checked)
+        self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
+        self.seen = self.seen or seen
+        known, found = (torch.tensor(x, dtype=torch.float64) for x in (self.seen, seen))
+        if not self.ordered:
+            known, found = known.sum(), found.sum()
+        if known.shape != found.shape or not torch.allclose(known, found, rtol=1e-6, equal_nan=True):
+            raise ValueError(
+                "data: another pass gave other batches; use a DataLoader with shuffle=False and without random "
+                "augmentation, or a list of pairs"
+            )
+
+    @property
+    def is_sum(self) -> bool:
+        return self.source.is_sum
+
+    def times(self, prepare: Callable[[Pass], tuple[Apply, float]], matrix: Tensor) -> Tensor:
+        """The sum over batches of ``apply(matrix)``, divided by the sum of their weights where the loss is a mean.
+
+        `prepare` gives the function `apply` of a batch and its weight; `matrix` is (P, c).
+        """
+        total, weight = torch.zeros_like(matrix), 0.0
+
+        def visit(run: Pass) -> None:
+            nonlocal weight
+            apply, counts = prepare(run)
+            step = max(1, run.chunk_size // 4)  # going forward holds the graph of a backward pass
+            total.add_(torch.cat([apply(part) for part in matrix.split(step, 1)], 1))
+            weight += counts
+
+        self.each(visit)
+        return total if self.source.is_sum else total / weight
+
+
+def through_outputs(run: Pass, inject: Injection, drawn: torch.Generator) -> tuple[Apply, float]:
+    """Multiply with ``sum_n weights[n] J_n^T M_n J_n``, M_n what the injection makes of sample n."""
+    parameters = list(run.batch.parameters.values())
+    dims = run.batch.dims
+    output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
+    weights = run.weights(inject)
+    options: Any = {"count": run.batch.count, "generator": drawn}
+    middle = inject.product(output, loss, target, **options)
+    rows = weights.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
+    dummy = torch.zeros_like(run.output, requires_grad=True)
+    slopes = torch.autograd.grad(run.output, parameters, dummy, create_graph=True, allow_unused=True)
+    live = [k for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
+
+    def apply(part: Tensor) -> Tensor:
+        directions = _split(part, parameters)
+        (moved,) = sent_back([slopes[k] for k in live], [dummy], [directions[k] for k in live])
+        if moved is None:
+            return torch.zeros_like(part)
+        bent = (middle(moved.movedim(dims[1] + 1, 1)) * rows).movedim(1, dims[1] + 1)
+        return _joined(sent_back([run.output], parameters, [bent]), parameters, part)
+
+    return apply, float(weights.sum())
+
+
+def through_gradient(run: Pass) -> tuple[Apply, float]:
+    """Multiply with the Hessian of ``sum_n weights[n] l_n``."""
+    parameters = list(run.batch.parameters.values())
+    weights = run.weights()
+    losses = run.batch.losses(run.output)
+    value = (weights * losses)[weights != 0].sum()  # the loss of a sample without terms is 0/0
+    slopes = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
+    live = [k for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
+
+    def apply(part: Tensor) -> Tensor:
+        directions = _split(part, parameters)
+        bent = sent_back([slopes[k] for k in live], parameters, [directions[k] for k in live])
+        return _joined(bent or [None] * len(parameters), parameters, part)
+
+    return apply, float(weights.sum())
+
+
+def require_symmetric(space: Space, matmat: Apply) -> None:
+    """Refuse a product that is no Hessian's: torch has second derivatives that are wrong.
+
+    Raises:
+        RuntimeError: u^T H v and v^T H u differ by more than rounding, for random u and v.
+    """
+    generator = torch.Generator(space.device).manual_seed(0)
+    probes = torch.randn(space.size, 2, generator=generator, dtype=space.dtype, device=space.device)
+    found = probes.T @ matmat(probes)
+    if not (found - found.T).abs().amax() <= torch.finfo(space.dtype).eps ** 0.5 * found.norm():
+        raise RuntimeError(
+            "the model: its Hessian by automatic differentiation is not symmetric: torch has a second derivative wrong "
+            f"(u^T H v = {found[0, 1]:.6g}, v^T H u = {found[1, 0]:.6g}); gauss_newton() needs none"
+        )
+
+
+def _split(matrix: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """(P, c) to (c, *shape) for each parameter, in its precision."""
+    parts = matrix.T.split([p.numel() for p in parameters], 1)
+    return [part.reshape(-1, *p.shape).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
+
+
+def _joined(found: list[Tensor | None], parameters: list[nn.Parameter], like: Tensor) -> Tensor:
+    """The inverse; zero where there is no gradient."""
+    rows = [
+        like.new_zeros(like.shape[1], p.numel()) if g is None else g.reshape(len(g), -1).to(like.dtype)
+        for g, p in zip(found, parameters, strict=True)
+    ]
+    return torch.cat(rows, 1).T

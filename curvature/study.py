@@ -1,0 +1,117 @@
+"""Learning how a model's parameters are explained at one shape of its inputs, and checking what was learnt."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from curvature import contractions
+from curvature.batch import Batch
+from curvature.capture import Tape
+from curvature.contractions import Dense, Term
+from curvature.general import general_gradients
+from curvature.structure import Plan, explained, find_layout, noise, rounding, signature_of
+
+log = logging.getLogger("curvature")
+
+
+def refuse_mixing(tape: Tape) -> None:
+    """Raise ValueError where a module makes samples depend on each other."""
+    if tape.mixing:
+        raise ValueError(
+            f"{', '.join(dict.fromkeys(tape.mixing))}: BatchNorm in training mode makes each sample's output depend "
+            "on the others, so no sample has a gradient of its own; call model.eval() or use GroupNorm"
+        )
+
+
+def studied(batch: Batch, tape: Tape, losses: Tensor, random: bool) -> tuple[dict[str, list[Term]], Plan, bool]:
+    """The first call at a shape: find the layouts, check the result in two ways, send what fails the general way.
+
+    Returns the terms, the plan, and whether the batch left no doubt about it (a sample without gradient does).
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = (0.5 + torch.rand(batch.count, generator=generator, dtype=torch.float64)).to(losses)
+    backprops = tape.gradients([losses], [torch.ones_like(losses)])
+    parameters = batch.parameters
+    both = tape.gradients([losses], [weights], also=list(parameters.values()))
+    weighted, whole = both[: len(tape.uses)], both[len(tape.uses) :]
+    layouts, certain, floor = [], True, noise(weighted)
+    for b, bw in zip(backprops, weighted, strict=True):
+        layout, only = ([], True) if b is None or bw is None else find_layout(b, bw, weights, floor)
+        layouts.append(layout)
+        certain = certain and only
+    terms, failed = explained(tape, backprops, layouts, set())
+    uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
+    floor = noise(whole)
+    for (name, p), g in zip(parameters.items(), whole, strict=True):
+        expected = torch.zeros_like(p) if g is None else g
+        if name in terms and name not in uneven and not _sums_to(terms[name], weights, expected, floor):
+            failed.add(name)
+    n = int(losses.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax())  # a sample that counts
+    alone = None if random else _alone(batch, n)
+    if alone is not None:
+        rows = {
+            name: contractions.gradients([t.samples(slice(n, n + 1)) for t in parts])[0]
+            for name, parts in terms.items()
+            if parts
+        }
+        failed |= set(differences(rows, alone))
+    _note_general(tape, failed)
+    kept = {name: parts for name, parts in terms.items() if name not in failed}
+    return kept, Plan(signature_of(tape), layouts, failed), certain
+
+
+def _alone(batch: Batch, n: int) -> dict[str, Tensor] | None:
+    """The plain gradients of one sample; None where the model does not run on a single one."""
+    try:
+        return batch.alone(n).gradients()
+    except Exception as error:
+        log.info("not compared with sample %d alone: %s", n, error)
+        return None
+
+
+def _sums_to(terms: list[Term], weights: Tensor, whole: Tensor, floor: float) -> bool:
+    """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses."""
+    if not terms:
+        return bool(whole.norm() <= floor)
+    scale = (contractions.norms_squared(terms) * weights.square()).sum().sqrt()
+    difference = (contractions.weighted_sum(terms, weights) - whole).norm()
+    return bool(difference <= rounding(whole) * scale + floor)
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Names whose gradients differ by more than the rounding of one kernel for one sample and another for many."""
+    floor = noise(expected.values())
+    return [
+        name
+        for name, g in found.items()
+        if not (g - expected[name]).norm() <= 10 * torch.finfo(g.dtype).eps ** 0.5 * expected[name].norm() + floor
+    ]
+
+
+def _note_general(tape: Tape, failed: set[str]) -> None:
+    readers = {
+        name: sorted({getattr(u.function, "__name__", str(u.function)) for u in tape.uses if name in u.names})
+        for name in sorted(failed)
+    }
+    if readers:
+        _say(", ".join(f"{name} (read by {', '.join(found) or 'nothing recorded'})" for name, found in readers.items()))
+
+
+@cache
+def _say(names: str) -> None:
+    """Once for the same parameters."""
+    log.warning("no per-sample rule explains %s; computed exactly by vmap over the whole model, which is slower", names)
+
+
+def by_general_path(batch: Batch, plan: Plan, names: set[str], random: bool) -> dict[str, list[Term]]:
+    """The parameters of these names, checked against a sample alone; `plan` keeps which way was right."""
+    found, plan.loop = general_gradients(batch, names, plan.loop)
+    if not plan.loop and not random:
+        alone = batch.alone(batch.count - 1).gradients()
+        if differences({k: g[-1] for k, g in found.items()}, alone):
+            found, plan.loop = general_gradients(batch, names, loop=True)
+    return {name: [Dense(g)] for name, g in found.items()}

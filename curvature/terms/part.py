@@ -1,0 +1,49 @@
+"""Rows of a parameter that are read apart from the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from curvature.terms.convolved import Convolved, ConvolvedBack
+from curvature.terms.plain import Dense, Entrywise, Outer, Rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """`term` is that of rows ``start, start + 1, ...`` of a parameter of `shape`."""
+
+    term: Outer | Convolved | ConvolvedBack | Rows | Dense | Entrywise
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def places(self) -> int:
+        return self.term.places
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first, and the one after the last."""
+        return self.start, self.start + self.term.shape[0]
+
+    def __len__(self) -> int:
+        return len(self.term)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        inner = self.term.weighted_sum(weights)
+        out = inner.new_zeros(self.shape)
+        out[slice(*self.rows)] = inner
+        return out
+
+    def gradients(self) -> Tensor:
+        inner = self.term.gradients()
+        out = inner.new_zeros(len(inner), *self.shape)
+        out[:, slice(*self.rows)] = inner
+        return out
+
+    def samples(self, part: slice) -> Part:
+        return replace(self, term=self.term.samples(part))
+
+
+Term = Outer | Convolved | ConvolvedBack | Rows | Dense | Entrywise | Part

@@ -1,0 +1,231 @@
+"""Terms that are kept as they are summed up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+# Some of the inputs of a layer (None: all) and their activations (N, t, g, i) at some of its places. Places come once
+# in all that a term gives, but for those at which every input is zero.
+Activations = tuple[Tensor | None, Tensor]
+
+
+@dataclass(frozen=True)
+class Outer:
+    """``sum_t b[n,t,g,o] a[n,t,g,i]``, its axes split into `sizes` (g, o, i) and permuted by `order` into `shape`."""
+
+    a: Tensor  # (N, t, g, i)
+    b: Tensor  # (N, t, g, o)
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.b.device
+
+    @property
+    def places(self) -> int:
+        return self.b.shape[1]
+
+    @property
+    def groups(self) -> int:
+        return self.b.shape[2]
+
+    @property
+    def outputs(self) -> int:
+        return self.b.shape[3]
+
+    def activations(self) -> Iterator[Activations]:
+        yield None, self.a
+
+    def backprops(self) -> Tensor:
+        """(N, t, g, o)."""
+        return self.b
+
+    def assemble(self, blocks: Tensor) -> Tensor:
+        """(N, g, o, i) to (N, *shape)."""
+        if self.sizes is not None and self.order is not None:
+            blocks = blocks.reshape(len(blocks), *self.sizes).permute(0, *(k + 1 for k in self.order))
+        return blocks.reshape(len(blocks), *self.shape)
+
+    def __len__(self) -> int:
+        return len(self.b)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """``sum_n weights[n] g[n]``."""
+        b = (self.b * weights.to(self.b.dtype)[:, None, None, None]).flatten(0, 1)
+        return self.assemble((b.permute(1, 2, 0) @ self.a.flatten(0, 1).transpose(0, 1))[None])[0]
+
+    def gradients(self) -> Tensor:
+        a, b = self.a, self.b
+        if a.shape[1] == 1:
+            return self.assemble(b[:, 0, :, :, None] * a[:, 0, :, None, :])
+        return self.assemble(b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3))
+
+    def transposed(self) -> Outer:
+        """The same term for the transpose of a matrix parameter."""
+        if self.is_transposed:
+            return replace(self, shape=self.shape[::-1], sizes=None, order=None)
+        if len(self.shape) != 2 or self.order is not None:
+            raise ValueError("only a matrix can be transposed")
+        return replace(self, shape=self.shape[::-1], sizes=self.shape, order=(1, 0))
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether a matrix is held as (i, o)."""
+        return len(self.shape) == 2 and self.order == (1, 0)
+
+    def samples(self, part: slice) -> Outer:
+        return replace(self, a=self.a[part], b=self.b[part])
+
+    def merges_with(self, other: object) -> bool:
+        return (
+            isinstance(other, Outer)
+            and (self.shape, self.sizes, self.order) == (other.shape, other.sizes, other.order)
+            and self.a.shape[2:] == other.a.shape[2:]
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``sum_t`` of `values[n,t]` added to row `index[n,t]` of a table of `shape` (rows, width)."""
+
+    index: Tensor  # (N, t)
+    values: Tensor  # (N, t, width)
+    shape: tuple[int, ...]
+    live: Tensor | None = None  # (N, t), bool: False where nothing is looked up, the values being zero there
+
+    groups: ClassVar[int] = 1
+    order: ClassVar[tuple[int, ...]] = (1, 0)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.shape[::-1]
+
+    @property
+    def outputs(self) -> int:
+        return self.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def places(self) -> int:
+        return self.values.shape[1]
+
+    def backprops(self) -> Tensor:
+        """(N, t, 1, width)."""
+        return self.values[:, :, None]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        values = (self.values * weights.to(self.values.dtype)[:, None, None]).flatten(0, 1)
+        return values.new_zeros(self.shape).index_add_(0, self.index.flatten(), values)
+
+    def gradients(self) -> Tensor:
+        n = len(self.index)
+        rows, width = self.shape
+        start = torch.arange(0, n * rows, rows, device=self.index.device)[:, None]
+        out = self.values.new_zeros(n * rows, width)
+        return out.index_add_(0, (self.index + start).flatten(), self.values.flatten(0, 1)).view(n, rows, width)
+
+    def samples(self, part: slice) -> Rows:
+        live = None if self.live is None else self.live[part]
+        return replace(self, index=self.index[part], values=self.values[part], live=live)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The per-sample gradients themselves, (N, *shape)."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape[1:])
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def places(self) -> int:
+        return 1
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return torch.tensordot(weights.to(self.values.dtype), self.values, 1)
+
+    def gradients(self) -> Tensor:
+        return self.values
+
+    def samples(self, part: slice) -> Dense:
+        return Dense(self.values[part])
+
+
+class Viewed:
+    """A term whose gradients are summed up in another form, `direct`, than the one in which the layer is affine."""
+
+    direct: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return cast("tuple[int, ...]", self.direct.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.direct.device)
+
+    def __len__(self) -> int:
+        return len(self.direct)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return cast(Tensor, self.direct.weighted_sum(weights))
+
+    def gradients(self) -> Tensor:
+        return cast(Tensor, self.direct.gradients())
+
+
+@dataclass(frozen=True)
+class Entrywise(Viewed):
+    """``sum_t b[n,t,g] a[n,t,g]``, a weight that multiplies entry by entry, summed up at once.
+
+    Activations and backprops are asked for by Kronecker factors only, so the input is not kept normalised.
+    """
+
+    direct: Dense
+    inputs: Callable[[], Tensor]  # a (N, t, g)
+    b: Tensor  # (N, t, g)
+
+    outputs: ClassVar[int] = 1
+    sizes: ClassVar[tuple[int, ...] | None] = None
+    order: ClassVar[tuple[int, ...] | None] = None
+
+    @property
+    def groups(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def places(self) -> int:
+        return self.b.shape[1]
+
+    def activations(self) -> Iterator[Activations]:
+        yield None, self.inputs()[..., None]
+
+    def backprops(self) -> Tensor:
+        """(N, t, g, 1)."""
+        return self.b[..., None]
+
+    def samples(self, part: slice) -> Entrywise:
+        return replace(self, direct=self.direct.samples(part), b=self.b[part], inputs=lambda: self.inputs()[part])
