@@ -6,22 +6,23 @@ w_kn^T`` or an approximation of that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from curvature import operators
 from curvature.capture import Tape
-from curvature.contractions import gradients, merged, unfolded
+from curvature.contractions import gradients, merged, pieces, unfolded
 from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.moments import Reading, Scheme, matched
-from curvature.operators import Diagonal, Operator, Space
+from curvature.operators import BlockDiagonal, Diagonal, Operator, RowBlocks, Space
 from curvature.squares import products
 from curvature.terms import Convolved, Dense, Outer, Term
 
 Terms = dict[str, list[Term]]
+Range = tuple[int, int]  # the first row, and the one after the last
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,24 @@ class Accumulator:
     def result(self, scale: float) -> Operator:
         """The operator on the block's parameters."""
         raise NotImplementedError
+
+    def refined(self, block: Operator) -> Accumulator:
+        """What a second pass over the data adds up to better `block`, the result of the first."""
+        return Kept(block)
+
+
+class Kept(Accumulator):
+    """A block that needs nothing more."""
+
+    def __init__(self, block: Operator) -> None:
+        super().__init__(block.space)
+        self.block = block
+
+    def add(self, chunk: Chunk) -> None:
+        pass
+
+    def result(self, scale: float) -> Operator:
+        return self.block
 
 
 class DiagonalSum(Accumulator):
@@ -149,6 +168,10 @@ class KroneckerSum(Accumulator):
         ]
         return Kronecker(self.space, self.scheme.arrangement, *matched(sides))
 
+    def refined(self, block: Operator) -> Accumulator:
+        assert isinstance(block, Kronecker)
+        return EigenSum(self.scheme, block)
+
 
 class EigenSum(Accumulator):
     """The diagonal in the eigenbasis of Kronecker factors (arXiv:1806.03884, equation 11)."""
@@ -195,6 +218,52 @@ class EigenSum(Accumulator):
     def result(self, scale: float) -> EigenKronecker:
         rows, columns = self.basis.row_vectors, self.basis.column_vectors
         return EigenKronecker(self.space, self.scheme.arrangement, rows, columns, scale * self.sum)
+
+
+class RowSums(Accumulator):
+    """One sum for each range of rows of a weight, and of its bias, that is read apart from the others.
+
+    Args:
+        space: of the parameters.
+        parts: the sums by the first row and the one after the last; ranges that cover all rows, in order.
+    """
+
+    def __init__(self, space: Space, parts: Mapping[Range, Accumulator]) -> None:
+        super().__init__(space)
+        self.parts = dict(parts)
+
+    def add(self, chunk: Chunk) -> None:
+        left = self._cut(chunk.left)
+        whole = replace(chunk, left=left, right=left if chunk.right is chunk.left else self._cut(chunk.right))
+        for part in self.parts.values():
+            part.add(whole)
+
+    def _cut(self, vectors: list[Terms]) -> list[Terms]:
+        """The terms of the ranges as those of parameters of their own."""
+        return [
+            {rows_of(name, p.start, p.stop): list(p.terms) for name in self.names for p in pieces(terms[name])}
+            for terms in vectors
+            if all(name in terms for name in self.names)
+        ]
+
+    def result(self, scale: float) -> RowBlocks:
+        where = {name: self.space.positions([name]).reshape(shape) for name, shape in self.entries()}
+        order = [where[name][slice(*rows)].flatten() for rows in self.parts for name in self.names]
+        blocks = [part.result(scale) for part in self.parts.values()]
+        names = [name for block in blocks for name in block.space.names]
+        shapes = [shape for block in blocks for shape in block.space.shapes]
+        inner = Space(tuple(names), tuple(shapes), self.space.dtype, self.space.device)
+        return RowBlocks(self.space, BlockDiagonal(inner, blocks), torch.cat(order))
+
+    def refined(self, block: Operator) -> Accumulator:
+        assert isinstance(block, RowBlocks)
+        found = zip(self.parts.items(), block.blocks.values(), strict=True)
+        return RowSums(self.space, {rows: part.refined(own) for (rows, part), own in found})
+
+
+def rows_of(name: str, start: int, stop: int) -> str:
+    """The name of some rows of a parameter."""
+    return f"{name}[{start}:{stop}]"
 
 
 def _symmetric(matrix: Tensor) -> Tensor:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from curvature.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum, KroneckerSum
+from curvature.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum, KroneckerSum, Range, RowSums, rows_of
+from curvature.contractions import pieces
 from curvature.injection import SEED, Injection
 from curvature.moments import Scheme
 from curvature.operators import Operator, Space
 from curvature.stream import Pass
 from curvature.structure import joint_bias
+from curvature.terms import Term
 
 EXACT_SIZE = 1024  # a layer without Kronecker factors gets its exact block up to this size, its diagonal beyond
 Structure = Literal["kronecker", "dense", "diagonal"]
@@ -128,16 +130,48 @@ class Structures:
         chosen = self.chosen[max(keys, key=len)] if keys else None
         if (chosen or default) == "kronecker":
             found = chunk.of(names[0])
-            scheme = None if found is None else Scheme.of(found[0][0], own.shapes, space.dtype, sharing)
-            if scheme is not None:
-                return KroneckerSum(own, scheme)
+            factored = None if found is None else _factored(own, found[0][0], sharing)
+            if factored is not None:
+                return factored
             if chosen:
                 raise ValueError(
                     f"structure: {names[0]} has no Kronecker factors (it is read otherwise than by a layer's affine "
                     'map); choose "dense" or "diagonal"'
                 )
-            chosen = "dense" if own.size <= EXACT_SIZE else "diagonal"
+            return _exact(own)
         return DenseSum(own) if (chosen or default) == "dense" else DiagonalSum(own)
+
+
+def _exact(space: Space) -> Accumulator:
+    return DenseSum(space) if space.size <= EXACT_SIZE else DiagonalSum(space)
+
+
+def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator | None:
+    """The Kronecker factors of a weight with these terms, of each of its rows that are read apart; None without any."""
+    scheme = Scheme.of(terms, space.shapes, space.dtype, sharing)
+    if scheme is not None:
+        return KroneckerSum(space, scheme)
+    apart = pieces(terms)
+    if apart[0].terms is terms:
+        return None
+    parts: dict[Range, Accumulator] = {}
+    rows = 0
+    for piece in apart:
+        if piece.start > rows:  # never read
+            parts[rows, piece.start] = DiagonalSum(_rows(space, rows, piece.start))
+        own = _rows(space, piece.start, rows := piece.stop)
+        scheme = Scheme.of(piece.terms, own.shapes, space.dtype, sharing)
+        parts[piece.start, rows] = _exact(own) if scheme is None else KroneckerSum(own, scheme)
+    if rows < space.shapes[0][0]:
+        parts[rows, space.shapes[0][0]] = DiagonalSum(_rows(space, rows, space.shapes[0][0]))
+    return RowSums(space, parts) if any(isinstance(part, KroneckerSum) for part in parts.values()) else None
+
+
+def _rows(space: Space, start: int, stop: int) -> Space:
+    """Rows of a weight and of its bias as parameters of their own."""
+    names = tuple(rows_of(name, start, stop) for name in space.names)
+    shapes = tuple((stop - start, *shape[1:]) for shape in space.shapes)
+    return Space(names, shapes, space.dtype, space.device)
 
 
 def _is_within(name: str, key: str) -> bool:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum, EigenSum, KroneckerSum
+from curvature.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum
 from curvature.batch import Loss
 from curvature.collect import Structure, Structures, collected, seed_of, space_of
 from curvature.injection import Curved, Injection, Random, empirical, exact
-from curvature.kronecker import Kronecker
 from curvature.matrixfree import MatrixFree
 from curvature.operators import BlockDiagonal, Operator
 from curvature.products import Repeated, require_symmetric, through_gradient, through_outputs
@@ -231,14 +230,6 @@ def ekfac(
         sums.extend(make(chunk))
         return sums
 
-    blocks = collected(passes, inject, seed, space, first)
-    exacts: dict[int, Accumulator] = {
-        k: EigenSum(done.scheme, block)
-        for k, (done, block) in enumerate(zip(sums, blocks, strict=True))
-        if isinstance(done, KroneckerSum) and isinstance(block, Kronecker)
-    }
-    if exacts:
-        again = collected(passes, inject, seed, space, lambda chunk: list(exacts.values()))
-        for k, block in zip(exacts, again, strict=True):
-            blocks[k] = block
-    return BlockDiagonal(space, blocks)
+    found = collected(passes, inject, seed, space, first)
+    again = [done.refined(block) for done, block in zip(sums, found, strict=True)]
+    return BlockDiagonal(space, collected(passes, inject, seed, space, lambda chunk: again))

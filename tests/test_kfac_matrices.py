@@ -270,6 +270,49 @@ def test_attention_has_the_factors_of_its_projections(sharing: str):
 
 
 @sharings
+@pytest.mark.parametrize("builder", ["kfac", "ekfac"])
+def test_projections_of_other_inputs_have_factors_of_their_own(builder: str, sharing: str):
+    """Queries, keys and values are rows of one weight, which each read another input."""
+    with seeded(0):
+        layer = nn.MultiheadAttention(4, 2, batch_first=True).double()
+        data = tuple(floats(t, 4)(20).double() for t in (2, 3, 3)), floats(2, 4)(20).double()
+    model = Raw(lambda m, x, y, z: m.layer(x, y, z, need_weights=False)[0], layer=layer)
+
+    def attend(m: nn.Module, *inputs: Tensor) -> Tensor:
+        projected = [linear(x) for linear, x in zip((m.q, m.k, m.v), inputs, strict=True)]
+        heads = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in projected)
+        return m.leave(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+    other = Raw(attend, **{name: nn.Linear(4, 4).double() for name in ("q", "k", "v", "leave")})
+    weights, biases = layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3)
+    ones = [p for pair in zip(weights, biases, strict=True) for p in pair]
+    with torch.no_grad():
+        for p, q in zip(other.parameters(), [*ones, *layer.out_proj.parameters()], strict=True):
+            p.copy_(q)
+    where = oracle.positions(other)
+    names = ["q.weight", "k.weight", "v.weight", "q.bias", "k.bias", "v.bias", "leave.weight", "leave.bias"]
+    order = torch.cat([where[name].flatten() for name in names])
+    found = getattr(curvature, builder)(model, nn.MSELoss(), data, sharing=sharing)
+    expected = getattr(curvature, builder)(other, nn.MSELoss(), data, sharing=sharing).to_dense()
+    if builder == "kfac":
+        matches(expected, kronecker(affine_layers(oracle.Matrices(other, nn.MSELoss(), data)), sharing))
+    dense = found.to_dense()
+    matches(dense, expected[order][:, order], 1e-8)
+    check_operator(model, found)
+
+
+def test_rows_that_are_never_read_are_zero():
+    with seeded(0):
+        model = Raw(lambda m, x: F.linear(x, m.w[1:3]).tanh(), w=(5, 3)).double()
+    data = floats(3)(6).double(), floats(2)(6).double()
+    expected = oracle.Matrices(model, nn.MSELoss(), data).fisher
+    found = curvature.ekfac(model, nn.MSELoss(), data)
+    matches(found.trace(), expected.trace())
+    matches(found.diagonal()[:3], expected.diagonal()[:3])
+    matches(found.diagonal()[9:], expected.diagonal()[9:])
+
+
+@sharings
 def test_a_tied_weight_has_the_trace_of_its_uses(sharing: str):
     """One product stands for the sum of two; the untied copy says what each is."""
     run = lambda m, x: m.head(m.middle(m.words(x)).tanh())
@@ -339,9 +382,12 @@ def test_layers_without_factors_have_their_exact_block(case: Case):
 @pytest.mark.parametrize("case", [case for case in CASES if case.id in BATCHED], ids=name_of)
 @pytest.mark.parametrize("builder", ["kfac", "ekfac"])
 def test_operator(case: Case, builder: str):
-    """What an operator says of itself is what its dense matrix says."""
     model, loss = case.build()
-    found = getattr(curvature, builder)(model, loss, case.batch(model))
+    check_operator(model, getattr(curvature, builder)(model, loss, case.batch(model)))
+
+
+def check_operator(model: nn.Module, found: curvature.operators.Operator) -> None:
+    """What an operator says of itself is what its dense matrix says."""
     dense = found.to_dense()
     with seeded(3):
         vectors = torch.randn(len(dense), 2, dtype=dense.dtype)

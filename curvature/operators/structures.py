@@ -1,4 +1,4 @@
-"""A diagonal, and blocks along the diagonal."""
+"""A diagonal, blocks along the diagonal, and blocks on ranges of rows."""
 
 from __future__ import annotations
 
@@ -157,3 +157,78 @@ class BlockDiagonal(Operator):
 
     def __repr__(self) -> str:
         return "\n  ".join([super().__repr__(), *map(repr, self.blocks.values())])
+
+
+class RowBlocks(Operator):
+    """A matrix on parameters of one layer that is block-diagonal over ranges of their rows (attention whose queries,
+    keys and values are projected by one weight each from another input).
+
+    Args:
+        space: of the parameters.
+        inner: the blocks, on spaces of the rows as parameters of their own: ``"weight[0:4]"``, ``"bias[0:4]"``, ...
+        order: (P,), where in the flat vector of `space` the entries of that of `inner` are.
+
+    Raises:
+        ValueError: `order` is no permutation of P numbers.
+    """
+
+    fields = ("space", "inner", "order")
+
+    def __init__(self, space: Space, inner: BlockDiagonal, order: Tensor) -> None:
+        super().__init__(space)
+        if not torch.equal(order.sort().values, torch.arange(space.size, device=order.device)):
+            raise ValueError(f"order should be a permutation of {space.size} numbers")
+        self.inner, self.order = inner, order
+
+    @property
+    def blocks(self) -> dict[str, Operator]:
+        """The blocks by the name of the first rows."""
+        return self.inner.blocks
+
+    def _back(self, rows: Tensor) -> Tensor:
+        return torch.empty_like(rows).index_copy_(0, self.order, rows)
+
+    def _with(self, inner: Operator) -> Operator:
+        assert isinstance(inner, BlockDiagonal)
+        return RowBlocks(self.space, inner, self.order)
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self._back(self.inner._matmat(V[self.order]))
+
+    def to_dense(self) -> Tensor:
+        dense = torch.empty(self.shape, dtype=self.space.dtype, device=self.space.device)
+        dense[self.order[:, None], self.order] = self.inner.to_dense()
+        return dense
+
+    def diagonal(self) -> Tensor:
+        return self._back(self.inner.diagonal())
+
+    def trace(self) -> Tensor:
+        return self.inner.trace()
+
+    def eigenvalues(self) -> Tensor:
+        return self.inner.eigenvalues()
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        return self._back(self.inner._solve(V[self.order], damping))
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        return self._back(self.inner._inverse_root(Z, damping))  # independent entries: in any order
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        return self._with(self.inner.inverse(damping))
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return self.inner.logdet(damping)
+
+    def scaled(self, factor: float) -> Operator:
+        return self._with(self.inner.scaled(factor))
+
+    def damped(self, damping: float) -> Operator:
+        return self._with(self.inner.damped(damping))
+
+    def factored_damping(self, damping: float) -> Operator:
+        return self._with(self.inner.factored_damping(damping))
+
+    def _details(self) -> list[str]:
+        return [f"{name}: {type(block).__name__}" for name, block in self.blocks.items()]
