@@ -8,6 +8,9 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist worksteal
 BENCHMARKS ?= $(filter-out tests/benchmarks/_%,$(wildcard tests/benchmarks/*.py))
 
+# Peers that ask for torchvision, see pyproject.toml.
+ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --prefer-binary -c constraints.txt
 
@@ -18,7 +21,7 @@ demo: .venv/demo.stamp
 	$(BIN)/python examples/demo.py
 
 # One thread per test process: two processes with a thread pool each would fight for the cores.
-test: lint
+test: lint .venv/bench.stamp
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: .venv/bench.stamp
@@ -45,5 +48,5 @@ clean:
 
 .venv/%.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) -e ".[$*]"
-	$(if $(filter bench,$*),$(PIP) --no-deps backpack-for-pytorch)
+	$(if $(filter bench,$*),$(PIP) --no-deps $(ALONE))
 	@touch $@

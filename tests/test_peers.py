@@ -21,7 +21,7 @@ import curvature
 
 # What the peers and torch say about the peers' use of hooks and generators.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-REASON = "one of the peers: pip install -e '.[bench]'"
+REASON = "a peer of the bench extra is missing: make test installs it"
 ENTROPY, SQUARES = nn.CrossEntropyLoss, nn.MSELoss
 
 
