@@ -2,7 +2,7 @@
 
 from curvature.layers import contraction, convolution, elementwise, embedding, normalisation
 from curvature.layers.base import RULES, Call, Layout, Rule, Unsupported, reduced, register
-from curvature.layers.recurrent import rewritten
+from curvature.layers.rewrites import rewritten
 
 __all__ = [
     "RULES",

@@ -95,7 +95,7 @@ def _cell(step: Step) -> Callable[..., Any]:
     return run
 
 
-REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
+LOOPS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm: _layers(_lstm),
     torch.gru: _layers(_gru),
     torch.rnn_tanh: _layers(_tanh),
@@ -105,16 +105,3 @@ REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.rnn_tanh_cell: _cell(_tanh),
     torch.rnn_relu_cell: _cell(_relu),
 }
-
-
-def rewritten(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
-    """The loop that stands for a fused recurrent call; None for other functions and for packed sequences.
-
-    None as well under activation checkpointing: it runs the fused call again during the backward pass, whose saved
-    tensors would be taken for those of the loop without a complaint.
-    """
-    run = REWRITES.get(function)
-    if run is None or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        return None
-    packed = len(args) == 9 and isinstance(args[3], tuple | list)
-    return None if packed else run
