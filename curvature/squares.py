@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvature import contractions
 from curvature.contractions import gradients, merged
-from curvature.terms import Convolved, Outer, Rows, Term
+from curvature.terms import Convolved, Dense, Outer, Rows, Term
 
 Vectors = Sequence[Sequence[Term]]  # for every vector the terms of one parameter
 
@@ -36,12 +36,24 @@ def products(left: Vectors, right: Vectors, weights: Tensor) -> Tensor:
         return _by_pairs(outer, outer if rights is lefts else [_outer(terms[0]) for terms in rights], weights)
     if alone and isinstance(first, Rows):
         return _by_rows(lefts, rights, weights)
+    if alone and isinstance(first, Dense):
+        return _summed(lefts, rights, weights)
     total = None
     for us, ws in zip(lefts, rights, strict=True):
         part = _built(us, ws, weights)
         total = part if total is None else total + part
     assert total is not None
     return total
+
+
+def _summed(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
+    """Of gradients that are there already."""
+    total = None
+    for (u,), (w,) in zip(left, right, strict=True):
+        assert isinstance(u, Dense) and isinstance(w, Dense)
+        total = u.values * w.values if total is None else total.addcmul_(u.values, w.values)
+    assert total is not None
+    return torch.tensordot(weights.to(total.dtype), total, 1)
 
 
 def _outer(term: Term) -> Outer:

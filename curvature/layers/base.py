@@ -93,6 +93,6 @@ def reduced(per_place: Tensor, shape: Sequence[int], layout: Layout, offset: int
     keep = {offset + k for k, size in enumerate(shape) if size != 1}
     if layout.dim in keep:
         raise Unsupported("the parameter varies along the axis of the samples")
-    summed = [k + 1 for k in range(ndim) if k not in keep]
+    summed = [k + 1 for k in range(ndim) if k not in keep and per_place.shape[k + 1] != 1]
     out = per_place.sum(summed) if summed else per_place
     return Dense(out.reshape(len(per_place), *shape))

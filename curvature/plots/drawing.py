@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = (("-", 2.2), ((0, (4, 3)), 1.4), ((0, (6, 2, 1, 2)), 1.4), ((0, (1, 2)), 1.8))  # and widths
 UNIT = "[loss / parameter²]"
-LEGEND_ROWS, LONGEST_LEGEND = 8, 25  # lines of a legend that have room inside the axes, and beside them
+LEGEND_ROWS, LONGEST_LEGEND = 5, 25  # lines of a legend that have room inside the axes, and beside them
 
 
 def one_axes(ax: Axes | None) -> Axes:
@@ -62,10 +62,19 @@ def grid_of_axes(
     return found.reshape(shape)
 
 
+def log_scale(ax: Axes, *names: str) -> None:
+    """Log scales for what is drawn along these axes, "x" or "y"; where that is nothing, matplotlib finds no limits."""
+    for name in names:
+        getattr(ax, f"set_{name}scale")("log")
+        if not np.isfinite(getattr(ax.dataLim, f"minpos{name}")):
+            getattr(ax, f"set_{name}lim")(0.1, 1.0)
+
+
 def look(index: int) -> dict[str, Any]:
     """Colour and style of the line with this number: one below another still shows beside it or through its dashes."""
     style, width = STYLES[index % len(STYLES)]
-    return {"color": COLOURS[index % len(COLOURS)], "ls": style, "lw": width}
+    order = 2 + 0.1 * (index % len(STYLES))  # wide solid lines below
+    return {"color": COLOURS[index % len(COLOURS)], "ls": style, "lw": width, "zorder": order}
 
 
 def shade(index: int, count: int) -> dict[str, Any]:

@@ -20,13 +20,18 @@ from curvature.plots.drawing import COLOURS, UNIT, Array, grid_of_axes, layers_o
 MAP = "RdBu_r"
 FAINTEST = 1e-2  # of the largest entry: where the logarithmic part of a colour scale ends
 CLOSEST = 0.05  # of the side of a picture: names of layers nearer than that would overlap
+MOST_POINTS = 2000  # along a side of a picture, more than a screen shows
+MOST_GROUPS = 16  # of a layer, whose factors can still be told apart
+MOST_LAYERS = 40  # in one figure
 
 
 def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
     """A heat map of a matrix, with the boundaries and names of the layers.
 
     Colours are logarithmic in the size of the entries down to a hundredth of the largest, and linear between there and
-    zero. For others, change the image in the axes returned, as to linear ones:
+    zero. Where there are more entries than points in the picture, a point is the mean of its entries.
+
+    For other colours, change the image in the axes returned, as to linear ones:
     ``plots.matrix(G).images[0].set_norm(matplotlib.colors.CenteredNorm())``.
 
     Args:
@@ -51,27 +56,33 @@ def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
 def factors(kfac: Operator, layer: str | None = None, ax: Any = None) -> NDArray[Any]:
     """Heat maps of the Kronecker factors: A of the layer's inputs on the left, B of its outputs on the right.
 
-    The factors of a layer with several groups lie along the diagonal, one group after the other. A factor that is
-    diagonal, as A of an embedding, is drawn as a curve. Each picture has a linear colour scale of its own.
+    The factors of a layer with several groups lie along the diagonal, one group after the other; of many groups only
+    the first are shown, and the title says how many. A factor that is diagonal, as A of an embedding, is drawn as a
+    curve. A bias is the last input. Each picture has a linear colour scale of its own.
 
     Args:
         kfac: what ``curvature.kfac`` returns, or one of its ``blocks``.
         layer: name of a module or of a parameter; None for all layers that have Kronecker factors.
-        ax: two axes for each layer; None for a new figure.
+        ax: two axes for each layer; None for a new figure, of 40 layers at most.
 
     Returns:
         The axes, (layers, 2).
 
     Raises:
         TypeError: no operator, or no axes.
-        ValueError: there is no such layer, it has no Kronecker factors, or there are not two axes for each.
+        ValueError: there is no such layer, it has no Kronecker factors, there are not two axes for each, or too many
+            layers for one figure.
     """
     chosen, left_out = _with_factors(kfac, layer)
+    if ax is None and len(chosen) > MOST_LAYERS:
+        raise ValueError(
+            f"{len(chosen)} layers are more than the {MOST_LAYERS} that fit into one figure: choose with layer=, which "
+            "may be a module that holds several, or give axes"
+        )
     axes = grid_of_axes(ax, list(chosen), ["A", "B"])
     for name, block, pair in zip(chosen, chosen.values(), axes, strict=True):
-        groups = f", {block.sides[0]} groups" if block.sides[0] > 1 else ""
-        _draw_factor(pair[0], block.A, f"{name}: A{groups}", "input", "[activation²]")
-        _draw_factor(pair[1], block.B, f"{name}: B{groups}", "output", "[loss / output²]")
+        _draw_factor(pair[0], block.A, f"{name}: A", "input", "[activation²]")
+        _draw_factor(pair[1], block.B, f"{name}: B", "output", "[loss / output²]")
     if ax is None and left_out:
         axes[0, 0].figure.suptitle("without Kronecker factors: " + ", ".join(left_out), fontsize="small", wrap=True)
     return axes
@@ -105,7 +116,7 @@ def comparison(exact: Operator | Tensor, approximation: Operator | Tensor, ax: A
     distance = np.linalg.norm(difference)
     error = f"relative error {distance / norm:.3g}" if norm else f"error {distance:.3g}, exact is zero"
     titles = ["exact", "approximation", f"approximation - exact\n{error} (Frobenius)"]
-    axes = grid_of_axes(ax, ["matrix"], ["exact", "approximation", "difference"], (3.2, 3.5))[0]
+    axes = grid_of_axes(ax, ["matrix"], ["exact", "approximation", "difference"], (3.2, 4.1))[0]
     if len({item.figure for item in axes}) > 1:
         raise ValueError("ax: expected axes of one figure, which share a colour scale, found several figures")
     named = exact if isinstance(exact, Operator) else approximation
@@ -140,9 +151,21 @@ def _largest(entries: Array) -> float:
 
 def _image(ax: Axes, entries: Array, norm: Normalize) -> AxesImage:
     for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_major_locator(MaxNLocator(6, integer=True))
     # Where a picture has less points than the matrix, a point is the mean of entries, not of their colours.
-    return ax.imshow(entries, cmap=MAP, norm=norm, interpolation_stage="data")
+    rows, columns = entries.shape
+    corners = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    return ax.imshow(_thinned(entries), cmap=MAP, norm=norm, interpolation_stage="data", extent=corners)
+
+
+def _thinned(entries: Array) -> Array:
+    """Means over neighbours where a side is longer than `MOST_POINTS`, since matplotlib copies what it draws."""
+    for axis, size in enumerate(entries.shape):
+        if size > MOST_POINTS:
+            edges = np.arange(MOST_POINTS) * size // MOST_POINTS
+            counts = np.diff(edges, append=size)
+            entries = np.add.reduceat(entries, edges, axis) / (counts if axis else counts[:, None])
+    return entries
 
 
 def _linear(largest: float) -> Normalize:
@@ -158,12 +181,13 @@ def _logarithmic(largest: float) -> Normalize:
 
 def _boundaries(ax: Axes, sizes: Sequence[int]) -> None:
     for edge in np.cumsum(sizes)[:-1] - 0.5:
-        ax.axhline(edge, color="black", alpha=0.5, lw=0.5)
-        ax.axvline(edge, color="black", alpha=0.5, lw=0.5)
+        ax.axhline(edge, color="black", alpha=0.4, lw=0.5)
+        ax.axvline(edge, color="black", alpha=0.4, lw=0.5)
 
 
 def _name_layers(ax: Axes, M: Operator | Tensor, rows: bool = True) -> None:
     if not isinstance(M, Operator):
+        ax.set(xlabel="column", ylabel="row" if rows else "")
         return
     spans = spans_of(M.space)
     sizes = [size for _, size in spans]
@@ -175,6 +199,8 @@ def _name_layers(ax: Axes, M: Operator | Tensor, rows: bool = True) -> None:
         if all(abs(place - other) >= CLOSEST * ends[-1] for other in places.values()):
             places[spans[k][0]] = place
     ticks, names = list(places.values()), list(places)
+    kind = "layer" if set(names) - set(M.space.names) else "parameter"
+    ax.set(xlabel=kind, ylabel=kind if rows else "")
     ax.set_xticks(ticks, names, rotation=90, fontsize="small")
     ax.set_yticks(ticks, names if rows else [""] * len(names), fontsize="small")
     ax.tick_params(length=2)
@@ -202,18 +228,21 @@ def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecke
 
 def _draw_factor(ax: Axes, factor: Tensor, title: str, index: str, unit: str) -> None:
     """A factor (g, d, d), or (g, d) where it is diagonal."""
-    values = numbers(factor, title)
-    groups, size = values.shape[:2]
-    ax.set_title(title, fontsize="medium")
+    groups, size = factor.shape[:2]
+    diagonal = factor.ndim == 2
+    shown = groups if diagonal else min(groups, MOST_GROUPS, max(1, MOST_POINTS // size))
+    values = numbers(factor[:shown], title)
+    note = f", first {shown} of {groups} groups" if shown < groups else f", {groups} groups" if groups > 1 else ""
+    ax.set_title(title + note, fontsize="medium")
     ax.set_xlabel(index)
-    if values.ndim == 2:
+    if diagonal:
         ax.plot(values.flatten(), color=COLOURS[0], lw=1.0, marker="." if values.size < 50 else None)
         ax.set_ylabel(f"diagonal entry {unit}")
         return
     ax.set_ylabel(index)
-    entries = np.zeros((groups, size, groups, size))
-    entries[range(groups), :, range(groups), :] = values
-    image = _image(ax, entries.reshape(groups * size, groups * size), _linear(_largest(values)))
+    entries = np.zeros((shown, size, shown, size))
+    entries[range(shown), :, range(shown), :] = values
+    image = _image(ax, entries.reshape(shown * size, shown * size), _linear(_largest(values)))
     if size > 1:
-        _boundaries(ax, [size] * groups)
+        _boundaries(ax, [size] * shown)
     ax.figure.colorbar(image, ax=ax, label=f"entry {unit}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
+from curvature import estimators
 from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.linalg import rounding_of
-from curvature.operators import Diagonal, Operator
+from curvature.operators import BlockDiagonal, Diagonal, Operator
 from curvature.plots.drawing import (
     UNIT,
     Array,
@@ -22,6 +23,7 @@ from curvature.plots.drawing import (
     layers_of,
     legend,
     line_of_numbers,
+    log_scale,
     look,
     named,
     numbers,
@@ -30,6 +32,7 @@ from curvature.plots.drawing import (
 )
 
 Spectrum = Operator | Tensor
+Density = Operator | tuple[Tensor, Tensor]
 FAINTEST = 1e-10  # relative to the largest density: less than one eigenvalue in a network of any usual size
 
 
@@ -42,7 +45,7 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
     Args:
         matrix: with blocks, as of ``fisher_blocks``, ``kfac`` and ``ekfac``: one line each. Any other operator is one
             line. A dict of operators or tensors by name is one line each: matrices to compare, the tensors that
-            ``fisher_diagonal`` returns, or eigenvalues, which are taken as exact.
+            ``fisher_diagonal`` returns, or eigenvalues, which are taken as exact. A tensor alone: eigenvalues, (P,).
         ax: axes to draw into; None for a new figure.
 
     Returns:
@@ -50,11 +53,14 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
 
     Raises:
         TypeError: something else was given.
-        ValueError: no eigenvalues, or a matrix too large for them.
+        ValueError: no eigenvalues, a tensor that looks like a matrix and not like its eigenvalues, or an operator too
+            large for all of its eigenvalues (then see `spectral_density`).
     """
     if isinstance(matrix, Operator):
         items: Mapping[str, Any] = layers_of(matrix)
     elif isinstance(matrix, Tensor):
+        if matrix.ndim != 1:
+            raise ValueError(f"matrix: expected an operator or eigenvalues (P,), found shape {tuple(matrix.shape)}")
         items = {"eigenvalues": matrix}
     else:
         items = named(matrix, "matrix", "an operator, a tensor or a dict {name: operator or tensor}")
@@ -65,48 +71,63 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
         label = label_with(str(name), hidden(values, rounding))
         marker = "." if shown.size < 50 else None
         ax.plot(np.arange(1, shown.size + 1), shown, **shade(index, len(lines)), marker=marker, label=label)
-    ax.set(xscale="log", yscale="log", xlabel="rank", ylabel=f"eigenvalue {UNIT}")
+    log_scale(ax, "x", "y")
+    ax.set(xlabel="rank (1 is the largest)", ylabel=f"eigenvalue {UNIT}")
     ax.grid(True, which="major", alpha=0.3)
-    legend(ax, loc="lower left")
+    legend(ax, "layer" if isinstance(matrix, BlockDiagonal) else None, loc="lower left")
     return ax
 
 
-def spectral_density(grid: Any, density: Any, ax: Axes | None = None, *, label: str | None = None) -> Axes:
-    """The density of eigenvalues against the eigenvalue, on a log axis: ``spectral_density(*estimate)``.
+def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = None) -> Axes:
+    """The density of eigenvalues against the eigenvalue, on a log axis.
 
-    The axis ends a decade below the lowest peak: a single eigenvalue among P is a peak of 1/P of the whole, so the
-    height of a peak says how many eigenvalues it holds.
+    It is smoothed: an eigenvalue is a bell. The axis ends a decade below the lowest peak: a single eigenvalue among P
+    is a peak that holds 1/P of the whole, so the height of a peak says how many eigenvalues it holds.
 
     Args:
-        grid: eigenvalues, (G,), ascending; what ``curvature.estimators.spectral_density`` returns first.
-        density: on the grid, (G,), per unit of eigenvalue; what it returns second.
-        ax: axes to draw into, for example those of another density to compare with; None for a new figure.
-        label: for the legend.
+        matrix: an operator, whose density is estimated by ``curvature.spectral_density`` with its defaults (80 products
+            with ten vectors, for a matrix-free operator 80 passes over the data); or what that returns, ``(grid,
+            density)``, (G,) each; or a dict of them by name, one line each.
+        ax: axes to draw into, which may show another density already; None for a new figure.
 
     Returns:
         The axes.
 
     Raises:
-        TypeError: no numbers, or no axes.
-        ValueError: different lengths, a grid that does not ascend, or a density that is negative, zero or not finite.
+        TypeError: no operator and no pair of numbers, or no axes.
+        ValueError: grid and density of different lengths, a grid that does not ascend, or a density that is negative,
+            zero or not finite.
     """
-    x, y = line_of_numbers(grid, "grid"), line_of_numbers(density, "density")
-    if x.shape != y.shape:
-        raise ValueError(f"expected grid and density of the same length, found {x.size} and {y.size}")
-    if not (np.diff(x) > 0).all():
-        raise ValueError("grid: expected ascending eigenvalues; is the order of the arguments (grid, density)?")
-    if not (np.isfinite(y).all() and (y >= 0).all() and y.max() > 0):
-        raise ValueError(f"density: expected positive numbers, found a range from {y.min():.3g} to {y.max():.3g}")
+    by_name = isinstance(matrix, Mapping)
+    items = named(matrix, "matrix", "{name: operator or (grid, density)}") if by_name else {"matrix": matrix}
+    lines = {str(name): _density(item, str(name)) for name, item in items.items()}
     ax = one_axes(ax)
-    before = ax.get_ylim()[0] if ax.has_data() else np.inf
+    limits = list(ax.get_ylim()) if ax.has_data() else []
     ax.set_yscale("log", nonpositive="clip")
-    ax.plot(x, y, **look(len(ax.lines)), label=label)
-    ax.set_ylim(bottom=min(before, _lowest_peak(y) / 10))
-    ax.set(xlabel=f"eigenvalue {UNIT}", ylabel="density of eigenvalues [1 / eigenvalue]")
+    for name, (x, y) in lines.items():
+        ax.plot(x, y, **look(len(ax.lines)), label=name if by_name else None)
+        limits += [_lowest_peak(y) / 10, 3 * y.max()]
+    ax.set_ylim(min(limits), max(limits))
+    ax.set(xlabel=f"eigenvalue {UNIT}", ylabel="density of eigenvalues [parameter² / loss]")
     ax.grid(True, which="major", alpha=0.3)
-    if label is not None:
+    if by_name:
         legend(ax)
     return ax
+
+
+def _density(item: Any, name: str) -> tuple[Array, Array]:
+    """The grid and the density on it, checked."""
+    pair = estimators.spectral_density(item) if isinstance(item, Operator) else item
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        raise TypeError(f"{name}: expected an operator or a pair (grid, density), found {type(item).__name__}")
+    x, y = line_of_numbers(pair[0], f"{name}: grid"), line_of_numbers(pair[1], f"{name}: density")
+    if x.shape != y.shape:
+        raise ValueError(f"{name}: expected grid and density of the same length, found {x.size} and {y.size}")
+    if not (np.diff(x) > 0).all():
+        raise ValueError(f"{name}: expected ascending eigenvalues; is the order (grid, density)?")
+    if not (np.isfinite(y).all() and (y >= 0).all() and y.max() > 0):
+        raise ValueError(f"{name}: expected a positive density, found a range from {y.min():.3g} to {y.max():.3g}")
+    return x, y
 
 
 def _lowest_peak(density: Array) -> float:
@@ -123,10 +144,16 @@ def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
         return numbers(values, name).flatten(), numbers(rounding, name).flatten()
     if not isinstance(item, Tensor):
         raise TypeError(f"{name}: expected an operator of curvature or a tensor, found {type(item).__name__}")
-    found = numbers(item, name).flatten()
+    found = numbers(item, name)
     if not found.size:
         raise ValueError(f"{name}: no eigenvalues, found shape {tuple(item.shape)}")
-    return found, np.zeros_like(found)
+    # Of a diagonal, weights are two-dimensional too, but hardly ever symmetric.
+    if found.ndim == 2 and found.any() and found.shape == found.T.shape != (1, 1) and np.allclose(found, found.T):
+        raise ValueError(
+            f"{name}: expected eigenvalues or a diagonal, found a symmetric matrix {tuple(item.shape)}. Give the "
+            "operator or torch.linalg.eigvalsh of the matrix; if it is a diagonal after all, flatten it"
+        )
+    return found.flatten(), np.zeros(found.size)
 
 
 @singledispatch
@@ -134,6 +161,13 @@ def _spectrum(matrix: Operator) -> tuple[Tensor, Tensor]:
     """Eigenvalues and their rounding, of one shape; of a decomposition that mixes all of them unless known better."""
     values = matrix.eigenvalues()
     return values, rounding_of(values.abs().max()).expand(values.shape)
+
+
+@_spectrum.register
+def _(matrix: BlockDiagonal) -> tuple[Tensor, Tensor]:
+    parts = [_spectrum(block) for block in matrix.blocks.values()]
+    values, rounding = (torch.cat([part.flatten() for part in column]) for column in zip(*parts, strict=True))
+    return values, rounding
 
 
 @_spectrum.register
