@@ -1,8 +1,4 @@
-"""One adapter per peer: set up once as its user would, then `run` does the work of one call.
-
-`clear` drops what a peer stores on the parameters. It is called between runs, outside the timed region, so that nobody
-pays for freeing the results of the call before.
-"""
+"""Per-sample gradients ``{name: (N, *shape)}`` and norms (N,): one adapter per peer, and the reference."""
 
 from __future__ import annotations
 
@@ -11,45 +7,9 @@ import warnings
 from collections.abc import Callable
 
 import torch
+from _rows import Method
+from _rows import Named as Gradients
 from torch import Tensor, nn
-
-Gradients = dict[str, Tensor]
-
-
-class Unsupported(Exception):
-    """The peer has no way to compute this for the model; the message says why."""
-
-
-class Method:
-    """Per-sample gradients, as `{name: (N, *shape)}`, or per-sample norms (N,) of one model."""
-
-    def __init__(self, model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> None:
-        self.model, self.loss, self.x, self.y = copy.deepcopy(model), loss, x, y
-        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-
-    def run(self) -> Gradients | Tensor:
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        """Drop what the last run left on the parameters."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
-    def stored(self, attribute: str) -> Gradients:
-        """What the peer left at `attribute` of each parameter."""
-        found = {name: getattr(p, attribute, None) for name, p in self.parameters.items()}
-        missing = [self.model.get_submodule(name.rpartition(".")[0]) for name, value in found.items() if value is None]
-        if missing:
-            raise Unsupported(f"no rule for {', '.join(dict.fromkeys(type(module).__name__ for module in missing))}")
-        return {name: value for name, value in found.items() if value is not None}
-
-
-class Plain(Method):
-    """The batch gradient alone: forward and backward filling `.grad`. Every ratio is to this."""
-
-    def run(self) -> Gradients:
-        self.loss(self.model(self.x), self.y).backward()
-        return {}
 
 
 class Curvature(Method):
@@ -146,9 +106,9 @@ class OpacusGhost(Opacus):
 
 
 class BackPACK(Method):
-    """`BatchGrad`, the model extended once. BackPACK divides by N under a mean loss, so N times the loss goes back."""
+    """Base: the model extended once, a backward pass with `extension`, what it stored at `attribute`."""
 
-    attribute = "grad_batch"
+    attribute: str
 
     def __init__(self, model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> None:
         from backpack import extend
@@ -158,15 +118,18 @@ class BackPACK(Method):
         self.extended_loss: nn.Module = extend(copy.deepcopy(loss))
 
     def extension(self) -> object:
-        from backpack.extensions import BatchGrad
+        """One that warns about layers it does not know; `stored` finds the parameters without a result."""
+        raise NotImplementedError
 
-        return BatchGrad()  # warns about layers it does not know; `stored` finds the parameters without a result
+    def value(self) -> Tensor:
+        """What goes back."""
+        return self.extended_loss(self.model(self.x), self.y)
 
     def backward(self) -> Gradients:
         from backpack import backpack
 
         with backpack(self.extension()):
-            (self.extended_loss(self.model(self.x), self.y) * self.x.shape[0]).backward()
+            self.value().backward()
         return self.stored(self.attribute)
 
     def run(self) -> Gradients | Tensor:
@@ -179,7 +142,21 @@ class BackPACK(Method):
                 delattr(parameter, self.attribute)
 
 
-class BackPACKNorms(BackPACK):
+class BackPACKGradients(BackPACK):
+    """`BatchGrad`. BackPACK divides by N under a mean loss, so N times the loss goes back."""
+
+    attribute = "grad_batch"
+
+    def extension(self) -> object:
+        from backpack.extensions import BatchGrad
+
+        return BatchGrad()
+
+    def value(self) -> Tensor:
+        return super().value() * self.x.shape[0]
+
+
+class BackPACKNorms(BackPACKGradients):
     """`BatchL2Grad`: squared norms per parameter."""
 
     attribute = "batch_l2"
@@ -239,7 +216,7 @@ GRADIENTS: dict[str, type[Method]] = {
     "curvature": Curvature,
     "vmap": Vmap,
     "Opacus": Opacus,
-    "BackPACK": BackPACK,
+    "BackPACK": BackPACKGradients,
     "expanded weights": ExpandedWeights,
 }
 NORMS: dict[str, type[Method]] = {

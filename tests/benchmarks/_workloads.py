@@ -1,18 +1,21 @@
-"""The three models of the per-sample benchmark, built only of layers that every peer has a rule for."""
+"""The models of the benchmarks, built only of layers that most peers have a rule for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+LOSS = nn.CrossEntropyLoss()
+
 
 @dataclass
 class Workload:
-    """A model in training mode and one batch; the loss is cross-entropy with mean reduction."""
+    """A model in training mode and one batch; the loss is `LOSS`."""
 
     name: str
     model: nn.Module
@@ -63,11 +66,12 @@ class GPT(nn.Module):
         return self.head(self.norm(hidden)).transpose(1, 2)
 
 
-def mlp(device: str) -> Workload:
+def mlp(device: str, samples: int = 256) -> Workload:
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
     )
-    return _workload("MLP 784-512-512-10, N=256", model, torch.randn(256, 1, 28, 28), torch.randint(10, (256,)), device)
+    x, y = torch.randn(samples, 1, 28, 28), torch.randint(10, (samples,))
+    return _workload(f"MLP 784-512-512-10, N={samples}", model, x, y, device)
 
 
 def cnn(device: str) -> Workload:
@@ -80,6 +84,14 @@ def cnn(device: str) -> Workload:
     return _workload(name, model, torch.randn(64, 3, 32, 32), torch.randint(10, (64,)), device)
 
 
+def small_cnn(device: str) -> Workload:
+    def stage(i: int, o: int) -> list[nn.Module]:
+        return [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+
+    model = nn.Sequential(*stage(3, 16), *stage(16, 32), nn.Flatten(), nn.Linear(2048, 10))
+    return _workload("CNN 3-16-32, N=32", model, torch.randn(32, 3, 32, 32), torch.randint(10, (32,)), device)
+
+
 def gpt(device: str) -> Workload:
     tokens, targets = torch.randint(256, (16, 64)), torch.randint(256, (16, 64))
     return _workload("GPT 2 x 128, T=64, N=16", GPT(), tokens, targets, device)
@@ -89,4 +101,6 @@ def _workload(name: str, model: nn.Module, x: Tensor, y: Tensor, device: str) ->
     return Workload(name, model.to(device).train(), x.to(device), y.to(device))
 
 
-WORKLOADS: dict[str, Callable[[str], Workload]] = {"mlp": mlp, "cnn": cnn, "gpt": gpt}
+Workloads = dict[str, Callable[[str], Workload]]
+PER_SAMPLE: Workloads = {"mlp": mlp, "cnn": cnn, "gpt": gpt}
+MATRICES: Workloads = {"mlp": partial(mlp, samples=128), "cnn": small_cnn, "gpt": gpt}

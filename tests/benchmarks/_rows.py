@@ -1,0 +1,238 @@
+"""What the benchmarks share: ways to compute one quantity, checked, timed in turn and printed as a row of a table."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = "plain"
+Named = dict[str, Tensor]
+
+
+class Unsupported(Exception):
+    """The peer has no way to compute this for the model; the message says why."""
+
+
+class Method:
+    """One way to compute a quantity: set up once as its user would, then `run` does the work of one call.
+
+    `clear` drops what is left on the parameters. It is called between runs, outside the timed region, so that nobody
+    pays for freeing the results of the call before.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> None:
+        self.model, self.loss, self.x, self.y = copy.deepcopy(model), loss, x, y
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        """Drop what the last run left on the parameters."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def stored(self, attribute: str) -> Named:
+        """What the peer left at `attribute` of each parameter."""
+        found = {name: getattr(p, attribute, None) for name, p in self.parameters.items()}
+        missing = [self.model.get_submodule(name.rpartition(".")[0]) for name, value in found.items() if value is None]
+        if missing:
+            raise Unsupported(f"no rule for {', '.join(dict.fromkeys(type(module).__name__ for module in missing))}")
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class Plain(Method):
+    """The batch gradient alone: forward and backward filling `.grad`. Every ratio is to this."""
+
+    def run(self) -> Named:
+        self.loss(self.model(self.x), self.y).backward()
+        return {}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long to measure, where, and by which clock."""
+
+    rounds: int
+    seconds: float
+    device: str
+    cpu_time: bool
+
+    def timed(self, method: Method) -> float:
+        """Seconds of one run; its results are freed afterwards."""
+        clock = time.process_time if self.cpu_time else time.perf_counter
+        self.synchronize()
+        start = clock()
+        result = method.run()
+        self.synchronize()
+        taken = clock() - start
+        del result
+        method.clear()
+        return taken
+
+    def repeats(self, method: Method) -> int:
+        """Warm up, and choose how often a round runs the method: the best of up to five, within 0.05 seconds."""
+        once = min(self.timed(method) for _ in range(3))
+        return max(1, min(5, int(0.05 / once)))
+
+    def synchronize(self) -> None:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+
+class Row:
+    """One quantity of one model: the methods that are right, and what to print for the others.
+
+    Args:
+        labels: the first cells: model, quantity, and what comes after the time of the plain gradient.
+        plain: makes the method that all ratios are to.
+        methods: makes the others, by the names of their columns.
+        error: runs a method and returns its error in units of the tolerance.
+    """
+
+    def __init__(
+        self,
+        labels: Sequence[str],
+        plain: Callable[[], Method],
+        methods: Mapping[str, Callable[[], Method]],
+        error: Callable[[Method], float],
+    ) -> None:
+        self.labels = labels
+        self.methods: dict[str, Method] = {PLAIN: plain()}
+        self.notes: dict[str, str] = {}
+        self.times: dict[str, list[float]] = {}
+        for name, make in methods.items():
+            note = self.admit(name, make, error)
+            if note:
+                self.methods.pop(name, None)
+                self.notes[name] = note
+        gc.collect()
+
+    def admit(self, name: str, make: Callable[[], Method], error: Callable[[Method], float]) -> str:
+        """Build the method and check it; '' if it is right, else the words for the table."""
+        try:
+            method = self.methods[name] = make()
+            worst = error(method)
+            method.clear()
+        except ImportError as reason:
+            return f"not installed: {reason.name}"
+        except (Unsupported, NotImplementedError, AttributeError, RuntimeError, ValueError, TypeError) as reason:
+            return f"unsupported: {shorten(reason)}"
+        return "" if worst <= 1 else f"wrong (max error {worst:.2g} x tolerance)"
+
+    def measure(self, timing: Timing) -> None:
+        """Fill `times`, {method: seconds of each round}: at least three rounds."""
+        names = list(self.methods)
+        repeats = {name: timing.repeats(self.methods[name]) for name in names}
+        self.times = {name: [] for name in names}
+        gc.collect()
+        gc.disable()
+        start = time.perf_counter()
+        try:
+            for turn in range(timing.rounds):
+                if turn >= 3 and time.perf_counter() - start > timing.seconds:
+                    break
+                shift = turn % len(names)
+                for name in names[shift:] + names[:shift]:
+                    best = min(timing.timed(self.methods[name]) for _ in range(repeats[name]))
+                    self.times[name].append(best)
+        finally:
+            gc.enable()
+        self.methods.clear()
+
+    def ratio(self, name: str) -> float:
+        pairs = zip(self.times[name], self.times[PLAIN], strict=True)
+        return statistics.median(mine / plain for mine, plain in pairs)
+
+    def cells(self, columns: Sequence[str]) -> list[str]:
+        ratios = {name: self.ratio(name) for name in self.times if name != PLAIN}
+        fastest = min(ratios, key=lambda name: ratios[name], default=None)
+        cells = [*self.labels[:2], f"{1e3 * statistics.median(self.times[PLAIN]):.1f}", *self.labels[2:]]
+        for name in columns:
+            if name in ratios:
+                cells.append(f"{ratios[name]:.2f}{' †' if name == fastest else ''}")
+            else:
+                cells.append(self.notes.get(name, "-"))
+        return cells
+
+
+def worst_error(result: Named, reference: Named, tolerance: float = 2e-4) -> float:
+    """Largest error, in units of the tolerance: that of a parameter's largest entry and 1e-6 of any's."""
+    if result.keys() != reference.keys():
+        raise Unsupported(f"other parameters: {sorted(result.keys() ^ reference.keys())[:3]}")
+    largest = {name: float(wanted.abs().max()) for name, wanted in reference.items()}
+    errors = []
+    for name, wanted in reference.items():
+        if result[name].shape != wanted.shape:
+            raise Unsupported(f"shape {tuple(result[name].shape)} of {name}")
+        allowed = tolerance * largest[name] + 1e-6 * max(largest.values())
+        errors.append(max(float((a - b).abs().max()) for a, b in zip(result[name], wanted, strict=True)) / allowed)
+    return max(errors)
+
+
+def shorten(reason: Exception) -> str:
+    text = " ".join(str(reason).split()) or type(reason).__name__
+    return (text if len(text) <= 80 else text[:77] + "...").replace("|", "/")
+
+
+def chosen(options: argparse.Namespace, known: Iterable[str]) -> list[str]:
+    """Those of the names that ``--only`` lists; all if it lists none of them."""
+    known = list(known)
+    return [name for name in known if name in options.only] or known
+
+
+def arguments(description: str, choices: Sequence[str]) -> argparse.Namespace:
+    """The options that all benchmarks have; sets the number of threads, the seed and silence."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--only", nargs="+", choices=choices, default=[], help="these models and quantities alone")
+    parser.add_argument("--rounds", type=int, default=15, help="most rounds per row")
+    parser.add_argument("--seconds", type=float, default=20, help="no new round after this time in a row (at least 3)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
+    parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"))
+    parser.add_argument("--out", type=Path, help="write the table to this file too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")
+    return options
+
+
+def report(head: Sequence[str], columns: Sequence[str], rows: Iterable[Row], options: argparse.Namespace) -> None:
+    """Measure the rows and print the table; `head` names the labels of a row."""
+    timing = Timing(options.rounds, options.seconds, options.device, options.cpu_time)
+    lines, rounds = [], []
+    for row in rows:
+        row.measure(timing)
+        lines.append(row.cells(columns))
+        rounds.append(len(row.times[PLAIN]))
+        print(" | ".join(lines[-1]), flush=True)
+    head = [*head[:2], f"{PLAIN}, ms", *head[2:], *columns]
+    body = [head, ["---"] * 2 + ["---:"] * (len(head) - 2), *lines]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in body)
+    text = f"{table}\n\n{machine(timing, rounds)}\n"
+    print(f"\n{text}")
+    if options.out:
+        options.out.write_text(text)
+
+
+def machine(timing: Timing, rounds: Sequence[int]) -> str:
+    cuda = timing.device.startswith("cuda")
+    name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU thread(s)"
+    clock = "processor time" if timing.cpu_time else "wall time"
+    return (
+        f"Ratios of {clock} to the plain batch gradient on {name}, torch {torch.__version__}, "
+        f"medians of {min(rounds)} to {max(rounds)} rounds; † fastest."
+    )

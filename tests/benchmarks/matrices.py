@@ -1,0 +1,112 @@
+"""Fisher diagonals, Kronecker factors and products with curvature matrices against BackPACK, curvlinops and nngeometry.
+
+    pip install -e ".[bench]"                                                     (or `make bench`)
+    pip install --no-deps backpack-for-pytorch curvlinops-for-pytorch nngeometry
+    python tests/benchmarks/matrices.py                                           # all rows, two threads
+    python tests/benchmarks/matrices.py --only mlp kfac --seconds 10 --threads 1 --cpu-time --out table.md
+
+All of mean cross-entropy over one batch. Every method is checked first (`_matrix_references.py`); what is wrong or
+unsupported is named and not timed. Diagonals and factors from sampled labels are checked by their mean over many draws,
+Kronecker factors by what ``kron(B, A)`` makes of random vectors. Then methods run in turn, as in `per_sample.py`, and
+the table shows medians of ratios to the plain batch gradient.
+
+A run is one call from the model and the batch to the result. For the products ``G V`` and ``H V``, with 1 and with 10
+columns, it is the product alone: operators are made beforehand, without checks of the peer that can be turned off,
+and a first product, where ours tests the Hessian for symmetry, has gone before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import _matrix_peers as peers
+import _matrix_references as references
+from _matrix_peers import PROBES, Kinds, Matrix
+from _rows import Named, Plain, Row, arguments, chosen, report, worst_error
+from _workloads import LOSS, MATRICES, Workload
+
+COLUMNS = ["curvature", "curvlinops", "BackPACK", "nngeometry"]
+DRAWS = 200  # over which a random quantity is averaged
+NEAR = 0.1  # relative distance of that mean from the exact quantity, per parameter
+
+
+def exact_error(method: Matrix, reference: Named) -> float:
+    return worst_error(method.named(method.run()), reference)
+
+
+def mean_error(method: Matrix, reference: Named) -> float:
+    """In units of `NEAR`."""
+    total = {name: wanted.new_zeros(wanted.shape) for name, wanted in reference.items()}
+    for _ in range(DRAWS):
+        for name, found in method.named(method.run()).items():
+            total[name] += found / DRAWS
+        method.clear()
+    return references.distance(total, reference) / NEAR
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a row is of.
+
+    Attributes:
+        label: in the table.
+        kinds: the methods.
+        reference: of a workload.
+        error: of a method, given the reference, in units of the tolerance.
+        models: those that the reference, or most peers, can do it for.
+        counts: numbers of columns to multiply with, a row each; none where it is no product.
+    """
+
+    label: str
+    kinds: Kinds
+    reference: Callable[..., Named]
+    error: Callable[[Matrix, Named], float] = exact_error
+    models: tuple[str, ...] = ("mlp", "cnn")
+    counts: tuple[int, ...] = ()
+
+    def rows(self, workload: Workload) -> Iterator[Row]:
+        if not self.counts:
+            yield self.row(workload, self.label, self.reference(workload))
+        for count in self.counts:
+            reference = self.reference(workload, references.vectors(workload.model, count))
+            yield self.row(workload, f"{self.label}, {count}", reference, count=count)
+
+    def row(self, workload: Workload, label: str, reference: Named, **options: int) -> Row:
+        setting = workload.model, LOSS, workload.x, workload.y
+        makers = {name: partial(kind, *setting, **options) for name, kind in self.kinds.items()}
+        return Row([workload.name, label], partial(Plain, *setting), makers, partial(self.error, reference=reference))
+
+
+def _factors(workload: Workload) -> Named:
+    return references.kronecker(workload, references.vectors(workload.model, PROBES))
+
+
+ALL = ("mlp", "cnn", "gpt")
+QUANTITIES = {
+    "diagonal": Quantity("diagonal, exact", peers.DIAGONAL, references.diagonal),
+    "sampled-diagonal": Quantity("diagonal, one sample", peers.SAMPLED_DIAGONAL, references.diagonal, mean_error),
+    "kfac": Quantity("K-FAC, exact", peers.FACTORS, _factors),
+    "sampled-kfac": Quantity("K-FAC, one sample", peers.SAMPLED_FACTORS, _factors, mean_error),
+    "gauss-newton": Quantity("G V", peers.GAUSS_NEWTON, references.gauss_newton, models=ALL, counts=(1, 10)),
+    "hessian": Quantity("H V", peers.HESSIAN, references.hessian, models=ALL, counts=(1, 10)),
+}
+
+
+def rows(models: Sequence[str], names: Sequence[str], device: str) -> Iterator[Row]:
+    for model in models:
+        workload = MATRICES[model](device)
+        for name in names:
+            if model in QUANTITIES[name].models:
+                yield from QUANTITIES[name].rows(workload)
+
+
+def main() -> None:
+    options = arguments((__doc__ or "").split("\n")[0], [*MATRICES, *QUANTITIES])
+    wanted = rows(chosen(options, MATRICES), chosen(options, QUANTITIES), options.device)
+    report(["model", "quantity"], COLUMNS, wanted, options)
+
+
+if __name__ == "__main__":
+    main()
