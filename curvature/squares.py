@@ -69,15 +69,11 @@ def _pairs_fit(term: Outer | Convolved) -> bool:
 def _by_pairs(left: list[Outer], right: list[Outer], weights: Tensor) -> Tensor:
     """Vectors summed up before activations are met: cheaper where a sample has fewer places than there are vectors."""
     first = left[0]
-    if first.places == 1:
-        both = torch.zeros_like(first.b)
-        for u, w in zip(left, right, strict=True):
-            both.addcmul_(u.b, w.b)
-        both = (both * weights.to(both.dtype)[:, None, None, None])[:, :, None]
-    else:
-        b = torch.stack([u.b for u in left])
-        c = b if right is left else torch.stack([w.b for w in right])
-        both = torch.einsum("kntgo,knsgo->ntsgo", b * weights.to(b.dtype)[:, None, None, None], c)
+    n, t, g, o = first.b.shape
+    both = first.b.new_zeros(n, t, t, g, o)
+    for u, w in zip(left, right, strict=True):
+        both.addcmul_(u.b[:, :, None], w.b[:, None])
+    both *= weights.to(both.dtype)[:, None, None, None, None]
     a = first.a
     inputs = (a[:, :, None] * a[:, None, :]).flatten(0, 2)
     blocks = both.flatten(0, 2).permute(1, 2, 0) @ inputs.transpose(0, 1)
