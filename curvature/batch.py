@@ -42,6 +42,20 @@ def tensors(tree: Any) -> list[Tensor]:
     return found
 
 
+def usable(loss: Loss) -> Loss:
+    """The loss as a function of (output, target).
+
+    Raises:
+        TypeError: it is not callable.
+        ValueError: it has no scalar reduction.
+    """
+    if not callable(loss):
+        raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
+    loss = resolve(loss)
+    reduction_of(loss)
+    return loss
+
+
 @dataclass(frozen=True)
 class Batch:
     """`count` samples along axis `dims[0]` of the inputs, `dims[1]` of the output, `dims[2]` of the target."""
@@ -64,10 +78,7 @@ class Batch:
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-        if not callable(loss):
-            raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
-        loss = resolve(loss)
-        reduction_of(loss)
+        loss = usable(loss)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError("model: no parameter requires a gradient")

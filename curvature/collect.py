@@ -47,6 +47,17 @@ def space_of(model: nn.Module) -> Space:
     return Space.of(found)
 
 
+def require_injection(inject: Any) -> None:
+    """
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(inject, Injection):
+        raise TypeError(
+            f"inject: expected exact(), sampled(), propagated(), isotropic() or empirical(), found {inject!r}"
+        )
+
+
 def seed_of(generator: torch.Generator | None) -> int:
     """A seed that gives the same draws to several passes, taken from the caller's generator if there is one."""
     if generator is None:
@@ -61,10 +72,7 @@ def collected(passes: Passes, inject: Injection, seed: int, space: Space, make: 
         TypeError: `inject` is no injection.
         ValueError: no term of a mean loss counts.
     """
-    if not isinstance(inject, Injection):
-        raise TypeError(
-            f"inject: expected exact(), sampled(), propagated(), isotropic() or empirical(), found {inject!r}"
-        )
+    require_injection(inject)
     generator = torch.Generator(space.device).manual_seed(seed)
     accumulators: list[Accumulator] = []
     total = 0.0
@@ -76,8 +84,9 @@ def collected(passes: Passes, inject: Injection, seed: int, space: Space, make: 
                 accumulators.extend(make(chunk))
             if chunk.first:
                 total += float(chunk.weights.sum())
-            for accumulator in accumulators:
-                accumulator.add(chunk)
+            with torch.autocast(space.device.type, enabled=False):
+                for accumulator in accumulators:
+                    accumulator.add(chunk)
 
     passes.each(visit)
     if not passes.is_sum and not total:

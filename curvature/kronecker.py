@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvature.arrangement import Arrangement
-from curvature.linalg import damped_values, finite, rounding_of, symmetric_eigh, symmetrised
+from curvature.linalg import damped_values, finite, matmul, rounding_of, symmetric_eigh, symmetrised
 from curvature.operators import Operator, Space
 
 
@@ -20,14 +20,14 @@ def left(matrix: Tensor | None, x: Tensor) -> Tensor:
     """``matrix @ x`` for x (*batch, g, o, i) and a matrix (g, o, o), its diagonal (g, o), or None for the identity."""
     if matrix is None:
         return x
-    return matrix[..., None] * x if matrix.ndim == 2 else matrix @ x
+    return matrix[..., None] * x if matrix.ndim == 2 else matmul(matrix, x)
 
 
 def right(x: Tensor, matrix: Tensor | None) -> Tensor:
     """``x @ matrix`` for a matrix (g, i, i), its diagonal (g, i), or None for the identity."""
     if matrix is None:
         return x
-    return x * matrix[:, None, :] if matrix.ndim == 2 else x @ matrix
+    return x * matrix[:, None, :] if matrix.ndim == 2 else matmul(x, matrix)
 
 
 class Arranged(Operator):

@@ -132,6 +132,12 @@ def symmetrised(matrix: Tensor, what: str) -> Tensor:
     return (matrix + matrix.mT) / 2 if difference.any() else matrix
 
 
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in their own precision, also under autocast."""
+    with torch.autocast(left.device.type, enabled=False):
+        return left @ right
+
+
 def finite(number: float) -> float:
     """The number as a float.
 

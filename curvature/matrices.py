@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from curvature.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum
 from curvature.batch import Loss
-from curvature.collect import Structure, Structures, collected, seed_of, space_of
+from curvature.collect import Structure, Structures, collected, require_injection, seed_of, space_of
 from curvature.injection import Curved, Injection, Random, empirical, exact
 from curvature.matrixfree import MatrixFree
 from curvature.operators import BlockDiagonal, Operator
-from curvature.products import Repeated, require_symmetric, through_gradient, through_outputs
+from curvature.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
 from curvature.stream import Source
 
 EXACT = exact()
@@ -109,6 +109,7 @@ def fisher(
     Arguments and errors as for `fisher_diagonal`.
     """
     source = Source(model, loss, data, sample_dim, progress)
+    require_injection(inject)
     space, seed = space_of(model), seed_of(generator)
     passes = Repeated(source, ordered=isinstance(inject, Random))
 
@@ -168,7 +169,7 @@ def hessian(model: nn.Module, loss: Loss, data: Any, *, sample_dim: Axis = 0, pr
     def matmat(matrix: Tensor) -> Tensor:
         if not checked:
             checked.append(True)
-            require_symmetric(space, matmat)
+            require_symmetric(space, matmat, coarsest(model))
         return passes.times(through_gradient, matrix)
 
     return MatrixFree(space, matmat)

@@ -135,8 +135,19 @@ def through_gradient(run: Pass) -> tuple[Apply, float]:
     return apply, float(weights.sum())
 
 
-def require_symmetric(space: Space, matmat: Apply) -> None:
+def coarsest(model: nn.Module) -> float:
+    """The relative rounding error of the least precise of the model's parameters, or of autocast."""
+    kinds = {p.dtype for p in model.parameters()}
+    devices = {p.device.type for p in model.parameters()}
+    kinds |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
+    return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
+
+
+def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
     """Refuse a product that is no Hessian's: torch has second derivatives that are wrong.
+
+    Args:
+        rounding: of what the product is computed in, relative.
 
     Raises:
         RuntimeError: u^T H v and v^T H u differ by more than rounding, for random u and v.
@@ -144,7 +155,7 @@ def require_symmetric(space: Space, matmat: Apply) -> None:
     generator = torch.Generator(space.device).manual_seed(0)
     probes = torch.randn(space.size, 2, generator=generator, dtype=space.dtype, device=space.device)
     found = probes.T @ matmat(probes)
-    if not (found - found.T).abs().amax() <= torch.finfo(space.dtype).eps ** 0.5 * found.norm():
+    if not (found - found.T).abs().amax() <= rounding**0.5 * found.norm():
         raise RuntimeError(
             "the model: its Hessian by automatic differentiation is not symmetric: torch has a second derivative wrong "
             f"(u^T H v = {found[0, 1]:.6g}, v^T H u = {found[1, 0]:.6g}); gauss_newton() needs none"

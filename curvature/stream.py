@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from curvature.accumulators import Chunk, Terms
-from curvature.batch import Batch, Loss, mapped, preserved
+from curvature.batch import Batch, Loss, mapped, preserved, usable
 from curvature.capture import capture
 from curvature.injection import Injection
 from curvature.losses import is_entrywise, reduction_of, sample_masses
@@ -39,6 +39,12 @@ class Source:
     data: Any
     sample_dim: int | tuple[int, int, int] = 0
     progress: bool = False
+
+    def __post_init__(self) -> None:
+        """What can be refused before the first batch is."""
+        if self.loss is not None:
+            usable(self.loss)
+        require_pairs(self.data)
 
     def each(self, visit: Callable[[Pass], None]) -> None:
         """Call `visit` on the recorded pass of every batch; the state of model and random numbers is preserved.
@@ -75,8 +81,7 @@ def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(data, tuple | list) and len(data) == 2 and not nested:
         yield data[0], data[1]
         return
-    if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
-        raise TypeError(f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {_kind(data)}")
+    require_pairs(data)
     for entry in data:
         if not isinstance(entry, tuple | list) or len(entry) != 2:
             raise TypeError(
@@ -84,6 +89,16 @@ def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
                 f"found {_kind(entry)}"
             )
         yield entry[0], entry[1]
+
+
+def require_pairs(data: Any) -> None:
+    """Refuse what is no pair and no iterable of pairs, before it is gone through.
+
+    Raises:
+        TypeError: a tensor, a mapping, a string, or nothing that can be gone through.
+    """
+    if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
+        raise TypeError(f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {_kind(data)}")
 
 
 def _kind(found: Any) -> str:
@@ -145,8 +160,9 @@ class Pass:
         found = batch.loss(output, batch.y)
         expected = (weights * batch.losses(output))[weights != 0].sum()
         is_mean = reduction_of(batch.loss) == "mean"
-        expected = expected / weights.sum() if is_mean else expected
-        if not torch.isclose(found, expected, rtol=1e-3, equal_nan=True):
+        expected = (expected / weights.sum() if is_mean else expected).to(found.dtype)
+        rounding = max(1e-3, 4 * torch.finfo(output.dtype).eps)
+        if not torch.isclose(found, expected, rtol=rounding, equal_nan=True):
             how = "mean" if is_mean else "sum"
             warnings.warn(
                 f"the loss of a batch of {batch.count} samples is {float(found):.6g}, but the {how} of its values on "

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from case import Case, Raw, classes, floats, indices
+from case import Case, Raw, classes, floats, indices, seeded
 from cases import CATALOGUE
 from cases_losses import counts
-from oracle import Matrices
+from oracle import Matrices, split, trainable
 from torch import Tensor, nn
+
+from curvature.operators import Operator
 
 # More than 700 parameters, or 360 entries in one sample's output: their references take seconds each.
 LARGE = {
@@ -107,3 +109,20 @@ def extra() -> Iterator[Case]:
 
 def flat_rows() -> nn.Module:
     return Raw(lambda m, x: m.layer(x.flatten(0, 1)), layer=nn.Linear(2, 3))
+
+
+def check_operator(model: nn.Module, found: Operator) -> None:
+    """What an operator says of itself is what its dense matrix says."""
+    dense = found.to_dense()
+    with seeded(3):
+        vectors = torch.randn(len(dense), 2, dtype=dense.dtype)
+    damped = dense + 0.1 * torch.eye(len(dense), dtype=dense.dtype)
+    matches(found @ vectors, dense @ vectors)
+    matches(found.diagonal(), dense.diagonal())
+    matches(found.trace(), dense.trace())
+    matches(found.eigenvalues().sort().values, torch.linalg.eigvalsh(dense))
+    matches(found.solve(vectors, 0.1), torch.linalg.solve(damped, vectors))
+    matches(found.logdet(0.1), torch.logdet(damped))
+    solved = found.solve(split(model, vectors[:, 0]), 0.1)
+    assert list(solved) == list(trainable(model))
+    matches(torch.cat([part.flatten() for part in solved.values()]), torch.linalg.solve(damped, vectors[:, 0]))

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
-from oracle import Matrices, forward, map_tensors, output_fisher, positions
+from oracle import Matrices, forward, map_tensors, output_fisher, positions, trainable
 from torch import Tensor, nn
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d)
 NORMS += (nn.InstanceNorm2d, nn.InstanceNorm3d)
+AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, *NORMS)
+AFFINE += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass
@@ -152,6 +155,18 @@ class Layer:
         for where, part in zip(self.where.flatten(1), parts, strict=True):
             matrix[where[:, None], where] = part
         return matrix
+
+
+def affine_layers(of: Matrices, **options: Any) -> list[Layer]:
+    """Those that hold the model's parameters, all of them."""
+    found = [Layer(of, name, **options) for name, m in of.model.named_modules() if isinstance(m, AFFINE)]
+    found = [layer for layer in found if layer.parameters]
+    assert sum(len(layer.parameters) for layer in found) == len(trainable(of.model))
+    return found
+
+
+def kronecker(layers: list[Layer], sharing: str = "expand") -> Tensor:
+    return torch.stack([layer.dense(sharing) for layer in layers]).sum(0)
 
 
 def _rows(module: nn.Module, weight: Tensor) -> Tensor:

@@ -10,16 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from case import Case, Raw, floats, indices, seeded
-from cases_matrices import batches, deep_linear, extra, matches, reference, small
+from cases_matrices import batches, check_operator, deep_linear, extra, matches, reference, small
 from moments import source, within_five_errors
-from oracle_kronecker import NORMS, Layer
+from oracle_kronecker import AFFINE, Layer, affine_layers, kronecker
 from snapshots import unchanged
 from torch import Tensor, nn
 
 import curvature
 
-AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, *NORMS)
-AFFINE += (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 # Of the convolutions in two and three dimensions a few: the references of all take minutes. A frequency over the batch
 # is no matter of one sample, and statistics that are tracked leave an instance norm to the general path.
 WIDE = {f"conv2d_{name}" for name in ("twice", "oblong", "circular_oblong", "groups", "mixed", "same_even", "stride")}
@@ -43,18 +41,6 @@ OTHERS = [case for case in small("shared", "models", "losses") if case.id in ELS
 CASES = [*LAYERS, *OTHERS, *extra()]
 name_of = lambda case: case.id
 sharings = pytest.mark.parametrize("sharing", ["expand", "reduce"])
-
-
-def affine_layers(of: oracle.Matrices, **options: Any) -> list[Layer]:
-    """Those that hold the model's parameters, all of them."""
-    found = [Layer(of, name, **options) for name, m in of.model.named_modules() if isinstance(m, AFFINE)]
-    found = [layer for layer in found if layer.parameters]
-    assert sum(len(layer.parameters) for layer in found) == len(oracle.trainable(of.model))
-    return found
-
-
-def kronecker(layers: list[Layer], sharing: str = "expand") -> Tensor:
-    return torch.stack([layer.dense(sharing) for layer in layers]).sum(0)
 
 
 @functools.cache
@@ -196,111 +182,6 @@ def test_one_sample_with_one_place_is_exact(builder: str, sharing: str):
     matches(getattr(curvature, builder)(model, nn.CrossEntropyLoss(), data, sharing=sharing).to_dense(), expected)
 
 
-def _of_two(name: str) -> str:
-    """weight_ih_l0 to ih.weight, and so on."""
-    kind, which, _ = name.split("_")
-    return f"{which}.{kind}"
-
-
-class Unrolled(nn.Module):
-    """A recurrent layer as the loop over its steps, each of its two weights a Linear."""
-
-    def __init__(self, layer: nn.RNNBase) -> None:
-        super().__init__()
-        self.ih, self.hh = (nn.Linear(*w.T.shape).double() for w in (layer.weight_ih_l0, layer.weight_hh_l0))
-        self.kind, self.size = type(layer), layer.hidden_size
-        names = {
-            "ih.weight": "weight_ih_l0",
-            "hh.weight": "weight_hh_l0",
-            "ih.bias": "bias_ih_l0",
-            "hh.bias": "bias_hh_l0",
-        }
-        self.load_state_dict({name: layer.state_dict()[other] for name, other in names.items()})
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = cell = x.new_zeros(len(x), self.size)
-        outputs = []
-        for step in x.unbind(1):
-            one, two = self.ih(step), self.hh(hidden)
-            if self.kind is nn.RNN:
-                hidden = (one + two).tanh()
-            elif self.kind is nn.GRU:
-                (r, z, n), (s, y, m) = one.chunk(3, 1), two.chunk(3, 1)
-                new = (n + (r + s).sigmoid() * m).tanh()
-                hidden = new + (z + y).sigmoid() * (hidden - new)
-            else:
-                i, f, g, o = (one + two).chunk(4, 1)
-                cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-                hidden = o.sigmoid() * cell.tanh()
-            outputs.append(hidden)
-        return torch.stack(outputs, 1)
-
-
-@sharings
-@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_recurrent_layers_are_shared_over_their_steps(kind: type[nn.RNNBase], sharing: str):
-    with seeded(0):
-        layer = kind(2, 3, batch_first=True).double()
-        data = floats(4, 2)(3).double(), floats(4, 3)(3).double()
-    model, other = Raw(lambda m, x: m.layer(x)[0], layer=layer), Unrolled(layer)
-    expected = kronecker(affine_layers(oracle.Matrices(other, nn.MSELoss(), data)), sharing)
-    where = oracle.positions(other)
-    order = [where[name].flatten() for name in ("ih.weight", "hh.weight", "ih.bias", "hh.bias")]  # as in torch's layer
-    found = curvature.kfac(model, nn.MSELoss(), data, sharing=sharing).to_dense()
-    matches(found, expected[torch.cat(order)][:, torch.cat(order)])
-
-
-@sharings
-def test_attention_has_the_factors_of_its_projections(sharing: str):
-    with seeded(0):
-        layer = nn.MultiheadAttention(4, 2, batch_first=True).double()
-        data = floats(5, 4)(3).double(), floats(5, 4)(3).double()
-    model = Raw(lambda m, x: m.layer(x, x, x, need_weights=False)[0], layer=layer)
-
-    def attend(m: nn.Module, x: Tensor) -> Tensor:
-        heads = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in m.enter(x).chunk(3, -1))
-        return m.leave(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-
-    other = Raw(attend, enter=nn.Linear(4, 12).double(), leave=nn.Linear(4, 4).double())
-    with torch.no_grad():
-        for p, q in zip(other.parameters(), model.parameters(), strict=True):
-            p.copy_(q)
-    expected = kronecker(affine_layers(oracle.Matrices(other, nn.MSELoss(), data)), sharing)
-    matches(curvature.kfac(model, nn.MSELoss(), data, sharing=sharing).to_dense(), expected)
-
-
-@sharings
-@pytest.mark.parametrize("builder", ["kfac", "ekfac"])
-def test_projections_of_other_inputs_have_factors_of_their_own(builder: str, sharing: str):
-    """Queries, keys and values are rows of one weight, which each read another input."""
-    with seeded(0):
-        layer = nn.MultiheadAttention(4, 2, batch_first=True).double()
-        data = tuple(floats(t, 4)(20).double() for t in (2, 3, 3)), floats(2, 4)(20).double()
-    model = Raw(lambda m, x, y, z: m.layer(x, y, z, need_weights=False)[0], layer=layer)
-
-    def attend(m: nn.Module, *inputs: Tensor) -> Tensor:
-        projected = [linear(x) for linear, x in zip((m.q, m.k, m.v), inputs, strict=True)]
-        heads = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in projected)
-        return m.leave(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-
-    other = Raw(attend, **{name: nn.Linear(4, 4).double() for name in ("q", "k", "v", "leave")})
-    weights, biases = layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3)
-    ones = [p for pair in zip(weights, biases, strict=True) for p in pair]
-    with torch.no_grad():
-        for p, q in zip(other.parameters(), [*ones, *layer.out_proj.parameters()], strict=True):
-            p.copy_(q)
-    where = oracle.positions(other)
-    names = ["q.weight", "k.weight", "v.weight", "q.bias", "k.bias", "v.bias", "leave.weight", "leave.bias"]
-    order = torch.cat([where[name].flatten() for name in names])
-    found = getattr(curvature, builder)(model, nn.MSELoss(), data, sharing=sharing)
-    expected = getattr(curvature, builder)(other, nn.MSELoss(), data, sharing=sharing).to_dense()
-    if builder == "kfac":
-        matches(expected, kronecker(affine_layers(oracle.Matrices(other, nn.MSELoss(), data)), sharing))
-    dense = found.to_dense()
-    matches(dense, expected[order][:, order], 1e-8)
-    check_operator(model, found)
-
-
 def test_rows_that_are_never_read_are_zero():
     with seeded(0):
         model = Raw(lambda m, x: F.linear(x, m.w[1:3]).tanh(), w=(5, 3)).double()
@@ -360,6 +241,14 @@ def test_a_structure_of_ones_own_choice(builder: str):
             build(sharing="both")
 
 
+def test_blocks_by_layer():
+    found = curvature.kfac(net(), nn.CrossEntropyLoss(), (floats(3)(6).double(), indices(3)(6)))
+    assert found["2"] is found["2.bias"] is found.blocks["2.weight"]
+    for name, text in {"head": "0 blocks are called 'head'", "2.weigh": "0 blocks"}.items():
+        with pytest.raises(KeyError, match=text):
+            found[name]
+
+
 FALLBACK = {"raw_power", "raw_erf", "raw_lerp", "raw_gate", "prelu_after_conv", "bag_max_plain", "raw_temperature"}
 
 
@@ -384,20 +273,3 @@ def test_layers_without_factors_have_their_exact_block(case: Case):
 def test_operator(case: Case, builder: str):
     model, loss = case.build()
     check_operator(model, getattr(curvature, builder)(model, loss, case.batch(model)))
-
-
-def check_operator(model: nn.Module, found: curvature.operators.Operator) -> None:
-    """What an operator says of itself is what its dense matrix says."""
-    dense = found.to_dense()
-    with seeded(3):
-        vectors = torch.randn(len(dense), 2, dtype=dense.dtype)
-    damped = dense + 0.1 * torch.eye(len(dense), dtype=dense.dtype)
-    matches(found @ vectors, dense @ vectors)
-    matches(found.diagonal(), dense.diagonal())
-    matches(found.trace(), dense.trace())
-    matches(found.eigenvalues().sort().values, torch.linalg.eigvalsh(dense))
-    matches(found.solve(vectors, 0.1), torch.linalg.solve(damped, vectors))
-    matches(found.logdet(0.1), torch.logdet(damped))
-    solved = found.solve(oracle.split(model, vectors[:, 0]), 0.1)
-    assert list(solved) == list(oracle.trainable(model))
-    matches(torch.cat([part.flatten() for part in solved.values()]), torch.linalg.solve(damped, vectors[:, 0]))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from curvature.linalg import NotDefinite, cholesky, finite, symmetrised
+from curvature.linalg import NotDefinite, cholesky, finite, matmul, symmetrised
 from curvature.operators.plain import plain, scipy_operator
 from curvature.operators.space import Space
 
@@ -261,7 +261,7 @@ class Dense(Operator):
         self._root: tuple[float, Tensor] | None = None  # the last damping and its Cholesky root
 
     def _matmat(self, V: Tensor) -> Tensor:
-        return self.matrix @ V
+        return matmul(self.matrix, V)
 
     def to_dense(self) -> Tensor:
         return self.matrix

@@ -96,6 +96,22 @@ class BlockDiagonal(Operator):
                 raise ValueError(f"a block is over {block.space}, which in the whole space is {expected}")
         self.blocks = {block.space.names[0]: block for block in listed}
 
+    def __getitem__(self, layer: str) -> Operator:
+        """The block of a layer, by the name of its module or of a parameter.
+
+        Raises:
+            KeyError: there is none, or the module has several.
+        """
+        found = [
+            block
+            for block in self.blocks.values()
+            if any(f"{name}.".startswith(f"{layer}.") for name in block.space.names)
+        ]
+        if len(found) != 1:
+            there = ", ".join(self.blocks) if not found else ", ".join(block.space.names[0] for block in found)
+            raise KeyError(f"{len(found)} blocks are called {layer!r}: there are {there}")
+        return found[0]
+
     def _by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
         """A function of each block and its rows (P_block, ...) of V, put together again."""
         rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))

@@ -178,7 +178,8 @@ def layers_of(matrix: Operator) -> dict[str, Operator]:
     if not isinstance(matrix, BlockDiagonal):
         return {module_of(matrix.space.names): matrix}
     place = {name: k for k, name in enumerate(matrix.space.names)}
-    blocks = sorted(matrix.blocks.values(), key=lambda block: place[block.space.names[0]])
+    ordered = sorted(matrix.blocks.values(), key=lambda block: place[block.space.names[0]])
+    blocks = [part for block in ordered for part in getattr(block, "blocks", {"": block}).values()]
     modules = [module_of(block.space.names) for block in blocks]
     twice = {module for module, count in Counter(modules).items() if count > 1}
     return {
