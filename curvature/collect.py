@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,6 +21,7 @@ EXACT_SIZE = 1024  # a layer without Kronecker factors gets its exact block up t
 Structure = Literal["kronecker", "dense", "diagonal"]
 STRUCTURES = ("kronecker", "dense", "diagonal")
 Make = Callable[[Chunk], list[Accumulator]]
+Chunks = Callable[[Pass, Injection, torch.Generator], Iterator[Chunk]]
 
 
 class Passes(Protocol):
@@ -65,8 +66,12 @@ def seed_of(generator: torch.Generator | None) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
-def collected(passes: Passes, inject: Injection, seed: int, space: Space, make: Make) -> list[Operator]:
+def collected(
+    passes: Passes, inject: Injection, seed: int, space: Space, make: Make, chunks: Chunks = Pass.chunks
+) -> list[Operator]:
     """The operators of the accumulators that `make` returns for the first chunk, after one pass over the data.
+
+    `chunks` sends the vectors of the injection back, or others that have the same in all that is accumulated.
 
     Raises:
         TypeError: `inject` is no injection.
@@ -79,7 +84,7 @@ def collected(passes: Passes, inject: Injection, seed: int, space: Space, make: 
 
     def visit(run: Pass) -> None:
         nonlocal total
-        for chunk in run.chunks(inject, generator):
+        for chunk in chunks(run, inject, generator):
             if not accumulators:
                 accumulators.extend(make(chunk))
             if chunk.first:

@@ -150,6 +150,12 @@ class Injection:
         apply = self._product(place)
         return lambda z: apply(z.detach().to(wide)).to(z.dtype)
 
+    def known_diagonal(
+        self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int
+    ) -> Tensor | None:
+        """The diagonal of every M_n in the shape of the output, where a formula gives it and M_n is a constant."""
+        return None
+
     def _plan(self, place: Place) -> tuple[int, Part]:
         """Return k, and the function that makes the vectors start..stop of them."""
         raise NotImplementedError
@@ -189,6 +195,12 @@ class Exact(Injection):
 
     def _curvature(self, place: Place) -> Curvature:
         return fisher_information(self._needed(place.loss), place.output, place.target, place.count)
+
+    def known_diagonal(
+        self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int
+    ) -> Tensor | None:
+        diagonal = self._curvature(Place.of(output, loss, target, count, None)).diagonal
+        return None if diagonal is None else diagonal()
 
     def _root(self, place: Place) -> Map:
         return hessian_root(self._needed(place.loss), place.output, place.target, place.count)

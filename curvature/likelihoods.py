@@ -37,6 +37,10 @@ class Likelihood:
         """H u."""
         raise NotImplementedError
 
+    def diagonal(self) -> Tensor:
+        """Of H, to be broadcast to the shape of the output."""
+        raise NotImplementedError
+
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
         """k gradients s, each at a label drawn for it alone, so that E s s^T = H."""
         raise NotImplementedError
@@ -53,6 +57,9 @@ class Diagonal(Likelihood):
 
     def product(self, u: Tensor) -> Tensor:
         return self.scale.square() * u
+
+    def diagonal(self) -> Tensor:
+        return self.scale.square()
 
     def noise(self, make: Callable[..., Tensor], k: int, generator: torch.Generator) -> Tensor:
         options = {"dtype": self.output.dtype, "device": self.output.device}
@@ -72,6 +79,9 @@ class Categorical(Likelihood):
     def product(self, u: Tensor) -> Tensor:
         mixed = self.p * u
         return mixed - self.p * mixed.sum(2, keepdim=True)
+
+    def diagonal(self) -> Tensor:
+        return self.p * (1 - self.p)
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
         label = draw_classes(self.output, k, generator)

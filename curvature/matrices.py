@@ -17,7 +17,8 @@ from curvature.batch import Loss
 from curvature.collect import Structure, Structures, collected, require_injection, seed_of, space_of
 from curvature.injection import Curved, Injection, Random, empirical, exact
 from curvature.matrixfree import MatrixFree
-from curvature.operators import BlockDiagonal, Operator
+from curvature.narrow import narrow_chunks
+from curvature.operators import BlockDiagonal
 from curvature.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
 from curvature.stream import Source
 
@@ -57,12 +58,13 @@ def fisher_diagonal(
             likelihood, no term of the loss counts, or there are no data.
         TypeError: an argument of the wrong kind.
 
-    One pass over the data; memory does not grow with the number of vectors. Sources: arXiv:1206.6464 (exact columns and
-    curvature propagation), arXiv:1912.10985 (diagonals of layers).
+    One pass over the data; memory does not grow with the number of vectors. An exact diagonal takes a vector for each
+    entry of a sample's output or, behind a last linear layer with many outputs, for each of its inputs at each place.
+    Sources: arXiv:1206.6464 (exact columns and curvature propagation), arXiv:1912.10985 (diagonals of layers).
     """
     source = Source(model, loss, data, sample_dim, progress)
     space = space_of(model)
-    (found,) = collected(source, inject, seed_of(generator), space, lambda chunk: [DiagonalSum(space)])
+    (found,) = collected(source, inject, seed_of(generator), space, lambda chunk: [DiagonalSum(space)], narrow_chunks)
     return space.split(found.diagonal())
 
 
@@ -117,16 +119,15 @@ def fisher(
         drawn = torch.Generator(space.device).manual_seed(seed)
         return passes.times(lambda run: through_outputs(run, inject, drawn), matrix)
 
-    def summed(kind: type[DiagonalSum | DenseSum]) -> Operator:
-        (found,) = collected(passes, inject, seed, space, lambda chunk: [kind(space)])
-        return found
+    def diagonal() -> Tensor:
+        (found,) = collected(passes, inject, seed, space, lambda chunk: [DiagonalSum(space)], narrow_chunks)
+        return found.diagonal()
 
-    return MatrixFree(
-        space,
-        matmat,
-        diagonal=lambda: summed(DiagonalSum).diagonal(),
-        dense=lambda: summed(DenseSum).to_dense(),
-    )
+    def dense() -> Tensor:
+        (found,) = collected(passes, inject, seed, space, lambda chunk: [DenseSum(space)])
+        return found.to_dense()
+
+    return MatrixFree(space, matmat, diagonal=diagonal, dense=dense)
 
 
 def gauss_newton(

@@ -41,10 +41,12 @@ class Curvature:
     Attributes:
         product: makes u -> H u, and the graph that it needs.
         root: eps -> S eps; None where nothing but the decomposition of H gives one.
+        diagonal: of H, in the shape of the output; None where it takes a product for every entry.
     """
 
     product: Callable[[], Map]
     root: Map | None = None
+    diagonal: Callable[[], Tensor] | None = None
 
 
 def fisher_information(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Curvature:
@@ -264,7 +266,11 @@ def _resolve(loss: Loss) -> tuple[Any, _Kind | None]:
 
 def _of_likelihood(unit: Likelihood, masses: Tensor) -> Curvature:
     scale = masses.sqrt()
-    return Curvature(lambda: lambda u: masses * unit.product(u), lambda eps: scale * unit.root(eps))
+    return Curvature(
+        product=lambda: lambda u: masses * unit.product(u),
+        root=lambda eps: scale * unit.root(eps),
+        diagonal=lambda: masses * unit.diagonal(),
+    )
 
 
 def _differentiated(loss: Loss, kind: _Kind | None, output: Tensor, target: Any, count: int | None) -> Curvature:

@@ -201,7 +201,7 @@ class Pass:
             yield [None if b is None else b[k].reshape(u.shape) for u, b in zip(self.tape.uses, rows, strict=True)]
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
-        """The vectors of an injection, sent back."""
+        """The vectors of an injection, sent back, a bounded number at a time."""
         batch = self.batch
         output, loss, target = samples_first(self.output.detach(), self.loss, batch.y, batch.dims)
         weights = self.weights(inject)

@@ -47,6 +47,7 @@ LEVELS = {
     "curvature.gradients": 5,
     "curvature.stream": 5,
     "curvature.collect": 6,
+    "curvature.narrow": 6,
     "curvature.products": 6,
     "curvature.derivatives": 6,
     "curvature.matrices": 7,

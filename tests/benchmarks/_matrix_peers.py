@@ -100,9 +100,10 @@ class NNGeometryDiagonal(Matrix):
     """`FIM` as `PMatDiag`."""
 
     def made(self, form: str) -> Any:
-        from nngeometry import metrics, object
+        import nngeometry.object as forms
+        from nngeometry import metrics
 
-        return metrics.FIM(self.model, (self.x, self.y), getattr(object, form), device=self.x.device)
+        return metrics.FIM(self.model, (self.x, self.y), getattr(forms, form), device=self.x.device)
 
     def run(self) -> Any:
         return self.made("PMatDiag")
@@ -115,9 +116,10 @@ class NNGeometrySampledDiagonal(NNGeometryDiagonal):
     """`FIM_MonteCarlo` of one trial."""
 
     def made(self, form: str) -> Any:
-        from nngeometry import metrics, object
+        import nngeometry.object as forms
+        from nngeometry import metrics
 
-        return metrics.FIM_MonteCarlo(self.model, (self.x, self.y), getattr(object, form), device=self.x.device)
+        return metrics.FIM_MonteCarlo(self.model, (self.x, self.y), getattr(forms, form), device=self.x.device)
 
 
 class NNGeometryFactors(NNGeometryDiagonal):
