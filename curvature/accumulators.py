@@ -159,7 +159,7 @@ class KroneckerSum(Accumulator):
             for reading, terms in self.scheme.readings(left).items():
                 other = None if right is left else rights[reading]
                 part = self.scheme.backprops(terms, other, chunk.weights)
-                self.outputs[reading] = self.outputs[reading] + part if reading in self.outputs else part
+                self.outputs[reading] = self.outputs[reading].add_(part) if reading in self.outputs else part
 
     def result(self, scale: float) -> Kronecker:
         sides = [

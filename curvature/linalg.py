@@ -125,11 +125,23 @@ def symmetrised(matrix: Tensor, what: str) -> Tensor:
     Raises:
         ValueError: some entry differs from its mirror image by more than sqrt(eps) times the largest entry.
     """
+    if _is_symmetric(matrix):
+        return matrix
     allowed = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().amax((-2, -1), keepdim=True)
     difference = (matrix - matrix.mT).abs()
     if not (difference <= allowed).all():
         raise ValueError(f"{what} is not symmetric: an entry and its mirror image differ by {difference.max():.3g}")
     return (matrix + matrix.mT) / 2 if difference.any() else matrix
+
+
+def _is_symmetric(matrix: Tensor) -> bool:
+    """Whether products with it and with its transpose agree to rounding: much quicker than to compare the entries."""
+    size = matrix.shape[-1]
+    generator = torch.Generator(matrix.device).manual_seed(0)
+    signs = torch.randint(2, (size, 1), dtype=matrix.dtype, device=matrix.device, generator=generator) * 2 - 1
+    difference = (matmul(matrix, signs) - matmul(matrix.mT, signs)).abs().amax((-2, -1))
+    largest = torch.maximum(matrix.amax((-2, -1)), -matrix.amin((-2, -1)))
+    return bool((difference <= 10 * torch.finfo(matrix.dtype).eps * size**0.5 * largest).all())
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:

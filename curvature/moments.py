@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ CHUNK = 1 << 24  # elements of unfolded activations at a time
 
 Whole = Outer | Convolved | ConvolvedBack | Entrywise
 Affine = Whole | Rows  # terms that have a view as a grouped affine map
-Read = TypeVar("Read", Whole, Rows, Affine)
+Read = TypeVar("Read", Whole, Rows, Affine, Tensor)
 
 
 class Reading(NamedTuple):
@@ -139,19 +139,14 @@ class Scheme:
         whole = [term for term in terms if not isinstance(term, Rows)]
         if self.sharing == "reduce":
             a = torch.cat([self._mean_over_places(part) for same in _by_length(whole) for part in self._chunks(same)])
-            return self._with_bias(_second(a, a, diagonal), a.sum(0), len(a)), len(a)
+            moment = self._empty(whole[0], diagonal, len(a))
+            self._add_second(moment, a, None)
+            return moment, len(a)
         number = sum(len(term) * term.places for term in whole)
-        total = self._zeros(whole[0])
-        moment = total.clone() if diagonal else torch.diag_embed(total)
+        moment = self._empty(whole[0], diagonal, number)
         for inputs, a in (x for term in whole for part in self._chunks([term]) for x in part[0].activations()):
-            a = a.flatten(0, 1).to(self.dtype)
-            part, where = _second(a, a, diagonal), slice(None) if inputs is None else inputs
-            if inputs is None or diagonal:
-                moment[:, where] += part
-            else:
-                moment[:, inputs[:, None], inputs] += part
-            total[:, where] += a.sum(0)
-        return self._with_bias(moment, total, number), number
+            self._add_second(moment, a.flatten(0, 1).to(self.dtype), inputs)
+        return moment, number
 
     def backprops(
         self, left: Sequence[Affine], right: Sequence[Affine] | None = None, weights: Tensor | None = None
@@ -163,12 +158,11 @@ class Scheme:
             weights: (N,); None: all one.
         """
         diagonal = self.diagonal[1 if self.reading(left[0]).flipped else 0]
-        pairs = zip(self._backprops(left), self._backprops(left if right is None else right), strict=True)
-        found = []
-        for b, c in pairs:
-            scaled = b if weights is None else b * weights.to(b.dtype)[:, None, None, None]
-            found.append(_second(scaled.flatten(0, 1), c.flatten(0, 1), diagonal))
-        return sum_of(found)
+        # the root of the weights on both sides: two factors that are the same tensor need one copy
+        root = None if weights is None else weights.to(self.dtype).sqrt()
+        lefts = self._backprops(left, root)
+        rights = lefts if right is None else self._backprops(right, root)
+        return sum_of(_second(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
 
     def product(
         self, reading: Reading, activations: Tensor, number: int | Tensor, backprops: Tensor
@@ -181,12 +175,16 @@ class Scheme:
         sides = (backprops, activations / count)
         return (sides[1], sides[0]) if reading.flipped else sides
 
-    def _backprops(self, terms: Sequence[Affine]) -> list[Tensor]:
-        """Of each term (N, t, g, o); added up over all places for "reduce"."""
-        if self.sharing == "expand":
-            return [term.backprops().to(self.dtype) for term in terms]
-        each = ([term.backprops().to(self.dtype).sum(1, keepdim=True) for term in same] for same in _by_length(terms))
-        return [sum_of(found) for found in each]
+    def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
+        """Of each term (N * t, g, o), times a number for each sample; added up over all places for "reduce"."""
+        found = [term.backprops().to(self.dtype) for term in terms]
+        if self.sharing == "reduce":
+            found = [sum_of(b.sum(1, keepdim=True) for b in same) for same in _by_length(found)]
+        flat = [b.flatten(0, 1) for b in found]
+        if scale is None:
+            return flat
+        scales = [scale.repeat_interleave(b.shape[1])[:, None, None] for b in found]
+        return [b * s for b, s in zip(flat, scales, strict=True)]
 
     def _zeros(self, term: Whole, *samples: int) -> Tensor:
         """(*samples, g, i), the bias not among the inputs."""
@@ -207,18 +205,33 @@ class Scheme:
         for start in range(0, samples, step):
             yield [term if step >= samples else term.samples(slice(start, start + step)) for term in terms]
 
-    def _with_bias(self, moment: Tensor, total: Tensor, number: int) -> Tensor:
-        """Border the moment of the inputs with that of the constant input that a bias is the weight of."""
-        if len(self.arrangement.shapes) == 1:
-            return moment
-        d = total.shape[1]
-        out = moment.new_full((len(moment), *[d + 1] * (moment.ndim - 1)), float(number))
-        if moment.ndim == 2:
-            out[:, :d] = moment
+    def _empty(self, term: Whole, diagonal: bool, number: int) -> Tensor:
+        """A moment of the inputs, nothing in it but that of the constant one of a bias."""
+        size = self.arrangement.dimension // (self.arrangement.groups * self.arrangement.outputs)
+        if self.reading(term).flipped:
+            size = self.arrangement.outputs
+        dims = [size] if diagonal else [size, size]
+        moment = torch.zeros(term.groups, *dims, dtype=self.dtype, device=term.device)
+        if len(self.arrangement.shapes) > 1:
+            corner = moment[:, -1] if diagonal else moment[:, -1, -1]
+            corner.fill_(number)
+        return moment
+
+    def _add_second(self, moment: Tensor, a: Tensor, inputs: Tensor | None) -> None:
+        """Add ``sum_n a a^T`` of activations (n, g, i) of some of the inputs (None: all), with the 1 of the bias."""
+        diagonal = moment.ndim == 2
+        some: Any = slice(a.shape[2]) if inputs is None else inputs
+        part = _second(a, a, diagonal)
+        if diagonal:
+            moment[:, some] += part
+        elif inputs is None:
+            moment[:, some, some] += part
         else:
-            out[:, :d, :d] = moment
-            out[:, d, :d] = out[:, :d, d] = total
-        return out
+            moment[:, inputs[:, None], inputs] += part
+        if len(self.arrangement.shapes) > 1 and not diagonal:
+            total = a.sum(0)
+            moment[:, -1, some] += total
+            moment[:, some, -1] += total
 
     def _looked_up(self, terms: Sequence[Rows]) -> tuple[Tensor, int | Tensor]:
         """The diagonal (1, rows) of the moment of one-hot inputs, and the number of what was summed."""

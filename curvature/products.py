@@ -19,6 +19,7 @@ from curvature.operators import Space
 from curvature.stream import Pass, Source, samples_first, sent_back
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
+Add = Callable[[Tensor, Tensor], None]  # add what (P, c) is multiplied to, to (c, P)
 
 
 @dataclass
@@ -76,25 +77,27 @@ class Repeated:
     def is_sum(self) -> bool:
         return self.source.is_sum
 
-    def times(self, prepare: Callable[[Pass], tuple[Apply, float]], matrix: Tensor) -> Tensor:
-        """The sum over batches of ``apply(matrix)``, divided by the sum of their weights where the loss is a mean.
+    def times(self, prepare: Callable[[Pass], tuple[Add, float]], matrix: Tensor) -> Tensor:
+        """The sum over batches of their products with `matrix` (P, c), over the sum of their weights for a mean loss.
 
-        `prepare` gives the function `apply` of a batch and its weight; `matrix` is (P, c).
+        `prepare` gives the function that adds the product of a batch, and the batch's weight.
         """
-        total, weight = torch.zeros_like(matrix), 0.0
+        total = matrix.new_zeros(matrix.shape[::-1])  # by columns, as the products come
+        weight = 0.0
 
         def visit(run: Pass) -> None:
             nonlocal weight
-            apply, counts = prepare(run)
+            add, counts = prepare(run)
             step = max(1, run.chunk_size // 4)  # going forward holds the graph of a backward pass
-            total.add_(torch.cat([apply(part) for part in matrix.split(step, 1)], 1))
+            for part, rows in zip(matrix.split(step, 1), total.split(step), strict=True):
+                add(part, rows)
             weight += counts
 
         self.each(visit)
-        return total if self.source.is_sum else total / weight
+        return (total if self.source.is_sum else total.div_(weight)).T
 
 
-def through_outputs(run: Pass, inject: Injection, drawn: torch.Generator) -> tuple[Apply, float]:
+def through_outputs(run: Pass, inject: Injection, drawn: torch.Generator) -> tuple[Add, float]:
     """Multiply with ``sum_n weights[n] J_n^T M_n J_n``, M_n what the injection makes of sample n."""
     parameters = list(run.batch.parameters.values())
     dims = run.batch.dims
@@ -107,18 +110,17 @@ def through_outputs(run: Pass, inject: Injection, drawn: torch.Generator) -> tup
     slopes = torch.autograd.grad(run.output, parameters, dummy, create_graph=True, allow_unused=True)
     live = [k for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
 
-    def apply(part: Tensor) -> Tensor:
+    def add(part: Tensor, total: Tensor) -> None:
         directions = _split(part, parameters)
         (moved,) = sent_back([slopes[k] for k in live], [dummy], [directions[k] for k in live])
-        if moved is None:
-            return torch.zeros_like(part)
-        bent = (middle(moved.movedim(dims[1] + 1, 1)) * rows).movedim(1, dims[1] + 1)
-        return _joined(sent_back([run.output], parameters, [bent]), parameters, part)
+        if moved is not None:
+            bent = (middle(moved.movedim(dims[1] + 1, 1)) * rows).movedim(1, dims[1] + 1)
+            _add(sent_back([run.output], parameters, [bent]), parameters, total)
 
-    return apply, float(weights.sum())
+    return add, float(weights.sum())
 
 
-def through_gradient(run: Pass) -> tuple[Apply, float]:
+def through_gradient(run: Pass) -> tuple[Add, float]:
     """Multiply with the Hessian of ``sum_n weights[n] l_n``."""
     parameters = list(run.batch.parameters.values())
     weights = run.weights()
@@ -127,12 +129,13 @@ def through_gradient(run: Pass) -> tuple[Apply, float]:
     slopes = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
     live = [k for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
 
-    def apply(part: Tensor) -> Tensor:
+    def add(part: Tensor, total: Tensor) -> None:
         directions = _split(part, parameters)
-        bent = sent_back([slopes[k] for k in live], parameters, [directions[k] for k in live])
-        return _joined(bent or [None] * len(parameters), parameters, part)
+        if live:
+            bent = sent_back([slopes[k] for k in live], parameters, [directions[k] for k in live])
+            _add(bent, parameters, total)
 
-    return apply, float(weights.sum())
+    return add, float(weights.sum())
 
 
 def coarsest(model: nn.Module) -> float:
@@ -168,10 +171,9 @@ def _split(matrix: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     return [part.reshape(-1, *p.shape).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
 
 
-def _joined(found: list[Tensor | None], parameters: list[nn.Parameter], like: Tensor) -> Tensor:
-    """The inverse; zero where there is no gradient."""
-    rows = [
-        like.new_zeros(like.shape[1], p.numel()) if g is None else g.reshape(len(g), -1).to(like.dtype)
-        for g, p in zip(found, parameters, strict=True)
-    ]
-    return torch.cat(rows, 1).T
+def _add(found: list[Tensor | None], parameters: list[nn.Parameter], total: Tensor) -> None:
+    """Add (c, *shape) for each parameter to (c, P); nothing where there is no gradient."""
+    parts = total.split([p.numel() for p in parameters], 1)
+    for g, part in zip(found, parts, strict=True):
+        if g is not None:
+            part += g.reshape(len(g), -1)
