@@ -46,7 +46,7 @@ sharings = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @functools.cache
 def prepared(case: Case) -> tuple[nn.Module, Any, tuple[Any, Tensor], list[Layer]]:
     model, loss = case.build()
-    data = case.batch(model, 2 if "3d" in case.id else None)
+    data = case.batch(model, 2 if case.id.startswith("conv") else None)
     return model, loss, data, affine_layers(reference(case, model, loss, data))
 
 
