@@ -141,7 +141,9 @@ def _chunk(run: Pass, vectors: Tensor, names: frozenset[str], weights: Tensor, f
 def find_head(run: Pass) -> Head | None:
     """The linear layer whose outputs are those of the model, each once, and through which all else goes."""
     use = run.tape.uses[-1] if run.tape.uses else None
-    if use is None or any(node.origin is not None or node.uses != [use] for node in use.slots.values()):
+    if use is None or not any(_may_widen(use, tuple(node.tensor.shape)) for node in use.slots.values()):
+        return None
+    if any(node.origin is not None or node.uses != [use] for node in use.slots.values()):
         return None
     layout = next(iter(run.plan.layouts[use.index]), None)
     if layout is None:
@@ -160,6 +162,12 @@ def find_head(run: Pass) -> Head | None:
     weight = arrangement.arranged([run.batch.parameters[name].detach()])[0]
     head = Head(use.names, weight, index, run.output.shape)
     return head if _is_only_way(run, head) else None
+
+
+def _may_widen(use: Use, weight: tuple[int, ...]) -> bool:
+    """By the shapes alone: what follows sends vectors."""
+    pairs = (weight, weight[::-1]) if len(weight) == 2 else ()
+    return any(outputs in use.shape and outputs >= WIDER * (inputs + 1) for outputs, inputs in pairs)
 
 
 def _base(dtype: torch.dtype) -> int:

@@ -8,6 +8,7 @@ Indices: k vector, n sample, t and s place, g group, i input, o output.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,12 +39,7 @@ def products(left: Vectors, right: Vectors, weights: Tensor) -> Tensor:
         return _by_rows(lefts, rights, weights)
     if alone and isinstance(first, Dense):
         return _summed(lefts, rights, weights)
-    total = None
-    for us, ws in zip(lefts, rights, strict=True):
-        part = _built(us, ws, weights)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+    return _built(lefts, rights, weights, alone)
 
 
 def _summed(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
@@ -95,16 +91,31 @@ def _by_rows(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -
     return out
 
 
-def _built(us: Sequence[Term], ws: Sequence[Term], weights: Tensor) -> Tensor:
+def _built(left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool) -> Tensor:
     """From the gradients themselves, a bounded number of samples at a time."""
-    shape = us[0].shape
-    step = max(1, contractions.CHUNK // max(1, torch.Size(shape).numel()))
+    first = left[0][0]
+    convolved = first if alone and isinstance(first, Convolved) else None
+    patches = 0 if convolved is None else convolved.groups * convolved.places * math.prod(first.shape[1:])
+    step = max(1, contractions.CHUNK // max(1, math.prod(first.shape), patches))
     total = None
     for start in range(0, len(weights), step):
         part = slice(start, start + step)
-        x = gradients([u.samples(part) for u in us])
-        y = x if ws is us else gradients([w.samples(part) for w in ws])
-        found = torch.tensordot(weights[part].to(x.dtype), x * y, 1)
-        total = found if total is None else total + found
+        shared = None if convolved is None else convolved.samples(part).unfolded().a  # once for all vectors
+        scale = weights[part]
+        for us, ws in zip(left, right, strict=True):
+            x = _gradients(us, part, shared)
+            y = x if ws is us else _gradients(ws, part, shared)
+            found = torch.tensordot(scale.to(x.dtype), x * y, 1)
+            total = found if total is None else total.add_(found)
     assert total is not None
     return total
+
+
+def _gradients(terms: list[Term], part: slice, activations: Tensor | None) -> Tensor:
+    """Of some of the samples; those of a convolution from its patches, if they are given."""
+    some = [term.samples(part) for term in terms]
+    if activations is not None:
+        (term,) = some
+        assert isinstance(term, Convolved)
+        some = [Outer(activations, term.backprops(), term.shape)]
+    return gradients(some)
