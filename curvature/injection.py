@@ -112,7 +112,9 @@ class Injection:
 
         Args:
             output: shape (N, ...), or (N*m, ...) for samples of m consecutive rows each.
-            loss, target, generator: as for `vectors`; the loss of a sample is that of its m rows.
+            loss: as for `vectors`; that of a sample is of its m rows.
+            target: as for `vectors`.
+            generator: as for `vectors`.
             count: N.
             size: at most so many vectors at a time.
 

@@ -76,7 +76,8 @@ class EigenKronecker(Arranged):
     """``Q diag(values) Q^T`` with ``Q = kron(U_B, U_A)`` per group (EKFAC, arXiv:1806.03884).
 
     Args:
-        space, arrangement: of the weight, or of the weight and the bias.
+        space: of the weight, or of the weight and the bias.
+        arrangement: likewise.
         row_vectors: U_B, orthogonal, eigenvectors as columns (g, o, o); None for the identity.
         column_vectors: U_A (g, i, i), or None.
         values: the eigenvalues, (g, o, i).
@@ -185,7 +186,8 @@ class Kronecker(Arranged):
     """``kron(B, A)`` per group (KFAC, arXiv:1503.05671). What needs more than products goes by eigenvalues, exactly.
 
     Args:
-        space, arrangement: of the weight, or of the weight and the bias.
+        space: of the weight, or of the weight and the bias.
+        arrangement: likewise.
         rows: B, from backprops, (g, o, o), or (g, o) where it is diagonal.
         columns: A, from activations, (g, i, i), or (g, i) where it is diagonal.
 
