@@ -162,10 +162,7 @@ class KroneckerSum(Accumulator):
                 self.outputs[reading] = self.outputs[reading].add_(part) if reading in self.outputs else part
 
     def result(self, scale: float) -> Kronecker:
-        sides = [
-            self.scheme.product(reading, *self.inputs[reading], scale * _symmetric(b))
-            for reading, b in self.outputs.items()
-        ]
+        sides = [self.scheme.product(reading, *self.inputs[reading], scale * b) for reading, b in self.outputs.items()]
         return Kronecker(self.space, self.scheme.arrangement, *matched(sides))
 
     def refined(self, block: Operator) -> Accumulator:
@@ -264,8 +261,3 @@ class RowSums(Accumulator):
 def rows_of(name: str, start: int, stop: int) -> str:
     """The name of some rows of a parameter."""
     return f"{name}[{start}:{stop}]"
-
-
-def _symmetric(matrix: Tensor) -> Tensor:
-    """Of a side; one that is kept as its diagonal is."""
-    return matrix if matrix.ndim == 2 else (matrix + matrix.mT) / 2
