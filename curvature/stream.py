@@ -219,11 +219,15 @@ def sent_back(outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequ
         return []
     if len(vectors[0]) > 1:
         try:
-            return list(derive(vectors, is_grads_batched=True))
+            return [None if g is None else g.to_dense() for g in derive(vectors, is_grads_batched=True)]
         except RuntimeError as error:  # an operation without a batched backward pass
             log.info("vectors go back one by one: %s", str(error).split("\n")[0])
     rows = [derive([v[k] for v in vectors]) for k in range(len(vectors[0]))]
-    return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+    # an embedding may have sparse gradients
+    return [
+        None if column[0] is None else torch.stack([g.to_dense() for g in column])
+        for column in zip(*rows, strict=True)
+    ]
 
 
 def samples_first(

@@ -257,6 +257,23 @@ def test_operator(case: Case, builder: str):
     matches(found.logdet(damping), torch.logdet(damped))
 
 
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_sparse_gradients(builder: str):
+    with seeded(0):
+        parts = {"words": nn.Embedding(5, 3, sparse=True), "head": nn.Linear(3, 5)}
+        model, x, y = (
+            Raw(lambda m, x: m.head(m.words(x).tanh()).mT, **parts).double(),
+            indices(5, 4)(3),
+            indices(5, 4)(3),
+        )
+    found = getattr(curvature, builder)(model, nn.CrossEntropyLoss(), (x, y))
+    model.words.sparse = False
+    expected = getattr(oracle.Matrices(model, nn.CrossEntropyLoss(), (x, y)), builder)
+    model.words.sparse = True
+    matches(found.to_dense(), expected)
+    matches(found @ torch.ones(len(expected), dtype=torch.float64), expected.sum(1))
+
+
 def test_twice_the_data_is_the_same_mean():
     model = nn.Linear(3, 3).double()
     x, y = floats(3)(4).double(), indices(3)(4)
