@@ -225,8 +225,7 @@ def sent_back(outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequ
     rows = [derive([v[k] for v in vectors]) for k in range(len(vectors[0]))]
     # an embedding may have sparse gradients
     return [
-        None if column[0] is None else torch.stack([g.to_dense() for g in column])
-        for column in zip(*rows, strict=True)
+        None if column[0] is None else torch.stack([g.to_dense() for g in column]) for column in zip(*rows, strict=True)
     ]
 
 
