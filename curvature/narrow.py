@@ -145,6 +145,8 @@ def find_head(run: Pass) -> Head | None:
         return None
     if any(node.origin is not None or node.uses != [use] for node in use.slots.values()):
         return None
+    if use.names & run.plan.general:  # read by something else, which was not seen
+        return None
     layout = next(iter(run.plan.layouts[use.index]), None)
     if layout is None:
         return None
