@@ -159,6 +159,8 @@ class KroneckerSum(Accumulator):
             for reading, terms in self.scheme.readings(left).items():
                 other = None if right is left else rights[reading]
                 part = self.scheme.backprops(terms, other, chunk.weights)
+                if other is not None and part.ndim == 3:  # symmetric but for the rounding of the right vectors
+                    part = (part + part.mT) / 2
                 self.outputs[reading] = self.outputs[reading].add_(part) if reading in self.outputs else part
 
     def result(self, scale: float) -> Kronecker:
@@ -236,12 +238,23 @@ class RowSums(Accumulator):
             part.add(whole)
 
     def _cut(self, vectors: list[Terms]) -> list[Terms]:
-        """The terms of the ranges as those of parameters of their own."""
-        return [
-            {rows_of(name, p.start, p.stop): list(p.terms) for name in self.names for p in pieces(terms[name])}
-            for terms in vectors
-            if all(name in terms for name in self.names)
-        ]
+        """The terms of the ranges as those of parameters of their own.
+
+        Raises:
+            ValueError: a range is none of those of the first batch.
+        """
+        found: list[Terms] = []
+        for terms in vectors:
+            cut = {name: pieces(terms[name]) for name in self.names if name in terms}
+            for name, parts in cut.items():
+                for part in parts:
+                    if (part.start, part.stop) not in self.parts:
+                        raise ValueError(
+                            f"{name}: rows {part.start} to {part.stop} are read together, which was not so in the "
+                            f'first batch; choose structure={{"{name}": "dense"}} or "diagonal"'
+                        )
+            found.append({rows_of(k, p.start, p.stop): list(p.terms) for k, parts in cut.items() for p in parts})
+        return found
 
     def result(self, scale: float) -> RowBlocks:
         where = {name: self.space.positions([name]).reshape(shape) for name, shape in self.entries()}

@@ -193,6 +193,17 @@ def test_rows_that_are_never_read_are_zero():
     matches(found.diagonal()[9:], expected.diagonal()[9:])
 
 
+def test_rows_that_are_read_otherwise_in_another_batch_are_refused():
+    """Not left out of the sum."""
+    model = Raw(lambda m, x: F.linear(x, m.w[: x.shape[1]]).sum((1, 2)), w=(5, 3)).double()
+    data = [(floats(t, 3)(4).double(), floats()(4).double()) for t in (2, 4)]
+    for builder in (curvature.kfac, curvature.ekfac):
+        with pytest.raises(ValueError, match="w: rows 0 to 4"):
+            builder(model, nn.MSELoss(), data)
+    found = curvature.kfac(model, nn.MSELoss(), data, structure={"w": "dense"})
+    matches(found.to_dense(), curvature.fisher(model, nn.MSELoss(), data).to_dense(), 1e-12)
+
+
 @sharings
 def test_a_tied_weight_has_the_trace_of_its_uses(sharing: str):
     """One product stands for the sum of two; the untied copy says what each is."""
