@@ -21,10 +21,13 @@ from tqdm.auto import tqdm
 from curvature.accumulators import Chunk, Terms
 from curvature.batch import Batch, Loss, mapped, preserved, usable
 from curvature.capture import capture
+from curvature.contractions import gradients
 from curvature.injection import Injection
 from curvature.losses import is_entrywise, reduction_of, sample_masses
+from curvature.moments import wide
 from curvature.structure import PLANS, Plan, explained, key_of, signature_of
 from curvature.study import by_general_path, refuse_mixing, studied
+from curvature.terms import Dense
 
 log = logging.getLogger("curvature")
 BUDGET = 1 << 25  # entries of what one batched backward pass may hold
@@ -182,13 +185,19 @@ class Pass:
         held = self.output.numel() + sum(math.prod(use.shape) for use in self.tape.uses)
         return max(1, BUDGET // max(1, held))
 
+    @property
+    def wide(self) -> torch.dtype:
+        """The precision of terms: many of their squares are added up."""
+        return wide(self.output.dtype)
+
     def terms(self, vectors: Tensor) -> list[Terms]:
         """For every one of the vectors (k, *output.shape) the terms of ``J^T v``, by parameter."""
         rows = []
         for v, backprops in zip(vectors, self._backprops(vectors), strict=True):
             terms, failed = explained(self.tape, backprops, self.plan.layouts, self.plan.general)
             if failed:
-                terms |= by_general_path(self._against(v), self.plan, failed, self.random)
+                found = by_general_path(self._against(v), self.plan, failed, self.random)
+                terms |= {k: [Dense(gradients(parts).to(self.wide))] for k, parts in found.items()}
             rows.append({name: parts for name, parts in terms.items() if parts})
         return rows
 
@@ -198,7 +207,8 @@ class Pass:
         found = iter(sent_back([self.output], cast("list[Tensor]", edges), [vectors]))
         rows = [None if use.edge is None else next(found) for use in self.tape.uses]
         for k in range(len(vectors)):
-            yield [None if b is None else b[k].reshape(u.shape) for u, b in zip(self.tape.uses, rows, strict=True)]
+            pairs = zip(self.tape.uses, rows, strict=True)
+            yield [None if b is None else b[k].reshape(u.shape).to(self.wide) for u, b in pairs]
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         """The vectors of an injection, sent back, a bounded number at a time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import oracle
@@ -346,28 +345,6 @@ def test_what_can_be_refused_before_the_first_product_is(name: str):
     arguments = {"model": nn.Linear(3, 3), "loss": nn.CrossEntropyLoss(), "data": (X, Y), **wrong}
     with pytest.raises(error, match=text):
         curvature.fisher(**arguments)
-
-
-LOW = {torch.bfloat16: 2e-2, torch.float16: 2e-3}  # a few roundings of each, in the numbers that are squared
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["cast model", "autocast"])
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("builder", [*BUILDERS, "fisher_blocks", "kfac", "ekfac"])
-def test_low_precision(builder: str, dtype: torch.dtype, autocast: bool):
-    """Models in half precision have matrices in single precision; autocast ends where the model does."""
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-        x, y = torch.randn(8, 5), torch.randint(3, (8,))
-    build = functools.partial(evaluated, builder)
-    expected = build(model, nn.CrossEntropyLoss(), (x, y))
-    if not autocast:
-        model, x = model.to(dtype), x.to(dtype)
-    with warnings.catch_warnings(), torch.autocast("cpu", dtype=dtype, enabled=autocast):
-        warnings.simplefilter("error")  # rounding is not taken for another loss
-        found = build(model, nn.CrossEntropyLoss(), (x, y))
-    assert found.dtype == torch.float32
-    assert (found - expected).norm() < LOW[dtype] * expected.norm()
 
 
 def test_an_exception_changes_nothing():
