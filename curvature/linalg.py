@@ -138,8 +138,8 @@ def _is_symmetric(matrix: Tensor) -> bool:
     """Whether products with it and with its transpose agree to rounding: much quicker than to compare the entries."""
     size = matrix.shape[-1]
     generator = torch.Generator(matrix.device).manual_seed(0)
-    signs = torch.randint(2, (size, 1), dtype=matrix.dtype, device=matrix.device, generator=generator) * 2 - 1
-    difference = (matmul(matrix, signs) - matmul(matrix.mT, signs)).abs().amax((-2, -1))
+    probe = torch.randn(size, 1, dtype=matrix.dtype, device=matrix.device, generator=generator)
+    difference = (matmul(matrix, probe) - matmul(matrix.mT, probe)).abs().amax((-2, -1))
     largest = torch.maximum(matrix.amax((-2, -1)), -matrix.amin((-2, -1)))
     return bool((difference <= 10 * torch.finfo(matrix.dtype).eps * size**0.5 * largest).all())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 
@@ -281,6 +282,14 @@ def test_parts_that_do_not_fit(device):
         MatrixFree(space, lambda V: V[:3]) @ matrix
     with pytest.raises(ValueError, match="not symmetric"):
         MatrixFree(space, lambda V: matrix.tril() @ V).materialise()
+
+
+@pytest.mark.parametrize("signs", itertools.product([1.0, -1.0], repeat=3))
+def test_asymmetry_that_random_signs_may_miss(signs):
+    """The difference of a cyclic shift and its transpose sends a vector of equal entries to zero."""
+    flip = torch.tensor(signs).diag()
+    with pytest.raises(ValueError, match="not symmetric"):
+        Dense(Space(("a",), ((3,),)), flip @ torch.eye(3).roll(1, 0) @ flip)
 
 
 def test_blocks(device):
