@@ -19,6 +19,18 @@ def rand(*shape, seed=1):
     return torch.rand(*shape, dtype=torch.float64, generator=source(seed))
 
 
+def binary(output):
+    return rand(*output.shape).round()
+
+
+def normal(output):
+    return randn(*output.shape, seed=2)
+
+
+def counts(output):
+    return (rand(*output.shape) * 5).round()
+
+
 def cut(target, n):
     if isinstance(target, dict):
         return {key: value[n : n + 1] for key, value in target.items()}

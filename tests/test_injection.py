@@ -7,7 +7,18 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from moments import MANY, hessian, rand, randn, repeated, second_moment, source, within_five_errors
+from moments import (
+    MANY,
+    binary,
+    counts,
+    hessian,
+    normal,
+    randn,
+    repeated,
+    second_moment,
+    source,
+    within_five_errors,
+)
 from torch import nn
 
 from curvature.injection import CHUNK, SEED, Injection, empirical, exact, isotropic, propagated, sampled
@@ -27,18 +38,6 @@ def ignoring(output):
     target = classes(output)
     target.view(len(target), -1)[0, 0] = -100
     return target
-
-
-def binary(output):
-    return rand(*output.shape).round()
-
-
-def normal(output):
-    return randn(*output.shape, seed=2)
-
-
-def counts(output):
-    return (rand(*output.shape) * 5).round()
 
 
 def mixing(output, target):

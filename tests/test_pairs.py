@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from moments import MANY, joined_moment, rand, randn, repeated, source, within_five_errors
+from moments import MANY, binary, counts, joined_moment, normal, rand, randn, repeated, source, within_five_errors
 from torch import nn
 
 from curvature.injection import Curved, empirical, exact, isotropic, propagated, sampled
@@ -29,18 +29,6 @@ def ignoring(output):
     target = classes(output)
     target.view(-1)[0] = -100
     return target
-
-
-def binary(output):
-    return rand(*output.shape).round()
-
-
-def normal(output):
-    return randn(*output.shape, seed=2)
-
-
-def counts(output):
-    return (rand(*output.shape) * 5).round()
 
 
 def soft(output):

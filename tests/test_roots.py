@@ -6,7 +6,19 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from moments import MANY, hessian, rand, randn, repeated, second_moment, source, within_five_errors
+from moments import (
+    MANY,
+    binary,
+    counts,
+    hessian,
+    normal,
+    rand,
+    randn,
+    repeated,
+    second_moment,
+    source,
+    within_five_errors,
+)
 from torch import nn
 
 from curvature.roots import hessian_root, likelihood, term_masses
@@ -36,18 +48,6 @@ def ignoring_all(output):
 def soft(output):
     """Rows that do not add up to one, which torch allows."""
     return rand(*output.shape) + 0.1
-
-
-def binary(output):
-    return rand(*output.shape).round()
-
-
-def normal(output):
-    return randn(*output.shape, seed=2)
-
-
-def counts(output):
-    return (rand(*output.shape) * 5).round()
 
 
 def unbroadcast(target):
