@@ -1,4 +1,4 @@
-# make demo | test | bench | lint | format | docs | clean
+# make demo | test | bench | race | lint | format | docs | clean
 #
 # Each target makes the virtual environment .venv, installs what it needs at the versions of constraints.txt and runs.
 # A second run installs nothing. Options: PYTHON=python3.12, DEVICE=cuda (tests, demo and benchmarks read it),
@@ -6,7 +6,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist worksteal
-BENCHMARKS ?= $(filter-out tests/benchmarks/_%,$(wildcard tests/benchmarks/*.py))
+BENCHMARKS ?= $(filter-out tests/benchmarks/_% tests/benchmarks/race.py,$(wildcard tests/benchmarks/*.py))
+RACE_ARGS ?= --json out/race.json --table out/race.md --figure out/race.png
 
 # Peers that ask for torchvision, see pyproject.toml.
 ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry
@@ -14,7 +15,7 @@ ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --prefer-binary -c constraints.txt
 
-.PHONY: demo test bench lint format docs clean
+.PHONY: demo test bench race lint format docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -26,6 +27,11 @@ test: lint .venv/bench.stamp
 
 bench: .venv/bench.stamp
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done
+
+# With the settings in tests/benchmarks/race_tuned.json; RACE_ARGS=--tune finds them anew.
+race: .venv/bench.stamp
+	mkdir -p out
+	$(BIN)/python tests/benchmarks/race.py $(RACE_ARGS)
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check

@@ -1,6 +1,6 @@
 """Second-order information for PyTorch: activations and backprops of every layer, and what follows from them."""
 
-from curvature.blocks import Block
+from curvature.blocks import Block, invert
 from curvature.capture import Listener, Tape, Use, capture
 from curvature.estimators import (
     conjugate_gradient,
@@ -16,6 +16,7 @@ from curvature.estimators import (
 from curvature.factors import RunningFactors
 from curvature.gradients import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
 from curvature.injection import Injection, empirical, exact, isotropic, propagated, sampled
+from curvature.jacobian import output_changes
 from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.layers import Layout
 from curvature.matrices import (
@@ -63,11 +64,13 @@ __all__ = [
     "hutchinson_diagonal",
     "hutchinson_trace",
     "hutchpp_trace",
+    "invert",
     "isotropic",
     "kfac",
     "lanczos_eigenvalues",
     "lanczos_logdet",
     "load",
+    "output_changes",
     "per_sample_gradients",
     "per_sample_gram",
     "per_sample_norms",

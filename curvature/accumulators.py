@@ -14,12 +14,13 @@ from torch import Tensor
 
 from curvature import operators
 from curvature.capture import Tape
-from curvature.contractions import gradients, merged, pieces, unfolded
+from curvature.contractions import gradients, pieces
 from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.moments import Reading, Scheme, matched
 from curvature.operators import BlockDiagonal, Diagonal, Operator, RowBlocks, Space
 from curvature.squares import products
-from curvature.terms import Convolved, Dense, Outer, Term
+from curvature.terms import Term
+from curvature.turned import Basis
 
 Terms = dict[str, list[Term]]
 Range = tuple[int, int]  # the first row, and the one after the last
@@ -177,46 +178,18 @@ class EigenSum(Accumulator):
 
     def __init__(self, scheme: Scheme, factors: Kronecker) -> None:
         super().__init__(factors.space)
-        self.scheme, self.basis = scheme, factors.eigen
-        self.sum = torch.zeros_like(self.basis.values)
+        eigen = factors.eigen
+        self.basis = Basis(scheme, eigen.row_vectors, eigen.column_vectors)
+        self.sum = torch.zeros_like(eigen.values)
 
     def add(self, chunk: Chunk) -> None:
-        if chunk.of(self.names[0]) is None:
-            return
-        left = self._turned(chunk.left)
-        self.sum += products(left, left if chunk.right is chunk.left else self._turned(chunk.right), chunk.weights)
-
-    def _turned(self, vectors: list[Terms]) -> list[list[Term]]:
-        """For every vector the per-sample gradients in the eigenbasis, as a term of shape (g, o, i)."""
-        rows, columns = self.basis.row_vectors, self.basis.column_vectors
-        parts = [merged(terms[self.names[0]]) for terms in vectors]
-        first = parts[0][0]
-        alone = len(parts[0]) == 1 and isinstance(first, Outer | Convolved) and not self.scheme.reading(first).flipped
-        if not alone or first.places > min(self.basis.values.shape[1:]):
-            return [[Dense(self._turned_gradients(terms))] for terms in vectors]
-        whole = unfolded(first)
-        assert isinstance(whole, Outer)
-        a = whole.a
-        a = torch.cat([a, a.new_ones(*a.shape[:3], 1)], 3) if len(self.names) > 1 else a
-        a = a if columns is None else torch.einsum("ntgi,gij->ntgj", a, columns.to(a.dtype))
-        shape = tuple(self.basis.values.shape)
-        found: list[list[Term]] = []
-        for (part,) in parts:
-            assert isinstance(part, Outer | Convolved)
-            b = part.backprops()
-            b = b if rows is None else torch.einsum("ntgo,gop->ntgp", b, rows.to(b.dtype))
-            found.append([Outer(a, b, shape)])
-        return found
-
-    def _turned_gradients(self, terms: Terms) -> Tensor:
-        rows, columns = self.basis.row_vectors, self.basis.column_vectors
-        c = self.scheme.arrangement.arranged([gradients(terms[name]).to(self.sum.dtype) for name in self.names])
-        c = c if rows is None else rows.mT @ c
-        return c if columns is None else c @ columns
+        found = chunk.of(self.names[0])
+        if found is not None:
+            self.sum += self.basis.products(*found, chunk.weights)
 
     def result(self, scale: float) -> EigenKronecker:
-        rows, columns = self.basis.row_vectors, self.basis.column_vectors
-        return EigenKronecker(self.space, self.scheme.arrangement, rows, columns, scale * self.sum)
+        rows, columns = self.basis.rows, self.basis.columns
+        return EigenKronecker(self.space, self.basis.scheme.arrangement, rows, columns, scale * self.sum)
 
 
 class RowSums(Accumulator):

@@ -11,17 +11,21 @@ Indices: n sample, t place, g group, i input, o output.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from curvature.arrangement import Arrangement
-from curvature.linalg import eigh
-from curvature.moments import Reading, Scheme, matched, wide
+from curvature.inverses import Inverse, factored, in_eigenbasis
+from curvature.moments import Reading, Scheme, diagonal_of, matched, wide
 from curvature.terms import Term
+
+# for each way in which a weight is read: moment of activations, number to divide it by, moment of backprops
+Sums = dict[Reading, tuple[Tensor, int | Tensor, Tensor]]
 
 
 class Block:
@@ -35,9 +39,9 @@ class Block:
         self.updates = 0
         self.samples = 0  # of the statistics added since the last `fold`
 
-    def weight_of_new(self, decay: float) -> float:
-        """Weight of the next statistics in a debiased running average."""
-        return (1 - decay) / (1 - decay ** (self.updates + 1))
+    def weight_of_new(self, decay: float, updates: int | None = None) -> float:
+        """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
+        return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
 
     def discard(self) -> None:
         """Forget what was added since the last `fold`."""
@@ -47,17 +51,21 @@ class Block:
         """Move what was added since the last time into the running average."""
         raise NotImplementedError
 
-    def decompose(self) -> None:
-        """Prepare `solve` for the running average as it is now."""
+    def decompose(self, damping: float) -> None:
+        """Prepare `solve` for the running average as it is now, plus ``damping I``."""
         raise NotImplementedError
 
     @property
     def is_ready(self) -> bool:
-        """Whether `decompose` was ever called on some statistics."""
+        """Whether `solve` was ever prepared."""
         raise NotImplementedError
 
-    def solve(self, gradients: Sequence[Tensor], damping: float) -> tuple[list[Tensor], Tensor]:
-        """``u = (M + damping I)^-1 gradients`` and ``u^T M u``, tensors in the shapes of the parameters."""
+    def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """``(M + damping I)^-1 gradients``, tensors in the shapes of the parameters."""
+        raise NotImplementedError
+
+    def energy(self, vectors: Sequence[Tensor]) -> Tensor:
+        """``u^T M u`` without damping, for tensors in the shapes of the parameters."""
         raise NotImplementedError
 
     @property
@@ -69,6 +77,21 @@ class Block:
     def dimension(self) -> int:
         raise NotImplementedError
 
+    @property
+    def cost(self) -> float:
+        """Operations of `decompose`, to a constant factor."""
+        return float(self.dimension)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what is kept."""
+        found = pytree.tree_leaves(self.state())
+        return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
+
+    def condition(self) -> float:
+        """Largest over least eigenvalue of what `solve` inverts, nan where that is not prepared."""
+        raise NotImplementedError
+
     def describe(self) -> str:
         """Shapes of what is kept."""
         raise NotImplementedError
@@ -77,7 +100,12 @@ class Block:
         """Add a batch, given the terms of the first parameter; one that is not finite is left out."""
         raise NotImplementedError
 
-    kept: tuple[str, ...] = ()  # tensors of a checkpoint
+    @staticmethod
+    def invert(blocks: Sequence[Any], share: float) -> None:
+        """Prepare `solve` of blocks of this class that have statistics, see `curvature.blocks.invert`."""
+        raise NotImplementedError
+
+    kept: tuple[str, ...] = ()  # tensors of a checkpoint, and numbers
     form: tuple[str, ...] = ()  # what the arrangement of the parameters needs
 
     def state(self) -> dict[str, Any]:
@@ -88,12 +116,12 @@ class Block:
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
         """A block from its `state`, tensors on `device`."""
-        kind = next(k for k in Block.__subclasses__() if k.structure == state["structure"])
+        kind = next(k for k in _below(Block) if k.structure == state["structure"])
         block = kind.__new__(kind)
         block.discard()
         for name, value in state.items():
             if name != "structure":
-                setattr(block, name, value.to(device) if isinstance(value, Tensor) else value)
+                setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
         block.resume()
         return block
 
@@ -110,7 +138,7 @@ class KroneckerBlock(Block):
     """
 
     structure = "kronecker"
-    kept = ("rows", "columns", "row_values", "row_vectors", "column_values", "column_vectors")
+    kept: tuple[str, ...] = ("rows", "columns")
     form = ("scheme",)
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
@@ -118,29 +146,39 @@ class KroneckerBlock(Block):
         self.scheme = scheme
         self.rows: Tensor | None = None
         self.columns: Tensor | None = None
-        self.row_values: Tensor | None = None
-        self.row_vectors: Tensor | None = None
-        self.column_values: Tensor | None = None
-        self.column_vectors: Tensor | None = None
-        # since the last `fold`: moment of activations, number to divide it by, moment of backprops
-        self.sums: dict[Reading, tuple[Tensor, int | Tensor, Tensor]] = {}
+        self.inverse: Inverse | None = None
+        self.sums: Sums = {}  # since the last `fold`
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"scheme": asdict(self.scheme)}
+        inverse = {} if self.inverse is None else {f.name: getattr(self.inverse, f.name) for f in fields(self.inverse)}
+        return super().state() | {"scheme": asdict(self.scheme), "inverse": inverse}
 
     def resume(self) -> None:
-        fields: Any = self.scheme  # as `state` left it
-        self.scheme = Scheme(**fields | {"arrangement": Arrangement(**fields["arrangement"])})
+        # both are as `state` left them
+        parts: Any = self.inverse
+        place = None if self.rows is None else self.rows.device
+        parts = {k: t.to(place, copy=True) if isinstance(t, Tensor) else t for k, t in parts.items()}
+        self.inverse = Inverse(**parts) if parts else None
+        form: Any = self.scheme
+        self.scheme = Scheme(**form | {"arrangement": Arrangement(**form["arrangement"])})
 
     def add(self, terms: Sequence[Term], samples: int) -> None:
+        sums = self.moments(terms)
+        if sums:
+            self.take(sums, samples)
+
+    def moments(self, terms: Sequence[Term]) -> Sums:
+        """Those of a batch; none where they are not finite, or the weight is read in another form than before."""
         if not all(self.scheme.accepts(t) for t in terms):
-            return
+            return {}
         sums = {
             reading: (*self.scheme.activations(parts), self.scheme.backprops(parts))
             for reading, parts in self.scheme.readings(terms).items()
         }
-        if not all(bool(torch.isfinite(a.sum() + b.sum())) for a, _, b in sums.values()):
-            return
+        return sums if all(bool(torch.isfinite(a.sum() + b.sum())) for a, _, b in sums.values()) else {}
+
+    def take(self, sums: Sums, samples: int) -> None:
+        """Add the moments of a batch."""
         self.samples += samples
         for reading, (a, number, b) in sums.items():
             if reading in self.sums:
@@ -153,6 +191,7 @@ class KroneckerBlock(Block):
 
     def fold(self, decay: float) -> None:
         if not self.samples:
+            self.discard()
             return
         found = self.sums.items()
         rows, columns = matched([self.scheme.product(k, a, number, b / self.samples) for k, (a, number, b) in found])
@@ -161,40 +200,50 @@ class KroneckerBlock(Block):
             self.rows, self.columns = rows, columns
         else:
             w = self.weight_of_new(decay)
-            self.rows, self.columns = self.rows.lerp(rows, w), self.columns.lerp(columns, w)
+            self.rows.lerp_(rows, w)
+            self.columns.lerp_(columns, w)
         self.updates += 1
 
     @property
     def is_ready(self) -> bool:
-        return self.row_values is not None
+        return self.inverse is not None
 
-    def decompose(self) -> None:
+    def decompose(self, damping: float) -> None:
         if self.rows is not None and self.columns is not None:
-            self.row_values, self.row_vectors = _spectrum(self.rows)
-            self.column_values, self.column_vectors = _spectrum(self.columns)
+            self.inverse = in_eigenbasis(self.rows, self.columns, damping)
 
-    def solve(self, gradients: Sequence[Tensor], damping: float) -> tuple[list[Tensor], Tensor]:
-        left, right = self.row_vectors, self.column_vectors
-        assert self.row_values is not None and self.column_values is not None
+    @staticmethod
+    def invert(blocks: Sequence[Any], share: float) -> None:
+        for block, found in zip(blocks, factored([(b.rows, b.columns) for b in blocks], share), strict=True):
+            block.inverse = found
+
+    def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        assert self.inverse is not None
         arrangement = self.scheme.arrangement
-        c = arrangement.arranged(gradients).to(self.scheme.dtype)
-        c = c if left is None else left.mT @ c
-        c = c if right is None else c @ right
-        eigenvalues = self.row_values[:, :, None] * self.column_values[:, None, :]
-        c = c / (eigenvalues + damping)
-        energy = (c.square() * eigenvalues).sum()
-        c = c if left is None else left @ c
-        c = c if right is None else c @ right.mT
-        return [u.to(g.dtype) for u, g in zip(arrangement.restored(c), gradients, strict=True)], energy
+        u = self.inverse(arrangement.arranged(gradients).to(self.scheme.dtype))
+        return [u.to(g.dtype) for u, g in zip(arrangement.restored(u), gradients, strict=True)]
+
+    def energy(self, vectors: Sequence[Tensor]) -> Tensor:
+        assert self.rows is not None and self.columns is not None
+        u = self.scheme.arrangement.arranged(vectors).to(self.scheme.dtype)
+        return (Inverse(self.rows, self.columns)(u) * u).sum()
 
     @property
     def mean_eigenvalue(self) -> Tensor:
-        assert self.row_values is not None and self.column_values is not None
-        return (self.row_values.mean(1) * self.column_values.mean(1)).mean()
+        assert self.rows is not None and self.columns is not None
+        return (diagonal_of(self.rows).mean(1) * diagonal_of(self.columns).mean(1)).mean()
 
     @property
     def dimension(self) -> int:
         return self.scheme.arrangement.dimension
+
+    @property
+    def cost(self) -> float:
+        sides = [side for side in (self.rows, self.columns) if side is not None]
+        return float(sum(side.numel() * (side.shape[2] if side.ndim == 3 else 1) for side in sides))
+
+    def condition(self) -> float:
+        return math.nan if self.inverse is None else self.inverse.condition()
 
     def describe(self) -> str:
         if self.rows is None or self.columns is None:
@@ -211,14 +260,14 @@ class DiagonalBlock(Block):
     """The diagonal of one parameter's block: mean over samples of its squared per-sample gradients."""
 
     structure = "diagonal"
-    kept = ("values", "smoothed")
+    kept = ("values", "inverse")
     form = ("shape", "dtype")
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
         super().__init__([name], reason)
         self.shape, self.dtype = shape, wide(dtype)
         self.values: Tensor | None = None
-        self.smoothed: Tensor | None = None
+        self.inverse: Tensor | None = None
         self.sum: Tensor | None = None
 
     def add(self, terms: Sequence[Term], samples: int) -> None:
@@ -245,31 +294,56 @@ class DiagonalBlock(Block):
 
     @property
     def is_ready(self) -> bool:
-        return self.smoothed is not None
+        return self.inverse is not None
 
-    def decompose(self) -> None:
+    @property
+    def smoothed(self) -> Tensor:
         """Few random vectors say little of single entries: the mean of all stands in until there are more."""
-        if self.values is not None:
-            self.smoothed = self.values.lerp(self.values.mean(), 1 / (1 + self.updates / 2))
+        assert self.values is not None
+        return self.values.lerp(self.values.mean(), 1 / (1 + self.updates / 2))
 
-    def solve(self, gradients: Sequence[Tensor], damping: float) -> tuple[list[Tensor], Tensor]:
-        assert self.smoothed is not None
-        u = gradients[0].to(self.dtype) / (self.smoothed + damping)
-        return [u.to(gradients[0].dtype)], (u.square() * self.smoothed).sum()
+    def decompose(self, damping: float) -> None:
+        if self.values is not None:
+            self.inverse = 1 / (self.smoothed + damping)
+
+    @staticmethod
+    def invert(blocks: Sequence[Any], share: float) -> None:
+        for block in blocks:
+            block.decompose(float(share * block.mean_eigenvalue) + torch.finfo(block.dtype).tiny ** 0.5)
+
+    def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        assert self.inverse is not None
+        return [(gradients[0].to(self.dtype) * self.inverse).to(gradients[0].dtype)]
+
+    def energy(self, vectors: Sequence[Tensor]) -> Tensor:
+        return (vectors[0].to(self.dtype).square() * self.smoothed).sum()
 
     @property
     def mean_eigenvalue(self) -> Tensor:
-        assert self.smoothed is not None
-        return self.smoothed.mean()
+        assert self.values is not None
+        return self.values.mean()
 
     @property
     def dimension(self) -> int:
         return math.prod(self.shape)
 
+    def condition(self) -> float:
+        return math.nan if self.inverse is None else float(self.inverse.amax() / self.inverse.amin())
+
     def describe(self) -> str:
         return "x".join(map(str, self.shape)) or "1"
 
 
-def _spectrum(side: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Eigenvalues and eigenvectors of a side; a diagonal is its own."""
-    return (side.clamp(min=0), None) if side.ndim == 2 else eigh(side)
+def invert(blocks: Sequence[Block], share: float) -> None:
+    """Prepare `Block.solve` with damping relative to each block's own curvature, see `curvature.inverses.factored`."""
+    seen = [b for b in blocks if b.updates]
+    kinds: list[type[Block]] = list(dict.fromkeys(type(b) for b in seen))
+    for kind in kinds:
+        kind.invert([b for b in seen if type(b) is kind], share)
+
+
+def _below(kind: type[Block]) -> Iterator[type[Block]]:
+    """All sub-classes."""
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from _below(sub)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvature.blocks import Block, DiagonalBlock, KroneckerBlock
 from curvature.capture import Tape
+from curvature.eigenblocks import EigenBlock
 from curvature.layers import Layout
 from curvature.moments import Scheme
 from curvature.structure import explained, guesses, joint_bias
@@ -18,8 +19,12 @@ from curvature.terms import Dense, Entrywise, Term
 
 MAX_SIZE = 2048  # a side larger than this is kept as its diagonal
 
+LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}
 
-def layer_blocks(tape: Tape, terms: dict[str, list[Term]], taken: set[str], sharing: str) -> list[Block]:
+
+def layer_blocks(
+    tape: Tape, terms: dict[str, list[Term]], taken: set[str], sharing: str, kind: str = "kronecker"
+) -> list[Block]:
     """Blocks for the parameters that have terms and are not `taken`, and which structure each has."""
     blocks: list[Block] = []
     taken = set(taken)
@@ -30,7 +35,7 @@ def layer_blocks(tape: Tape, terms: dict[str, list[Term]], taken: set[str], shar
         shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
         scheme = Scheme.of(terms[name], shapes, node.tensor.dtype, sharing, MAX_SIZE)
         if scheme is not None and not any(isinstance(t, Entrywise) for t in terms[name]):  # (1 x 1) would be all it has
-            blocks.append(KroneckerBlock(names, scheme))
+            blocks.append(LAYERS[kind](names, scheme))
             taken |= set(names)
     for name, node in todo.items():
         if name not in taken:
@@ -46,12 +51,13 @@ class RunningFactors:
     Args:
         sharing: "expand" counts every place of a shared weight as a sample of its own, "reduce" averages activations
             and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
+        kind: of the layers' blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
     """
 
-    def __init__(self, sharing: str = "expand") -> None:
+    def __init__(self, sharing: str = "expand", kind: str = "kronecker") -> None:
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
-        self.sharing = sharing
+        self.sharing, self.kind = sharing, kind
         self.blocks: list[Block] = []
 
     def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
@@ -75,7 +81,7 @@ class RunningFactors:
     def add(self, tape: Tape, terms: dict[str, list[Term]], count: int) -> None:
         """Add the terms of one pass; a parameter gets its block when it has terms for the first time."""
         taken = {name for block in self.blocks for name in block.names}
-        self.blocks += layer_blocks(tape, terms, taken, self.sharing)
+        self.blocks += layer_blocks(tape, terms, taken, self.sharing, self.kind)
         for block in self.blocks:
             if terms.get(block.names[0]):
                 block.add(terms[block.names[0]], count)
@@ -89,12 +95,6 @@ class RunningFactors:
         """Take what was added since the last time into the averages."""
         for block in self.blocks:
             block.fold(decay)
-
-    def decompose(self, only_new: bool = False) -> None:
-        """Make the blocks ready to solve with what they hold now; or only those that never were."""
-        for block in self.blocks:
-            if not only_new or (block.updates and not block.is_ready):
-                block.decompose()
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Plain tensors, numbers and names, by the first parameter of each block."""

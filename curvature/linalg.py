@@ -62,6 +62,23 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp(min=0), vectors
 
 
+def cholesky_root(matrix: Tensor) -> Tensor | None:
+    """Lower triangular roots of symmetric matrices (g, d, d); None where one of them is not positive definite."""
+    root, failed = torch.linalg.cholesky_ex(matrix)
+    return None if bool(failed.any()) else root
+
+
+def inverse(matrix: Tensor) -> Tensor:
+    """Inverse of symmetric positive definite matrices (g, d, d), by Cholesky; by eigenvalues where that fails."""
+    root = cholesky_root(matrix)
+    if root is None:
+        values, vectors = eigh(matrix)
+        largest = values.amax(-1, keepdim=True)
+        floor = rounding_of(largest).clamp(min=torch.finfo(values.dtype).tiny)
+        return (vectors / torch.maximum(values, floor)[:, None, :]) @ vectors.mT
+    return torch.cholesky_inverse(root)
+
+
 def rounding_of(largest: Tensor) -> Tensor:
     """How far rounding moves the eigenvalues of symmetric matrices whose largest (in size) are given."""
     return ROUNDING * torch.finfo(largest.dtype).eps * largest

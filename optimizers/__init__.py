@@ -1,5 +1,5 @@
 """Second-order optimizers in place of ``torch.optim.SGD``."""
 
-from optimizers.kfac import KFAC
+from optimizers.kfac import EKFAC, KFAC
 
-__all__ = ["KFAC"]
+__all__ = ["EKFAC", "KFAC"]

@@ -1,29 +1,31 @@
-"""KFAC in place of SGD: the training loop stays as it is."""
+"""KFAC and EKFAC in place of SGD: the training loop stays as it is, or passes a closure."""
 
 from __future__ import annotations
 
-import copy
-import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature import Block, Injection, Listener, RunningFactors, Tape, empirical, isotropic
-from optimizers.updates import adapted, within_trust
+from curvature import Injection, isotropic
+from optimizers.adaptive import Adaptive
+from optimizers.replay import Replay
+from optimizers.second_order import SecondOrder
+from optimizers.updates import adapted, are_finite, inner, loosened, slope_ratio, within_trust
 
 FIRST_CHANGE = 0.1  # root-mean-square change of an output entry that the first step aims at
 ADAPTATION = 0.3  # how fast the step size follows the slopes
-RELATIVE_LENGTH = 0.05  # largest step as a fraction of the norm of the parameters
+RELATIVE_LENGTH = 0.05, 0.2  # bounds of how long a layer's step may be as a fraction of its parameters' norm
 GROWTH = 2.0  # how much more than in recent steps a step may change the outputs
 MEMORY = 0.9  # how fast that is forgotten
-WARM_STEPS = 10  # factors and decompositions are renewed at each of the first steps
-RELATIVE_DAMPING = 0.03
+PLAIN_EVERY = 10, 10  # steps between renewals of the factors, and between inversions of a block
+ADAPTIVE_EVERY = 3, 3  # the same, where few and long steps are taken
+ADAPTIVE_VECTORS = 2  # sent back at a renewal, then
 
 
-class KFAC(torch.optim.Optimizer):
+class KFAC(SecondOrder):
     """Natural-gradient descent with Kronecker-factored curvature (arXiv:1503.05671; shared weights: arXiv:2311.00636).
 
     Usage:
@@ -31,310 +33,290 @@ class KFAC(torch.optim.Optimizer):
         for x, y in loader:
             opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); opt.step()
 
+    or, with step size, momentum and damping from an exact model of each batch, for large batches:
+        opt = KFAC(model, adaptive=True)
+        for x, y in loader:
+            def closure():
+                opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); return loss
+            opt.step(closure)
+
     The curvature of each layer comes from vectors that are sent back from the model's output right after the forward
     pass, at the steps that renew it. Every parameter that requires a gradient is trained: those without Kronecker
     factors by a diagonal of the same curvature; `report()` says which and why.
 
-    The displacement is ``-step * (M + damping I)^-1 m`` with m the debiased running mean of the gradients. Isotropic
-    curvature knows no loss and hence no unit of the step, so the step size finds itself: it grows while the gradient
-    still points along the last displacement and shrinks when it points back, inside a trust region on the predicted
-    change of the outputs and on the length of the step.
+    Without `adaptive` the displacement is ``-step * (M + damping)^-1 m`` with m the debiased running mean of the
+    gradients. Isotropic curvature knows no loss and hence no unit of the step, so the step size finds itself: it grows
+    while the gradient still points along the last displacement and shrinks when it points back, inside a trust region
+    on the predicted change of the outputs and on the length of each layer's step.
+
+    With `adaptive` the layers' directions and the last displacement span the exact damped quadratic model of the loss
+    of the batch, and its minimum is the step (arXiv:1503.05671, sections 6.4 to 7, there with one direction for all
+    layers). Damping follows the reduction ratio (Levenberg-Marquardt); a step that makes the loss worse or not finite
+    is rolled back and tried again with more damping. What the next batch says of a step shortens those that follow.
 
     Args:
         model: the module that the training loop calls.
-        lr: multiplies the step size, without unit; for schedulers. The adaptation slows down in proportion below one.
+        lr: multiplies the step, without unit; for schedulers. The adaptation slows down in proportion below one.
         damping: added to the curvature, in units of loss / parameter^2 for a loss of ``1/2 ||f||^2`` (as in
-            `curvature.isotropic`). None: 0.03 times the geometric mean of the layer's and the model's mean eigenvalue.
-        momentum: decay of the running mean of the gradients, 0 to 1.
+            `curvature.isotropic`). None: factored, 0.05 of its mean eigenvalue for each Kronecker factor.
+        momentum: decay of the running mean of the gradients, 0 to 1; not with `adaptive`, which finds its own.
         weight_decay: decoupled, ``p -= lr * weight_decay * p`` a step.
         loss: the loss module; needed by injections other than `isotropic` only.
         inject: what is sent back (`curvature.isotropic()` unless given); `curvature.empirical()` takes the backprops of
             the training loop's own backward pass, for a loss that is a mean over the batch unless `loss` says "sum".
         sharing: "expand" or "reduce", for weights used at several places of a sample.
+        adaptive: find step size, momentum and damping; `step` then needs a closure.
         factor_decay: decay of the running averages of the factors, per renewal.
-        factor_every: steps from one renewal of the factors to the next, after the first ten.
-        decompose_every: steps from one eigendecomposition to the next, after the first ten.
+        factor_every: steps from one renewal of the factors to the next; 10, or 3 with `adaptive`. At first they are
+            shorter, one step more every ten steps.
+        decompose_every: steps from one inversion of a block to the next; likewise. Blocks take turns.
+        max_overhead: choose both intervals by timing, so that they take at most this part of the rest of a step: 0.3,
+            say. Then runs are no longer repeatable to the last bit.
         seed: of the random vectors; the global random state is not touched.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind or out of range, by name.
     """
 
+    kept = (
+        "steps",
+        "skipped",
+        "output_scale",
+        "output_size",
+        "step_size",
+        "longest",
+        "predicted",
+        "last_change",
+        "curved",
+    )
+
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.9,
         weight_decay: float = 0.0, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
-        factor_decay: float = 0.95, factor_every: int = 5, decompose_every: int = 10, seed: int = 0,
+        adaptive: bool = False, factor_decay: float = 0.9, factor_every: int | None = None,
+        decompose_every: int | None = None, max_overhead: float | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
-        _check_range("lr", lr, 0.0, math.inf)
-        _check_range("momentum", momentum, 0.0, 1.0, open_end=True)
-        _check_range("weight_decay", weight_decay, 0.0, math.inf)
-        _check_range("factor_decay", factor_decay, 0.0, 1.0, open_end=True)
-        if damping is not None:
-            _check_range("damping", damping, 0.0, math.inf)
-        for name, value in (("factor_every", factor_every), ("decompose_every", decompose_every)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: expected a whole number of steps, at least 1, found {value!r}")
-        inject = isotropic() if inject is None else inject
-        if not isinstance(inject, Injection):
-            raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
-        if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
-            raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not named:
-            raise ValueError("model: no parameter requires a gradient")
-        self.factors = RunningFactors(sharing)
+        if not isinstance(adaptive, bool):
+            raise TypeError(f"adaptive: expected True or False, found {adaptive!r:.80}")
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(list(named.values()), options)
-        self._arguments: dict[str, Any] = {
-            "loss": loss, "inject": inject, "sharing": sharing, "factor_decay": factor_decay,
-            "factor_every": factor_every, "decompose_every": decompose_every, "seed": seed,
+        intervals = ADAPTIVE_EVERY if adaptive else PLAIN_EVERY
+        arguments = {
+            "loss": loss, "inject": isotropic(ADAPTIVE_VECTORS if adaptive else 1) if inject is None else inject,
+            "sharing": sharing, "adaptive": adaptive,
+            "factor_decay": factor_decay, "factor_every": intervals[0] if factor_every is None else factor_every,
+            "decompose_every": intervals[1] if decompose_every is None else decompose_every,
+            "max_overhead": max_overhead, "seed": seed,
         }  # fmt: skip
-        self.model, self.loss, self.inject = model, loss, inject
-        self.factor_decay, self.factor_every, self.decompose_every = factor_decay, factor_every, decompose_every
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self.seed = seed
-        self.generator: torch.Generator | None = None
-        self.steps, self.skipped, self.decomposed_at = 0, 0, -1
+        super().__init__(model, options, arguments)
+        self.adaptive = Adaptive() if adaptive else None
+        self.replay: Replay | None = None  # of the batch at hand
         self.step_size: Tensor | None = None
+        self.longest = torch.full((), RELATIVE_LENGTH[0])  # relative length that a layer's step may have
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
+        self.curved = torch.ones(())  # u^T M u over m^T u, when factors were last renewed
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
-        self.output_scale: Tensor | None = None  # root mean square of an output entry
-        self.output_size = 1.0  # output entries per sample
-        self._pending: list[tuple[Tape, list[Tensor | None], int]] = []
-        me = weakref.ref(self)
-        self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
-        weakref.finalize(self, self._listener.remove)
 
-    # -- capture
-
-    def _renews_factors(self) -> bool:
-        return torch.is_grad_enabled() and (self.steps < WARM_STEPS or self.steps % self.factor_every == 0)
-
-    def _record(self, tape: Tape, output: Any) -> None:
-        """Called with every recorded forward pass."""
-        outputs = [x for x in _outputs(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
-        if not outputs or not tape.uses:
-            return
-        count = outputs[0].shape[0]
-        with torch.no_grad():
-            squares = torch.stack([x.detach().float().square().sum() for x in outputs]).sum()
-            self.output_size = sum(x.numel() for x in outputs) / count
-            self.output_scale = (squares / (count * self.output_size)).sqrt()
-        if self.inject == empirical():
-            self._listen_to_backward(tape, count)
-            return
-        if self.generator is None:
-            self.generator = torch.Generator(outputs[0].device).manual_seed(self.seed)
-        if len(outputs) > 1 and self.loss is not None:
-            raise ValueError(
-                f"KFAC: the model returned {len(outputs)} tensors, and loss= is of one; leave loss out (isotropic())"
-            )
-        vectors = [self.inject.vectors(x.detach(), self.loss, generator=self.generator).to(x.dtype) for x in outputs]
-        with torch.autocast(outputs[0].device.type, enabled=False):
-            self.factors.record(tape, outputs, vectors, count)
-
-    def _listen_to_backward(self, tape: Tape, count: int) -> None:
-        """Keep the backprops of the loss when the training loop sends them back."""
-        found: list[Tensor | None] = [None] * len(tape.uses)
-        scale = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
-
-        def keep(index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
-            def hook(gradients: Sequence[Tensor]) -> None:
-                if gradients[number] is not None:
-                    found[index] = gradients[number].detach().reshape(tape.uses[index].shape) * scale
-
-            return hook
-
-        for use in tape.uses:
-            if use.edge is not None:
-                use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
-        self._pending.append((tape, found, count))
-
-    # -- step
+    def _records(self) -> bool:
+        return super()._records() and not (self.replay is not None and self.replay.silent)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient.
 
         Args:
-            closure: as for `torch.optim.SGD`: re-evaluates the model and returns the loss.
+            closure: re-evaluates the model on the batch and returns the loss, as for `torch.optim.LBFGS`. With
+                `adaptive` it is needed, and called several times: with the same random numbers and without effect on
+                buffers (of BatchNorm) after the first, with ``loss.backward()`` left out where only the loss is needed.
+
+        Returns:
+            The loss before the step, if there is a closure.
 
         Raises:
             RuntimeError: the model was never called with gradients enabled, so that its curvature is unknown.
+            TypeError: `adaptive`, and no closure, or one that does not return a loss.
         """
         self._listener.reset()
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
-        gradients = {name: p.grad for name, p in self._trained().items() if p.grad is not None}
-        if not gradients:
-            return value
-        if not torch.isfinite(torch.stack([g.float().sum() for g in gradients.values()]).sum()):
-            self.skipped += 1
-            self._pending.clear()
-            self.factors.discard()
-            return value
-        self._renew()
-        directions, energy, slope = self._directions(gradients)
-        size = self._step_size(gradients, directions, energy)
-        self._apply(directions, size)
-        self.predicted = -size * slope
-        self.steps += 1
+        start = time.perf_counter()
+        if self.adaptive is not None:
+            value = self._adaptive_step(closure, self.adaptive)
+        else:
+            value = None
+            if closure is not None:
+                with torch.enable_grad():
+                    value = closure()
+            self._plain_step(self._gradients())
+        if self.health.entries and self.health.entries[-1]["step"] == self.steps - 1:
+            self.health.entries[-1]["seconds"] = time.perf_counter() - start
+            self._measure()
         return value
 
-    def _trained(self) -> dict[str, Tensor]:
-        return {self._names[id(p)]: p for group in self.param_groups for p in group["params"]}
+    # -- without a closure
 
-    def _options(self) -> dict[str, dict[str, Any]]:
-        return {self._names[id(p)]: group for group in self.param_groups for p in group["params"]}
+    def _plain_step(self, gradients: Mapping[str, Tensor]) -> None:
+        if not gradients:
+            return
+        if not are_finite(gradients.values()):
+            self._skip()
+            return
+        self._renew()
+        with self.health.timed("direction"):
+            directions, slope = self._directions(gradients)
+            size = self._step_size(gradients, directions, slope)
+            self._apply(directions, size)
+        self.health.entries.append(self._entry | {"step_size": size, "accepted": True})
+        self.steps += 1
 
-    def _renew(self) -> None:
-        """Take new statistics into the factors, and decompose these when it is time."""
-        for tape, backprops, count in self._pending:
-            self.factors.record_backprops(tape, backprops, count)
-        self._pending.clear()
-        if not self.factors.blocks:
-            raise RuntimeError("KFAC.step: no forward pass of the model was seen; call the model that KFAC was given")
-        self.factors.fold(self.factor_decay)
-        age = self.steps - self.decomposed_at
-        if self.decomposed_at < 0 or self.steps < WARM_STEPS or age >= self.decompose_every:
-            self.factors.decompose()
-            self.decomposed_at = self.steps
-        else:
-            self.factors.decompose(only_new=True)
-
-    def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """``u = (M + damping I)^-1 m``, its energy ``u^T M u`` and its slope ``lr m^T u``."""
+    def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """``u = (M + damping I)^-1 m`` and ``m^T u``, an upper bound of ``u^T M u``."""
         options, parameters = self._options(), self._trained()
         means = {
             name: _running_mean(self.state[parameters[name]], g, options[name]["momentum"])
             for name, g in gradients.items()
         }
-        ready = [b for b in self.factors.blocks if b.updates and all(name in means for name in b.names)]
-        typical = _typical(ready)
-        found: dict[str, Tensor] = {}
-        energy = torch.zeros_like(typical)
-        for block in ready:
-            damping = options[block.names[0]]["damping"]
-            if damping is None:
-                damping = RELATIVE_DAMPING * (typical * block.mean_eigenvalue).sqrt() + torch.finfo(typical.dtype).tiny
-            us, part = block.solve([means[name] for name in block.names], damping)
-            found |= dict(zip(block.names, us, strict=True))
-            energy = energy + part.to(energy.dtype)
-        for name in means.keys() - found.keys():  # no curvature seen: as if it were the model's average
-            found[name] = means[name] / typical.to(means[name].dtype)
-            energy = energy + (found[name].square().sum() * typical).to(energy.dtype)
-        slopes = [options[name]["lr"] * (means[name] * u).sum().float() for name, u in found.items()]
-        slope = torch.stack(slopes).sum()
-        return found, energy, slope
+        found = self._solved(means)
+        self._slopes = {name: inner(means[name], u) for name, u in found.items()}
+        slope = torch.stack(list(self._slopes.values())).sum()
+        if self._entry["renewed"]:
+            whole = [b for b in self.factors.blocks if b.is_ready and all(k in found for k in b.names)]
+            energy = [b.energy([found[k] for k in b.names]).float() for b in whole]
+            self.curved = (torch.stack(energy).sum() / slope).nan_to_num(1.0) if energy else torch.ones_like(slope)
+        return found, slope
 
     def _step_size(self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor], energy: Tensor) -> Tensor:
         """The step size, adapted and inside the trust region; it is kept for the next step."""
-        change = (energy / self.output_size).sqrt()
+        change = (energy * self.curved / self.output_size).sqrt()
         tiny = torch.finfo(change.dtype).tiny
         lr = max(group["lr"] for group in self.param_groups)
         if self.step_size is None:
             self.step_size = FIRST_CHANGE / change.clamp(min=tiny)
+            self.longest = torch.full_like(change, RELATIVE_LENGTH[0])
         elif self.predicted is not None:
             last = {name: self.state[p].get("displacement") for name, p in self._trained().items()}
-            moved = [(g * last[name]).sum().float() for name, g in gradients.items() if last[name] is not None]
+            moved = [inner(g, last[name]) for name, g in gradients.items() if last[name] is not None]
             if moved:
-                self.step_size = adapted(
-                    self.step_size, torch.stack(moved).sum(), self.predicted, ADAPTATION * min(1.0, lr)
-                )
-        length = torch.stack([u.float().square().sum() for u in directions.values()]).sum().sqrt()
-        # a tensor counts for at least one, so that parameters that start at zero can leave it
-        size = torch.stack([p.float().square().sum().clamp(min=1) for p in self._trained().values()]).sum().sqrt()
+                ratio = slope_ratio(torch.stack(moved).sum(), self.predicted)
+                self.longest = loosened(self.longest, ratio, *RELATIVE_LENGTH)
+                self.step_size = adapted(self.step_size, ratio, ADAPTATION * min(1.0, lr))
         assert self.output_scale is not None
         reach = 1 + self.output_scale
         if self.last_change is not None:  # one hard batch among easy ones must not be answered with one long step
             reach = torch.minimum(reach, GROWTH * self.last_change)
-        self.step_size = within_trust(self.step_size, change, reach, length, size, RELATIVE_LENGTH)
+        self.step_size = torch.minimum(self.step_size, reach / change.clamp(min=tiny))
         taken = self.step_size * change
         self.last_change = taken if self.last_change is None else torch.maximum(taken, MEMORY * self.last_change)
         return self.step_size
 
     def _apply(self, directions: Mapping[str, Tensor], size: Tensor) -> None:
-        options = self._options()
-        for name, p in self._trained().items():
-            direction, group = directions.get(name), options[name]
-            if direction is None:
-                self.state[p].pop("displacement", None)
-                continue
-            if group["weight_decay"]:
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-            displacement = direction * (-size * group["lr"]).to(p.dtype)
-            p.add_(displacement)
-            self.state[p]["displacement"] = displacement
+        """Take the step, no layer further than a part of its length."""
+        options, parameters = self._options(), self._trained()
+        for p in parameters.values():
+            self.state[p].pop("displacement", None)
+        joint = {k: tuple(n for n in b.names if n in directions) for b in self.factors.blocks for k in b.names}
+        slopes = []
+        for names in dict.fromkeys(joint.get(name, (name,)) for name in directions):
+            length = torch.stack([inner(directions[k], directions[k]) for k in names]).sum().sqrt()
+            # a tensor counts for at least one, so that parameters that start at zero can leave it
+            own = torch.stack([inner(parameters[k], parameters[k]).clamp(min=1) for k in names]).sum().sqrt()
+            cut = within_trust(size, length, own, self.longest)
+            for name in names:
+                p, group = parameters[name], options[name]
+                if group["weight_decay"]:
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                displacement = directions[name] * (-cut * group["lr"]).to(p.dtype)
+                p.add_(displacement)
+                self.state[p]["displacement"] = displacement
+                slopes.append(cut * group["lr"] * self._slopes[name])
+        self.predicted = -torch.stack(slopes).sum()
 
-    # -- looking and keeping
+    # -- with a closure
 
-    def report(self) -> str:
-        """A table of every parameter: how it is preconditioned, factor shapes, memory, and why where it falls back."""
-        rows = [("parameter", "preconditioned by", "kept", "MB", "why")]
-        seen: set[str] = set()
-        for block in self.factors.blocks:
-            megabytes = sum(t.numel() * t.element_size() for t in block.state().values() if isinstance(t, Tensor)) / 1e6
-            rows.append((", ".join(block.names), block.structure, block.describe(), f"{megabytes:.2f}", block.reason))
-            seen |= set(block.names)
-        for name, p in self.model.named_parameters():
-            if name not in seen:
-                why = "needs a first forward pass" if p.requires_grad else "does not require a gradient"
-                rows.append((name, "nothing yet" if p.requires_grad else "not trained", "", "", why))
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    def _adaptive_step(self, closure: Callable[[], Any] | None, adaptive: Adaptive) -> Tensor:
+        if closure is None:
+            raise TypeError(
+                "KFAC(adaptive=True).step: pass a closure that computes the loss of the batch, as for torch.optim.LBFGS"
+            )
+        self.replay = replay = Replay(self.model, closure)
+        try:
+            loss = self._evaluated(replay, adaptive)
+            gradients = self._gradients()
+            if not gradients or not _finite(loss, gradients):
+                if gradients:
+                    self._skip()
+                return loss
+            self._renew()
+            with self.health.timed("direction"):
+                groups = self._groups(self._solved(gradients))
+            with self.health.timed("model"):
+                rates = {name: group["lr"] for name, group in self._options().items()}
+                entry = adaptive.move(replay, loss, gradients, groups, rates)
+            for name, group in self._options().items():
+                if group["weight_decay"] and name in gradients:
+                    self._trained()[name].mul_(1 - group["lr"] * group["weight_decay"])
+        finally:
+            self.replay = None
+        self.health.counts["rollbacks"] += entry.pop("rollbacks")
+        self.health.counts["failures"] += not entry["accepted"]
+        self.health.entries.append(self._entry | entry)
+        self.steps += 1
+        return loss
+
+    def _evaluated(self, replay: Replay, adaptive: Adaptive) -> Tensor:
+        """The loss and its gradients; where they are not finite because of the last step, that is undone."""
+        with self.health.timed("closure"):
+            loss = replay.first()
+        if _finite(loss, self._gradients()) or not adaptive.last:
+            return loss
+        self.factors.discard()
+        there = adaptive.undo(dict(self.model.named_parameters()))
+        with self.health.timed("closure"):
+            again = replay.again()
+        if _finite(again, self._gradients()):
+            self.health.counts["rollbacks"] += 1
+            adaptive.forget()
+            return again
+        adaptive.redo(dict(self.model.named_parameters()), there)  # it was the batch
+        return again
+
+    def _groups(self, directions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Descent directions of neighbouring layers, each to have a step size of its own."""
+        layers = [
+            {name: -directions[name] for name in block.names}
+            for block in self.factors.blocks
+            if all(name in directions for name in block.names)
+        ]
+        seen = {name for layer in layers for name in layer}
+        rest = {name: -u for name, u in directions.items() if name not in seen}
+        return Adaptive.grouped([*layers, rest] if rest else layers)
 
     def state_dict(self) -> dict[str, Any]:
-        """As for any optimizer, with the curvature under "curvature": plain tensors and numbers."""
-        own = {
-            k: getattr(self, k) for k in ("steps", "skipped", "decomposed_at", "step_size", "predicted", "last_change")
-        }
-        own |= {"output_scale": self.output_scale, "output_size": self.output_size}
-        own["generator"] = None if self.generator is None else self.generator.get_state()
-        return super().state_dict() | {"curvature": self.factors.state_dict(), "kfac": own}
+        state = super().state_dict()
+        if self.adaptive is not None:
+            state["kfac"]["adaptive"] = vars(self.adaptive).copy()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a `state_dict` of an optimizer over the same parameters; tensors move to the parameters' device."""
-        state_dict = copy.copy(state_dict)
-        own, factors = dict(state_dict.pop("kfac")), state_dict.pop("curvature")
-        super().load_state_dict(state_dict)
-        device = next(iter(self._trained().values())).device
-        generator = own.pop("generator")
-        for name, value in own.items():
-            setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
-        self.factors.load_state_dict(factors, device)
-        if generator is not None:
-            self.generator = torch.Generator(device)
-            self.generator.set_state(generator.cpu())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KFAC:
-        """A copy that trains a copy of the model (the same copy, where both are copied together)."""
-        new = type(self)(copy.deepcopy(self.model, memo), **copy.deepcopy(self._arguments, memo))
-        memo[id(self)] = new
-        new.param_groups = [g | {"params": [memo[id(p)] for p in g["params"]]} for g in self.param_groups]
-        new.load_state_dict(copy.deepcopy(self.state_dict()))
-        return new
+        own = dict(state_dict["kfac"])
+        adaptive = dict(own.pop("adaptive", {}))
+        super().load_state_dict(state_dict | {"kfac": own})
+        if self.adaptive is not None and adaptive:
+            parameters = self._trained()
+            for what in ("last", "start"):
+                adaptive[what] = {name: d.to(parameters[name]) for name, d in adaptive[what].items()}
+            vars(self.adaptive).update(adaptive)
 
 
-def _start(optimizer: KFAC | None) -> Tape | None:
-    return Tape(optimizer.model) if optimizer is not None and optimizer._renews_factors() else None
+class EKFAC(KFAC):
+    """`KFAC` with the curvature rescaled in the eigenbasis of its factors (arXiv:1806.03884).
+
+    The eigenvalues of each layer are replaced by the mean squares of its per-sample gradients in the eigenbasis, which
+    are never built; they are carried over when the basis turns. Arguments as for `KFAC`.
+    """
+
+    block = "eigen"
 
 
-def _done(optimizer: KFAC | None, tape: Tape, output: Any) -> None:
-    if optimizer is not None:
-        optimizer._record(tape, output)
-
-
-def _outputs(output: Any) -> list[Tensor]:
-    """The tensors that vectors are injected at: the logits, or every tensor of a sequence or mapping."""
-    output = getattr(output, "logits", output)
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return [x for value in values for x in _outputs(value)]
+def _finite(loss: Tensor, gradients: Mapping[str, Tensor]) -> bool:
+    return are_finite([loss, *gradients.values()])
 
 
 def _running_mean(state: dict[str, Any], gradient: Tensor, decay: float) -> Tensor:
@@ -343,18 +325,3 @@ def _running_mean(state: dict[str, Any], gradient: Tensor, decay: float) -> Tens
         state["momentum_buffer"], state["weight"] = torch.zeros_like(gradient), 0.0
     state["weight"] = decay * state["weight"] + (1 - decay)
     return state["momentum_buffer"].lerp_(gradient, 1 - decay) / state["weight"]
-
-
-def _typical(blocks: Sequence[Block]) -> Tensor:
-    """Mean eigenvalue over all blocks together."""
-    if not blocks:
-        return torch.ones(())
-    traces = torch.stack([b.mean_eigenvalue.float() * b.dimension for b in blocks])
-    return (traces.sum() / sum(b.dimension for b in blocks)).clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def _check_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
-    if not low <= value <= high or (open_end and value == high):
-        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if open_end else ''}, found {value}")

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 
-def adapted(step: Tensor, slope: Tensor, predicted: Tensor, rate: float) -> Tensor:
-    """The step size after a look at the last step from its end.
+def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:
+    """A look at the last step from its end, between -2 and 1; 0 where the prediction is zero or not finite.
 
     Along the last displacement the loss fell with slope `predicted` at the start; `slope` is what is left of it now.
     Their ratio is one where the step could have gone on for ever, zero at the minimum along the line, negative beyond.
-
-    Returns:
-        ``step * exp(rate * clamp(ratio, -2, 1))``; the step itself where the prediction is zero.
     """
     ratio = torch.where(predicted != 0, slope / predicted, torch.zeros_like(slope))
+    return ratio.nan_to_num(0.0, 0.0, 0.0).clamp(-2, 1)
+
+
+def adapted(step: Tensor, ratio: Tensor, rate: float) -> Tensor:
+    """The step size after a look at the last step: ``step * exp(rate * ratio)``."""
     # noise alone can shrink the step without end: it must stay able to grow back
-    return (step * (rate * ratio.nan_to_num(0.0, 0.0, 0.0).clamp(-2, 1)).exp()).clamp(min=1e-20)
+    return (step * (rate * ratio).exp()).clamp(min=1e-20)
 
 
-def within_trust(step: Tensor, change: Tensor, reach: Tensor, length: Tensor, size: Tensor, relative: float) -> Tensor:
-    """The step size cut back to a trust region in function space and one in parameter space.
+def loosened(bound: Tensor, ratio: Tensor, least: float, most: float) -> Tensor:
+    """A bound on relative lengths: slowly wider while steps could go on for ever, quickly back to `least` otherwise."""
+    return (bound * torch.where(ratio > 0.95, 1.03, 0.8)).clamp(least, most)
+
+
+def within_trust(step: Tensor, length: Tensor, size: Tensor, relative: Tensor) -> Tensor:
+    """The step size, cut back where the step would be longer than a fraction of what it changes.
 
     Args:
         step: step size.
-        change: predicted root-mean-square change of an output entry for step size one.
-        reach: largest such change that is allowed.
         length: norm of the displacement for step size one.
         size: norm of the parameters.
         relative: largest length as a fraction of `size`.
     """
-    tiny = torch.finfo(step.dtype).tiny
-    by_output = reach / change.clamp(min=tiny)
-    by_length = relative * size / length.clamp(min=tiny)
-    return torch.minimum(step, torch.minimum(by_output, by_length))
+    return torch.minimum(step, relative * size / length.clamp(min=torch.finfo(step.dtype).tiny))
+
+
+def inner(one: Tensor, other: Tensor) -> Tensor:
+    """The inner product of two tensors of one shape, in single precision at least."""
+    wide = torch.promote_types(one.dtype, torch.float32)
+    return torch.dot(one.to(wide).flatten(), other.to(wide).flatten()).float()
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no entry is infinite or nan."""
+    return bool(torch.isfinite(torch.stack([t.abs().amax().float() for t in tensors if t.numel()])).all())

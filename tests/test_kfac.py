@@ -394,6 +394,7 @@ def test_report_names_every_parameter():
     train(model, opt, *batch, 1)
     lines = opt.report().splitlines()
     assert all(sum(name in line for line in lines) == 1 for name in names)
-    for line in lines[1:]:
+    assert lines[-1].startswith("in all")
+    for line in lines[1:-2]:
         norm = line.startswith(("1.", "5."))
         assert ("diagonal" in line and "batch_norm" in line) if norm else "kronecker" in line, line

@@ -1,4 +1,4 @@
-"""Pictures of what the builders and the estimators return, with matplotlib.
+"""Pictures of what the builders and the estimators return and of an optimizer's run, with matplotlib.
 
 Every function draws into the axes that it is given, or into a new figure, and returns the axes. None shows or saves
 anything, and none changes matplotlib's settings. All else is left to the caller, by way of the axes returned.
@@ -7,5 +7,6 @@ anything, and none changes matplotlib's settings. All else is left to the caller
 from curvature.plots.curves import agreement, apart, drift
 from curvature.plots.heat import comparison, factors, matrix
 from curvature.plots.spectral import spectra, spectral_density
+from curvature.plots.training import training
 
-__all__ = ["agreement", "apart", "comparison", "drift", "factors", "matrix", "spectra", "spectral_density"]
+__all__ = ["agreement", "apart", "comparison", "drift", "factors", "matrix", "spectra", "spectral_density", "training"]

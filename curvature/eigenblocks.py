@@ -1,0 +1,103 @@
+"""Running curvature of a layer, diagonal in the eigenbasis of its Kronecker factors (EKFAC, arXiv:1806.03884)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.blocks import KroneckerBlock
+from curvature.inverses import Inverse, basis, carried
+from curvature.moments import Scheme, sum_of
+from curvature.terms import Term
+from curvature.turned import Basis
+
+
+class EigenBlock(KroneckerBlock):
+    """``Q diag(values) Q^T`` per group, with ``Q = kron(U_B, U_A)`` of the factors at the last `decompose`.
+
+    `values` (g, o, i) is the running mean over samples of the squared per-sample gradients in that basis, the sum over
+    places inside the square (equation 11). It follows the data from one decomposition to the next, and is carried over
+    to the next basis. Until a batch was seen in a basis it is what the factors say. Arguments as of `KroneckerBlock`.
+    """
+
+    structure = "eigen"
+    kept = (*KroneckerBlock.kept, "values", "seen", "row_values", "column_values")
+
+    def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
+        super().__init__(names, scheme)
+        self.values: Tensor | None = None
+        self.seen = 0  # updates of `values`
+        self.row_values: Tensor | None = None  # eigenvalues of the factors at the last `decompose`, (g, o)
+        self.column_values: Tensor | None = None  # (g, i)
+        # since the last `fold`: squares in the basis, and samples, without those that came before there was one
+        self.squares: Tensor | None = None
+        self.turned = 0
+
+    def add(self, terms: Sequence[Term], samples: int) -> None:
+        sums = self.moments(terms)
+        if not sums:
+            return
+        if self.inverse is not None:
+            squares = self._squares(terms, self.inverse)
+            if not bool(torch.isfinite(squares.sum())):
+                return
+            self.turned += samples
+            self.squares = squares if self.squares is None else self.squares + squares
+        self.take(sums, samples)
+
+    def _squares(self, terms: Sequence[Term], inverse: Inverse) -> Tensor:
+        """Over the batch's samples, terms of one number of samples together."""
+        turned = Basis(self.scheme, *(side if side.ndim == 3 else None for side in (inverse.rows, inverse.columns)))
+        found: dict[int, list[Term]] = {}
+        for term in terms:
+            found.setdefault(len(term), []).append(term)
+        alone = [[own] for own in found.values()]  # one vector
+        return sum_of(turned.products(v, v, inverse.rows.new_ones(n)) for n, v in zip(found, alone, strict=True))
+
+    def discard(self) -> None:
+        super().discard()
+        self.squares, self.turned = None, 0
+
+    def fold(self, decay: float) -> None:
+        if self.squares is not None and self.values is not None and self.turned:
+            self.values = self.values.lerp(self.squares / self.turned, self.weight_of_new(decay, self.seen))
+            self.seen += 1
+        super().fold(decay)
+
+    def decompose(self, damping: float, share: float = 0.0) -> None:
+        """Go to the eigenbasis of the factors as they are now, and prepare `solve` in it.
+
+        Args:
+            damping: added to all values.
+            share: added as well is what ``kron(B + share mean(B) I, A + share mean(A) I)`` has more than ``kron(B, A)``
+                at each eigenvalue, mean() that of the eigenvalues (`curvature.inverses.factored`).
+        """
+        if self.rows is None or self.columns is None:
+            return
+        (self.row_values, rows), (self.column_values, columns) = basis(self.rows), basis(self.columns)
+        if self.inverse is not None:
+            old = (self.inverse.rows, self.inverse.columns)
+            self.squares = None if self.squares is None else carried(self.squares, old, (rows, columns))
+            self.values = None if self.values is None else carried(self.values, old, (rows, columns))
+        if not self.seen:
+            self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
+        self.inverse = Inverse(rows, columns, self._inverted(damping, share))
+
+    def _inverted(self, damping: float, share: float) -> Tensor:
+        assert self.values is not None and self.row_values is not None and self.column_values is not None
+        b, a = self.row_values[:, :, None], self.column_values[:, None, :]
+        mean_b, mean_a = b.mean(1, keepdim=True), a.mean(2, keepdim=True)
+        return 1 / (self.values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
+
+    @staticmethod
+    def invert(blocks: Sequence[Any], share: float) -> None:
+        for block in blocks:
+            # a layer that nothing reaches has zero gradients too: any finite inverse will do
+            block.decompose(torch.finfo(block.scheme.dtype).tiny ** 0.5, share)
+
+    @property
+    def mean_eigenvalue(self) -> Tensor:
+        return super().mean_eigenvalue if self.values is None else self.values.mean()

@@ -1,0 +1,255 @@
+"""The course of an optimizer's run, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator
+from numpy.typing import NDArray
+
+from curvature.plots.drawing import (
+    COLOURS,
+    UNIT,
+    Array,
+    grid_of_axes,
+    hidden,
+    label_with,
+    line_of_numbers,
+    log_scale,
+    look,
+    named,
+)
+
+Points = tuple[Array, Array]  # steps and values, (S,) each
+Run = dict[str, Points]  # by key of the history, what is known
+History = Sequence[Mapping[str, Any]]
+
+EXPECTED = "a list with a dict for each step, as opt.history, or a dict {name: such a list}"
+LEAST_RATIO, MOST_RATIO = -1.0, 2.0  # what the axis of the reduction ratio shows
+GUIDES = (1.0, 0.75, 0.25)  # a perfect model, and the ratios beyond which damping usually falls and rises
+NOTHING: Points = (np.zeros(0), np.zeros(0))
+MARKS = {"renewed": ("o", 6.0, "factors renewed"), "inverted": ("x", 4.0, "blocks inverted")}
+MANY = 1000  # steps, beyond which lines and marks are finer
+WIDTH, HEIGHT = 7.5, 1.7  # of a panel of a new figure, inches
+LETTER, HANDLE = 0.075, 8  # of a legend: width of a letter in inches, of what stands before a text in letters
+
+
+class Plain(LogFormatter):
+    """Numbers on a log axis as 0.2 and 1e-06, not as powers and not as 2e-01."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return f"{x:g}" if super().__call__(x, pos) else ""
+
+
+def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDArray[Any]:
+    """The run of an optimizer: loss, damping, step size, reduction ratio and time, each against the step.
+
+    There is a panel for each of these of which anything is known. Of every step the history may hold ``step``; ``loss``
+    before the step; ``damping`` in loss / parameter²; ``step_size``; ``ratio``, how far the loss fell over how far it
+    was predicted to, where lines at 0.25, 0.75 and 1 help to read it and arrows stand for values out of the picture;
+    ``seconds``, shown as milliseconds with their median, and marked where factors were ``renewed`` or blocks
+    ``inverted``; and ``accepted``, where vertical lines through all panels mark the steps that are not. All are
+    plain numbers; what is None or missing is unknown. Legends count the values that an axis cannot show.
+
+    Args:
+        history: what ``opt.history`` returns, one dict for each step; or several by name, ``{name: history}``, which
+            share the panels. Without ``step``, steps are counted from 0. Other keys are left aside.
+        ax: as many axes as there are panels; None for those of a new figure, one below another.
+
+    Returns:
+        The axes, (panels,), in the order above.
+
+    Raises:
+        TypeError: something else than dicts of numbers was given, or no axes.
+        ValueError: an empty history, or one in which nothing is known that could be drawn; another number of axes.
+    """
+    several = isinstance(history, Mapping)
+    items = named(history, "history", EXPECTED) if several else {"history": history}
+    runs = {str(name): _run(entries, str(name)) for name, entries in items.items()}
+    panels = [key for key in PANELS if any(key in run for run in runs.values())]
+    if not panels:
+        found = dict.fromkeys(key for entries in items.values() for entry in entries for key in entry)
+        raise ValueError(f"history: nothing to draw: no values of {', '.join(PANELS)}; keys are {', '.join(found)}")
+    axes = _axes(ax, panels)
+    names = list(runs) if several else None
+    for item, key in zip(axes, panels, strict=True):
+        PANELS[key](item, runs, names if item is axes[0] else None)
+        _mark_rejected(item, runs, several, item is axes[0])
+        _finish(item, np.concatenate([run["step"][0] for run in runs.values()]))
+    if ax is None:
+        for item in axes:
+            item.label_outer()
+        axes[0].figure.align_ylabels(axes)
+    return axes
+
+
+def _run(entries: Any, name: str) -> Run:
+    """What is known of a run, checked; `name` stands in errors."""
+    if not isinstance(entries, Sequence) or isinstance(entries, str):
+        raise TypeError(f"{name}: expected {EXPECTED}, found {type(entries).__name__}")
+    if not entries:
+        raise ValueError(f"{name}: no steps yet: draw after the optimizer's first one")
+    if wrong := [type(entry).__name__ for entry in entries if not isinstance(entry, Mapping)]:
+        raise TypeError(f"{name}: expected a dict for each step, found {', '.join(dict.fromkeys(wrong))}")
+    numbered = all(entry.get("step") is not None for entry in entries)
+    steps = line_of_numbers([entry["step"] if numbered else k for k, entry in enumerate(entries)], f"{name}: step")
+    if not np.isfinite(steps).all():
+        raise ValueError(f"{name}: step: expected finite numbers, found {steps[~np.isfinite(steps)][0]}")
+    run = {"step": (steps, steps)}
+    for key in (*PANELS, *MARKS, "accepted"):
+        known = [k for k, entry in enumerate(entries) if entry.get(key) is not None]
+        if known:
+            run[key] = steps[known], line_of_numbers([entries[k][key] for k in known], f"{name}: {key}")
+    return run
+
+
+def _axes(ax: Any, panels: Sequence[str]) -> NDArray[Any]:
+    if ax is not None:
+        return grid_of_axes(ax, panels, ["a panel"])[:, 0]
+    size = WIDTH, HEIGHT * len(panels) + 0.6  # room for the legend
+    return plt.subplots(len(panels), 1, sharex=True, squeeze=False, figsize=size, layout="constrained")[1][:, 0]
+
+
+def _curves(
+    ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None, key: str, label: str, log: bool = True
+) -> None:
+    """A line for each run, empty where nothing is known of it, so that the legend has all of `names`."""
+    for index, (name, run) in enumerate(runs.items()):
+        x, y = run.get(key, NOTHING)
+        seen = np.isfinite(y) & ((y > 0) | (not log))
+        _draw(ax, index, x, np.where(seen, y, np.nan), _label(name, names, len(runs), hidden(y[~seen])))
+    if log:
+        _readable_log_scale(ax)
+    ax.set_ylabel(label)
+
+
+def _loss(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
+    values = np.concatenate([run.get("loss", NOTHING)[1] for run in runs.values()])
+    finite = values[np.isfinite(values)]
+    _curves(ax, runs, names, "loss", "loss", log=bool(finite.size and (finite > 0).all()))
+
+
+def _damping(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
+    _curves(ax, runs, names, "damping", f"damping\n{UNIT}")
+
+
+def _step_size(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
+    _curves(ax, runs, names, "step_size", "step size")
+
+
+def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
+    for index, (name, run) in enumerate(runs.items()):
+        x, y = run.get("ratio", NOTHING)
+        shown = np.clip(y, LEAST_RATIO, MOST_RATIO)
+        _draw(ax, index, x, shown, _label(name, names, len(runs), hidden(y[np.isnan(y)])))
+        for beyond, arrow in ((y > MOST_RATIO, "^"), (y < LEAST_RATIO, "v")):
+            if beyond.any():
+                style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "ls": "", "clip_on": False}
+                ax.plot(x[beyond], shown[beyond], marker=arrow, markersize=5 * _finer(x), zorder=3, **style)
+    for value in GUIDES:
+        ax.axhline(value, color="grey", lw=1.0, ls="-" if value == 1 else ":", zorder=1)
+    ax.set_ylim(LEAST_RATIO, MOST_RATIO)
+    ax.set_yticks([-1, 0, 1, 2])
+    between = [value for value in GUIDES if value != 1]
+    ax.set_yticks(between, [f"{value:g}" for value in between], minor=True, fontsize="x-small", color="grey")
+    ax.set_ylabel("reduction ratio")
+
+
+def _time(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
+    marked: set[str] = set()
+    for index, (name, run) in enumerate(runs.items()):
+        x, seconds = run.get("seconds", NOTHING)
+        y = np.where(np.isfinite(seconds) & (seconds > 0), 1e3 * seconds, np.nan)
+        colour = COLOURS[index % len(COLOURS)]
+        label = _label(name, names, len(runs), hidden(seconds[np.isnan(y)]))
+        ax.plot(x, y, ".", color=colour, alpha=0.5, markersize=6 if x.size < 50 else 3, label=label)
+        for key, (marker, size, text) in MARKS.items():
+            steps, happened = run.get(key, NOTHING)
+            there = np.isin(x, steps[happened > 0])
+            if there.any():
+                style: dict[str, Any] = {"color": colour, "mfc": "none", "markersize": size * _finer(x), "alpha": 0.8}
+                ax.plot(x[there], y[there], marker, **style, label=None if key in marked else text)
+                marked.add(key)
+        if np.isfinite(y).any():
+            middle = float(np.nanmedian(y))
+            text = f"median {middle:.3g} ms" if len(runs) == 1 else f"{name}: median {middle:.3g} ms"
+            style = look(index) | {"lw": 1.0, "zorder": 3, "color": "black"}  # it lies on points of the run's colour
+            ax.plot([x.min(), x.max()], [middle, middle], **style, label=text)
+    _readable_log_scale(ax)
+    ax.set_ylabel("time per step\n[ms]")
+
+
+PANELS: dict[str, Callable[[Axes, Mapping[str, Run], Sequence[str] | None], None]] = {
+    "loss": _loss,
+    "damping": _damping,
+    "step_size": _step_size,
+    "ratio": _ratio,
+    "seconds": _time,
+}
+
+
+def _label(name: str, names: Sequence[str] | None, count: int, note: str) -> str | None:
+    """In the legend of the first panel all runs stand, in the others those with a note."""
+    if not note:
+        return name if names else None
+    return label_with(name, note) if names or count > 1 else f"not shown: {note}"
+
+
+def _draw(ax: Axes, index: int, x: Array, y: Array, label: str | None) -> None:
+    style = look(index)
+    style["lw"] *= 0.7 * _finer(x)  # the course of a run is noisy
+    ax.plot(x, y, **style, marker="." if x.size < 50 else None, label=label)
+
+
+def _finer(x: Array) -> float:
+    return 1.0 if x.size <= MANY else 0.5
+
+
+def _readable_log_scale(ax: Axes) -> None:
+    """With numbers within a decade too where the axis has not much more than that."""
+    log_scale(ax, "y")
+    ax.yaxis.set_major_locator(LogLocator(numticks=5))
+    ax.yaxis.set_major_formatter(Plain())
+    ax.yaxis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(1.5, 0.6)))
+    ax.tick_params(axis="y", which="minor", labelsize="x-small")
+
+
+def _mark_rejected(ax: Axes, runs: Mapping[str, Run], several: bool, counted: bool) -> None:
+    for index, (name, run) in enumerate(runs.items()):
+        steps, accepted = run.get("accepted", NOTHING)
+        rejected = steps[accepted == 0]
+        if not rejected.size:
+            continue
+        text = f"{rejected.size} step{'s' * (rejected.size > 1)} rejected"
+        lines = LineCollection(
+            [[(step, 0.0), (step, 1.0)] for step in rejected],
+            colors=COLOURS[(index if several else index + 1) % len(COLOURS)],
+            linewidths=0.9,
+            alpha=min(0.35, max(0.08, 15 / rejected.size)),  # many are a shade, in which the curves still show
+            zorder=1.5,
+            transform=ax.get_xaxis_transform(),
+            label=(f"{name}: {text}" if several else text) if counted else None,
+        )
+        ax.add_collection(lines, autolim=False)
+
+
+def _finish(ax: Axes, steps: Array) -> None:
+    margin = 0.02 * (steps.max() - steps.min()) or 0.5
+    ax.set_xlim(steps.min() - margin, steps.max() + margin)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    ax.set_xlabel("step")
+    ax.grid(True, which="major", alpha=0.3)
+    drawn, texts = ax.get_legend_handles_labels()
+    if texts:  # above the panel: within, it would cover much of it
+        letters = ax.get_window_extent().width / ax.figure.dpi / LETTER
+        columns = max(1, int(letters / (HANDLE + max(map(len, texts)))))  # more would make the panels narrower
+        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.1}
+        made = ax.legend(ncols=columns, fontsize="small", frameon=False, handlelength=2.8, **place)
+        for shown, handle in zip(drawn, made.legend_handles, strict=True):
+            if isinstance(shown, LineCollection) and handle is not None:
+                handle.set_alpha(0.5)  # it is seen there also where the lines are very faint

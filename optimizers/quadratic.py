@@ -1,0 +1,45 @@
+"""The exact quadratic model of the loss over a few directions, and what is learnt from how well it did.
+
+``M(alpha) = r^T alpha + 1/2 alpha^T (Q + damping N) alpha``, with r the slopes of the loss along the directions, Q
+their products with the Gauss-Newton matrix and N their inner products (arXiv:1503.05671, sections 6.4 to 7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GOOD, POOR = 0.75, 0.25  # reduction ratios between which the damping stays
+SHRINK, GROW = 0.8, 4.0  # factors of the damping: slowly down, quickly up
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """In float64, k directions: slopes (k,), curvature (k, k), norms (k, k)."""
+
+    slopes: Tensor
+    curvature: Tensor
+    norms: Tensor
+
+    def minimum(self, damping: float) -> Tensor:
+        """The coefficients (k,) of the damped minimum; zero along directions that are zero."""
+        matrix = self.curvature + damping * self.norms
+        scale = matrix.diagonal().clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
+        values, vectors = torch.linalg.eigh(scale[:, None] * matrix * scale)
+        # directions that are the same to the precision of the products are not told apart
+        kept = values > 1e-6 * values[-1].clamp(min=torch.finfo(values.dtype).tiny)
+        inverse = torch.where(kept, 1 / values, torch.zeros_like(values))
+        return -scale * (vectors @ (inverse * (vectors.T @ (scale * self.slopes))))
+
+    def value(self, alpha: Tensor, damping: float) -> float:
+        """The predicted change of the loss."""
+        return float(self.slopes @ alpha + alpha @ (self.curvature + damping * self.norms) @ alpha / 2)
+
+
+def next_damping(damping: float, ratio: float) -> float:
+    """Levenberg-Marquardt: less where the loss fell as predicted or more, more where it fell by much less."""
+    if ratio > GOOD:
+        return damping * SHRINK
+    return damping / SHRINK if ratio < POOR else damping

@@ -1,0 +1,53 @@
+"""When factors are renewed and when each block is inverted: often at first, then rarely and never all at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+SETTLING = 10  # curvature changes fast at first: no interval is longer than one step in so many of those before
+LONGEST = 200  # interval that timing may choose
+
+
+@dataclass
+class Schedule:
+    """Intervals in steps.
+
+    Args:
+        factor_every: from one renewal of the factors to the next.
+        decompose_every: from one inversion of a block to the next.
+        max_overhead: if given, the intervals follow from timing, so that renewals and inversions take on average at
+            most this part of the rest of a step. Runs are then no longer repeatable to the last bit.
+    """
+
+    factor_every: int
+    decompose_every: int
+    max_overhead: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # running means
+
+    def renews(self, step: int) -> bool:
+        return step % min(self.factor_every, 1 + step // SETTLING) == 0
+
+    def inverts(self, step: int, costs: Sequence[float]) -> list[bool]:
+        """Which blocks to invert, their work spread evenly over the interval."""
+        interval = min(self.decompose_every, 1 + step // SETTLING)
+        found, before, total = [], 0.0, sum(costs) or 1.0
+        for cost in costs:
+            turn = math.floor(interval * before / total)
+            found.append(step % interval == min(turn, interval - 1))
+            before += cost
+        return found
+
+    def note(self, what: str, seconds: float) -> None:
+        """Take a measurement: of one "renewal", one inversion of "all" blocks, or the "rest" of a step."""
+        self.seconds[what] = seconds if what not in self.seconds else 0.8 * self.seconds[what] + 0.2 * seconds
+
+    def adjust(self) -> None:
+        """Choose the intervals by what was measured, half of the allowance for each of the two."""
+        if self.max_overhead is None or not {"renewal", "all", "rest"} <= self.seconds.keys():
+            return
+        allowed = self.max_overhead * self.seconds["rest"] / 2
+        self.factor_every, self.decompose_every = (
+            max(1, min(LONGEST, math.ceil(self.seconds[what] / allowed))) for what in ("renewal", "all")
+        )

@@ -1,0 +1,307 @@
+"""What the optimizers with layer-wise curvature share: capture, factors, parameter groups, reports, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature import Block, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
+from optimizers.health import Health
+from optimizers.schedule import Schedule
+
+SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
+
+
+class SecondOrder(torch.optim.Optimizer):
+    """Base of `KFAC` and `EKFAC`, which say what a step does. Arguments as there."""
+
+    block = "kronecker"
+
+    def __init__(self, model: nn.Module, options: dict[str, Any], arguments: dict[str, Any]) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
+        for name, low, high, open_end in RANGES:
+            value = (options | arguments)[name]
+            if value is not None:
+                check_range(name, value, low, high, open_end)
+        for name in ("factor_every", "decompose_every"):
+            if not isinstance(arguments[name], int) or arguments[name] < 1:
+                raise ValueError(f"{name}: expected a whole number of steps, at least 1, found {arguments[name]!r}")
+        inject, loss = arguments["inject"], arguments["loss"]
+        if not isinstance(inject, Injection):
+            raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
+        if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
+            raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not named:
+            raise ValueError("model: no parameter requires a gradient")
+        self.factors = RunningFactors(arguments["sharing"], self.block)
+        super().__init__(list(named.values()), options)
+        self._arguments = arguments
+        self.model, self.loss, self.inject = model, loss, inject
+        self.schedule = Schedule(arguments["factor_every"], arguments["decompose_every"], arguments["max_overhead"])
+        self.health = Health()
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self.generator: torch.Generator | None = None
+        self.steps, self.skipped = 0, 0
+        self.output_scale: Tensor | None = None  # root mean square of an output entry
+        self.output_size = 1.0  # output entries per sample
+        self._last: tuple[float, dict[str, float]] | None = (
+            None  # when the last step ended, and seconds by part until then
+        )
+        self._pending: list[tuple[Tape, list[Tensor | None], int]] = []
+        me = weakref.ref(self)
+        self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
+        weakref.finalize(self, self._listener.remove)
+
+    # -- capture
+
+    def _records(self) -> bool:
+        return torch.is_grad_enabled() and self.schedule.renews(self.steps)
+
+    def _record(self, tape: Tape, output: Any) -> None:
+        """Called with every recorded forward pass."""
+        outputs = [x for x in _outputs(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
+        if not outputs or not tape.uses:
+            return
+        count = outputs[0].shape[0]
+        with torch.no_grad():
+            squares = torch.stack([x.detach().float().square().sum() for x in outputs]).sum()
+            self.output_size = sum(x.numel() for x in outputs) / count
+            self.output_scale = (squares / (count * self.output_size)).sqrt()
+        if self.inject == empirical():
+            self._listen_to_backward(tape, count)
+            return
+        if self.generator is None:
+            self.generator = torch.Generator(outputs[0].device).manual_seed(self._arguments["seed"])
+        if len(outputs) > 1 and self.loss is not None:
+            raise ValueError(
+                f"KFAC: the model returned {len(outputs)} tensors, and loss= is of one; leave loss out (isotropic())"
+            )
+        vectors = [self.inject.vectors(x.detach(), self.loss, generator=self.generator).to(x.dtype) for x in outputs]
+        with torch.autocast(outputs[0].device.type, enabled=False):
+            self.factors.record(tape, outputs, vectors, count)
+
+    def _listen_to_backward(self, tape: Tape, count: int) -> None:
+        """Keep the backprops of the loss when the training loop sends them back."""
+        found: list[Tensor | None] = [None] * len(tape.uses)
+        scale = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
+
+        def keep(index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
+            def hook(gradients: Sequence[Tensor]) -> None:
+                if gradients[number] is not None:
+                    found[index] = gradients[number].detach().reshape(tape.uses[index].shape) * scale
+
+            return hook
+
+        for use in tape.uses:
+            if use.edge is not None:
+                use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
+        self._pending.append((tape, found, count))
+
+    # -- for a step
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {self._names[id(p)]: p for group in self.param_groups for p in group["params"]}
+
+    def _options(self) -> dict[str, dict[str, Any]]:
+        return {self._names[id(p)]: group for group in self.param_groups for p in group["params"]}
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._trained().items() if p.grad is not None}
+
+    def _skip(self) -> None:
+        """Leave a batch out that is not finite."""
+        self.skipped += 1
+        self._pending.clear()
+        self.factors.discard()
+
+    def _renew(self) -> None:
+        """Take new statistics into the factors, and invert the blocks whose turn it is."""
+        renews = self.schedule.renews(self.steps)
+        with self.health.timed("factors"):
+            for tape, backprops, count in self._pending:
+                self.factors.record_backprops(tape, backprops, count)
+            self._pending.clear()
+            if not self.factors.blocks:
+                raise RuntimeError(
+                    "KFAC.step: no forward pass of the model was seen; call the model that KFAC was given"
+                )
+            self.factors.fold(self._arguments["factor_decay"])
+        blocks = [b for b in self.factors.blocks if b.updates]
+        turns = self.schedule.inverts(self.steps, [b.cost for b in blocks])
+        due = [b for b, turn in zip(blocks, turns, strict=True) if turn or not b.is_ready]
+        with self.health.timed("inverses"):
+            self._invert(due)
+        self._entry: dict[str, Any] = {"step": self.steps, "renewed": renews, "inverted": len(due)}
+        self._inverted = sum(b.cost for b in due) / sum(b.cost for b in blocks)
+
+    def _measure(self) -> None:
+        """Tell the schedule what the step took: what it may choose to do more rarely, and the rest."""
+        if self.schedule.max_overhead is None:
+            return
+        now, spent = time.perf_counter(), dict(self.health.seconds)
+        if self._last is not None:
+            end, before = self._last
+            part = lambda name: spent.get(name, 0.0) - before.get(name, 0.0)
+            renewal, inverses = part("capture") + part("factors"), part("inverses")
+            self.schedule.note("rest", now - end - renewal - inverses)
+            if self._entry["renewed"]:
+                self.schedule.note("renewal", renewal)
+            if self._inverted:
+                self.schedule.note("all", inverses / self._inverted)
+            self.schedule.adjust()
+        self._last = now, spent
+
+    def _invert(self, blocks: Sequence[Block]) -> None:
+        options = self._options()
+        given = {b.names[0]: options[b.names[0]]["damping"] for b in blocks if b.names[0] in options}
+        invert([b for b in blocks if given.get(b.names[0]) is None], SHARE)
+        for block in blocks:
+            damping = given.get(block.names[0])
+            if damping is not None:
+                block.decompose(damping)
+
+    def _solved(self, right: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``(M + damping I)^-1`` times some gradients; parameters that no curvature was seen of get the average."""
+        found: dict[str, Tensor] = {}
+        ready = [b for b in self.factors.blocks if b.is_ready and all(name in right for name in b.names)]
+        for block in ready:
+            found |= dict(zip(block.names, block.solve([right[name] for name in block.names]), strict=True))
+        left = [name for name in right if name not in found]
+        if left:
+            typical = _typical(ready)
+            found |= {name: right[name] / typical.to(right[name].dtype) for name in left}
+        return found
+
+    # -- looking and keeping
+
+    def report(self) -> str:
+        """A table of every parameter: how it is preconditioned, factor shapes, memory, and why where it falls back."""
+        rows = [("parameter", "preconditioned by", "kept", "MB", "why")]
+        seen: set[str] = set()
+        total = 0.0
+        for block in self.factors.blocks:
+            megabytes = block.bytes / 1e6
+            total += megabytes
+            rows.append((", ".join(block.names), block.structure, block.describe(), f"{megabytes:.2f}", block.reason))
+            seen |= set(block.names)
+        for name, p in self.model.named_parameters():
+            if name not in seen:
+                why = "needs a first forward pass" if p.requires_grad else "does not require a gradient"
+                rows.append((name, "nothing yet" if p.requires_grad else "not trained", "", "", why))
+        momenta = sum(p.numel() * p.element_size() for p in self._trained().values()) / 1e6
+        rows.append(("momentum and displacement", "", "", f"{2 * momenta:.2f}", ""))
+        rows.append(("in all", "", "", f"{total + 2 * momenta:.2f}", "kept between steps"))
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One dict of plain numbers for each of the last 10,000 steps, for `curvature.plots.training`."""
+        return self.health.history()
+
+    def stats(self) -> dict[str, Any]:
+        """How the run goes: the last step's numbers, counts of events, seconds by part, conditions of the factors.
+
+        The conditions (largest over least eigenvalue of each damped block, by its first parameter) are computed here.
+        """
+        last = self.history[-1] if self.health.entries else {}
+        counts = {name: self.health.counts[name] for name in ("rollbacks", "failures")}
+        intervals = {"factor_every": self.schedule.factor_every, "decompose_every": self.schedule.decompose_every}
+        conditions = {b.names[0]: b.condition() for b in self.factors.blocks if b.is_ready}
+        own = {"steps": self.steps, "skipped": self.skipped, **counts, **intervals}
+        return own | last | {"seconds_in": dict(self.health.seconds), "conditions": conditions}
+
+    def summary(self) -> str:
+        """One line on the last step and the run, to print while training."""
+        last = self.history[-1] if self.health.entries else {}
+        shown = [f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None]
+        own = [f"step {self.steps}", *shown, f"{self.health.counts['rollbacks']} rollbacks", f"{self.skipped} skipped"]
+        parts = " ".join(f"{k} {v:.1f} s" for k, v in self.health.seconds.items())
+        return ", ".join([*own, parts] if parts else own)
+
+    kept: tuple[str, ...] = ("steps", "skipped", "output_scale", "output_size")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for any optimizer, with the curvature under "curvature": plain tensors and numbers."""
+        own = {k: getattr(self, k) for k in self.kept} | {"health": self.health.state()}
+        own["intervals"] = [self.schedule.factor_every, self.schedule.decompose_every]
+        own["generator"] = None if self.generator is None else self.generator.get_state()
+        return super().state_dict() | {"curvature": self.factors.state_dict(), "kfac": own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a `state_dict` of an optimizer over the same parameters; tensors move to the parameters' device."""
+        state_dict = copy.copy(state_dict)
+        own, factors = dict(state_dict.pop("kfac")), state_dict.pop("curvature")
+        super().load_state_dict(state_dict)
+        device = next(iter(self._trained().values())).device
+        generator = own.pop("generator")
+        self.health.restore(own.pop("health"))
+        self.schedule.factor_every, self.schedule.decompose_every = own.pop("intervals")
+        for name, value in own.items():
+            setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
+        self.factors.load_state_dict(factors, device)
+        if generator is not None:
+            self.generator = torch.Generator(device)
+            self.generator.set_state(generator.cpu())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SecondOrder:
+        """A copy that trains a copy of the model (the same copy, where both are copied together)."""
+        new = type(self)(copy.deepcopy(self.model, memo), **copy.deepcopy(self._arguments, memo))
+        memo[id(self)] = new
+        new.param_groups = [g | {"params": [memo[id(p)] for p in g["params"]]} for g in self.param_groups]
+        new.load_state_dict(copy.deepcopy(self.state_dict()))
+        return new
+
+
+RANGES = (
+    ("lr", 0.0, math.inf, False),
+    ("momentum", 0.0, 1.0, True),
+    ("weight_decay", 0.0, math.inf, False),
+    ("damping", 0.0, math.inf, False),
+    ("factor_decay", 0.0, 1.0, True),
+    ("max_overhead", 0.01, math.inf, False),
+)
+
+
+def check_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:
+    """Refuse what is no number from low to high."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
+    if not low <= value <= high or (open_end and value == high):
+        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if open_end else ''}, found {value}")
+
+
+def _start(optimizer: SecondOrder | None) -> Tape | None:
+    return Tape(optimizer.model) if optimizer is not None and optimizer._records() else None
+
+
+def _done(optimizer: SecondOrder | None, tape: Tape, output: Any) -> None:
+    if optimizer is not None:
+        with optimizer.health.timed("capture"):
+            optimizer._record(tape, output)
+
+
+def _outputs(output: Any) -> list[Tensor]:
+    """The tensors that vectors are injected at: the logits, or every tensor of a sequence or mapping."""
+    output = getattr(output, "logits", output)
+    if isinstance(output, Tensor):
+        return [output]
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return [x for value in values for x in _outputs(value)]
+
+
+def _typical(blocks: Sequence[Block]) -> Tensor:
+    """Mean eigenvalue over all blocks together."""
+    if not blocks:
+        return torch.ones(())
+    traces = torch.stack([b.mean_eigenvalue.float() * b.dimension for b in blocks])
+    return (traces.sum() / sum(b.dimension for b in blocks)).clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,0 +1,69 @@
+"""Inverses of Kronecker products against dense ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvature.inverses import Inverse, factored
+
+SHARE = 0.1
+
+
+def spd(groups: int, size: int, rank: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    root = torch.randn(groups, size, rank or 2 * size, generator=generator, dtype=torch.float64)
+    return root @ root.mT
+
+
+def damped(side: Tensor) -> Tensor:
+    """Each group's side plus SHARE of its mean eigenvalue."""
+    whole = torch.diag_embed(side) if side.ndim == 2 else side
+    return torch.stack([m + SHARE * m.trace() / len(m) * torch.eye(len(m), dtype=m.dtype) for m in whole])
+
+
+# from square to thin in both directions (those are solved with roots), a diagonal, rank deficient, tiny
+PAIRS = {
+    "square": (spd(2, 5), spd(2, 4)),
+    "wide": (spd(1, 2), spd(1, 40)),
+    "tall": (spd(2, 33), spd(2, 2)),
+    "diagonal": (spd(1, 3), spd(1, 50).diagonal(dim1=1, dim2=2)),
+    "deficient": (spd(1, 1), spd(1, 40, rank=3)),
+    "tiny": (1e-100 * spd(1, 2), 1e-120 * spd(1, 40)),
+}
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("name", PAIRS)
+def test_factored(name: str, together: bool):
+    """Alone, or with all others at once."""
+    rows, columns = PAIRS[name]
+    found = (
+        factored(list(PAIRS.values()), SHARE)[list(PAIRS).index(name)]
+        if together
+        else factored([(rows, columns)], SHARE)[0]
+    )
+    assert found.roots == (name == "tall", name in ("wide", "deficient", "tiny"))
+    b, a = damped(rows), damped(columns)
+    x = torch.sin(torch.arange(len(b) * b.shape[1] * a.shape[1]).double()).reshape(len(b), b.shape[1], a.shape[1])
+    expected = torch.linalg.solve(b, torch.linalg.solve(a, x.mT).mT)
+    torch.testing.assert_close(found(x), expected, rtol=1e-8, atol=1e-8 * expected.abs().max().item())
+    spread = torch.stack([torch.linalg.cond(p) * torch.linalg.cond(q) for p, q in zip(b, a, strict=True)]).max()
+    assert found.condition() == pytest.approx(float(spread), rel=1e-6)
+
+
+def test_a_layer_that_nothing_reaches_has_a_finite_inverse():
+    zero = torch.zeros(1, 3, 3)
+    found = factored([(zero, torch.eye(4)[None])], SHARE)[0](torch.zeros(1, 3, 4))
+    assert isinstance(found, Tensor) and torch.equal(found, torch.zeros(1, 3, 4))
+
+
+def test_in_a_basis():
+    values = torch.arange(1.0, 7.0).reshape(1, 2, 3)
+    left, right = torch.linalg.qr(torch.randn(1, 2, 2))[0], torch.linalg.qr(torch.randn(1, 3, 3))[0]
+    x = torch.ones(1, 2, 3)
+    expected = (
+        torch.kron(left[0], right[0]) @ torch.diag(values.flatten()) @ torch.kron(left[0], right[0]).T @ x.flatten()
+    )
+    torch.testing.assert_close(Inverse(left, right, values)(x).flatten(), expected)
