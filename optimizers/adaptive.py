@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.quadratic import GROW, Quadratic, next_damping
+from optimizers.quadratic import GROW, SHRINK, Quadratic, next_damping
 from optimizers.replay import Replay
 from optimizers.updates import inner
 
@@ -18,8 +18,8 @@ SHARE = 0.5  # of the samples of a batch, from which the curvature of the direct
 FIRST = 1e-3  # the first damping, relative to the curvature along the first direction
 TRIES = 12  # dampings tried before a step is given up
 MEMORY = 0.8  # of the running averages of slope and curvature on fresh data
-LEAST = 0.5  # smallest part of the model's own step
-HOLD = 0.75  # part below which damping no longer falls
+LEAST = 0.2  # smallest part of the model's own step
+HOLD, RAISE = 0.75, 0.6  # parts below which damping no longer falls, and below which it rises
 
 Named = Mapping[str, Tensor]
 
@@ -80,9 +80,7 @@ class Adaptive:
             entry["rollbacks"] += 1
         entry |= {"damping": self.damping, "ratio": ratio}
         if entry["accepted"]:
-            following = next_damping(self.damping, ratio)
-            # the batch alone would have ever longer steps; where fresh data do not, that is its noise
-            self.damping = following if self.part >= HOLD else max(following, self.damping)
+            self.damping = self._bounded(next_damping(self.damping, ratio))
         else:
             self.last, self.start = {}, {}
         return entry
@@ -109,6 +107,13 @@ class Adaptive:
         count = min(GROUPS, len(layers))
         ends = [round(k * len(layers) / count) for k in range(count + 1)]
         return [{k: v for layer in layers[a:b] for k, v in layer.items()} for a, b in zip(ends, ends[1:], strict=False)]
+
+    def _bounded(self, damping: float) -> float:
+        """The next damping: a batch alone would have ever longer steps, where fresh data have not, that is its noise."""
+        approved = self.slope / self.bend
+        if approved < RAISE:
+            return max(damping, self.damping / SHRINK)
+        return max(damping, self.damping) if approved < HOLD else damping
 
     def _learn(self, slope: float, bend: float) -> None:
         """Compare the last step with what a batch that it did not see says of it."""
