@@ -109,7 +109,7 @@ class Adaptive:
         return [{k: v for layer in layers[a:b] for k, v in layer.items()} for a, b in zip(ends, ends[1:], strict=False)]
 
     def _bounded(self, damping: float) -> float:
-        """The next damping. A batch alone would have ever longer steps: where fresh data would not, that is its noise."""
+        """The next damping. A batch alone would have ever longer steps; where fresh data would not, it is noise."""
         approved = self.slope / self.bend
         if approved < RAISE:
             return max(damping, self.damping / SHRINK)
