@@ -286,6 +286,7 @@ class DiagonalBlock(Block):
 
     def fold(self, decay: float) -> None:
         if self.sum is None or not self.samples:
+            self.discard()
             return
         new = self.sum / self.samples
         self.discard()

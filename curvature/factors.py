@@ -57,6 +57,8 @@ class RunningFactors:
     def __init__(self, sharing: str = "expand", kind: str = "kronecker") -> None:
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
+        if kind not in ("kronecker", "eigen"):
+            raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
         self.sharing, self.kind = sharing, kind
         self.blocks: list[Block] = []
 

@@ -14,7 +14,7 @@ from optimizers.replay import Replay
 from optimizers.updates import inner
 
 GROUPS = 8  # at most so many ranges of layers have a step size of their own
-SHARE = 0.5  # of the samples of a batch, from which the curvature of the directions is computed
+STRIDE = 2  # every so manieth sample of a batch gives the curvature of the directions
 FIRST = 1e-3  # the first damping, relative to the curvature along the first direction
 TRIES = 12  # dampings tried before a step is given up
 MEMORY = 0.8  # of the running averages of slope and curvature on fresh data
@@ -33,6 +33,7 @@ class Adaptive:
         self.start: dict[str, Tensor] = {}  # the parameters before it
         self.part = 1.0  # of the model's own step that fresh data approve of
         self.slope, self.bend = 1.0, 1.0
+        self.taken = 1.0  # of the model's own step, by the last step
         self.predicted = 0.0  # by the last step's own batch, for the whole step
 
     def move(
@@ -42,48 +43,61 @@ class Adaptive:
 
         Args:
             groups: directions of descent, their parameters disjoint.
-            rates: learning rates by parameter.
+            rates: learning rates by parameter. The largest shortens the step that is found, the others, relative to it,
+                the directions.
 
         Returns:
             What to remember of the step.
         """
-        parameters = dict(replay.model.named_parameters())
-        directions = [*groups, self.last] if self.last else list(groups)
+        lr = max(rates.values())
+        groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()} if lr else rates) for d in groups]
+        last = {name: d for name, d in self.last.items() if name in gradients and rates[name] > 0}
+        directions = [*groups, last] if last else list(groups)
         model = Quadratic(
             torch.tensor([_inner(d, gradients) for d in directions], dtype=torch.float64),
-            replay.curvatures(directions, SHARE),
-            _norms(groups, self.last),
+            replay.curvatures(directions, STRIDE),
+            _norms(groups, last),
         )
-        if self.last:
+        entry: dict[str, Any] = {"loss": float(loss), "part": self.part, "accepted": False, "rollbacks": 0}
+        if not model.is_finite:
+            self.forget()
+            return entry | {"damping": self.damping if self.damping >= 0 else math.nan, "ratio": math.nan}
+        if last.keys() == self.last.keys() and last:
             self._learn(float(model.slopes[-1]), float(model.curvature[-1, -1]))
         if self.damping < 0:
             whole = torch.ones(len(directions), dtype=torch.float64)
             norm = float(whole @ model.norms @ whole)
             self.damping = FIRST * max(float(whole @ model.curvature @ whole), 1e-30) / max(norm, 1e-30)
-        entry: dict[str, Any] = {"loss": float(loss), "part": self.part, "accepted": False, "rollbacks": 0}
-        lr = max(rates.values())
-        start = {name: p.detach().clone() for name, p in parameters.items() if name in gradients}
-        ratio = math.nan
+        return self._searched(replay, model, directions, lr, entry | {"groups": len(groups)})
+
+    def _searched(
+        self, replay: Replay, model: Quadratic, directions: Sequence[Named], lr: float, entry: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The first step on a ladder of dampings that makes the loss fall."""
+        parameters = dict(replay.model.named_parameters())
+        groups, taken, ratio = entry.pop("groups"), self.part * lr, math.nan
+        start = {name: parameters[name].detach().clone() for d in directions for name in d}
         for _ in range(TRIES):
             alpha = model.minimum(self.damping)
-            move = _scaled(_combined(directions, (self.part * alpha).tolist()), rates)
-            expected = model.value(self.part * lr * alpha, 0.0)
-            shift(parameters, move)
-            change = float(replay.loss()) - float(loss)
-            ratio = change / expected if expected < 0 else math.nan
+            move = _combined(directions, (taken * alpha).tolist())
+            expected = model.value(taken * alpha, 0.0)
+            try:
+                shift(parameters, move)
+                ratio = (float(replay.loss()) - entry["loss"]) / expected if expected < 0 else math.nan
+            except BaseException:
+                put(parameters, start)
+                raise
             if lr == 0 or (math.isfinite(ratio) and ratio > 0):
-                self.last, self.start, self.predicted = move, start, -float(model.slopes @ alpha)
-                entry |= {"accepted": True, "step_size": float(alpha[: len(groups)].mean())}
-                break
+                self.last, self.start = (move, start) if lr else ({}, {})
+                self.predicted, self.taken = -float(model.slopes @ alpha), taken
+                entry |= {"accepted": True, "step_size": float(alpha[:groups].mean()), "damping": self.damping}
+                self.damping = self._bounded(next_damping(self.damping, ratio))
+                return entry | {"ratio": ratio}
             put(parameters, start)
             self.damping *= GROW
             entry["rollbacks"] += 1
-        entry |= {"damping": self.damping, "ratio": ratio}
-        if entry["accepted"]:
-            self.damping = self._bounded(next_damping(self.damping, ratio))
-        else:
-            self.last, self.start = {}, {}
-        return entry
+        self.forget()
+        return entry | {"damping": self.damping, "ratio": ratio}
 
     def undo(self, parameters: Named) -> dict[str, Tensor]:
         """Return to where the last step began, and be more careful; what `redo` takes."""
@@ -120,8 +134,8 @@ class Adaptive:
         if bend <= 0 or self.predicted <= 0:
             return
         start = bend - slope  # how steeply the loss of this batch fell where the step began
-        self.slope = MEMORY * self.slope + (1 - MEMORY) * start / self.part / self.predicted
-        self.bend = MEMORY * self.bend + (1 - MEMORY) * bend / self.part**2 / self.predicted
+        self.slope = MEMORY * self.slope + (1 - MEMORY) * start / self.taken / self.predicted
+        self.bend = MEMORY * self.bend + (1 - MEMORY) * bend / self.taken**2 / self.predicted
         self.part = min(1.0, max(LEAST, self.slope / self.bend))
 
 
@@ -145,8 +159,8 @@ def put(parameters: Named, values: Named) -> None:
         parameters[name].copy_(value)
 
 
-def _scaled(move: dict[str, Tensor], rates: Mapping[str, float]) -> dict[str, Tensor]:
-    return {name: d if rates.get(name, 1.0) == 1.0 else d * rates[name] for name, d in move.items()}
+def _scaled(move: Named, rates: Mapping[str, float]) -> dict[str, Tensor]:
+    return {name: d if rates[name] == 1.0 else d * rates[name] for name, d in move.items()}
 
 
 def _norms(groups: Sequence[Named], last: Named) -> Tensor:

@@ -78,17 +78,7 @@ class KFAC(SecondOrder):
         TypeError, ValueError: an argument of the wrong kind or out of range, by name.
     """
 
-    kept = (
-        "steps",
-        "skipped",
-        "output_scale",
-        "output_size",
-        "step_size",
-        "longest",
-        "predicted",
-        "last_change",
-        "curved",
-    )
+    kept = (*SecondOrder.kept, "step_size", "longest", "predicted", "last_change", "curved")
 
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.9,
@@ -136,7 +126,7 @@ class KFAC(SecondOrder):
             TypeError: `adaptive`, and no closure, or one that does not return a loss.
         """
         self._listener.reset()
-        start = time.perf_counter()
+        start, steps = time.perf_counter(), self.steps
         if self.adaptive is not None:
             value = self._adaptive_step(closure, self.adaptive)
         else:
@@ -145,7 +135,7 @@ class KFAC(SecondOrder):
                 with torch.enable_grad():
                     value = closure()
             self._plain_step(self._gradients())
-        if self.health.entries and self.health.entries[-1]["step"] == self.steps - 1:
+        if self.steps > steps:
             self.health.entries[-1]["seconds"] = time.perf_counter() - start
             self._measure()
         return value
@@ -174,12 +164,12 @@ class KFAC(SecondOrder):
             for name, g in gradients.items()
         }
         found = self._solved(means)
-        self._slopes = {name: inner(means[name], u) for name, u in found.items()}
+        self._slopes = {name: inner(means[name], u).float() for name, u in found.items()}
         slope = torch.stack(list(self._slopes.values())).sum()
         if self._entry["renewed"]:
             whole = [b for b in self.factors.blocks if b.is_ready and all(k in found for k in b.names)]
             energy = [b.energy([found[k] for k in b.names]).float() for b in whole]
-            self.curved = (torch.stack(energy).sum() / slope).nan_to_num(1.0) if energy else torch.ones_like(slope)
+            self.curved = (torch.stack(energy).sum() / slope).nan_to_num(1.0, 1.0) if energy else torch.ones_like(slope)
         return found, slope
 
     def _step_size(self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor], energy: Tensor) -> Tensor:
@@ -192,7 +182,7 @@ class KFAC(SecondOrder):
             self.longest = torch.full_like(change, RELATIVE_LENGTH[0])
         elif self.predicted is not None:
             last = {name: self.state[p].get("displacement") for name, p in self._trained().items()}
-            moved = [inner(g, last[name]) for name, g in gradients.items() if last[name] is not None]
+            moved = [inner(g, last[name]).float() for name, g in gradients.items() if last[name] is not None]
             if moved:
                 ratio = slope_ratio(torch.stack(moved).sum(), self.predicted)
                 self.longest = loosened(self.longest, ratio, *RELATIVE_LENGTH)
@@ -214,9 +204,9 @@ class KFAC(SecondOrder):
         joint = {k: tuple(n for n in b.names if n in directions) for b in self.factors.blocks for k in b.names}
         slopes = []
         for names in dict.fromkeys(joint.get(name, (name,)) for name in directions):
-            length = torch.stack([inner(directions[k], directions[k]) for k in names]).sum().sqrt()
+            length = torch.stack([inner(directions[k], directions[k]).float() for k in names]).sum().sqrt()
             # a tensor counts for at least one, so that parameters that start at zero can leave it
-            own = torch.stack([inner(parameters[k], parameters[k]).clamp(min=1) for k in names]).sum().sqrt()
+            own = torch.stack([inner(parameters[k], parameters[k]).float().clamp(min=1) for k in names]).sum().sqrt()
             cut = within_trust(size, length, own, self.longest)
             for name in names:
                 p, group = parameters[name], options[name]
@@ -250,7 +240,7 @@ class KFAC(SecondOrder):
                 rates = {name: group["lr"] for name, group in self._options().items()}
                 entry = adaptive.move(replay, loss, gradients, groups, rates)
             for name, group in self._options().items():
-                if group["weight_decay"] and name in gradients:
+                if group["weight_decay"] and name in gradients and entry["accepted"]:
                     self._trained()[name].mul_(1 - group["lr"] * group["weight_decay"])
         finally:
             self.replay = None
@@ -266,7 +256,7 @@ class KFAC(SecondOrder):
             loss = replay.first()
         if _finite(loss, self._gradients()) or not adaptive.last:
             return loss
-        self.factors.discard()
+        self._discard()
         there = adaptive.undo(dict(self.model.named_parameters()))
         with self.health.timed("closure"):
             again = replay.again()

@@ -26,12 +26,17 @@ class Quadratic:
     def minimum(self, damping: float) -> Tensor:
         """The coefficients (k,) of the damped minimum; zero along directions that are zero."""
         matrix = self.curvature + damping * self.norms
-        scale = matrix.diagonal().clamp(min=torch.finfo(matrix.dtype).tiny).rsqrt()
+        size = matrix.diagonal().abs()
+        scale = torch.where(size > 0, size, 1.0).rsqrt()
         values, vectors = torch.linalg.eigh(scale[:, None] * matrix * scale)
         # directions that are the same to the precision of the products are not told apart
         kept = values > 1e-6 * values[-1].clamp(min=torch.finfo(values.dtype).tiny)
         inverse = torch.where(kept, 1 / values, torch.zeros_like(values))
         return -scale * (vectors @ (inverse * (vectors.T @ (scale * self.slopes))))
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(x).all()) for x in (self.slopes, self.curvature, self.norms))
 
     def value(self, alpha: Tensor, damping: float) -> float:
         """The predicted change of the loss."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,75 @@ class WithoutBackward(TorchFunctionMode):
         return None if func is Tensor.backward else func(*args, **(kwargs or {}))
 
 
+class State:
+    """Random numbers and buffers of a model, to come back to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
+        self.buffers = [(m, name, b, None if b is None else b.clone()) for m, name, b in named]
+        self.devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+        self.random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.devices)]
+
+    def is_now(self) -> bool:
+        """Whether nothing has changed since."""
+        now = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.devices)]
+        drawn = any(not torch.equal(a, b) for a, b in zip(self.random, now, strict=True))
+        return not drawn and all(m._buffers.get(k) is b and _same(b, value) for m, k, b, value in self.buffers)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for module, name, buffer, value in self.buffers:
+            module._buffers[name] = buffer
+            if buffer is not None and value is not None and not torch.equal(buffer, value):
+                buffer.copy_(value)
+        torch.set_rng_state(self.random[0])
+        for device, own in zip(self.devices, self.random[1:], strict=True):
+            torch.cuda.set_rng_state(own, device)
+
+
+@dataclass
+class Call:
+    """A forward pass of the model within the closure."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    before: State
+    precision: tuple[str, bool, torch.dtype]  # of autocast
+    output: Any = None
+    versions: Sequence[int] = ()  # of the output's tensors, when the model returned them
+    is_joint: bool = True  # whether a sample's output may depend on the others, or on chance
+
+    def as_then(self) -> torch.autocast:
+        """The random numbers and buffers that the call began with; its autocast, as a context."""
+        self.before.restore()
+        device, enabled, dtype = self.precision
+        return torch.autocast(device, dtype, enabled)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the closure has changed the output in place."""
+        return [x._version for x in _floats(self.output)] != self.versions
+
+    def cut(self, stride: int) -> tuple[Any, Any] | None:
+        """The arguments for every stride-th sample; None where their output may depend on the others or on chance."""
+        tensors = [x for x in pytree.tree_leaves((self.args, self.kwargs, self.output)) if isinstance(x, Tensor)]
+        counts = {len(x) if x.ndim else 0 for x in tensors}
+        if stride == 1 or self.is_joint or self.is_changed or len(counts) != 1 or counts == {0}:
+            return None
+        some = lambda x: x[::stride].contiguous() if isinstance(x, Tensor) else x
+        return pytree.tree_map(some, self.args), pytree.tree_map(some, self.kwargs)
+
+    def agrees(self, outputs: Sequence[Tensor], stride: int) -> bool:
+        """Whether outputs are every stride-th of those that the call returned, up to rounding."""
+        own = _floats(self.output)
+        if self.is_changed or len(own) != len(outputs):
+            return self.is_changed
+        _, reduced, dtype = self.precision
+        rough = max(torch.finfo(d).eps for d in [x.dtype for x in own] + [dtype] * reduced) ** 0.5
+        rows = [x[::stride] if x.ndim else x for x in own]
+        return all(a.shape == b.shape and _close(a, b, rough) for a, b in zip(rows, outputs, strict=True))
+
+
 class Replay:
     """One batch of a training loop, as its closure knows it.
 
@@ -34,12 +104,9 @@ class Replay:
 
     def __init__(self, model: nn.Module, closure: Callable[[], Any]) -> None:
         self.model, self.closure = model, closure
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
-        self.is_joint = True  # whether a sample's output may depend on the others, or on chance
+        self.calls: list[Call] = []
         self.silent = False  # whether forward passes are replays, which are not to be recorded
-        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-        self.devices = sorted(devices, key=str)
-        self.before = self._state()
+        self.before = State(model)
 
     def first(self) -> Tensor:
         """The loss, after a backward pass; as the user's own loop would have it.
@@ -49,7 +116,13 @@ class Replay:
             RuntimeError: it calls the model never.
         """
         self.calls.clear()
-        handle = self.model.register_forward_hook(self._note, with_kwargs=True)
+        old = {p: p.grad for p in self.model.parameters()}
+        sent_back: list[Tensor] = []
+        hooks = [p.register_post_accumulate_grad_hook(sent_back.append) for p in old if p.requires_grad]
+        hooks += [
+            self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self.model.register_forward_hook(self._end),
+        ]
         try:
             with torch.enable_grad():
                 loss = self.closure()
@@ -57,29 +130,34 @@ class Replay:
                     raise TypeError(
                         f"closure: expected it to return the loss, a tensor of one entry, found {loss!r:.80}"
                     )
-                if all(p.grad is None for p in self.model.parameters()) and loss.requires_grad:
+                if not sent_back and all(p.grad is None or p.grad is g for p, g in old.items()) and loss.requires_grad:
+                    _without_gradients(old)
                     loss.backward()
         finally:
-            handle.remove()
-        buffers, host, on_devices = self.before
-        now = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.devices)]
-        drawn = any(not torch.equal(a, b) for a, b in zip([host, *on_devices], now, strict=True))
-        mixing = any(isinstance(m, _BatchNorm) and m.training for m in self.model.modules())
-        self.is_joint = drawn or mixing or any(not torch.equal(b, value) for b, value in buffers)
+            for hook in hooks:
+                hook.remove()
         if not self.calls:
             raise RuntimeError("closure: it did not call the model that the optimizer was given")
         return loss.detach()
 
     def again(self) -> Tensor:
         """As `first`, once more, after the parameters were changed."""
-        self._restore(self.before)
-        for p in self.model.parameters():
-            p.grad = None
+        self.before.restore()
+        _without_gradients(self.model.parameters())
         return self.first()
 
-    def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            self.calls.append((args, kwargs, output))
+            device = next(module.parameters()).device.type
+            precision = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            self.calls.append(Call(args, kwargs, State(module), precision))
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            call = self.calls[-1]
+            call.output, call.versions = output, [x._version for x in _floats(output)]
+            mixing = any(isinstance(m, _BatchNorm) and m.training for m in module.modules())
+            call.is_joint = mixing or not call.before.is_now()
 
     def loss(self) -> Tensor:
         """The loss of the batch with the parameters as they are now."""
@@ -89,109 +167,126 @@ class Replay:
     @contextmanager
     def _again(self) -> Iterator[None]:
         """The state in which the closure was called first; after it, what that call had left."""
-        after, gradients = self._state(), [(p, p.grad) for p in self.model.parameters()]
-        self._restore(self.before)
-        for p, _ in gradients:
-            p.grad = None
+        after, gradients = State(self.model), [(p, p.grad) for p in self.model.parameters()]
+        self.before.restore()
+        _without_gradients(self.model.parameters())
         self.silent = True
         try:
             yield
         finally:
             self.silent = False
-            self._restore(after)
+            after.restore()
             for p, g in gradients:
                 p.grad = g
 
-    def _state(self) -> tuple[Any, ...]:
-        buffers = [(b, b.clone()) for b in self.model.buffers()]
-        return buffers, torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self.devices]
-
-    def _restore(self, state: tuple[Any, ...]) -> None:
-        buffers, host, devices = state
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
-        torch.set_rng_state(host)
-        for device, own in zip(self.devices, devices, strict=True):
-            torch.cuda.set_rng_state(own, device)
-
     # -- the model of the loss
 
-    def curvatures(self, directions: Sequence[Mapping[str, Tensor]], share: float) -> Tensor:
+    def curvatures(self, directions: Sequence[Mapping[str, Tensor]], stride: int) -> Tensor:
         """``d_i^T G d_j`` for all pairs of directions (k, k) in float64, G the Gauss-Newton matrix of the loss.
 
         Args:
             directions: tensors of the shapes of parameters, by name.
-            share: of the samples to compute it from; all, where they depend on each other or on random numbers.
+            stride: every so manieth sample is looked at; all, where they depend on each other or on random numbers.
+
+        Raises:
+            RuntimeError: the model gives other outputs than the first time, or the loss is not a function of them.
         """
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         changes: list[list[Tensor]] = [[] for _ in directions]
         leaves: list[Tensor] = []
+        strides: list[int] = []
         shown: list[Any] = []
-        factor = 1.0
         with self._again(), sdpa_kernel(SDPBackend.MATH):
             for call in self.calls:
-                cut = self._cut(call, share)
-                args, kwargs = call[:2] if cut is None else cut
-                with torch.enable_grad():
-                    outputs = _floats(self.model(*args, **kwargs))
+                output, step = self._some(call, stride)
+                outputs = _floats(output)
                 for moved, rows in zip(changes, output_changes(outputs, parameters, directions), strict=True):
                     moved += rows
-                shown.append(pytree.tree_map(_leaf, call[2]))
-                leaves += (now := _floats(shown[-1]))
-                factor = len(now[0]) / len(outputs[0]) if now[0].ndim else 1.0
+                shown.append(pytree.tree_map(_leaf, output if call.is_changed else call.output))
+                leaves += _floats(shown[-1])
+                strides += [step] * len(outputs)
         direct = [[d.get(name) for name in parameters] for d in directions]
-        return self._products([*leaves, *parameters.values()], self._outside(shown), changes, direct, factor)
+        whole = [1] * len(parameters)
+        return _products([*leaves, *parameters.values()], self._outside(shown), changes, direct, strides + whole)
 
-    def _products(
-        self, inputs: list[Tensor], loss: Tensor, changes: list[list[Tensor]], direct: list[Any], factor: float
-    ) -> Tensor:
-        """Second derivatives of the loss along changes of the outputs, and of the parameters where it reads them.
-
-        The latter is a penalty on the parameters in the closure, say. Changes may be of the first rows alone.
-        """
-        found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
-        live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
-        total = torch.zeros(len(changes), len(changes), dtype=torch.float64)
-        if not live:
-            return total
-        outputs = len(changes[0])
-        moved = [[*change, *d] for change, d in zip(changes, direct, strict=True)]
-        bent = []
-        for own in moved:
-            sent = [_padded(own[n], found[n]) for n in live]
-            found_ = [found[n] for n in live]
-            bent.append(torch.autograd.grad(found_, inputs, sent, retain_graph=True, allow_unused=True))
-        for n in range(len(inputs)):
-            rows = [b[n] for b in bent]
-            columns = [m[n] for m in moved]
-            total += (factor if n < outputs else 1.0) * _gram(rows, columns)
-        return (total + total.T) / 2
-
-    def _cut(self, call: tuple[Any, Any, Any], share: float) -> tuple[Any, Any] | None:
-        """The arguments for the first samples; None where what they give may depend on the others or on chance."""
-        args, kwargs, output = call
-        tensors = [x for x in pytree.tree_leaves((args, kwargs, output)) if isinstance(x, Tensor)]
-        counts = {len(x) if x.ndim else 0 for x in tensors}
-        if share >= 1 or self.is_joint or len(counts) != 1 or counts == {0}:
-            return None
-        kept = math.ceil(share * counts.pop())
-        first = lambda x: x[:kept] if isinstance(x, Tensor) else x
-        return pytree.tree_map(first, args), pytree.tree_map(first, kwargs)
+    @torch.enable_grad()
+    def _some(self, call: Call, stride: int) -> tuple[Any, int]:
+        """The model's output for some samples, and every how manieth they are; for all, where it must be."""
+        cut = call.cut(stride)
+        if cut is not None:
+            try:
+                with call.as_then():
+                    output = self.model(*cut[0], **cut[1])
+                if call.agrees(_floats(output), stride):
+                    return output, stride
+            except Exception:  # whatever it is: what was cut is no axis of samples
+                pass
+        with call.as_then():
+            output = self.model(*call.args, **call.kwargs)
+        if not call.agrees(_floats(output), 1):
+            raise RuntimeError(
+                "KFAC(adaptive=True): called again with the same input, parameters, buffers and random numbers, the "
+                "model gave another output; keep its state in buffers, and draw from torch's own random numbers"
+            )
+        return output, 1
 
     def _outside(self, shown: Sequence[Any]) -> Tensor:
         """The loss as the closure makes it of given outputs, without the model's own work."""
-        queue = iter(shown)
+        cloned = lambda x: x.clone() if isinstance(x, Tensor) else x  # the closure may change them in place
         own = self.model.__dict__.get("forward")
-        self.model.forward = lambda *args, **kwargs: next(queue)
         try:
             with self._again(), torch.enable_grad(), WithoutBackward():
+                queue = iter([pytree.tree_map(cloned, output) for output in shown])
+                self.model.forward = lambda *args, **kwargs: next(queue)
                 return self.closure()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "KFAC(adaptive=True): the closure could not compute its loss from the model's outputs alone; it may "
+                "not differentiate the model itself, and has to call loss.backward(), or no backward at all"
+            ) from error
         finally:
-            del self.model.forward
+            self.model.__dict__.pop("forward", None)
             if own is not None:
                 self.model.forward = own
+
+
+def _products(
+    inputs: list[Tensor], loss: Tensor, changes: list[list[Tensor]], direct: list[Any], strides: Sequence[int]
+) -> Tensor:
+    """Second derivatives of the loss along changes of the outputs, and of the parameters where it reads them itself.
+
+    The latter is a penalty on the parameters in the closure, say. Changes may be of every stride-th row.
+    """
+    found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
+    live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
+    total = torch.zeros(len(changes), len(changes), dtype=torch.float64)
+    if not live:
+        return total
+    moved = [[*change, *d] for change, d in zip(changes, direct, strict=True)]
+    bent = []
+    for own in moved:
+        sent = [_spread(own[n], inputs[n], strides[n]) for n in live]
+        bent.append(torch.autograd.grad([found[n] for n in live], inputs, sent, retain_graph=True, allow_unused=True))
+    for n, stride in enumerate(strides):
+        rows = [b[n] if b[n] is None or stride == 1 else b[n][::stride] for b in bent]
+        factor = len(inputs[n]) / math.ceil(len(inputs[n]) / stride) if stride > 1 else 1.0
+        total += factor * _gram(rows, [m[n] for m in moved])
+    return (total + total.T) / 2
+
+
+def _without_gradients(parameters: Iterable[Tensor]) -> None:
+    for p in parameters:
+        p.grad = None
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _close(one: Tensor, other: Tensor, relative: float) -> bool:
+    one, other = one.detach().to(torch.promote_types(one.dtype, torch.float32)), other.detach()
+    largest = one.abs().amax() if one.numel() else 0.0
+    return bool(torch.isclose(other.to(one.dtype), one, relative, relative * float(largest), equal_nan=True).all())
 
 
 def _leaf(value: Any) -> Any:
@@ -203,22 +298,23 @@ def _floats(output: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def _padded(change: Tensor | None, like: Tensor) -> Tensor:
-    """A change of the first rows, or none, as one of the whole."""
-    if change is not None and change.shape == like.shape:
+def _spread(change: Tensor | None, like: Tensor, stride: int) -> Tensor:
+    """A change of every stride-th row, or none, as one of all."""
+    if change is not None and stride == 1:
         return change.to(like.dtype)
     whole = torch.zeros_like(like)
     if change is not None:
-        whole[: len(change)] = change
+        whole[::stride] = change
     return whole
 
 
 def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Tensor:
-    """Inner products of one set of tensors with another, over the first entries that both have; None is zero."""
+    """Inner products of one set of tensors with another, all of one shape; None is zero."""
     total = torch.zeros(len(rows), len(columns), dtype=torch.float64)
     left, right = ([k for k, x in enumerate(side) if x is not None] for side in (rows, columns))
     if left and right:
         other = torch.stack([x.flatten() for x in columns if x is not None])
-        own = torch.stack([x.flatten()[: other.shape[1]] for x in rows if x is not None])
-        total[torch.tensor(left)[:, None], torch.tensor(right)] = (own.to(other.dtype) @ other.T).double().cpu()
+        own = torch.stack([x.flatten() for x in rows if x is not None])
+        wide = torch.promote_types(other.dtype, torch.float32)
+        total[torch.tensor(left)[:, None], torch.tensor(right)] = (own.to(wide) @ other.to(wide).T).double().cpu()
     return total

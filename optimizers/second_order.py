@@ -53,9 +53,8 @@ class SecondOrder(torch.optim.Optimizer):
         self.steps, self.skipped = 0, 0
         self.output_scale: Tensor | None = None  # root mean square of an output entry
         self.output_size = 1.0  # output entries per sample
-        self._last: tuple[float, dict[str, float]] | None = (
-            None  # when the last step ended, and seconds by part until then
-        )
+        # when the last step ended, and seconds by part until then
+        self._last: tuple[float, dict[str, float]] | None = None
         self._pending: list[tuple[Tape, list[Tensor | None], int]] = []
         me = weakref.ref(self)
         self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
@@ -120,6 +119,11 @@ class SecondOrder(torch.optim.Optimizer):
     def _skip(self) -> None:
         """Leave a batch out that is not finite."""
         self.skipped += 1
+        self._discard()
+        self.health.entries.append({"step": self.steps, "accepted": False})
+
+    def _discard(self) -> None:
+        """Forget what the forward passes since the last step have shown."""
         self._pending.clear()
         self.factors.discard()
 

@@ -44,9 +44,9 @@ def within_trust(step: Tensor, length: Tensor, size: Tensor, relative: Tensor) -
 def inner(one: Tensor, other: Tensor) -> Tensor:
     """The inner product of two tensors of one shape, in single precision at least."""
     wide = torch.promote_types(one.dtype, torch.float32)
-    return torch.dot(one.to(wide).flatten(), other.to(wide).flatten()).float()
+    return torch.dot(one.to(wide).flatten(), other.to(wide).flatten())
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no entry is infinite or nan."""
-    return bool(torch.isfinite(torch.stack([t.abs().amax().float() for t in tensors if t.numel()])).all())
+    return bool(torch.isfinite(torch.stack([t.abs().amax().double() for t in tensors if t.numel()])).all())

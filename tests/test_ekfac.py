@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from case import seeded
 from test_adaptive import closure_of
+from test_adaptive import train as train_adaptive
 from test_kfac import TASKS, assert_same, copied, digits, mlp, task, train
 
 import curvature
@@ -37,23 +38,30 @@ def test_injections(inject: curvature.Injection, sharing: str):
     assert all(map(math.isfinite, values)) and values[-1] < values[0] and "eigen" in opt.report()
 
 
-@pytest.mark.parametrize("options", [{}, {"damping": 0.1}, {"inject": curvature.empirical()}])
+@pytest.mark.parametrize(
+    "options", [{}, {"damping": 0.1, "weight_decay": 0.01}, {"inject": curvature.empirical()}, {"adaptive": True}]
+)
 @pytest.mark.parametrize("steps", [0, 3, 13])
-def test_resumes_bitwise(steps: int, options: dict[str, Any]):
-    model, loss, x, y = task("cnn")
-    opt = EKFAC(model, **options)
-    train(model, opt, loss, x, y, steps)
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_resumes_bitwise(steps: int, options: dict[str, Any], optimizer: type[KFAC], device):
+    """From a checkpoint that was read to the CPU, as is usual, and to the device."""
+    model, loss, x, y = task("cnn", device)
+    opt = optimizer(model, **options)
+    trained = train_adaptive if "adaptive" in options else train
+    trained(model, opt, loss, x, y, steps)
     saved = io.BytesIO()
     torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, saved)
-    train(model, opt, loss, x, y, 8)
-    again, *_ = task("cnn")
-    resumed = EKFAC(again, **options)
-    saved.seek(0)
-    state = torch.load(saved, weights_only=True)
-    again.load_state_dict(state["model"])
-    resumed.load_state_dict(state["opt"])
-    train(again, resumed, loss, x, y, 8)
-    assert_same(copied(again), copied(model))
+    trained(model, opt, loss, x, y, 8)
+    for place in {"cpu", device}:
+        again, *_ = task("cnn", device)
+        resumed = optimizer(again, **options)
+        saved.seek(0)
+        state = torch.load(saved, weights_only=True, map_location=place)
+        again.load_state_dict(state["model"])
+        resumed.load_state_dict(state["opt"])
+        trained(again, resumed, loss, x, y, 8)
+        assert resumed.steps == steps + 8
+        assert_same(copied(again), copied(model))
 
 
 def test_rescaling_changes_the_step():

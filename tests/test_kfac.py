@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import math
 import weakref
 from collections.abc import Callable
@@ -163,28 +162,6 @@ def test_runs_are_repeatable_and_leave_the_random_state_alone():
             runs.append((copied(model), torch.get_rng_state()))
     assert_same(runs[0][0], runs[1][0])
     assert torch.equal(runs[0][1], runs[2][1])
-
-
-@pytest.mark.parametrize("options", [{}, {"inject": curvature.empirical()}, {"damping": 0.1, "weight_decay": 0.01}])
-@pytest.mark.parametrize("steps", [0, 3, 13])
-def test_resumes_bitwise(steps: int, options: dict[str, Any], device):
-    """From a checkpoint that was read to the CPU, as is usual, and to the device."""
-    model, loss, x, y = task("cnn", device)
-    opt = KFAC(model, **options)
-    train(model, opt, loss, x, y, steps)
-    saved = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, saved)
-    train(model, opt, loss, x, y, 8)
-    for place in {"cpu", device}:
-        again, *_ = task("cnn", device)
-        resumed = KFAC(again, **options)
-        saved.seek(0)
-        state = torch.load(saved, weights_only=True, map_location=place)
-        again.load_state_dict(state["model"])
-        resumed.load_state_dict(state["opt"])
-        train(again, resumed, loss, x, y, 8)
-        assert resumed.steps == steps + 8
-        assert_same(copied(again), copied(model))
 
 
 def test_deepcopy_of_model_and_optimizer_together():
