@@ -64,10 +64,6 @@ class Block:
         """``(M + damping I)^-1 gradients``, tensors in the shapes of the parameters."""
         raise NotImplementedError
 
-    def energy(self, vectors: Sequence[Tensor]) -> Tensor:
-        """``u^T M u`` without damping, for tensors in the shapes of the parameters."""
-        raise NotImplementedError
-
     @property
     def mean_eigenvalue(self) -> Tensor:
         """Trace over dimension, a scalar tensor."""
@@ -155,9 +151,8 @@ class KroneckerBlock(Block):
 
     def resume(self) -> None:
         # both are as `state` left them
-        parts: Any = self.inverse
         place = None if self.rows is None else self.rows.device
-        parts = {k: t.to(place, copy=True) if isinstance(t, Tensor) else t for k, t in parts.items()}
+        parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
         self.inverse = Inverse(**parts) if parts else None
         form: Any = self.scheme
         self.scheme = Scheme(**form | {"arrangement": Arrangement(**form["arrangement"])})
@@ -214,7 +209,9 @@ class KroneckerBlock(Block):
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
-        for block, found in zip(blocks, factored([(b.rows, b.columns) for b in blocks], share), strict=True):
+        pairs, before = [(b.rows, b.columns) for b in blocks], [b.inverse for b in blocks]
+        anew = [b.updates & (b.updates - 1) == 0 for b in blocks]  # at 1, 2, 4, 8, ...: their ranks change ever slower
+        for block, found in zip(blocks, factored(pairs, share, before, anew), strict=True):
             block.inverse = found
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -222,11 +219,6 @@ class KroneckerBlock(Block):
         arrangement = self.scheme.arrangement
         u = self.inverse(arrangement.arranged(gradients).to(self.scheme.dtype))
         return [u.to(g.dtype) for u, g in zip(arrangement.restored(u), gradients, strict=True)]
-
-    def energy(self, vectors: Sequence[Tensor]) -> Tensor:
-        assert self.rows is not None and self.columns is not None
-        u = self.scheme.arrangement.arranged(vectors).to(self.scheme.dtype)
-        return (Inverse(self.rows, self.columns)(u) * u).sum()
 
     @property
     def mean_eigenvalue(self) -> Tensor:
@@ -248,11 +240,13 @@ class KroneckerBlock(Block):
     def describe(self) -> str:
         if self.rows is None or self.columns is None:
             return "not seen yet"
-        sides = (
-            "x".join(map(str, s.shape[1:] * (3 - s.ndim + 1))) + " diagonal" * (s.ndim == 2)
-            for s in (self.rows, self.columns)
+        ranks = (None, None) if self.inverse is None else self.inverse.ranks
+        rows, columns = (
+            "x".join(map(str, s.shape[1:] * (3 - s.ndim + 1)))
+            + " diagonal" * (s.ndim == 2)
+            + ("" if rank is None else f" by {rank} eigenvalues")
+            for s, rank in zip((self.rows, self.columns), ranks, strict=True)
         )
-        rows, columns = sides
         return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
 
 
@@ -315,9 +309,6 @@ class DiagonalBlock(Block):
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
         return [(gradients[0].to(self.dtype) * self.inverse).to(gradients[0].dtype)]
-
-    def energy(self, vectors: Sequence[Tensor]) -> Tensor:
-        return (vectors[0].to(self.dtype).square() * self.smoothed).sum()
 
     @property
     def mean_eigenvalue(self) -> Tensor:

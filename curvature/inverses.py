@@ -5,13 +5,14 @@ A side is (g, d, d), or its diagonal (g, d); matrices that an inverse is applied
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from curvature.linalg import cholesky_root, eigh, inverse, matmul
+from curvature.lowrank import LARGE, low_rank
 
 THIN = 16  # a side so many times larger than the other is not inverted: to solve with its root is cheaper
 
@@ -21,51 +22,74 @@ class Inverse:
     """``rows X columns``, or ``rows ((rows^T X columns) * values) columns^T`` in a basis where `values` are given.
 
     `roots` says of either side whether it is the Cholesky root L of what is inverted, and stands for ``(L L^T)^-1``.
+    `shifts` has a number c where a side is V of ``c (I - V V^T)``, V (g, d, r) with orthogonal columns.
     """
 
     rows: Tensor
     columns: Tensor
     values: Tensor | None = None
     roots: tuple[bool, bool] = (False, False)
+    shifts: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.values is None:
-            x = torch.cholesky_solve(x, self.rows) if self.roots[0] else _left(self.rows, x)
-            return torch.cholesky_solve(x.mT, self.columns).mT if self.roots[1] else _right(x, self.columns)
-        inner = _right(_left(_transposed(self.rows), x), self.columns) * self.values
-        return _right(_left(self.rows, inner), _transposed(self.columns))
+            with torch.autocast(x.device.type, enabled=False):
+                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True)
+                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False)
+        inner = _right(self.columns, _left(_transposed(self.rows), x)) * self.values
+        return _right(_transposed(self.columns), _left(self.rows, inner))
 
     def condition(self) -> float:
         """Largest over least eigenvalue, the largest of all groups."""
         if self.values is not None:
             spread = self.values.flatten(1)
             return float((spread.amax(1) / spread.amin(1)).max())
-        whole = [s @ s.mT if root else s for s, root in zip((self.rows, self.columns), self.roots, strict=True)]
-        sides = [s if s.ndim == 2 else torch.linalg.eigvalsh(s) for s in whole]
+        sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.roots, self.shifts, strict=True)]
         one, other = (s.amax(1) / s.amin(1) for s in sides)
         return float((one * other).max())
 
+    @property
+    def ranks(self) -> tuple[int | None, int | None]:
+        """Of V for either side, None where there is none."""
+        sides = zip((self.rows, self.columns), self.shifts, strict=True)
+        one, other = (None if shift is None else side.shape[2] for side, shift in sides)
+        return one, other
 
-def factored(pairs: Sequence[tuple[Tensor, Tensor]], share: float) -> list[Inverse]:
+
+def factored(
+    pairs: Sequence[tuple[Tensor, Tensor]], share: float, before: Sequence[Inverse | None], anew: Sequence[bool]
+) -> list[Inverse]:
     """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() that of the eigenvalues.
 
-    This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block, by
-    Cholesky's algorithm, sides of one shape together.
+    This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
+    Sides from `lowrank.LARGE` rows on are taken by their largest eigenvalues where few stand out, all others by
+    Cholesky's algorithm, those of one shape together.
+
+    Args:
+        before: the last inverses of the pairs.
+        anew: whether a pair's sides are to be looked at again that were not of low rank before.
     """
     sides = [side for pair in pairs for side in pair]
     widths = [other.shape[1] for rows, columns in pairs for other in (columns, rows)]
-    kinds = [
-        (side.shape[1:], side.dtype, side.device, side.ndim == 3 and side.shape[1] >= THIN * width)
-        for side, width in zip(sides, widths, strict=True)
-    ]
-    found: dict[int, tuple[Tensor, bool]] = {}
-    for kind in dict.fromkeys(kinds):
-        alike = [k for k, own in enumerate(kinds) if own == kind]
+    last = [side for inverse in before for side in _parts(inverse)]
+    found: dict[int, tuple[Tensor, bool, Tensor | None]] = {}
+    for k, (start, shift) in enumerate(last):
+        is_wide = sides[k].ndim == 3 and len(sides[k]) == 1 and sides[k].shape[1] >= LARGE
+        if is_wide and (shift is not None or anew[k // 2]):
+            few = _by_largest(sides[k], share, None if shift is None else start)
+            found |= {} if few is None else {k: (few[0], False, few[1])}
+    kinds = {
+        k: (sides[k].shape[1:], sides[k].dtype, sides[k].device, sides[k].ndim == 3 and sides[k].shape[1] >= THIN * w)
+        for k, w in enumerate(widths)
+        if k not in found
+    }
+    for kind in dict.fromkeys(kinds.values()):
+        alike = [k for k, own in kinds.items() if own == kind]
         together, are_roots = _damped(torch.cat([sides[k] for k in alike]), share, kind[3])
         for k, own in zip(alike, together.split([len(sides[k]) for k in alike]), strict=True):
-            found[k] = own, are_roots
-    both = [(found[k], found[k + 1]) for k in range(0, len(sides), 2)]
-    return [Inverse(rows, columns, None, (left, right)) for (rows, left), (columns, right) in both]
+            found[k] = own, are_roots, None
+    both = [(*found[k], *found[k + 1]) for k in range(0, len(sides), 2)]
+    return [Inverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
 
 
 def in_eigenbasis(rows: Tensor, columns: Tensor, damping: float | Tensor) -> Inverse:
@@ -85,7 +109,7 @@ def carried(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tenso
     It is exact if that matrix has nothing else in the old basis; the trace is kept, for orthogonal sides.
     """
     rows, columns = (n * o if n.ndim == 2 else matmul(n.mT, o).square() for o, n in zip(old, new, strict=True))
-    return _right(_left(rows, values), _transposed(columns))
+    return _right(_transposed(columns), _left(rows, values))
 
 
 def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
@@ -93,9 +117,7 @@ def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
 
     In units of the mean eigenvalue, so that no product of small numbers underflows.
     """
-    diagonal = sides if sides.ndim == 2 else sides.diagonal(dim1=1, dim2=2)
-    # a layer that nothing reaches has zero gradients too: any finite inverse will do
-    mean = diagonal.mean(1).clamp(min=torch.finfo(sides.dtype).tiny ** 0.5)
+    mean = _mean(sides)
     if sides.ndim == 2:
         return 1 / (sides + share * mean[:, None]), False
     scale = mean[:, None, None]
@@ -105,11 +127,49 @@ def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
     return (inverse(matrix) / scale, False) if root is None else (root * scale.sqrt(), True)
 
 
+def _by_largest(side: Tensor, share: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """V and c of the damped inverse of one side (1, d, d), if few eigenvalues stand out."""
+    mean = _mean(side)
+    found = low_rank(side[0] / mean, share, None if start is None else start[0])
+    return None if found is None else (found[0][None], found[1] / mean)
+
+
+def _mean(sides: Tensor) -> Tensor:
+    """Mean eigenvalue of each group, not zero."""
+    diagonal = sides if sides.ndim == 2 else sides.diagonal(dim1=1, dim2=2)
+    # a layer that nothing reaches has zero gradients too: any finite inverse will do
+    return diagonal.mean(1).clamp(min=torch.finfo(sides.dtype).tiny ** 0.5)
+
+
+def _parts(inverse: Inverse | None) -> Iterable[tuple[Tensor | None, Tensor | None]]:
+    """Each side and its shift."""
+    if inverse is None:
+        return ((None, None), (None, None))
+    return zip((inverse.rows, inverse.columns), inverse.shifts, strict=True)
+
+
+def _solved(side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: bool) -> Tensor:
+    """What a side does to x, from the left or from the right. The result is laid out as x is."""
+    if is_root:
+        return torch.cholesky_solve(x, side) if left else torch.cholesky_solve(x.mT, side).mT
+    if shift is None:
+        return _left(side, x) if left else _right(side, x)
+    one, other = (side, side.mT @ x) if left else (x @ side, side.mT)
+    return torch.baddbmm(x, one, other, alpha=-1) * shift
+
+
+def _spectrum(side: Tensor, is_root: bool, shift: Tensor | None) -> Tensor:
+    """Eigenvalues of what a side stands for, or of its inverse, (g, d)."""
+    if shift is not None:
+        return shift[:, None] * torch.cat([1 - side.square().sum(1), torch.ones_like(shift)[:, None]], 1)
+    return side if side.ndim == 2 else torch.linalg.eigvalsh(side @ side.mT if is_root else side)
+
+
 def _left(side: Tensor, x: Tensor) -> Tensor:
     return side[:, :, None] * x if side.ndim == 2 else matmul(side, x)
 
 
-def _right(x: Tensor, side: Tensor) -> Tensor:
+def _right(side: Tensor, x: Tensor) -> Tensor:
     return x * side[:, None, :] if side.ndim == 2 else matmul(x, side)
 
 

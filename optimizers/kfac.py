@@ -78,7 +78,7 @@ class KFAC(SecondOrder):
         TypeError, ValueError: an argument of the wrong kind or out of range, by name.
     """
 
-    kept = (*SecondOrder.kept, "step_size", "longest", "predicted", "last_change", "curved")
+    kept = (*SecondOrder.kept, "step_size", "longest", "predicted", "last_change")
 
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.9,
@@ -103,7 +103,6 @@ class KFAC(SecondOrder):
         self.step_size: Tensor | None = None
         self.longest = torch.full((), RELATIVE_LENGTH[0])  # relative length that a layer's step may have
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
-        self.curved = torch.ones(())  # u^T M u over m^T u, when factors were last renewed
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
 
     def _records(self) -> bool:
@@ -157,7 +156,7 @@ class KFAC(SecondOrder):
         self.steps += 1
 
     def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """``u = (M + damping I)^-1 m`` and ``m^T u``, an upper bound of ``u^T M u``."""
+        """``u = (M + damping)^-1 m`` and ``m^T u``, an upper bound of ``u^T M u``."""
         options, parameters = self._options(), self._trained()
         means = {
             name: _running_mean(self.state[parameters[name]], g, options[name]["momentum"])
@@ -166,15 +165,11 @@ class KFAC(SecondOrder):
         found = self._solved(means)
         self._slopes = {name: inner(means[name], u).float() for name, u in found.items()}
         slope = torch.stack(list(self._slopes.values())).sum()
-        if self._entry["renewed"]:
-            whole = [b for b in self.factors.blocks if b.is_ready and all(k in found for k in b.names)]
-            energy = [b.energy([found[k] for k in b.names]).float() for b in whole]
-            self.curved = (torch.stack(energy).sum() / slope).nan_to_num(1.0, 1.0) if energy else torch.ones_like(slope)
         return found, slope
 
     def _step_size(self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor], energy: Tensor) -> Tensor:
         """The step size, adapted and inside the trust region; it is kept for the next step."""
-        change = (energy * self.curved / self.output_size).sqrt()
+        change = (energy / self.output_size).sqrt()
         tiny = torch.finfo(change.dtype).tiny
         lr = max(group["lr"] for group in self.param_groups)
         if self.step_size is None:

@@ -34,16 +34,16 @@ PAIRS = {
 }
 
 
+def fresh(pairs: list[tuple[Tensor, Tensor]]) -> list[Inverse]:
+    return factored(pairs, SHARE, [None] * len(pairs), [True] * len(pairs))
+
+
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", PAIRS)
 def test_factored(name: str, together: bool):
     """Alone, or with all others at once."""
     rows, columns = PAIRS[name]
-    found = (
-        factored(list(PAIRS.values()), SHARE)[list(PAIRS).index(name)]
-        if together
-        else factored([(rows, columns)], SHARE)[0]
-    )
+    found = fresh(list(PAIRS.values()))[list(PAIRS).index(name)] if together else fresh([(rows, columns)])[0]
     assert found.roots == (name == "tall", name in ("wide", "deficient", "tiny"))
     b, a = damped(rows), damped(columns)
     x = torch.sin(torch.arange(len(b) * b.shape[1] * a.shape[1]).double()).reshape(len(b), b.shape[1], a.shape[1])
@@ -55,7 +55,7 @@ def test_factored(name: str, together: bool):
 
 def test_a_layer_that_nothing_reaches_has_a_finite_inverse():
     zero = torch.zeros(1, 3, 3)
-    found = factored([(zero, torch.eye(4)[None])], SHARE)[0](torch.zeros(1, 3, 4))
+    found = fresh([(zero, torch.eye(4)[None])])[0](torch.zeros(1, 3, 4))
     assert isinstance(found, Tensor) and torch.equal(found, torch.zeros(1, 3, 4))
 
 

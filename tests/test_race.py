@@ -37,7 +37,7 @@ def race(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def started(race: ModuleType, problem: str, name: str, **setting: float) -> Any:
     entry = race.ENTRIES[name]
     lr = LRS.get(name, {}).get(problem, entry.lrs[1] if entry.lrs else 0)
-    chosen = {**next(iter(entry.grid())), "lr": lr, **setting} if entry.lrs else {}
+    chosen = {**next(entry.rates()), "lr": lr, **setting} if entry.lrs else {}
     made = race.PROBLEMS[problem](**TINY[problem])
     return importlib.import_module("_race_run").Run(made, entry, chosen, seed=0)
 

@@ -172,7 +172,7 @@ def half_decade(lr: float, up: bool) -> float:
 
 
 def tune(problem: Problem, entry: Entry, cap: float) -> Iterator[Trial]:
-    """Every point of the grid, and further learning rates while the best lies at the end of those tried with it.
+    """The learning rates, other settings with the best of them, and further rates while the best lies at their end.
 
     Runs end after `cap` seconds, and after `PRUNE` times those of the best so far.
     """
@@ -184,10 +184,17 @@ def tune(problem: Problem, entry: Entry, cap: float) -> Iterator[Trial]:
         trials.append(attempt(problem, entry, setting, limit))
         return trials[-1]
 
-    for setting in entry.grid():
+    def found() -> Setting:
+        return min(trials, key=lambda trial: trial.rank).setting
+
+    for setting in entry.rates():
         yield tried(setting)
+    for name, values in entry.axes.items():
+        best = found()
+        for value in values[1:]:
+            yield tried({**best, name: value})
     for _ in range(WIDEN):
-        best = min(trials, key=lambda trial: trial.rank).setting
+        best = found()
         lrs = [trial.setting["lr"] for trial in trials if {**trial.setting, "lr": 0} == {**best, "lr": 0}]
         if min(lrs) < best["lr"] < max(lrs):
             break

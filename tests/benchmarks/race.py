@@ -8,9 +8,9 @@
     python tests/benchmarks/race.py --report --json race.json --table race.md --figure race.png    # nothing is run
 
 Rivals keep one learning rate throughout, have no weight decay, and are tuned with seed 0 for the fewest steps to the
-target, over half decades of the learning rate that go on while the best lies at their end. `race_tuned.json` has the
-grids. All contestants of a seed share the process: the one whose own clock is the least advanced goes next, and only
-zero_grad, forward, backward and step are on the clock.
+target, over half decades of the learning rate that go on while the best lies at their end, and over other settings
+with the best of them. `race_tuned.json` has the grids. All contestants of a seed share the process: the one whose own
+clock is the least advanced goes next, and only zero_grad, forward, backward and step are on the clock.
 """
 
 from __future__ import annotations
