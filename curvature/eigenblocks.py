@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvature.blocks import KroneckerBlock
-from curvature.inverses import Inverse, basis, carried
+from curvature.inverses import Inverse, bases, basis, carried
 from curvature.moments import Scheme, sum_of
 from curvature.terms import Term
 from curvature.turned import Basis
@@ -75,9 +75,11 @@ class EigenBlock(KroneckerBlock):
             share: added as well is what ``kron(B + share mean(B) I, A + share mean(A) I)`` has more than ``kron(B, A)``
                 at each eigenvalue, mean() that of the eigenvalues (`curvature.inverses.factored`).
         """
-        if self.rows is None or self.columns is None:
-            return
-        (self.row_values, rows), (self.column_values, columns) = basis(self.rows), basis(self.columns)
+        if self.rows is not None and self.columns is not None:
+            self._turn(basis(self.rows), basis(self.columns), damping, share)
+
+    def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
+        (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.inverse is not None:
             old = (self.inverse.rows, self.inverse.columns)
             self.squares = None if self.squares is None else carried(self.squares, old, (rows, columns))
@@ -94,9 +96,10 @@ class EigenBlock(KroneckerBlock):
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
-        for block in blocks:
+        found = bases([side for block in blocks for side in (block.rows, block.columns)])
+        for block, rows, columns in zip(blocks, found[::2], found[1::2], strict=True):
             # a layer that nothing reaches has zero gradients too: any finite inverse will do
-            block.decompose(torch.finfo(block.scheme.dtype).tiny ** 0.5, share)
+            block._turn(rows, columns, torch.finfo(block.scheme.dtype).tiny ** 0.5, share)
 
     @property
     def mean_eigenvalue(self) -> Tensor:

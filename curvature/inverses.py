@@ -5,8 +5,9 @@ A side is (g, d, d), or its diagonal (g, d); matrices that an inverse is applied
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,8 +84,7 @@ def factored(
         for k, w in enumerate(widths)
         if k not in found
     }
-    for kind in dict.fromkeys(kinds.values()):
-        alike = [k for k, own in kinds.items() if own == kind]
+    for kind, alike in _grouped(kinds):
         together, are_roots = _damped(torch.cat([sides[k] for k in alike]), share, kind[3])
         for k, own in zip(alike, together.split([len(sides[k]) for k in alike]), strict=True):
             found[k] = own, are_roots, None
@@ -103,6 +103,16 @@ def basis(side: Tensor) -> tuple[Tensor, Tensor]:
     return (side.clamp(min=0), torch.ones_like(side)) if side.ndim == 2 else eigh(side)
 
 
+def bases(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """`basis` of each, those of one shape together."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for _, alike in _grouped({k: (side.shape[1:], side.dtype, side.device) for k, side in enumerate(sides)}):
+        sizes = [len(sides[k]) for k in alike]
+        values, vectors = (part.split(sizes) for part in basis(torch.cat([sides[k] for k in alike])))
+        found |= dict(zip(alike, zip(values, vectors, strict=True), strict=True))
+    return [found[k] for k in range(len(sides))]
+
+
 def carried(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
     """The diagonal, in a new basis (rows, columns), of the matrix whose diagonal in an old one is `values` (g, o, i).
 
@@ -110,6 +120,11 @@ def carried(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tenso
     """
     rows, columns = (n * o if n.ndim == 2 else matmul(n.mT, o).square() for o, n in zip(old, new, strict=True))
     return _right(_transposed(columns), _left(rows, values))
+
+
+def _grouped(kinds: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+    """Each kind, and what is of that kind."""
+    return [(kind, [k for k, own in kinds.items() if own == kind]) for kind in dict.fromkeys(kinds.values())]
 
 
 def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
