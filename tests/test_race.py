@@ -167,3 +167,31 @@ def test_a_race_is_run_and_reported(race: ModuleType, tmp_path: Path, monkeypatc
     files["md"].unlink()
     race.main(["--report", *common, *out])
     assert files["md"].read_text() == text
+
+
+def test_batch_sizes(race: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row for each size; what does not come to the target says so."""
+
+    def sized(device: str, batch: int = 64) -> Any:
+        problem = importlib.import_module("_race_problems").tanh(device, **(TINY["tanh"] | {"batch": batch}))
+        return type(problem)(**{**vars(problem), "target": 2.0 if batch == 128 else -1.0, "cap": 0.5})
+
+    monkeypatch.setitem(race.PROBLEMS, "tanh", sized)
+    out = tmp_path / "batches.md"
+    sizes = ["--batches", "64", "128", "--problem", "tanh", "--only", "kfac", "adaptive"]
+    race.main([*sizes, "--threads", "1", "--seeds", "1", "--table", str(out)])
+    rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith("| tanh")]
+    assert [row[1] for row in rows] == ["64", "128"]
+    assert rows[0][2:4] == ["-", "not in 0"] and float(rows[1][2]) > 0 and float(rows[1][3]) > 0
+
+
+def test_other_settings_are_tried_with_the_best_rate(race: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = importlib.import_module("_race_run")
+
+    def attempt(problem: Any, entry: Any, setting: dict[str, float], limit: float) -> Any:
+        steps = abs(math.log10(setting["lr"] / 0.1)) + abs(math.log10(setting["damping"] / 0.1))
+        return runs.Trial(setting, "reached", 1 + steps, 1.0, 1.0)
+
+    monkeypatch.setattr(runs, "attempt", attempt)
+    trials = [(t.setting["lr"], t.setting["damping"]) for t in runs.tune(None, race.ENTRIES["empirical"], 100.0)]
+    assert trials == [(0.1, 0.01), (0.03, 0.01), (0.3, 0.01), (0.1, 0.001), (0.1, 0.1), (0.3, 0.1), (0.03, 0.1)]

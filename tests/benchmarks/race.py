@@ -5,6 +5,7 @@
     python tests/benchmarks/race.py --tune                           # tune all rivals anew: an hour or two
     python tests/benchmarks/race.py --tune --only muon --problem gpt # or one of them
     python tests/benchmarks/race.py --cost                           # milliseconds of our steps beside SGD's
+    python tests/benchmarks/race.py --batches 64 500 --problem tanh  # ours alone, at several batch sizes
     python tests/benchmarks/race.py --report --json race.json --table race.md --figure race.png    # nothing is run
 
 Rivals keep one learning rate throughout, have no weight decay, and are tuned with seed 0 for the fewest steps to the
@@ -16,7 +17,10 @@ clock is the least advanced goes next, and only zero_grad, forward, backward and
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
+import statistics
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +42,7 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--tune", action="store_true", help="tune the rivals, save what was found, and stop")
     what.add_argument("--cost", action="store_true", help="compare the steps of ours with SGD's, and stop")
+    what.add_argument("--batches", type=int, nargs="+", help="race ours at these batch sizes, and stop")
     what.add_argument("--report", action="store_true", help="run nothing: table and figure of what --json holds")
     parser.add_argument("--tuned", type=Path, default=TUNED, help="file of the tuned settings")
     parser.add_argument("--cap-scale", type=float, default=1.0, help="multiplies the seconds that a run may take")
@@ -116,6 +121,29 @@ def cost_table(options: argparse.Namespace, problems: Sequence[Problem]) -> str:
     return "\n".join(lines) + f"\n\n100 steps after 30, of all in turn; {machine(options.device)}.\n"
 
 
+def batch_table(options: argparse.Namespace, names: Sequence[str]) -> str:
+    """Steps and seconds to the target at several batch sizes, the median of the seeds."""
+    ours = {entry: {} for entry in OURS if entry.name in options.only}
+    columns = [f"{entry.label}, {what}" for entry in ours for what in ("steps", "s")]
+    lines = ["| problem | batch | " + " | ".join(columns) + " |", "| --- | ---: |" + " ---: |" * len(columns)]
+    for name, size in itertools.product(names, options.batches):
+        problem = PROBLEMS[name](options.device, batch=size)
+        cap = options.cap_scale * problem.cap
+        found = [race(problem, ours, seed, cap, options.turn) for seed in range(options.seeds)]
+        cells = []
+        for runs in zip(*found, strict=True):
+            reached = [run.reached for run in runs if run.reached]
+            steps, seconds = (
+                statistics.median([getattr(point, what) for point in reached] + [math.inf] * (len(runs) - len(reached)))
+                for what in ("step", "seconds")
+            )
+            cells += [f"{steps:.0f}", f"{seconds:.2f}"] if math.isfinite(steps) else ["-", f"not in {cap:.0f}"]
+        lines.append(f"| {name} | {size} | " + " | ".join(cells) + " |")
+        print(lines[-1], flush=True)
+    seeds = "one seed" if options.seeds == 1 else f"median of {options.seeds} seeds"
+    return "\n".join(lines) + f"\n\n{seeds[0].upper()}{seeds[1:]}; {machine(options.device)}.\n"
+
+
 def report(options: argparse.Namespace, results: dict[str, Result]) -> None:
     tuned = load(options.tuned)
     text = "\n".join(table(result) for result in results.values())
@@ -136,8 +164,8 @@ def main(args: Sequence[str] | None = None) -> None:
     if options.report:
         return report(options, results)
     problems = [PROBLEMS[name](options.device) for name in PROBLEMS if name in options.problem]
-    if options.cost:
-        text = cost_table(options, problems)
+    if options.cost or options.batches:
+        text = cost_table(options, problems) if options.cost else batch_table(options, options.problem)
         print(f"\n{text}")
         if options.table:
             options.table.write_text(text)
