@@ -17,7 +17,9 @@ from optimizers.updates import adapted, are_finite, inner, loosened, slope_ratio
 
 FIRST_CHANGE = 0.1  # root-mean-square change of an output entry that the first step aims at
 ADAPTATION = 0.3  # how fast the step size follows the slopes
-RELATIVE_LENGTH = 0.05, 0.2  # bounds of how long a layer's step may be as a fraction of its parameters' norm
+# How long a layer's step may be as a fraction of its parameters' norm: changes of many layers add up like random ones.
+LENGTH = 0.15  # over the square root of the number of layers, to begin with
+LONGEST = 0.2  # where steps could have gone on for long
 GROWTH = 2.0  # how much more than in recent steps a step may change the outputs
 MEMORY = 0.9  # how fast that is forgotten
 PLAIN_EVERY = 10, 10  # steps between renewals of the factors, and between inversions of a block
@@ -101,7 +103,7 @@ class KFAC(SecondOrder):
         self.adaptive = Adaptive() if adaptive else None
         self.replay: Replay | None = None  # of the batch at hand
         self.step_size: Tensor | None = None
-        self.longest = torch.full((), RELATIVE_LENGTH[0])  # relative length that a layer's step may have
+        self.longest: Tensor | None = None  # relative length that a layer's step may have
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
 
@@ -172,15 +174,18 @@ class KFAC(SecondOrder):
         change = (energy / self.output_size).sqrt()
         tiny = torch.finfo(change.dtype).tiny
         lr = max(group["lr"] for group in self.param_groups)
+        layers = sum(b.structure == self.block for b in self.factors.blocks)
+        least = LENGTH / max(layers, 1) ** 0.5
+        if self.longest is None:
+            self.longest = torch.full_like(change, least)
         if self.step_size is None:
             self.step_size = FIRST_CHANGE / change.clamp(min=tiny)
-            self.longest = torch.full_like(change, RELATIVE_LENGTH[0])
         elif self.predicted is not None:
             last = {name: self.state[p].get("displacement") for name, p in self._trained().items()}
             moved = [inner(g, last[name]).float() for name, g in gradients.items() if last[name] is not None]
             if moved:
                 ratio = slope_ratio(torch.stack(moved).sum(), self.predicted)
-                self.longest = loosened(self.longest, ratio, *RELATIVE_LENGTH)
+                self.longest = loosened(self.longest, ratio, least, LONGEST)
                 self.step_size = adapted(self.step_size, ratio, ADAPTATION * min(1.0, lr))
         assert self.output_scale is not None
         reach = 1 + self.output_scale
@@ -194,6 +199,7 @@ class KFAC(SecondOrder):
     def _apply(self, directions: Mapping[str, Tensor], size: Tensor) -> None:
         """Take the step, no layer further than a part of its length."""
         options, parameters = self._options(), self._trained()
+        assert self.longest is not None
         for p in parameters.values():
             self.state[p].pop("displacement", None)
         joint = {k: tuple(n for n in b.names if n in directions) for b in self.factors.blocks for k in b.names}
