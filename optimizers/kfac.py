@@ -151,14 +151,14 @@ class KFAC(SecondOrder):
             return
         self._renew()
         with self.health.timed("direction"):
-            directions, slope = self._directions(gradients)
-            size = self._step_size(gradients, directions, slope)
+            directions, energy = self._directions(gradients)
+            size = self._step_size(gradients, directions, energy)
             self._apply(directions, size)
         self.health.entries.append(self._entry | {"step_size": size, "accepted": True})
         self.steps += 1
 
     def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """``u = (M + damping)^-1 m`` and ``m^T u``, an upper bound of ``u^T M u``."""
+        """``u = (M + damping)^-1 m`` and about ``u^T M u``."""
         options, parameters = self._options(), self._trained()
         means = {
             name: _running_mean(self.state[parameters[name]], g, options[name]["momentum"])
@@ -166,8 +166,15 @@ class KFAC(SecondOrder):
         }
         found = self._solved(means)
         self._slopes = {name: inner(means[name], u).float() for name, u in found.items()}
-        slope = torch.stack(list(self._slopes.values())).sum()
-        return found, slope
+        energies = [self._energy(u, self._slopes[name], options[name]["damping"]) for name, u in found.items()]
+        return found, torch.stack(energies).sum()
+
+    @staticmethod
+    def _energy(u: Tensor, slope: Tensor, damping: float | None) -> Tensor:
+        """``u^T M u``, or an upper bound not far away where the damping is a small share of each factor."""
+        if damping is None:
+            return slope
+        return torch.maximum(slope - damping * inner(u, u).float(), 1e-6 * slope)  # what rounding leaves of it
 
     def _step_size(self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor], energy: Tensor) -> Tensor:
         """The step size, adapted and inside the trust region; it is kept for the next step."""
