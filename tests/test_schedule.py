@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from test_adaptive import closure_of
@@ -80,7 +81,9 @@ def test_history_is_what_the_picture_takes():
     history = opt.history
     assert [h["loss"] for h in history] == values and [h["step"] for h in history] == list(range(5))
     assert all(h["seconds"] > 0 and h["accepted"] for h in history)
-    assert len(curvature.plots.training(history)) == 5
+    axes = curvature.plots.training(history)
+    assert len(axes) == 5
+    plt.close(axes[0].figure)
 
 
 @pytest.mark.parametrize("name", TASKS)
