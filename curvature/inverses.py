@@ -63,8 +63,8 @@ def factored(
     """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() that of the eigenvalues.
 
     This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
-    Sides from `lowrank.LARGE` rows on are taken by their largest eigenvalues where few stand out, all others by
-    Cholesky's algorithm, those of one shape together.
+    Sides many times the other are given by their Cholesky roots. Others from `lowrank.LARGE` rows on are taken by their
+    largest eigenvalues where few stand out, the rest is inverted by Cholesky's algorithm, those of one shape together.
 
     Args:
         before: the last inverses of the pairs.
@@ -72,18 +72,16 @@ def factored(
     """
     sides = [side for pair in pairs for side in pair]
     widths = [other.shape[1] for rows, columns in pairs for other in (columns, rows)]
+    are_thin = [side.ndim == 3 and side.shape[1] >= THIN * width for side, width in zip(sides, widths, strict=True)]
     last = [side for inverse in before for side in _parts(inverse)]
     found: dict[int, tuple[Tensor, bool, Tensor | None]] = {}
     for k, (start, shift) in enumerate(last):
-        is_wide = sides[k].ndim == 3 and len(sides[k]) == 1 and sides[k].shape[1] >= LARGE
-        if is_wide and (shift is not None or anew[k // 2]):
+        is_large = sides[k].ndim == 3 and len(sides[k]) == 1 and sides[k].shape[1] >= LARGE and not are_thin[k]
+        if is_large and (shift is not None or anew[k // 2]):
             few = _by_largest(sides[k], share, None if shift is None else start)
             found |= {} if few is None else {k: (few[0], False, few[1])}
-    kinds = {
-        k: (sides[k].shape[1:], sides[k].dtype, sides[k].device, sides[k].ndim == 3 and sides[k].shape[1] >= THIN * w)
-        for k, w in enumerate(widths)
-        if k not in found
-    }
+    left = [k for k in range(len(sides)) if k not in found]
+    kinds = {k: (sides[k].shape[1:], sides[k].dtype, sides[k].device, are_thin[k]) for k in left}
     for kind, alike in _grouped(kinds):
         together, are_roots = _damped(torch.cat([sides[k] for k in alike]), share, kind[3])
         for k, own in zip(alike, together.split([len(sides[k]) for k in alike]), strict=True):

@@ -85,14 +85,16 @@ def test_follows_a_matrix_that_turns():
 
 
 def test_sides_of_an_inverse():
-    """Rows by their largest eigenvalues, columns by a Cholesky root; the same again, from the last; condition."""
-    rows, columns = with_values(power_law(1.5))[None], torch.tensor([[[2.0, 1.0], [1.0, 3.0]]], dtype=torch.float64)
+    """Rows by their largest eigenvalues, columns by Cholesky; again, from the last; condition. Not where rows are thin."""
+    rows, columns = with_values(power_law(1.5))[None], with_values(torch.arange(1.0, 21.0).double())[None]
+    (thin,) = factored([(rows, columns[:, :2, :2])], DAMPING, [None], [True])
+    assert thin.ranks == (None, None) and thin.roots[0]
     (first,) = factored([(rows, columns)], DAMPING, [None], [True])
     (found,) = factored([(rows, columns)], DAMPING, [first], [False])
     (whole,) = factored([(rows, columns)], DAMPING, [None], [False])
     assert first.ranks[0] == found.ranks[0] and found.ranks[1] is None and whole.ranks == (None, None)
-    x = torch.sin(torch.arange(2.0 * SIZE).double()).reshape(1, SIZE, 2)
-    columns = columns + DAMPING * columns[0].trace() / 2 * torch.eye(2)
+    x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
+    columns = columns + DAMPING * columns[0].trace() / 20 * torch.eye(20)
     vectors, shift = low_rank(rows[0], DAMPING, None) or (x, x)
     expected = (shift * (torch.eye(SIZE).double() - vectors @ vectors.mT)) @ x[0] @ torch.linalg.inv(columns[0])
     torch.testing.assert_close(first(x)[0], expected)
