@@ -85,7 +85,7 @@ def test_follows_a_matrix_that_turns():
 
 
 def test_sides_of_an_inverse():
-    """Rows by their largest eigenvalues, columns by Cholesky; again, from the last; condition. Not where rows are thin."""
+    """Rows by their largest eigenvalues, columns by Cholesky; again, from the last; condition. Thin rows by roots."""
     rows, columns = with_values(power_law(1.5))[None], with_values(torch.arange(1.0, 21.0).double())[None]
     (thin,) = factored([(rows, columns[:, :2, :2])], DAMPING, [None], [True])
     assert thin.ranks == (None, None) and thin.roots[0]
