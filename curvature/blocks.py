@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from curvature.arrangement import Arrangement
 from curvature.inverses import Inverse, factored, in_eigenbasis
 from curvature.moments import Reading, Scheme, diagonal_of, matched, wide
+from curvature.sketch import added, mixed, scaled
 from curvature.terms import Term
 
 # for each way in which a weight is read: moment of activations, number to divide it by, moment of backprops
@@ -178,7 +179,7 @@ class KroneckerBlock(Block):
         for reading, (a, number, b) in sums.items():
             if reading in self.sums:
                 other = self.sums[reading]
-                a, number, b = a + other[0], number + other[1], b + other[2]
+                a, number, b = added(a, other[0]), number + other[1], added(b, other[2])
             self.sums[reading] = a, number, b
 
     def discard(self) -> None:
@@ -189,14 +190,11 @@ class KroneckerBlock(Block):
             self.discard()
             return
         found = self.sums.items()
-        rows, columns = matched([self.scheme.product(k, a, number, b / self.samples) for k, (a, number, b) in found])
+        each = 1 / self.samples
+        rows, columns = matched([self.scheme.product(k, a, number, scaled(b, each)) for k, (a, number, b) in found])
         self.discard()
-        if self.rows is None or self.columns is None:
-            self.rows, self.columns = rows, columns
-        else:
-            w = self.weight_of_new(decay)
-            self.rows.lerp_(rows, w)
-            self.columns.lerp_(columns, w)
+        w = self.weight_of_new(decay)
+        self.rows, self.columns = mixed(self.rows, rows, w), mixed(self.columns, columns, w)
         self.updates += 1
 
     @property
@@ -232,7 +230,7 @@ class KroneckerBlock(Block):
     @property
     def cost(self) -> float:
         sides = [side for side in (self.rows, self.columns) if side is not None]
-        return float(sum(side.numel() * (side.shape[2] if side.ndim == 3 else 1) for side in sides))
+        return float(sum(side.numel() * (side.shape[1] if side.ndim == 3 else 1) for side in sides))
 
     def condition(self) -> float:
         return math.nan if self.inverse is None else self.inverse.condition()
@@ -242,7 +240,7 @@ class KroneckerBlock(Block):
             return "not seen yet"
         ranks = (None, None) if self.inverse is None else self.inverse.ranks
         rows, columns = (
-            "x".join(map(str, s.shape[1:] * (3 - s.ndim + 1)))
+            "x".join(2 * [str(s.shape[-1])])
             + " diagonal" * (s.ndim == 2)
             + ("" if rank is None else f" by {rank} eigenvalues")
             for s, rank in zip((self.rows, self.columns), ranks, strict=True)

@@ -17,7 +17,7 @@ from curvature.moments import Scheme
 from curvature.structure import explained, guesses, joint_bias
 from curvature.terms import Dense, Entrywise, Term
 
-MAX_SIZE = 2048  # a side larger than this is kept as its diagonal
+MAX_SIZE = 2048  # a side larger than this is kept by few directions
 
 LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}
 
@@ -35,7 +35,9 @@ def layer_blocks(
         shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
         scheme = Scheme.of(terms[name], shapes, node.tensor.dtype, sharing, MAX_SIZE)
         if scheme is not None and not any(isinstance(t, Entrywise) for t in terms[name]):  # (1 x 1) would be all it has
-            blocks.append(LAYERS[kind](names, scheme))
+            large = any(scheme.few)
+            blocks.append(LAYERS["kronecker" if large else kind](names, scheme))
+            blocks[-1].reason = "too large for an eigenbasis" if large and kind == "eigen" else ""
             taken |= set(names)
     for name, node in todo.items():
         if name not in taken:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from curvature.linalg import cholesky_root, eigh, inverse, matmul
 from curvature.lowrank import LARGE, low_rank
+from curvature.sketch import diagonal_of, is_sketch, spectrum
 
 THIN = 16  # a side so many times larger than the other is not inverted: to solve with its root is cheaper
 
@@ -24,6 +25,8 @@ class Inverse:
 
     `roots` says of either side whether it is the Cholesky root L of what is inverted, and stands for ``(L L^T)^-1``.
     `shifts` has a number c where a side is V of ``c (I - V V^T)``, V (g, d, r) with orthogonal columns.
+    Where `values` (1, r + 1, s + 1) are given for partial bases rows (1, o, r) and columns (1, i, s), the last of each
+    axis belongs to all directions outside of them.
     """
 
     rows: Tensor
@@ -37,8 +40,14 @@ class Inverse:
             with torch.autocast(x.device.type, enabled=False):
                 x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True)
                 return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False)
+        if self.is_partial:
+            return _partial(self.rows, self.columns, self.values, x)
         inner = _right(self.columns, _left(_transposed(self.rows), x)) * self.values
         return _right(_transposed(self.columns), _left(self.rows, inner))
+
+    @property
+    def is_partial(self) -> bool:
+        return self.values is not None and self.rows.ndim == 3 and self.values.shape[1] > self.rows.shape[2]
 
     def condition(self) -> float:
         """Largest over least eigenvalue, the largest of all groups."""
@@ -63,21 +72,24 @@ def factored(
     """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() that of the eigenvalues.
 
     This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
-    Sides many times the other are given by their Cholesky roots. Others from `lowrank.LARGE` rows on are taken by their
-    largest eigenvalues where few stand out, the rest is inverted by Cholesky's algorithm, those of one shape together.
+    Sketches have few eigenvalues to begin with. Sides many times the other are given by their Cholesky roots. Others
+    from `lowrank.LARGE` rows on are taken by their largest eigenvalues where few stand out; the rest is inverted by
+    Cholesky's algorithm, those of one shape together.
 
     Args:
         before: the last inverses of the pairs.
         anew: whether a pair's sides are to be looked at again that were not of low rank before.
     """
     sides = [side for pair in pairs for side in pair]
-    widths = [other.shape[1] for rows, columns in pairs for other in (columns, rows)]
+    widths = [other.shape[-1] for rows, columns in pairs for other in (columns, rows)]
     are_thin = [side.ndim == 3 and side.shape[1] >= THIN * width for side, width in zip(sides, widths, strict=True)]
     last = [side for inverse in before for side in _parts(inverse)]
-    found: dict[int, tuple[Tensor, bool, Tensor | None]] = {}
+    found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
+        k: _of_sketch(side, share) for k, side in enumerate(sides) if is_sketch(side)
+    }
     for k, (start, shift) in enumerate(last):
         is_large = sides[k].ndim == 3 and len(sides[k]) == 1 and sides[k].shape[1] >= LARGE and not are_thin[k]
-        if is_large and (shift is not None or anew[k // 2]):
+        if k not in found and is_large and (shift is not None or anew[k // 2]):
             few = _by_largest(sides[k], share, None if shift is None else start)
             found |= {} if few is None else {k: (few[0], False, few[1])}
     left = [k for k in range(len(sides)) if k not in found]
@@ -92,6 +104,9 @@ def factored(
 
 def in_eigenbasis(rows: Tensor, columns: Tensor, damping: float | Tensor) -> Inverse:
     """``(kron(B, A) + damping I)^-1`` by eigenvalues."""
+    if is_sketch(rows) or is_sketch(columns):
+        (b, left), (a, right) = (_outlined(side) for side in (rows, columns))
+        return Inverse(left, right, 1 / (b[:, :, None] * a[:, None, :] + damping))
     (b, left), (a, right) = basis(rows), basis(columns)
     return Inverse(left, right, 1 / (b[:, :, None] * a[:, None, :] + damping))
 
@@ -140,6 +155,32 @@ def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
     return (inverse(matrix) / scale, False) if root is None else (root * scale.sqrt(), True)
 
 
+def _outlined(side: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (1, r + 1), the last that of all directions outside of the basis (1, d, r)."""
+    if is_sketch(side):
+        vectors, values, rest = spectrum(side)
+        return torch.cat([values, rest[None]])[None], vectors[None]
+    values, vectors = basis(side)
+    return torch.cat([values, values[:, -1:]], 1), vectors  # there is nothing outside; any value would do
+
+
+def _partial(rows: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor:
+    """What is outside of both bases, and what differs from that within the one, the other, and both."""
+    outside, row, column = values[:, -1:, -1:], values[:, :-1, -1:], values[:, -1:, :-1]
+    left, right = matmul(rows.mT, x), matmul(x, columns)
+    both = (values[:, :-1, :-1] - row - column + outside) * matmul(left, columns)
+    within = matmul(rows, (row - outside) * left + matmul(both, columns.mT))
+    return outside * x + within + matmul((column - outside) * right, columns.mT)
+
+
+def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, bool, Tensor]:
+    """V and c of its damped inverse."""
+    vectors, values, rest = spectrum(side)
+    damping = share * _mean(side)
+    root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
+    return (vectors * root)[None], False, 1 / (rest + damping)
+
+
 def _by_largest(side: Tensor, share: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """V and c of the damped inverse of one side (1, d, d), if few eigenvalues stand out."""
     mean = _mean(side)
@@ -149,9 +190,8 @@ def _by_largest(side: Tensor, share: float, start: Tensor | None) -> tuple[Tenso
 
 def _mean(sides: Tensor) -> Tensor:
     """Mean eigenvalue of each group, not zero."""
-    diagonal = sides if sides.ndim == 2 else sides.diagonal(dim1=1, dim2=2)
     # a layer that nothing reaches has zero gradients too: any finite inverse will do
-    return diagonal.mean(1).clamp(min=torch.finfo(sides.dtype).tiny ** 0.5)
+    return diagonal_of(sides).mean(1).clamp(min=torch.finfo(sides.dtype).tiny ** 0.5)
 
 
 def _parts(inverse: Inverse | None) -> Iterable[tuple[Tensor | None, Tensor | None]]:

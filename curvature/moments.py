@@ -9,15 +9,18 @@ Indices: n sample, t place, g group, i input, o output.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.arrangement import Arrangement
+from curvature.sketch import added, diagonal_of, scaled, sketched
 from curvature.terms import Convolved, ConvolvedBack, Entrywise, Outer, Rows, Term
 
 CHUNK = 1 << 24  # elements of unfolded activations at a time
@@ -50,6 +53,7 @@ class Scheme:
     Attributes:
         arrangement: of weight and bias as (g, o, i).
         diagonal: whether the side of the outputs, and that of the inputs, is kept as its diagonal.
+        few: whether it is kept by few directions, as a `curvature.sketch`.
         dtype: of the moments.
         sharing: "expand": each place counts as a sample; "reduce": activations are averaged and backprops added over
             the places of a sample first (arXiv:2311.00636).
@@ -59,6 +63,7 @@ class Scheme:
     diagonal: tuple[bool, bool]
     dtype: torch.dtype
     sharing: str
+    few: tuple[bool, bool] = (False, False)
 
     @staticmethod
     def of(
@@ -73,7 +78,8 @@ class Scheme:
         Args:
             shapes: of the weight and, if it is one more input wherever the weight is read, of the bias.
             dtype: of the parameter; moments are in single precision at least.
-            largest: a side larger than this is kept as its diagonal. The side of an embedding's rows always is.
+            largest: a side larger than this is kept by few directions, or as its diagonal where the layer has groups or
+                the weight is tied. The side of an embedding's rows always is a diagonal.
 
         Raises:
             ValueError: `sharing` is neither "expand" nor "reduce".
@@ -88,12 +94,15 @@ class Scheme:
         if any(math.prod(shape) != first.groups * first.outputs for shape in shapes[1:]):
             return None  # a bias that is broadcast
         outputs, inputs = arrangement.outputs, arrangement.dimension // (arrangement.groups * arrangement.outputs)
-        scheme = Scheme(arrangement, (outputs > largest, inputs > largest), wide(dtype), sharing)
+        large = (outputs > largest, inputs > largest)
+        scheme = Scheme(arrangement, large, wide(dtype), sharing)
         if not all(scheme.accepts(term) for term in found):
             return None
-        one_hot = {scheme.reading(term).flipped for term in found if isinstance(term, Rows)}
-        diagonal = (scheme.diagonal[0] or True in one_hot, scheme.diagonal[1] or False in one_hot)
-        return replace(scheme, diagonal=diagonal)
+        readings = {scheme.reading(term) for term in found}
+        if readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1:
+            return replace(scheme, diagonal=(False, False), few=large)
+        one_hot = {reading.flipped for reading in readings if reading.one_hot}
+        return replace(scheme, diagonal=(large[0] or True in one_hot, large[1] or False in one_hot))
 
     def accepts(self, term: Term) -> bool:
         """Whether a term is a read of the weight in this arrangement, or of its transpose."""
@@ -102,6 +111,8 @@ class Scheme:
             return False
         order = (term.order is not None and term.sizes, term.order)
         same = order == (here.order is not None and here.sizes, here.order)
+        if any(self.few) and (isinstance(term, Rows) or not same):
+            return False
         if same and (term.groups, term.outputs) == (here.groups, here.outputs):
             return True
         return len(here.shapes) == 1 and len(term.shape) == 2 and term.groups == here.groups == 1
@@ -137,6 +148,8 @@ class Scheme:
             moment, number = self._looked_up([term for term in terms if isinstance(term, Rows)])
             return moment if diagonal else torch.diag_embed(moment), number
         whole = [term for term in terms if not isinstance(term, Rows)]
+        if self.few[1]:
+            return self._few(whole)
         if self.sharing == "reduce":
             a = torch.cat([self._mean_over_places(part) for same in _by_length(whole) for part in self._chunks(same)])
             moment = self._empty(whole[0], diagonal, len(a))
@@ -157,7 +170,10 @@ class Scheme:
             left, right: the terms for one vector sent back from the output, or for two (then ``b_left b_right^T``).
             weights: (N,); None: all one.
         """
-        diagonal = self.diagonal[1 if self.reading(left[0]).flipped else 0]
+        flipped = self.reading(left[0]).flipped
+        if self.few[0]:
+            return sum_of_moments(sketched(b[:, 0]) for b in self._backprops(left, None))
+        diagonal = self.diagonal[1 if flipped else 0]
         # the root of the weights on both sides: two factors that are the same tensor need one copy
         root = None if weights is None else weights.to(self.dtype).sqrt()
         lefts = self._backprops(left, root)
@@ -172,7 +188,7 @@ class Scheme:
         `activations` are divided by their `number`; `backprops` are taken as they are.
         """
         count = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
-        sides = (backprops, activations / count)
+        sides = (backprops, scaled(activations, 1 / count))
         return (sides[1], sides[0]) if reading.flipped else sides
 
     def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
@@ -185,6 +201,23 @@ class Scheme:
             return flat
         scales = [scale.repeat_interleave(b.shape[1])[:, None, None] for b in found]
         return [b * s for b, s in zip(flat, scales, strict=True)]
+
+    def _few(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
+        """The moment of activations as a sketch, and how many were summed."""
+        if self.sharing == "reduce":
+            parts = [self._mean_over_places(part) for same in _by_length(terms) for part in self._chunks(same)]
+        else:
+            parts = [self._whole(part[0]) for term in terms for part in self._chunks([term])]
+        if len(self.arrangement.shapes) > 1:
+            parts = [F.pad(a, (0, 1), value=1.0) for a in parts]
+        return sum_of_moments(sketched(a[:, 0]) for a in parts), sum(map(len, parts))
+
+    def _whole(self, term: Whole) -> Tensor:
+        """Activations of all places, (N * t, g, i)."""
+        total = self._zeros(term, len(term) * term.places)
+        for inputs, a in term.activations():
+            total[..., slice(None) if inputs is None else inputs] += a.flatten(0, 1).to(self.dtype)
+        return total
 
     def _zeros(self, term: Whole, *samples: int) -> Tensor:
         """(*samples, g, i), the bias not among the inputs."""
@@ -273,14 +306,13 @@ def matched(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return side(0), side(1)
 
 
-def diagonal_of(side: Tensor) -> Tensor:
-    """(g, d) of a side, however it is kept."""
-    return side if side.ndim == 2 else side.diagonal(dim1=1, dim2=2)
-
-
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision of curvature: at least single."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def sum_of_moments(moments: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(added, moments)
 
 
 def sum_of(tensors: Iterable[Tensor]) -> Tensor:

@@ -181,7 +181,7 @@ class KFAC(SecondOrder):
         change = (energy / self.output_size).sqrt()
         tiny = torch.finfo(change.dtype).tiny
         lr = max(group["lr"] for group in self.param_groups)
-        layers = sum(b.structure == self.block for b in self.factors.blocks)
+        layers = sum(b.structure != "diagonal" for b in self.factors.blocks)
         least = LENGTH / max(layers, 1) ** 0.5
         if self.longest is None:
             self.longest = torch.full_like(change, least)
