@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.arrangement import Arrangement
-from curvature.sketch import added, diagonal_of, scaled, sketched
+from curvature.sketch import SMALL, added, diagonal_of, scaled, sketched
 from curvature.terms import Convolved, ConvolvedBack, Entrywise, Outer, Rows, Term
 
 CHUNK = 1 << 24  # elements of unfolded activations at a time
@@ -100,7 +100,8 @@ class Scheme:
             return None
         readings = {scheme.reading(term) for term in found}
         if readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1:
-            return replace(scheme, diagonal=(False, False), few=large)
+            few = (large[0] and outputs > SMALL, large[1] and inputs > SMALL)
+            return replace(scheme, diagonal=(large[0] > few[0], large[1] > few[1]), few=few)
         one_hot = {reading.flipped for reading in readings if reading.one_hot}
         return replace(scheme, diagonal=(large[0] or True in one_hot, large[1] or False in one_hot))
 

@@ -14,6 +14,7 @@ from curvature.linalg import eigh, matmul
 
 RANK = 128  # directions that are kept
 ROWS = 2 * RANK  # of a batch; more are mixed with random signs, which leaves the expected moment as it is
+SMALL = 2 * ROWS + 1  # sides up to this are no larger than their sketch may be
 
 
 def is_sketch(side: Tensor) -> bool:
