@@ -2,8 +2,8 @@
 
 A block is a layer's weight with its bias as the last input. On the weight arranged as (g, o, i) it is
 ``kron(rows, columns)`` per group g: rows from backprops, columns from activations (arXiv:1503.05671, equation 1;
-arXiv:2311.00636 for shared weights, "expand"). A side that is too large, and the one-hot side of an embedding, is its
-diagonal. All matrices are means over samples of what the injected vectors v make of them: E[J^T v v^T J].
+arXiv:2311.00636 for shared weights, "expand"). A side that is too large is a
+`curvature.sketch`, the one-hot side of an embedding its diagonal. All matrices are means over samples of what the injected vectors v make of them: E[J^T v v^T J].
 
 Indices: n sample, t place, g group, i input, o output.
 """

@@ -18,7 +18,7 @@ FAR, FINE = 0.1, 0.02  # steps between two evaluations as a fraction of the step
 PRUNE = 1.3  # a point of a grid is abandoned after this many times the seconds of the best
 WIDEN = 6  # how often a grid may grow
 WARM_UP = 3  # steps of every optimizer on a throwaway model, so that no clock pays for first calls
-LEAD = 3.0  # a race goes on for this many times the seconds of its winner
+LEAD = 2.0  # a race goes on for this many times the seconds of its winner
 
 
 @dataclass(frozen=True)
