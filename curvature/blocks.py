@@ -2,8 +2,8 @@
 
 A block is a layer's weight with its bias as the last input. On the weight arranged as (g, o, i) it is
 ``kron(rows, columns)`` per group g: rows from backprops, columns from activations (arXiv:1503.05671, equation 1;
-arXiv:2311.00636 for shared weights, "expand"). A side that is too large is a
-`curvature.sketch`, the one-hot side of an embedding its diagonal. All matrices are means over samples of what the injected vectors v make of them: E[J^T v v^T J].
+arXiv:2311.00636 for shared weights, "expand"). A side that is too large is a `curvature.sketch`, the one-hot side of an
+embedding its diagonal. All matrices are means over samples of what the injected vectors v make of them: E[J^T v v^T J].
 
 Indices: n sample, t place, g group, i input, o output.
 """
@@ -23,7 +23,10 @@ from curvature.arrangement import Arrangement
 from curvature.inverses import Inverse, factored, in_eigenbasis
 from curvature.moments import Reading, Scheme, diagonal_of, matched, wide
 from curvature.sketch import added, mixed, scaled
-from curvature.terms import Term
+from curvature.terms import Rows, Term
+
+ENOUGH = 8  # rows of activations for each column of their moment
+LEAST = 16  # samples that they are of
 
 # for each way in which a weight is read: moment of activations, number to divide it by, moment of backprops
 Sums = dict[Reading, tuple[Tensor, int | Tensor, Tensor]]
@@ -168,7 +171,7 @@ class KroneckerBlock(Block):
         if not all(self.scheme.accepts(t) for t in terms):
             return {}
         sums = {
-            reading: (*self.scheme.activations(parts), self.scheme.backprops(parts))
+            reading: (*self.scheme.activations(_enough(parts)), self.scheme.backprops(parts))
             for reading, parts in self.scheme.readings(terms).items()
         }
         return sums if all(bool(torch.isfinite(a.sum() + b.sum())) for a, _, b in sums.values()) else {}
@@ -246,6 +249,22 @@ class KroneckerBlock(Block):
             for s, rank in zip((self.rows, self.columns), ranks, strict=True)
         )
         return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
+
+
+def _enough(terms: Sequence[Any]) -> Sequence[Any]:
+    """Some of the samples, evenly, where there are many places for each input: the mean of `a a^T` needs no more.
+
+    It is a mean over a batch that is itself a sample, and goes on as a running mean.
+    """
+    whole = [term for term in terms if not isinstance(term, Rows)]
+    if not whole:
+        return terms
+    inputs = math.prod(whole[0].shape) // (whole[0].groups * whole[0].outputs)
+    stride = sum(len(term) * term.places for term in whole) // (ENOUGH * inputs)
+    stride = min([stride, *(len(term) // LEAST for term in whole)])
+    if stride < 2:
+        return terms
+    return [term if isinstance(term, Rows) else term.samples(slice(None, None, stride)) for term in terms]
 
 
 class DiagonalBlock(Block):

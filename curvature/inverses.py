@@ -95,7 +95,7 @@ def factored(
     left = [k for k in range(len(sides)) if k not in found]
     kinds = {k: (sides[k].shape[1:], sides[k].dtype, sides[k].device, are_thin[k]) for k in left}
     for kind, alike in _grouped(kinds):
-        together, are_roots = _damped(torch.cat([sides[k] for k in alike]), share, kind[3])
+        together, are_roots = _damped(_stacked([sides[k] for k in alike]), share, kind[3])
         for k, own in zip(alike, together.split([len(sides[k]) for k in alike]), strict=True):
             found[k] = own, are_roots, None
     both = [(*found[k], *found[k + 1]) for k in range(0, len(sides), 2)]
@@ -121,7 +121,7 @@ def bases(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for _, alike in _grouped({k: (side.shape[1:], side.dtype, side.device) for k, side in enumerate(sides)}):
         sizes = [len(sides[k]) for k in alike]
-        values, vectors = (part.split(sizes) for part in basis(torch.cat([sides[k] for k in alike])))
+        values, vectors = (part.split(sizes) for part in basis(_stacked([sides[k] for k in alike])))
         found |= dict(zip(alike, zip(values, vectors, strict=True), strict=True))
     return [found[k] for k in range(len(sides))]
 
@@ -133,6 +133,10 @@ def carried(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tenso
     """
     rows, columns = (n * o if n.ndim == 2 else matmul(n.mT, o).square() for o, n in zip(old, new, strict=True))
     return _right(_transposed(columns), _left(rows, values))
+
+
+def _stacked(sides: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(sides)) if len(sides) > 1 else sides[0]
 
 
 def _grouped(kinds: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
@@ -152,7 +156,7 @@ def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
     matrix = sides / scale
     matrix.diagonal(dim1=1, dim2=2).add_(share)
     root = cholesky_root(matrix) if as_roots else None
-    return (inverse(matrix) / scale, False) if root is None else (root * scale.sqrt(), True)
+    return (inverse(matrix).div_(scale), False) if root is None else (root.mul_(scale.sqrt()), True)
 
 
 def _outlined(side: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,8 @@ import torch
 from case import seeded
 from torch import Tensor, nn
 
+from curvature import RunningFactors, capture
+from curvature.blocks import KroneckerBlock
 from curvature.inverses import factored, in_eigenbasis
 from curvature.sketch import RANK, ROWS, added, diagonal_of, merged, mixed, scaled, sketched, spectrum
 from optimizers import EKFAC, KFAC
@@ -159,3 +161,21 @@ def test_a_layer_of_fifty_thousand_inputs():
         opt.step()
     assert "A 50001x50001 by" in opt.report()
     assert sum(block.bytes for block in opt.factors.blocks) < 3 * RANK * 50_000 * 4
+
+
+@pytest.mark.parametrize(("count", "stride"), [(64, 4), (24, 1)])
+def test_activations_of_some_samples_are_enough(count: int, stride: int):
+    """Of 64 samples with 400 places each and 3 inputs, every fourth is looked at, which makes 16; of 24 samples, all."""
+    with seeded(0):
+        layer, x = nn.Conv1d(2, 4, 1), torch.randn(count, 2, 400)
+    factors = RunningFactors()
+    with capture(layer) as tape:
+        out = layer(x)
+    factors.record(tape, [out], [out.detach()[None]], count)
+    factors.fold(0.9)
+    (block,) = factors.blocks
+    assert isinstance(block, KroneckerBlock) and block.rows is not None and block.columns is not None
+    a = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].mT.flatten(0, 1)
+    torch.testing.assert_close(block.columns[0], a.T @ a / len(a))
+    b = out.detach().mT.flatten(0, 1)
+    torch.testing.assert_close(block.rows[0], b.T @ b / count)
