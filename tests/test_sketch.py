@@ -165,7 +165,7 @@ def test_a_layer_of_fifty_thousand_inputs():
 
 @pytest.mark.parametrize(("count", "stride"), [(64, 4), (24, 1)])
 def test_activations_of_some_samples_are_enough(count: int, stride: int):
-    """Of 64 samples with 400 places each and 3 inputs, every fourth is looked at, which makes 16; of 24 samples, all."""
+    """Of 64 samples with 400 places each and 3 inputs, every fourth is looked at: 16 of them. Of 24 samples, all."""
     with seeded(0):
         layer, x = nn.Conv1d(2, 4, 1), torch.randn(count, 2, 400)
     factors = RunningFactors()
