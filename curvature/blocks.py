@@ -171,7 +171,7 @@ class KroneckerBlock(Block):
         if not all(self.scheme.accepts(t) for t in terms):
             return {}
         sums = {
-            reading: (*self.scheme.activations(_enough(parts)), self.scheme.backprops(parts))
+            reading: (*self.scheme.activations(_enough(parts, self.scheme.sharing)), self.scheme.backprops(parts))
             for reading, parts in self.scheme.readings(terms).items()
         }
         return sums if all(bool(torch.isfinite(a.sum() + b.sum())) for a, _, b in sums.values()) else {}
@@ -251,7 +251,7 @@ class KroneckerBlock(Block):
         return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
 
 
-def _enough(terms: Sequence[Any]) -> Sequence[Any]:
+def _enough(terms: Sequence[Any], sharing: str) -> Sequence[Any]:
     """Some of the samples, evenly, where there are many places for each input: the mean of `a a^T` needs no more.
 
     It is a mean over a batch that is itself a sample, and goes on as a running mean.
@@ -260,7 +260,8 @@ def _enough(terms: Sequence[Any]) -> Sequence[Any]:
     if not whole:
         return terms
     inputs = math.prod(whole[0].shape) // (whole[0].groups * whole[0].outputs)
-    stride = sum(len(term) * term.places for term in whole) // (ENOUGH * inputs)
+    rows = sum(len(term) * (term.places if sharing == "expand" else 1) for term in whole)
+    stride = rows // (ENOUGH * inputs)
     stride = min([stride, *(len(term) // LEAST for term in whole)])
     if stride < 2:
         return terms

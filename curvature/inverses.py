@@ -50,10 +50,11 @@ class Inverse:
         return self.values is not None and self.rows.ndim == 3 and self.values.shape[1] > self.rows.shape[2]
 
     def condition(self) -> float:
-        """Largest over least eigenvalue, the largest of all groups."""
+        """Largest over least eigenvalue that is not zero, the largest of all groups."""
         if self.values is not None:
             spread = self.values.flatten(1)
-            return float((spread.amax(1) / spread.amin(1)).max())
+            least = torch.where(spread > 0, spread, torch.inf).amin(1)
+            return float((spread.amax(1) / least).max())
         sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.roots, self.shifts, strict=True)]
         one, other = (s.amax(1) / s.amin(1) for s in sides)
         return float((one * other).max())
@@ -102,13 +103,15 @@ def factored(
     return [Inverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
 
 
-def in_eigenbasis(rows: Tensor, columns: Tensor, damping: float | Tensor) -> Inverse:
-    """``(kron(B, A) + damping I)^-1`` by eigenvalues."""
-    if is_sketch(rows) or is_sketch(columns):
-        (b, left), (a, right) = (_outlined(side) for side in (rows, columns))
-        return Inverse(left, right, 1 / (b[:, :, None] * a[:, None, :] + damping))
-    (b, left), (a, right) = basis(rows), basis(columns)
-    return Inverse(left, right, 1 / (b[:, :, None] * a[:, None, :] + damping))
+def in_eigenbasis(rows: Tensor, columns: Tensor, damping: float) -> Inverse:
+    """``(kron(B, A) + damping I)^-1`` by eigenvalues; without damping, the pseudo-inverse."""
+    is_partial = is_sketch(rows) or is_sketch(columns)
+    (b, left), (a, right) = (_outlined(side) if is_partial else basis(side) for side in (rows, columns))
+    values = b[:, :, None] * a[:, None, :]
+    if damping > 0:
+        return Inverse(left, right, 1 / (values + damping))
+    least = torch.finfo(values.dtype).eps * max(values.shape) * values.amax((1, 2), keepdim=True)
+    return Inverse(left, right, torch.where(values > least, 1 / values, 0.0))
 
 
 def basis(side: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,6 +168,7 @@ def _outlined(side: Tensor) -> tuple[Tensor, Tensor]:
         vectors, values, rest = spectrum(side)
         return torch.cat([values, rest[None]])[None], vectors[None]
     values, vectors = basis(side)
+    vectors = torch.diag_embed(vectors) if side.ndim == 2 else vectors
     return torch.cat([values, values[:, -1:]], 1), vectors  # there is nothing outside; any value would do
 
 

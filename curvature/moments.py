@@ -171,10 +171,10 @@ class Scheme:
             left, right: the terms for one vector sent back from the output, or for two (then ``b_left b_right^T``).
             weights: (N,); None: all one.
         """
-        flipped = self.reading(left[0]).flipped
         if self.few[0]:
-            return sum_of_moments(sketched(b[:, 0]) for b in self._backprops(left, None))
-        diagonal = self.diagonal[1 if flipped else 0]
+            assert right is None and weights is None  # sketches are of one vector, all samples alike
+            return functools.reduce(added, (sketched(b[:, 0]) for b in self._backprops(left, None)))
+        diagonal = self.diagonal[1 if self.reading(left[0]).flipped else 0]
         # the root of the weights on both sides: two factors that are the same tensor need one copy
         root = None if weights is None else weights.to(self.dtype).sqrt()
         lefts = self._backprops(left, root)
@@ -205,13 +205,14 @@ class Scheme:
 
     def _few(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
         """The moment of activations as a sketch, and how many were summed."""
-        if self.sharing == "reduce":
-            parts = [self._mean_over_places(part) for same in _by_length(terms) for part in self._chunks(same)]
-        else:
-            parts = [self._whole(part[0]) for term in terms for part in self._chunks([term])]
-        if len(self.arrangement.shapes) > 1:
-            parts = [F.pad(a, (0, 1), value=1.0) for a in parts]
-        return sum_of_moments(sketched(a[:, 0]) for a in parts), sum(map(len, parts))
+        together = _by_length(terms) if self.sharing == "reduce" else [[term] for term in terms]
+        rows_of = self._mean_over_places if self.sharing == "reduce" else lambda part: self._whole(part[0])
+        total, number = None, 0
+        for a in (rows_of(part)[:, 0] for same in together for part in self._chunks(same)):  # one chunk in memory
+            moment = sketched(F.pad(a, (0, 1), value=1.0) if len(self.arrangement.shapes) > 1 else a)
+            total, number = moment if total is None else added(total, moment), number + len(a)
+        assert total is not None
+        return total, number
 
     def _whole(self, term: Whole) -> Tensor:
         """Activations of all places, (N * t, g, i)."""
@@ -310,10 +311,6 @@ def matched(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision of curvature: at least single."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def sum_of_moments(moments: Iterable[Tensor]) -> Tensor:
-    return functools.reduce(added, moments)
 
 
 def sum_of(tensors: Iterable[Tensor]) -> Tensor:

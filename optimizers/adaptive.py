@@ -50,7 +50,12 @@ class Adaptive:
             What to remember of the step.
         """
         lr = max(rates.values())
-        groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()} if lr else rates) for d in groups]
+        entry: dict[str, Any] = {"loss": float(loss), "part": self.part, "accepted": False, "rollbacks": 0}
+        entry |= {"damping": self.damping if self.damping >= 0 else math.nan, "ratio": math.nan}
+        if lr == 0:  # a schedule that starts at zero: nothing moves, nothing is learnt
+            self.forget()
+            return entry | {"accepted": True, "step_size": 0.0}
+        groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()}) for d in groups]
         last = {name: d for name, d in self.last.items() if name in gradients and rates[name] > 0}
         directions = [*groups, last] if last else list(groups)
         model = Quadratic(
@@ -58,10 +63,9 @@ class Adaptive:
             replay.curvatures(directions, STRIDE),
             _norms(groups, last),
         )
-        entry: dict[str, Any] = {"loss": float(loss), "part": self.part, "accepted": False, "rollbacks": 0}
         if not model.is_finite:
             self.forget()
-            return entry | {"damping": self.damping if self.damping >= 0 else math.nan, "ratio": math.nan}
+            return entry
         if last.keys() == self.last.keys() and last:
             self._learn(float(model.slopes[-1]), float(model.curvature[-1, -1]))
         if self.damping < 0:
@@ -87,8 +91,8 @@ class Adaptive:
             except BaseException:
                 put(parameters, start)
                 raise
-            if lr == 0 or (math.isfinite(ratio) and ratio > 0):
-                self.last, self.start = (move, start) if lr else ({}, {})
+            if math.isfinite(ratio) and ratio > 0:
+                self.last, self.start = move, start
                 self.predicted, self.taken = -float(model.slopes @ alpha), taken
                 entry |= {"accepted": True, "step_size": float(alpha[:groups].mean()), "damping": self.damping}
                 self.damping = self._bounded(next_damping(self.damping, ratio))

@@ -234,6 +234,17 @@ def test_learning_rates_multiply_the_step():
     assert 0 < ends[1].norm() < ends[0].norm() and ends[2].norm() == 0
 
 
+def test_a_schedule_that_starts_at_zero():
+    """Steps that do not move learn nothing: the damping is found by the first that does."""
+    model, loss, x, y = task("mlp")
+    opt = KFAC(model, 0.0, adaptive=True)
+    train(model, opt, loss, x, y, 3)
+    assert opt.stats()["step_size"] == 0 and math.isnan(opt.stats()["damping"]) and opt.stats()["rollbacks"] == 0
+    opt.param_groups[0]["lr"] = 1.0
+    losses = train(model, opt, loss, x, y, 2)
+    assert losses[1] < losses[0] and opt.stats()["damping"] > 0
+
+
 def test_several_outputs_and_calls():
     """A model that returns a dict, called twice in the closure."""
     model = Raw(lambda m, x: {"a": m.one(x).tanh(), "b": m.two(x)}, one=nn.Linear(4, 3), two=nn.Linear(4, 2))

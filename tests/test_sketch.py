@@ -179,3 +179,18 @@ def test_activations_of_some_samples_are_enough(count: int, stride: int):
     torch.testing.assert_close(block.columns[0], a.T @ a / len(a))
     b = out.detach().mT.flatten(0, 1)
     torch.testing.assert_close(block.rows[0], b.T @ b / count)
+
+
+def test_places_that_are_averaged_first_are_one_sample():
+    """64 rows for 8 inputs are all looked at, however many places there were."""
+    with seeded(0):
+        layer, x = nn.Conv1d(8, 4, 1), torch.randn(64, 8, 400)
+    factors = RunningFactors(sharing="reduce")
+    with capture(layer) as tape:
+        out = layer(x)
+    factors.record(tape, [out], [out.detach()[None]], 64)
+    factors.fold(0.9)
+    (block,) = factors.blocks
+    assert isinstance(block, KroneckerBlock) and block.columns is not None
+    a = torch.cat([x.mean(2), torch.ones(64, 1)], 1)
+    torch.testing.assert_close(block.columns[0], a.T @ a / 64)
