@@ -218,8 +218,8 @@ class KroneckerBlock(Block):
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
         arrangement = self.scheme.arrangement
-        u = self.inverse(arrangement.arranged(gradients).to(self.scheme.dtype))
-        return [u.to(g.dtype) for u, g in zip(arrangement.restored(u), gradients, strict=True)]
+        u = self.inverse(arrangement.arranged(gradients).to(self.scheme.dtype), own=len(gradients) > 1)
+        return [u.to(g.dtype).contiguous() for u, g in zip(arrangement.restored(u), gradients, strict=True)]
 
     @property
     def mean_eigenvalue(self) -> Tensor:

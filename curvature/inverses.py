@@ -35,11 +35,12 @@ class Inverse:
     roots: tuple[bool, bool] = (False, False)
     shifts: tuple[Tensor | None, Tensor | None] = (None, None)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, own: bool = False) -> Tensor:
+        """What it does to x, whose memory may be used if it is our own: fresh memory costs more than arithmetic."""
         if self.values is None:
             with torch.autocast(x.device.type, enabled=False):
-                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True)
-                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False)
+                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own)
+                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False, own=True)
         if self.is_partial:
             return _partial(self.rows, self.columns, self.values, x)
         inner = _right(self.columns, _left(_transposed(self.rows), x)) * self.values
@@ -209,14 +210,14 @@ def _parts(inverse: Inverse | None) -> Iterable[tuple[Tensor | None, Tensor | No
     return zip((inverse.rows, inverse.columns), inverse.shifts, strict=True)
 
 
-def _solved(side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: bool) -> Tensor:
-    """What a side does to x, from the left or from the right. The result is laid out as x is."""
+def _solved(side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: bool, own: bool) -> Tensor:
+    """What a side does to x, from the left or from the right, in its place if it is our own."""
     if is_root:
         return torch.cholesky_solve(x, side) if left else torch.cholesky_solve(x.mT, side).mT
     if shift is None:
         return _left(side, x) if left else _right(side, x)
     one, other = (side, side.mT @ x) if left else (x @ side, side.mT)
-    return torch.baddbmm(x, one, other, alpha=-1) * shift
+    return (x if own else x.clone()).baddbmm_(one, other, alpha=-1).mul_(shift)
 
 
 def _spectrum(side: Tensor, is_root: bool, shift: Tensor | None) -> Tensor:

@@ -204,7 +204,7 @@ class KFAC(SecondOrder):
         return self.step_size
 
     def _apply(self, directions: Mapping[str, Tensor], size: Tensor) -> None:
-        """Take the step, no layer further than a part of its length."""
+        """Take the step, no layer further than a part of its length. The directions become displacements."""
         options, parameters = self._options(), self._trained()
         assert self.longest is not None
         for p in parameters.values():
@@ -220,7 +220,7 @@ class KFAC(SecondOrder):
                 p, group = parameters[name], options[name]
                 if group["weight_decay"]:
                     p.mul_(1 - group["lr"] * group["weight_decay"])
-                displacement = directions[name] * (-cut * group["lr"]).to(p.dtype)
+                displacement = directions[name].mul_((-cut * group["lr"]).to(p.dtype))
                 p.add_(displacement)
                 self.state[p]["displacement"] = displacement
                 slopes.append(cut * group["lr"] * self._slopes[name])
@@ -323,4 +323,4 @@ def _running_mean(state: dict[str, Any], gradient: Tensor, decay: float) -> Tens
     if "momentum_buffer" not in state:
         state["momentum_buffer"], state["weight"] = torch.zeros_like(gradient), 0.0
     state["weight"] = decay * state["weight"] + (1 - decay)
-    return state["momentum_buffer"].lerp_(gradient, 1 - decay) / state["weight"]
+    return state["momentum_buffer"].lerp_(gradient, (1 - decay) / state["weight"])

@@ -49,4 +49,7 @@ def inner(one: Tensor, other: Tensor) -> Tensor:
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no entry is infinite or nan."""
-    return bool(torch.isfinite(torch.stack([t.abs().amax().double() for t in tensors if t.numel()])).all())
+    some = [t for t in tensors if t.numel()]
+    sums = torch.stack([t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).double() for t in some])
+    # sums are quick, but those of finite entries may overflow
+    return bool(torch.isfinite(sums).all()) or bool(torch.stack([torch.isfinite(t).all() for t in some]).all())

@@ -23,4 +23,5 @@ def test_updates():
     ]
     assert found == pytest.approx([0.103, 0.2, 0.08, 0.05])
     assert inner(one([1.0, 2.0]), one([3.0, 4.0])) == 11
-    assert are_finite([one([1.0]), one([])]) and not are_finite([one([1.0]), one([2.0, math.nan])])
+    assert are_finite([one([1.0]), one([])]) and are_finite([one([1e308, 1e308])])  # whose sum is not
+    assert not any(are_finite([one([1.0]), one([2.0, bad])]) for bad in (math.nan, math.inf, -math.inf))
