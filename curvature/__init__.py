@@ -2,6 +2,7 @@
 
 from curvature.blocks import Block, invert
 from curvature.capture import Listener, Tape, Use, capture
+from curvature.derivatives import residual_jacobian
 from curvature.estimators import (
     conjugate_gradient,
     hutchinson_diagonal,
@@ -75,6 +76,7 @@ __all__ = [
     "per_sample_gram",
     "per_sample_norms",
     "propagated",
+    "residual_jacobian",
     "sample_layouts",
     "sampled",
     "spectral_density",

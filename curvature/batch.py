@@ -136,13 +136,13 @@ class Batch:
 
 
 @contextmanager
-def preserved(batch: Batch) -> Iterator[Callable[[], bool]]:
+def preserved(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """Leave buffers, random state and gradient mode as they were, also after an exception.
 
     Yields a function that says whether random numbers were drawn since, on the CPU or on the model's devices.
     """
-    buffers = [(b, b.clone()) for b in batch.model.buffers()]
-    devices = sorted({p.device for p in batch.parameters.values() if p.device.type == "cuda"}, key=str)
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]

@@ -31,12 +31,16 @@ TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.tra
 
 @dataclass(eq=False)
 class Node:
-    """A parameter, or a tensor computed from parameters alone; `names` are the parameters that it depends on."""
+    """A parameter, or a tensor computed from parameters alone; `names` are the parameters that it depends on.
+
+    Where only its `edge` is known, `tensor` has its shape.
+    """
 
     tensor: Tensor
     names: frozenset[str]
     origin: Use | None = None
     uses: list[Use] = field(default_factory=list)
+    edge: GradientEdge | None = None
 
 
 @dataclass(eq=False)

@@ -56,6 +56,7 @@ def merged(terms: Sequence[Term]) -> list[Term]:
         if not isinstance(term, Outer):
             out.append(term)
             continue
+        term = term.upright
         for group in groups:
             if group[0].merges_with(term):
                 group.append(term)

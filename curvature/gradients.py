@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from curvature import contractions
 from curvature.batch import Batch, Loss, preserved
 from curvature.capture import capture
 from curvature.contractions import Dense, Term
 from curvature.structure import PLANS, Plan, explained, key_of, signature_of
-from curvature.study import by_general_path, differences, refuse_mixing, studied
+from curvature.study import alone_in, by_general_path, differences, refuse_mixing, studied
 
 
 def per_sample_gradients(
@@ -35,7 +36,8 @@ def per_sample_gradients(
 
     Raises:
         ValueError: samples are not independent (BatchNorm in training mode, named), the loss has no scalar reduction,
-            nothing requires a gradient, or sizes disagree.
+            model or loss differentiate the model (then `residual_jacobian` is right), nothing requires a gradient, or
+            sizes disagree.
         TypeError: an argument of the wrong kind.
 
     Nothing of the model's is changed: no ``.grad``, buffer, mode, hook or random state. The first call on a model at a
@@ -84,7 +86,7 @@ def check_gradients(
         raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
     found = per_sample_gradients(model, loss, x, y, sample_dim=sample_dim)
     for n in range(batch.count):
-        with preserved(batch):
+        with preserved(batch.model):
             alone = batch.alone(n).gradients()
         for name in differences({k: g[n] for k, g in found.items()}, alone):
             raise RuntimeError(
@@ -93,35 +95,50 @@ def check_gradients(
             )
 
 
+class Undifferentiated(TorchFunctionMode):
+    """No layer's backprop arrives more than once: the model is not differentiated on the way to the loss."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad and (kwargs.get("create_graph") or len(args) > 4 and args[4]):
+            raise ValueError(
+                "the model is differentiated on the way to the loss (torch.autograd.grad with create_graph=True), so "
+                "that a layer's backprop arrives more than once; use curvature.residual_jacobian(model, residual, "
+                "*batch), where residual(model, *batch) gives each sample's loss (N,)"
+            )
+        return func(*args, **kwargs)
+
+
 def _is_random(batch: Batch) -> bool:
     """Whether a forward pass moves the random state of the CPU or of the model's device."""
-    with preserved(batch) as was_random, torch.no_grad():
+    with preserved(batch.model) as was_random, torch.no_grad():
         batch.output()
         return was_random()
 
 
 def _terms(batch: Batch) -> dict[str, list[Term]]:
     """The per-sample gradients of every parameter as terms, in the order of the parameters."""
-    with preserved(batch) as was_random:
-        with capture(batch.model) as tape:
+    with preserved(batch.model) as was_random:
+        with capture(batch.model) as tape, Undifferentiated():
             output = batch.output()
         random = was_random()
         refuse_mixing(tape)
         if batch.count == 1:
             return _single(batch, output)
+        with Undifferentiated():
+            losses = batch.losses(output) if isinstance(output, Tensor) else None
         plans = PLANS.setdefault(batch.model, {})
         key = key_of(batch)
         plan = plans.get(key)
         terms: dict[str, list[Term]] = {}
-        if not isinstance(output, Tensor):
+        if losses is None:
             failed = set(batch.parameters)
             plan = plans[key] = plan or Plan([], [], failed)
         elif plan is not None and plan.signature == signature_of(tape):
-            losses = batch.losses(output)
             backprops = tape.gradients([losses], [torch.ones_like(losses)])
             terms, failed = explained(tape, backprops, plan.layouts, plan.general)
         else:
-            terms, plan, certain = studied(batch, tape, batch.losses(output), random)
+            terms, plan, certain = studied(tape, losses, alone_in(batch, random))
             failed = plan.general
             if certain:
                 plans[key] = plan

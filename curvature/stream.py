@@ -26,7 +26,7 @@ from curvature.injection import Injection
 from curvature.losses import is_entrywise, reduction_of, sample_masses
 from curvature.moments import wide
 from curvature.structure import PLANS, Plan, explained, key_of, signature_of
-from curvature.study import by_general_path, refuse_mixing, studied
+from curvature.study import alone_in, by_general_path, refuse_mixing, studied
 from curvature.terms import Dense
 
 log = logging.getLogger("curvature")
@@ -64,7 +64,8 @@ class Source:
                 pairs(self.data), total=count_of(self.data), unit="batch", leave=False, disable=not self.progress
             ):
                 batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim)
-                with preserved(batch) as was_random, sdpa_kernel(SDPBackend.MATH):  # the fused form goes back only once
+                # fused attention goes back only once
+                with preserved(batch.model) as was_random, sdpa_kernel(SDPBackend.MATH):
                     run = Pass(batch, self.loss, was_random)
                     if not seen and self.loss is not None and batch.y is not None:
                         run.warn_if_other()
@@ -145,7 +146,7 @@ class Pass:
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(self.output.shape, generator=generator, dtype=torch.float64).to(self.output)
         probed = self._against(probe)
-        _, plan, certain = studied(probed, self.tape, probed.losses(self.output), self.random)
+        _, plan, certain = studied(self.tape, probed.losses(self.output), alone_in(probed, self.random))
         if certain:
             plans[key] = plan
         return plan

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from curvature.batch import Batch, tensors
 from curvature.capture import Node, Tape, Use
@@ -143,7 +144,9 @@ def explained(
         for use in node.uses:
             cut = cuts[use.index]
             if cut is not None:
-                own += [cut[slot] for slot, other in use.slots.items() if other is node]
+                slots = [slot for slot, other in use.slots.items() if other is node]
+                own += [cut[slot] for slot in slots if slot in cut]
+                failed |= frozenset[str]() if cut.keys() >= set(slots) else node.names
             elif use.results:
                 todo += use.results
             elif use.edge is None or backprops[use.index] is not None:
@@ -165,13 +168,25 @@ def _cut(use: Use, b: Tensor | None, layouts: Iterable[Layout]) -> Cut:
         return None
     for layout in layouts:
         try:
-            return {slot: use.term(slot, b, layout) for slot in use.slots}
+            return _terms(use, b, layout)
         except Unsupported:
             continue
         except Exception as error:  # an argument that the rule does not foresee must not stop the exact general path
             _note_failure(", ".join(sorted(use.names)), f"{type(error).__name__}: {error}")
             return None
     return None
+
+
+def _terms(use: Use, b: Tensor, layout: Layout) -> dict[str, Term]:
+    """A tensor computed from parameters may be explained where it was computed (a weight times ones): it may lack."""
+    found: dict[str, Term] = {}
+    for slot, node in use.slots.items():
+        try:
+            found[slot] = use.term(slot, b, layout)
+        except Unsupported:
+            if node.origin is None or len(use.slots) == 1:
+                raise
+    return found
 
 
 @cache
@@ -198,15 +213,20 @@ def _pulled_back(node: Node, terms: list[Term], tape: Tape) -> dict[str, list[Te
         return _pulled_back(parent, [_part(t, start, tuple(parent.tensor.shape)) for t in terms], tape)
     names = sorted(node.names)
     roots = [tape.parameters[name].tensor for name in names]
-    sent = gradients(terms)
-    try:
-        back = torch.autograd.grad(
-            node.tensor, roots, sent, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
-    except RuntimeError:  # a backward without a batched form
-        each = [torch.autograd.grad(node.tensor, roots, s, retain_graph=True, materialize_grads=True) for s in sent]
-        back = tuple(torch.stack(rows) for rows in zip(*each, strict=True))
+    back = sent_back(node.tensor if node.edge is None else node.edge, gradients(terms), roots)
     return {name: [Dense(g)] for name, g in zip(names, back, strict=True)}
+
+
+def sent_back(result: Tensor | GradientEdge, vectors: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """``J^T v`` for each of `vectors` (k, *result.shape), J by `leaves`: (k, *shape) for each; the graph is kept."""
+    try:
+        found = torch.autograd.grad(
+            result, leaves, vectors, retain_graph=True, allow_unused=True, is_grads_batched=True
+        )
+        return [x.new_zeros(len(vectors), *x.shape) if g is None else g for g, x in zip(found, leaves, strict=True)]
+    except RuntimeError:  # a backward without a batched form
+        each = [torch.autograd.grad(result, leaves, v, retain_graph=True, materialize_grads=True) for v in vectors]
+        return [torch.stack(rows) for rows in zip(*each, strict=True)]
 
 
 def _first_row(node: Node) -> int | None:

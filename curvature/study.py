@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -16,6 +17,7 @@ from curvature.general import general_gradients
 from curvature.structure import Plan, explained, find_layout, noise, rounding, signature_of
 
 log = logging.getLogger("curvature")
+Alone = Callable[[int], dict[str, Tensor] | None]
 
 
 def refuse_mixing(tape: Tape) -> None:
@@ -27,15 +29,19 @@ def refuse_mixing(tape: Tape) -> None:
         )
 
 
-def studied(batch: Batch, tape: Tape, losses: Tensor, random: bool) -> tuple[dict[str, list[Term]], Plan, bool]:
+def studied(tape: Tape, losses: Tensor, alone: Alone) -> tuple[dict[str, list[Term]], Plan, bool]:
     """The first call at a shape: find the layouts, check the result in two ways, send what fails the general way.
+
+    Args:
+        losses: (N,), one for each sample.
+        alone: the plain gradients of sample n, not by the tape; None where they are not to be had.
 
     Returns the terms, the plan, and whether the batch left no doubt about it (a sample without gradient does).
     """
     generator = torch.Generator().manual_seed(0)
-    weights = (0.5 + torch.rand(batch.count, generator=generator, dtype=torch.float64)).to(losses)
+    weights = (0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64)).to(losses)
     backprops = tape.gradients([losses], [torch.ones_like(losses)])
-    parameters = batch.parameters
+    parameters = {name: node.tensor for name, node in tape.parameters.items()}
     both = tape.gradients([losses], [weights], also=list(parameters.values()))
     weighted, whole = both[: len(tape.uses)], both[len(tape.uses) :]
     layouts, certain, floor = [], True, noise(weighted)
@@ -51,26 +57,30 @@ def studied(batch: Batch, tape: Tape, losses: Tensor, random: bool) -> tuple[dic
         if name in terms and name not in uneven and not _sums_to(terms[name], weights, expected, floor):
             failed.add(name)
     n = int(losses.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax())  # a sample that counts
-    alone = None if random else _alone(batch, n)
-    if alone is not None:
+    expected_rows = alone(n)
+    if expected_rows is not None:
         rows = {
             name: contractions.gradients([t.samples(slice(n, n + 1)) for t in parts])[0]
             for name, parts in terms.items()
             if parts
         }
-        failed |= set(differences(rows, alone))
+        failed |= set(differences(rows, expected_rows))
     _note_general(tape, failed)
     kept = {name: parts for name, parts in terms.items() if name not in failed}
     return kept, Plan(signature_of(tape), layouts, failed), certain
 
 
-def _alone(batch: Batch, n: int) -> dict[str, Tensor] | None:
+def alone_in(batch: Batch, random: bool) -> Alone:
     """The plain gradients of one sample; None where the model does not run on a single one."""
-    try:
-        return batch.alone(n).gradients()
-    except Exception as error:
-        log.info("not compared with sample %d alone: %s", n, error)
-        return None
+
+    def alone(n: int) -> dict[str, Tensor] | None:
+        try:
+            return None if random else batch.alone(n).gradients()
+        except Exception as error:
+            log.info("not compared with sample %d alone: %s", n, error)
+            return None
+
+    return alone
 
 
 def _sums_to(terms: list[Term], weights: Tensor, whole: Tensor, floor: float) -> bool:
@@ -104,7 +114,7 @@ def _note_general(tape: Tape, failed: set[str]) -> None:
 @cache
 def _say(names: str) -> None:
     """Once for the same parameters."""
-    log.warning("no per-sample rule explains %s; computed exactly by vmap over the whole model, which is slower", names)
+    log.warning("no per-sample rule explains %s; computed exactly all the same, which is slower", names)
 
 
 def by_general_path(batch: Batch, plan: Plan, names: set[str], random: bool) -> dict[str, list[Term]]:

@@ -43,6 +43,7 @@ LEVELS = {
     "curvature.operators": 1,
     "curvature.kronecker": 2,
     "curvature.estimators": 2,
+    "curvature.graph": 3,
     "curvature.matrixfree": 3,
     "curvature.structure": 3,
     "curvature.turned": 3,

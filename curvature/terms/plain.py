@@ -81,6 +81,13 @@ class Outer:
         """Whether a matrix is held as (i, o)."""
         return len(self.shape) == 2 and self.order == (1, 0)
 
+    @property
+    def upright(self) -> Outer:
+        """The same gradients with activations and backprops exchanged, where a matrix is held as (i, o)."""
+        if not self.is_transposed or self.groups > 1:
+            return self
+        return replace(self, a=self.b, b=self.a, sizes=None, order=None)
+
     def samples(self, part: slice) -> Outer:
         return replace(self, a=self.a[part], b=self.b[part])
 

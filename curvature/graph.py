@@ -1,0 +1,151 @@
+"""Reads of parameters found in the graph of a result, also of one that was differentiated on the way to it.
+
+A gradient taken with ``create_graph=True`` reads every weight again, in functions that no forward pass calls: a linear
+layer inside a Laplacian over d inputs is read 2 + 2d times. All of them are nodes of autograd's graph, with the tensor
+that the weight met saved in the node; each becomes a `Use` like those of a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import Node as GraphNode
+from torch.overrides import TorchFunctionMode
+
+from curvature.capture import Node, Tape, Use
+from curvature.layers import RULES, Call
+
+Step = tuple[GraphNode, int]
+
+
+def _addmm(node: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    saved = {"x": node._saved_mat1, "y": node._saved_mat2, "alpha": node._saved_alpha, "beta": node._saved_beta}
+    return saved, ("input", "x", "y")
+
+
+def _product(node: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    other = node._saved_vec if hasattr(node, "_saved_vec") else node._saved_mat2
+    return {"input": node._saved_self, "other": other}, ("input", "other")
+
+
+def _entrywise(node: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    return {"arg0": node._saved_self, "arg1": node._saved_other}, ("arg0", "arg1")
+
+
+def _sum(node: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    # what a parameter is added to does not matter, and is not saved
+    return {"alpha": node._saved_alpha}, ("arg0", "arg1")
+
+
+# The function that a node stands for; its arguments as saved, and the names of those that are differentiated.
+READS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[dict[str, Any], tuple[str, ...]]]]] = {
+    "AddmmBackward0": (torch.addmm, _addmm),
+    "MmBackward0": (torch.mm, _product),
+    "BmmBackward0": (torch.bmm, _product),
+    "MvBackward0": (torch.mv, _product),
+    "MulBackward0": (torch.mul, _entrywise),
+    "DivBackward0": (torch.div, _entrywise),
+    "AddBackward0": (torch.add, _sum),
+    "SubBackward0": (torch.sub, _sum),
+}
+
+
+class Plain(TorchFunctionMode):
+    """Layer norm as its formula: the second derivative of its kernel has no rule."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (layer_norm if func is F.layer_norm else func)(*args, **(kwargs or {}))
+
+
+def layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Tensor:
+    dims = list(range(-len(normalized_shape), 0))
+    centred = input - input.mean(dims, keepdim=True)
+    out = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def tape_of(result: Tensor, parameters: Mapping[str, nn.Parameter]) -> tuple[Tape, tuple[str, ...]]:
+    """All reads of the parameters on the way to a result, and the names of all nodes.
+
+    The graph must be kept for the tape's backprops.
+    """
+    tape = Tape(nn.Module(), parameters)
+    leaves = {id(node.tensor): node for node in tape.parameters.values()}
+    alone: dict[Step, Node] = {}  # what depends on parameters alone
+    data: set[GraphNode] = set()
+    nodes = _nodes(result)
+    for node in nodes:
+        variable = getattr(node, "variable", None)
+        if id(variable) in leaves:
+            alone[node, 0] = leaves[id(variable)]
+            continue
+        steps = [step for step in node.next_functions if step[0] is not None]
+        if not steps or any(step[0] in data for step in steps):
+            data.add(node)
+        inputs = {k: alone[step] for k, step in enumerate(node.next_functions) if step in alone}
+        if inputs and _is_identity(node):
+            alone[node, 0] = inputs[0]
+        elif inputs:
+            use = _read(tape, node, inputs)
+            if node not in data:
+                zero = next(iter(inputs.values())).tensor.new_zeros(())
+                for k, x in enumerate(node._input_metadata):
+                    found = Node(zero.expand(x.shape), use.names, use, edge=GradientEdge(node, k))
+                    use.results.append(found)
+                    alone[node, k] = found
+    return tape, tuple(node.name() for node in nodes)
+
+
+def _nodes(result: Tensor) -> list[GraphNode]:
+    """All nodes, those that others come from first, in an order that the graph alone decides."""
+    order: list[GraphNode] = []
+    seen: set[GraphNode] = set()
+    todo: list[tuple[GraphNode, bool]] = [(result.grad_fn, False)] if result.grad_fn is not None else []
+    while todo:
+        node, is_done = todo.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            todo.append((node, True))
+            todo += [(step, False) for step, _ in node.next_functions if step is not None]
+    return order
+
+
+def _is_identity(node: Any) -> bool:
+    """A tensor as it is, or times one."""
+    return node.name() == "AliasBackward0" or (node.name() == "MulBackward1" and node._saved_other == 1)
+
+
+def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, Node]) -> Use:
+    function, arguments = READS.get(node.name(), (None, None))
+    try:
+        if function is None or arguments is None:
+            raise RuntimeError("no rule")
+        saved, names = arguments(node)
+    except RuntimeError:  # or what was saved is overwritten: the general path will say so
+        kind = Tensor.t if node.name() == "TBackward0" else node.name()
+        return _entered(tape, kind, {f"argument{k}": found for k, found in inputs.items()}, None, None)
+    slots = {names[k]: found for k, found in inputs.items()}
+    args: dict[str, Any] = {name: found.tensor.detach() for name, found in slots.items()}
+    args |= {k: x.detach() if isinstance(x, Tensor) else x for k, x in saved.items() if x is not None}
+    if function in (torch.mul, torch.div, torch.add, torch.sub):
+        args = {name: next(iter(args.values())).new_zeros(()) for name in names} | args | {"function": function}
+    call = Call(args, tuple(node._input_metadata[0].shape))
+    return _entered(tape, function, slots, call, GradientEdge(node, 0))
+
+
+def _entered(tape: Tape, function: Any, slots: Mapping[str, Node], call: Call | None, edge: GradientEdge | None) -> Use:
+    use = Use(len(tape.uses), function, RULES.get(function) if call else None, call, dict(slots), edge, [])
+    tape.uses.append(use)
+    for node in {id(node): node for node in slots.values()}.values():
+        node.uses.append(use)
+    return use

@@ -1,0 +1,265 @@
+"""Per-sample gradients of functions that differentiate the model, against loops of batch size one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import oracle_derivatives
+import pytest
+import torch
+from case import Raw, randomise, seeded
+from torch import Tensor, nn
+
+import curvature
+from curvature.structure import PLANS
+
+D, N = 3, 7
+
+
+def gradient(u: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(u.sum(), x, create_graph=True)[0]
+
+
+def laplacian(u: Tensor, x: Tensor) -> Tensor:
+    g = gradient(u, x)
+    return torch.stack([gradient(g[:, k], x)[:, k] for k in range(x.shape[1])]).sum(0)
+
+
+def mixed(model: nn.Module, x: Tensor) -> Tensor:
+    """Laplacian, squared gradient and value."""
+    u = model(x)[:, 0]
+    return laplacian(u, x) + gradient(u, x).square().sum(1) * u - torch.sin(u)
+
+
+def biharmonic(model: nn.Module, x: Tensor) -> Tensor:
+    return laplacian(laplacian(model(x)[:, 0], x), x)
+
+
+def with_target(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (laplacian(model(x)[:, 0], x) - y.sin()) * y
+
+
+def periodic(model: nn.Module, x: Tensor) -> Tensor:
+    """Two calls of the model in one residual."""
+    return model(x)[:, 0] - model(x + 1)[:, 0] + laplacian(model(2 * x)[:, 0], x)
+
+
+def functional(model: nn.Module, x: Tensor) -> Tensor:
+    """The same kind of thing by torch.func."""
+    one = lambda row: model(row[None])[0, 0]
+    return torch.func.vmap(torch.func.hessian(one))(x).diagonal(dim1=1, dim2=2).sum(1)
+
+
+def forward_mode(model: nn.Module, x: Tensor) -> Tensor:
+    tangent = torch.func.jvp(lambda x: model(x)[:, 0], (x,), (torch.ones_like(x),))[1]
+    return tangent + model(x)[:, 0]
+
+
+def mlp(*activations: type[nn.Module]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        layers: list[nn.Module] = [nn.Linear(D, 5)]
+        for activation in activations:
+            layers += [activation(), nn.Linear(5, 5)]
+        return nn.Sequential(*layers, nn.Tanh(), nn.Linear(5, 1))
+
+    return make
+
+
+def residual_block() -> nn.Module:
+    return Raw(
+        lambda m, x: m.out(m.norm(m.first(x).tanh() + m.scale * m.second(m.first(x).tanh()).sin()) + m.shift),
+        first=nn.Linear(D, 5), second=nn.Linear(5, 5, bias=False), out=nn.Linear(5, 1), norm=nn.LayerNorm(5),
+        scale=nn.Parameter(torch.ones(5)), shift=nn.Parameter(torch.zeros(5)),
+    )  # fmt: skip
+
+
+def tied() -> nn.Module:
+    """One layer twice, and once more as its transpose."""
+    return Raw(
+        lambda m, x: m.out((m.inner(m.inner(m.first(x).tanh()).sigmoid()) @ m.inner.weight).tanh()),
+        first=nn.Linear(D, 5), inner=nn.Linear(5, 5), out=nn.Linear(5, 1),
+    )  # fmt: skip
+
+
+def points() -> nn.Module:
+    """Several points a sample: a linear layer with two leading axes."""
+    return Raw(
+        lambda m, x: m.out(m.first(torch.stack([x, x.sin()], 1)).tanh()).mean(1),
+        first=nn.Linear(D, 5), out=nn.Linear(5, 1),
+    )  # fmt: skip
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)), nn.Tanh(), nn.Linear(5, 1))
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, D)), nn.Conv1d(1, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1))
+
+
+def unused() -> nn.Module:
+    return Raw(lambda m, x: m.out(m.first(x).tanh()), first=nn.Linear(D, 5), out=nn.Linear(5, 1), no=nn.Linear(2, 2))
+
+
+def frozen() -> nn.Module:
+    model = mlp(nn.Tanh)()
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+MODELS = {
+    "tanh": mlp(nn.Tanh), "silu": mlp(nn.SiLU, nn.SiLU), "softplus": mlp(nn.Softplus), "residual block": residual_block,
+    "tied": tied, "points": points, "weight norm": normed, "convolution": convolution, "unused": unused,
+    "frozen": frozen,
+}  # fmt: skip
+RESIDUALS = (mixed, biharmonic, with_target, periodic, functional, forward_mode)
+GENERAL = {"convolution"}  # some of its parameters have no rule
+
+
+def case(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        model = MODELS[name]()
+        randomise(model)
+        return model.double(), torch.randn(N, D).double(), torch.randn(N).double()
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("name", MODELS)
+def test_rows(name: str, residual: Callable[..., Tensor], device: str):
+    """Twice: what the first call learnt serves the second, with other points."""
+    model, x, y = case(name)
+    batch = (x, y) if residual is with_target else (x,)
+    for shift in (0.0, 0.5):
+        points = (x + shift, *batch[1:])
+        expected = oracle_derivatives.residual_jacobian(model, residual, *points)
+        found = curvature.residual_jacobian(model.to(device), residual, *(t.to(device) for t in points))
+        assert list(found) == list(expected)
+        for key, rows in expected.items():
+            torch.testing.assert_close(found[key].cpu(), rows, rtol=1e-12, atol=1e-12 * max(1.0, rows.abs().max()))
+        model.cpu()
+    general = set().union(*(plan.general for plan in PLANS[model].values()))
+    assert bool(general) == (name in GENERAL), general
+
+
+def test_another_order_is_not_taken_for_the_first():
+    model, x, _ = case("tanh")
+    reverse = lambda model, x: mixed(model, x).flip(0)
+    for residual in (mixed, reverse):
+        found = curvature.residual_jacobian(model, residual, x)
+    expected = oracle_derivatives.residual_jacobian(model, mixed, x)
+    for key, rows in expected.items():
+        torch.testing.assert_close(found[key], rows.flip(0))
+
+
+def test_samples_that_mix():
+    """Then a row is the derivative of one of the batch's values."""
+    model, x, _ = case("tanh")
+
+    def centred(model: nn.Module, x: Tensor) -> Tensor:
+        u = laplacian(model(x)[:, 0], x)
+        return u - u.mean()
+
+    found = curvature.residual_jacobian(model, centred, x)
+    named = dict(model.named_parameters())
+    values = centred(model, x.clone().requires_grad_())
+    for n in range(N):
+        expected = torch.autograd.grad(values[n], list(named.values()), retain_graph=True, materialize_grads=True)
+        for key, row in zip(named, expected, strict=True):
+            torch.testing.assert_close(found[key][n], row)
+
+
+class Energy(nn.Module):
+    """A model that differentiates itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(nn.Tanh)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return gradient(self.net(x), x)
+
+
+def test_models_that_differentiate_themselves():
+    with seeded(0):
+        model, x = Energy().double(), torch.randn(N, D).double()
+    residual = lambda model, x: model(x).square().sum(1)
+    expected = oracle_derivatives.residual_jacobian(model, residual, x)
+    found = curvature.residual_jacobian(model, residual, x)
+    for key, rows in expected.items():
+        torch.testing.assert_close(found[key], rows)
+    with pytest.raises(ValueError, match=r"residual_jacobian\(model, residual"):
+        curvature.per_sample_gradients(model, nn.MSELoss(), x, x)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_losses_that_differentiate_the_model():
+    model, x, y = case("tanh")
+    x.requires_grad_()
+    loss = lambda out, y: (laplacian(out[:, 0], x) - y).square().mean()
+    for function in (curvature.per_sample_gradients, curvature.per_sample_norms, curvature.check_gradients):
+        with pytest.raises(ValueError, match="arrives more than once"):
+            function(model, loss, x, y)
+
+
+def test_nothing_is_changed():
+    model, x, _ = case("residual block")
+    model.one = nn.BatchNorm1d(1).double()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+
+    def noisy(model: nn.Module, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        return laplacian(model.one(model(x + torch.rand_like(x)))[:, 0], x)
+
+    curvature.residual_jacobian(model, noisy, x)
+    assert not x.requires_grad and torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_layer_norm_has_its_own_derivatives():
+    """Those of torch's kernel are wrong from the third on (pytorch issue 175754); differences tell."""
+    model = nn.Sequential(nn.Linear(D, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 1)).double()
+    with seeded(1):
+        randomise(model)
+        x = torch.randn(N, D).double()
+    found = curvature.residual_jacobian(model, mixed, x)["0.bias"]
+    eps, columns = 1e-5, []
+    for k in range(5):
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                model[0].bias[k] += sign * eps
+            ends.append(mixed(model, x.clone().requires_grad_()).detach())
+            with torch.no_grad():
+                model[0].bias[k] -= sign * eps
+        columns.append((ends[0] - ends[1]) / (2 * eps))
+    torch.testing.assert_close(found, torch.stack(columns, 1), rtol=1e-6, atol=1e-6)
+
+
+def test_what_does_not_depend_on_the_model():
+    found = curvature.residual_jacobian(LINEAR, lambda model, x: x[:, 0], X)
+    assert {name: rows.shape for name, rows in found.items()} == {"weight": (N, 1, D), "bias": (N, 1)}
+    assert not any(rows.any() for rows in found.values())
+
+
+LINEAR = nn.Linear(D, 1).double()
+X = torch.zeros(N, D).double()
+FROZEN = nn.Linear(D, 1).double().requires_grad_(False)
+REFUSED = {
+    "no module": (lambda: curvature.residual_jacobian(lambda x: x, mixed, X), TypeError, "model: expected"),
+    "nothing to train": (lambda: curvature.residual_jacobian(FROZEN, mixed, X), ValueError, "no parameter requires"),
+    "no batch": (lambda: curvature.residual_jacobian(LINEAR, mixed), TypeError, "batch: expected tensors"),
+    "sizes": (lambda: curvature.residual_jacobian(LINEAR, with_target, X, X[:3, 0]), ValueError, r"found \[7, 3\]"),
+    "a scalar": (lambda: curvature.residual_jacobian(LINEAR, lambda m, x: m(x).sum(), X), ValueError, r"\(7,\)"),
+    "a column": (lambda: curvature.residual_jacobian(LINEAR, lambda m, x: m(x), X), ValueError, r"found \(7, 1\)"),
+    "a number": (lambda: curvature.residual_jacobian(LINEAR, lambda m, x: 1.0, X), TypeError, "found float"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str):
+    call, kind, text = REFUSED[name]
+    with pytest.raises(kind, match=text):
+        call()
