@@ -2,7 +2,7 @@
 
 from curvature.blocks import Block, invert
 from curvature.capture import Listener, Tape, Use, capture
-from curvature.derivatives import residual_jacobian
+from curvature.derivatives import Jacobian, residual_jacobian
 from curvature.estimators import (
     conjugate_gradient,
     hutchinson_diagonal,
@@ -16,10 +16,12 @@ from curvature.estimators import (
 )
 from curvature.factors import RunningFactors
 from curvature.gradients import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
+from curvature.graph import WrittenOut
 from curvature.injection import Injection, empirical, exact, isotropic, propagated, sampled
 from curvature.jacobian import output_changes
 from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.layers import Layout
+from curvature.leastsquares import LeastSquares
 from curvature.matrices import (
     ekfac,
     empirical_fisher,
@@ -41,8 +43,10 @@ __all__ = [
     "Diagonal",
     "EigenKronecker",
     "Injection",
+    "Jacobian",
     "Kronecker",
     "Layout",
+    "LeastSquares",
     "Listener",
     "MatrixFree",
     "Operator",
@@ -50,6 +54,7 @@ __all__ = [
     "Space",
     "Tape",
     "Use",
+    "WrittenOut",
     "capture",
     "check_gradients",
     "conjugate_gradient",

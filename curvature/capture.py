@@ -132,7 +132,7 @@ class Tape:
 
     def gradients(
         self,
-        outputs: Sequence[Tensor],
+        outputs: Sequence[Tensor | GradientEdge],
         vectors: Sequence[Tensor] | None,
         batched: bool = False,
         also: Sequence[Tensor] = (),
@@ -142,7 +142,7 @@ class Tape:
         found: Iterable[Tensor | None] = ()
         if edges or also:
             found = torch.autograd.grad(
-                outputs,
+                cast("Sequence[Tensor]", outputs),
                 cast("Sequence[Tensor]", [*edges, *also]),
                 vectors,
                 retain_graph=True,

@@ -9,7 +9,7 @@ Indices: n sample, t place, g group, i input, o output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,6 +20,8 @@ from torch import Tensor
 from curvature.terms import Convolved, ConvolvedBack, Dense, Entrywise, Outer, Part, Rows, Term
 
 CHUNK = 1 << 24  # elements of a temporary result above which the work is split
+CACHED = 1 << 18  # the same where it is made many times over: fresh memory costs more than arithmetic
+ENTRY = 350  # multiplications that an entry of a Gram matrix over places costs beyond its own (measured, one thread)
 
 
 class Piece(NamedTuple):
@@ -117,14 +119,27 @@ def gram(terms: Sequence[Term]) -> Tensor:
     """Inner products (N, N) of the per-sample gradients."""
     apart = pieces(terms)
     if apart[0].terms is not terms:
-        return torch.stack([gram(piece.terms) for piece in apart]).sum(0)
+        return sum_of(gram(piece.terms) for piece in apart)
     terms = _direct(terms)
     n = len(terms[0])
     if _pairs_cheaper(terms, samples=n):
-        terms = merged([unfolded(t) for t in terms])
-        return torch.stack([_pair_gram(u, v) for u in terms for v in terms]).sum(0)
+        return _summed_pairs(terms, terms)
     flat = gradients(terms).reshape(n, -1)
     return flat @ flat.T
+
+
+def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
+    """Inner products (N, M) of the gradients of some samples with those of others."""
+    left, right = _direct(left), _direct(right)
+    if all(_pairs_cheaper(terms, samples=max(len(left[0]), len(right[0]))) for terms in (left, right, [*left, *right])):
+        return _summed_pairs(left, right)
+    one, other = (gradients(terms).flatten(1) for terms in (left, right))
+    return one @ other.mT
+
+
+def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
+    """Inner products (N,) of the per-sample gradients with one tensor of the parameter's shape."""
+    return torch.cat([(g.flatten(1) @ vector.flatten()) for g in _built(terms)])
 
 
 def _direct(terms: Sequence[Term]) -> list[Term]:
@@ -155,8 +170,8 @@ def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
         return False  # terms of different layout meet entry by entry only
     places = sum(u.places for u in terms)
     width = max(width for _, width, _ in forms)
-    numel = math.prod(terms[0].shape)
-    return places * places * width * samples <= 2 * (places + samples) * numel
+    each = width if samples == 1 else 2 * width + ENTRY
+    return places * places * each * samples <= 2 * (places + samples) * math.prod(terms[0].shape)
 
 
 def _built(terms: Sequence[Term]) -> Iterator[Tensor]:
@@ -200,13 +215,34 @@ def _flat(term: Term) -> Term:
     return replace(term, index=term.index.flatten(), values=term.values.flatten(0, 1), live=None)
 
 
+def _summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
+    left, right = (merged([unfolded(t) for t in terms]) for terms in (left, right))
+    return sum_of(_pair_gram(u, v) for u in left for v in right)
+
+
 def _pair_gram(u: Term, v: Term) -> Tensor:
     n, m = len(u), len(v)
-    flat = _flat(v)
-    step = max(1, CHUNK // max(1, u.places * v.places * m))
+    single = [_flat(_place(v, k)) for k in range(v.places)]  # one at a time: to sum over the last axis is slow
+    step = max(1, CACHED // max(1, u.places * m))
     rows = []
     for start in range(0, n, step):
         part = u.samples(slice(start, start + step))
-        kernel = _kernel(_flat(part), flat)
-        rows.append(kernel.unflatten(0, (len(part), -1)).unflatten(2, (m, -1)).sum((1, 3)))
+        flat = _flat(part)
+        rows.append(sum_of(_kernel(flat, other).unflatten(0, (len(part), -1)).sum(1) for other in single))
     return torch.cat(rows)
+
+
+def _place(term: Term, k: int) -> Term:
+    """One of its places alone."""
+    if isinstance(term, Outer):
+        return replace(term, a=term.a[:, k : k + 1], b=term.b[:, k : k + 1])
+    assert isinstance(term, Rows)
+    return replace(term, index=term.index[:, k : k + 1], values=term.values[:, k : k + 1], live=None)
+
+
+def sum_of(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum, in the memory of the first."""
+    first, *others = tensors
+    for other in others:
+        first += other
+    return first

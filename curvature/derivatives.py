@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature import contractions
 from curvature.batch import preserved
-from curvature.graph import Plain, tape_of
+from curvature.graph import WrittenOut, tape_of
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
 from curvature.terms import Dense, Term
@@ -36,10 +39,10 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
         TypeError: `model` is no module, or the residual no tensor.
         ValueError: the residual is not (N,), or nothing requires a gradient.
     """
-    parameters = _checked(model, batch)
+    _checked(model, batch)
     with preserved(model):
         own = [x.detach().requires_grad_(x.is_floating_point()) for x in batch]
-        with Plain():
+        with WrittenOut():
             values = residual(model, *own)
         if not isinstance(values, Tensor):
             raise TypeError(f"residual: expected a tensor (N,), found {type(values).__name__}")
@@ -47,53 +50,128 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
             raise ValueError(
                 f"residual: expected shape ({len(batch[0])},), one value a sample, found {tuple(values.shape)}"
             )
-        terms = rows_of(values, parameters, model)
-        return {name: contractions.gradients(parts) for name, parts in terms.items()}
+        return Jacobian.of(values, model).rows()
 
 
-def _checked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, nn.Parameter]:
+def _checked(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not parameters:
+    if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model: no parameter requires a gradient")
     if not batch or not all(isinstance(x, Tensor) and x.ndim for x in batch):
         raise TypeError("batch: expected tensors whose axis 0 holds the samples")
     if len({len(x) for x in batch}) > 1 or not len(batch[0]):
         raise ValueError(f"batch: expected as many samples in each tensor, found {[len(x) for x in batch]}")
-    return parameters
 
 
-def rows_of(values: Tensor, parameters: dict[str, nn.Parameter], model: nn.Module) -> dict[str, list[Term]]:
-    """The gradient of each of `values` (N,) as terms; the graph is kept, and the only thing that is looked at."""
-    tape, nodes = tape_of(values, parameters)
-    alone = lambda n: _gradients(values[n], parameters)
+@dataclass(frozen=True)
+class Jacobian:
+    """Derivatives of values (M,) by the P entries of the parameters, as terms: never built unless asked for.
+
+    Values that were put together by ``torch.cat`` are in `parts`, each with terms of its own.
+    """
+
+    parts: Sequence[tuple[int, Mapping[str, list[Term]]]]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, P)."""
+        return sum(size for size, _ in self.parts), sum(math.prod(shape) for shape in self.shapes.values())
+
+    @staticmethod
+    def of(values: Tensor, model: nn.Module) -> Jacobian:
+        """The Jacobian of values (M,) that were computed with gradients enabled; their graph is kept.
+
+        Nothing is run again: the graph says how the values came about, the model only what its parameters are.
+        """
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in _pieces(values)]
+        return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()})
+
+    def rows(self) -> dict[str, Tensor]:
+        """{name: (M, *shape)}."""
+        found = {name: [contractions.gradients(terms[name]) for _, terms in self.parts] for name in self.shapes}
+        return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in found.items()}
+
+    def to_dense(self) -> Tensor:
+        """(M, P), parameters in the order of ``named_parameters()``."""
+        return torch.cat([rows.flatten(1) for rows in self.rows().values()], 1)
+
+    def gram(self) -> Tensor:
+        """``J J^T`` (M, M)."""
+        found = [[torch.zeros(()) for _ in self.parts] for _ in self.parts]
+        for k, (_, left) in enumerate(self.parts):
+            found[k][k] = contractions.sum_of(contractions.gram(left[name]) for name in self.shapes)
+            for j, (_, right) in enumerate(self.parts[:k]):
+                block = contractions.sum_of(contractions.cross_gram(left[name], right[name]) for name in self.shapes)
+                found[k][j], found[j][k] = block, block.mT
+        return torch.cat([torch.cat(row, 1) for row in found])
+
+    def transposed(self, z: Tensor) -> dict[str, Tensor]:
+        """``J^T z``, of the parameters' shapes."""
+        pieces = z.split([size for size, _ in self.parts])
+        both = list(zip(pieces, self.parts, strict=True))
+        summed = contractions.sum_of
+        return {
+            name: summed(contractions.weighted_sum(terms[name], v) for v, (_, terms) in both) for name in self.shapes
+        }
+
+    def times(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """``J v`` (M,)."""
+        inner = contractions.inner_products
+        return torch.cat(
+            [contractions.sum_of(inner(terms[k], vector[k]) for k in self.shapes) for _, terms in self.parts]
+        )
+
+
+def _pieces(values: Tensor) -> list[tuple[Tensor, GradientEdge]]:
+    """What the values were put together from by ``torch.cat``, and where its backprop arrives."""
+    node = values.grad_fn
+    if node is None:
+        raise ValueError("values: they were computed without gradients, so that their derivatives are unknown")
+    if node.name() != "CatBackward0":
+        return [(values.detach(), get_gradient_edge(values))]
+    edges = [GradientEdge(step, number) for step, number in node.next_functions if step is not None]
+    sizes = [edge.node._input_metadata[edge.output_nr].shape[0] for edge in edges]
+    if sum(sizes) < len(values):  # one of them is a constant
+        return [(values.detach(), get_gradient_edge(values))]
+    return list(zip(values.detach().split(sizes), edges, strict=True))
+
+
+def _terms(
+    values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter], model: nn.Module
+) -> dict[str, list[Term]]:
+    """The gradient of each of `values` (N,); their graph, which begins at the edge, is the only thing looked at."""
+    tape, nodes = tape_of(edge, parameters)
     plans = PLANS.setdefault(model, {})
     key = (len(values), nodes, *signature_of(tape))
     plan = plans.get(key) if tape.uses else Plan([], [], set())
     if plan is None:
-        terms, plan, certain = studied(tape, values, alone)
+        terms, plan, certain = studied(tape, values, lambda n: _row(edge, values, n, parameters), edge)
         if certain:
             plans[key] = plan
     else:
-        backprops = tape.gradients([values], [torch.ones_like(values)]) if tape.uses else []
+        backprops = tape.gradients([edge], [torch.ones_like(values)]) if tape.uses else []
         terms, _ = explained(tape, backprops, plan.layouts, plan.general)
     if plan.general:
-        terms |= _one_by_one(values, {name: parameters[name] for name in parameters if name in plan.general})
+        terms |= _one_by_one(values, edge, {name: p for name, p in parameters.items() if name in plan.general})
     return {
         name: terms.get(name) or [Dense(p.detach().new_zeros(len(values), *p.shape))] for name, p in parameters.items()
     }
 
 
-def _gradients(value: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    found = torch.autograd.grad(value, list(parameters.values()), retain_graph=True, materialize_grads=True)
+def _row(edge: GradientEdge, values: Tensor, n: int, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    one = torch.zeros_like(values)
+    one[n] = 1
+    found = torch.autograd.grad(edge, list(parameters.values()), one, retain_graph=True, materialize_grads=True)
     return dict(zip(parameters, found, strict=True))
 
 
-def _one_by_one(values: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, list[Term]]:
+def _one_by_one(values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[Term]]:
     """The rows by one backward pass each."""
     leaves = list(parameters.values())
     step = max(1, CHUNK // (len(values) * max(p.numel() for p in leaves)))
     eye = torch.eye(len(values), dtype=values.dtype, device=values.device)
-    rows = [sent_back(values, part, leaves) for part in eye.split(step)]
+    rows = [sent_back(edge, part, leaves) for part in eye.split(step)]
     return {name: [Dense(torch.cat(parts))] for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}

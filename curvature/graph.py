@@ -55,8 +55,8 @@ READS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[dict[str, Any],
 }
 
 
-class Plain(TorchFunctionMode):
-    """Layer norm as its formula: the second derivative of its kernel has no rule."""
+class WrittenOut(TorchFunctionMode):
+    """Layer norm as its formula: its kernel has wrong third derivatives, and second ones without a rule."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (layer_norm if func is F.layer_norm else func)(*args, **(kwargs or {}))
@@ -72,7 +72,7 @@ def layer_norm(
     return out if bias is None else out + bias
 
 
-def tape_of(result: Tensor, parameters: Mapping[str, nn.Parameter]) -> tuple[Tape, tuple[str, ...]]:
+def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Tape, tuple[str, ...]]:
     """All reads of the parameters on the way to a result, and the names of all nodes.
 
     The graph must be kept for the tape's backprops.
@@ -81,7 +81,7 @@ def tape_of(result: Tensor, parameters: Mapping[str, nn.Parameter]) -> tuple[Tap
     leaves = {id(node.tensor): node for node in tape.parameters.values()}
     alone: dict[Step, Node] = {}  # what depends on parameters alone
     data: set[GraphNode] = set()
-    nodes = _nodes(result)
+    nodes = _nodes(result.node)
     for node in nodes:
         variable = getattr(node, "variable", None)
         if id(variable) in leaves:
@@ -104,11 +104,11 @@ def tape_of(result: Tensor, parameters: Mapping[str, nn.Parameter]) -> tuple[Tap
     return tape, tuple(node.name() for node in nodes)
 
 
-def _nodes(result: Tensor) -> list[GraphNode]:
+def _nodes(last: GraphNode) -> list[GraphNode]:
     """All nodes, those that others come from first, in an order that the graph alone decides."""
     order: list[GraphNode] = []
     seen: set[GraphNode] = set()
-    todo: list[tuple[GraphNode, bool]] = [(result.grad_fn, False)] if result.grad_fn is not None else []
+    todo: list[tuple[GraphNode, bool]] = [(last, False)]
     while todo:
         node, is_done = todo.pop()
         if is_done:

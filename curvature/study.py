@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from curvature import contractions
 from curvature.batch import Batch
@@ -29,20 +30,24 @@ def refuse_mixing(tape: Tape) -> None:
         )
 
 
-def studied(tape: Tape, losses: Tensor, alone: Alone) -> tuple[dict[str, list[Term]], Plan, bool]:
+def studied(
+    tape: Tape, losses: Tensor, alone: Alone, edge: GradientEdge | None = None
+) -> tuple[dict[str, list[Term]], Plan, bool]:
     """The first call at a shape: find the layouts, check the result in two ways, send what fails the general way.
 
     Args:
         losses: (N,), one for each sample.
         alone: the plain gradients of sample n, not by the tape; None where they are not to be had.
+        edge: where the losses begin to go back, if it is not known to them.
 
     Returns the terms, the plan, and whether the batch left no doubt about it (a sample without gradient does).
     """
     generator = torch.Generator().manual_seed(0)
     weights = (0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64)).to(losses)
-    backprops = tape.gradients([losses], [torch.ones_like(losses)])
+    outputs = [losses if edge is None else edge]
+    backprops = tape.gradients(outputs, [torch.ones_like(losses)])
     parameters = {name: node.tensor for name, node in tape.parameters.items()}
-    both = tape.gradients([losses], [weights], also=list(parameters.values()))
+    both = tape.gradients(outputs, [weights], also=list(parameters.values()))
     weighted, whole = both[: len(tape.uses)], both[len(tape.uses) :]
     layouts, certain, floor = [], True, noise(weighted)
     for b, bw in zip(backprops, weighted, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,24 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from curvature import Block, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
-from optimizers.health import Health
+from optimizers.base import ModelOptimizer, check_arguments
 from optimizers.schedule import Schedule
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
 
 
-class SecondOrder(torch.optim.Optimizer):
+class SecondOrder(ModelOptimizer):
     """Base of `KFAC` and `EKFAC`, which say what a step does. Arguments as there."""
 
     block = "kronecker"
 
     def __init__(self, model: nn.Module, options: dict[str, Any], arguments: dict[str, Any]) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
-        for name, low, high, open_end in RANGES:
-            value = (options | arguments)[name]
-            if value is not None:
-                check_range(name, value, low, high, open_end)
+        check_arguments(model, options | arguments)
         for name in ("factor_every", "decompose_every"):
             if not isinstance(arguments[name], int) or arguments[name] < 1:
                 raise ValueError(f"{name}: expected a whole number of steps, at least 1, found {arguments[name]!r}")
@@ -39,18 +33,12 @@ class SecondOrder(torch.optim.Optimizer):
             raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
         if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
             raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not named:
-            raise ValueError("model: no parameter requires a gradient")
-        self.factors = RunningFactors(arguments["sharing"], self.block)
-        super().__init__(list(named.values()), options)
-        self._arguments = arguments
-        self.model, self.loss, self.inject = model, loss, inject
+        factors = RunningFactors(arguments["sharing"], self.block)
+        super().__init__(model, options)
+        self._arguments, self.factors = arguments, factors
+        self.loss, self.inject = loss, inject
         self.schedule = Schedule(arguments["factor_every"], arguments["decompose_every"], arguments["max_overhead"])
-        self.health = Health()
-        self._names = {id(p): name for name, p in model.named_parameters()}
         self.generator: torch.Generator | None = None
-        self.steps, self.skipped = 0, 0
         self.output_scale: Tensor | None = None  # root mean square of an output entry
         self.output_size = 1.0  # output entries per sample
         # when the last step ended, and seconds by part until then
@@ -106,12 +94,6 @@ class SecondOrder(torch.optim.Optimizer):
         self._pending.append((tape, found, count))
 
     # -- for a step
-
-    def _trained(self) -> dict[str, Tensor]:
-        return {self._names[id(p)]: p for group in self.param_groups for p in group["params"]}
-
-    def _options(self) -> dict[str, dict[str, Any]]:
-        return {self._names[id(p)]: group for group in self.param_groups for p in group["params"]}
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._trained().items() if p.grad is not None}
@@ -207,30 +189,14 @@ class SecondOrder(torch.optim.Optimizer):
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """One dict of plain numbers for each of the last 10,000 steps, for `curvature.plots.training`."""
-        return self.health.history()
-
     def stats(self) -> dict[str, Any]:
         """How the run goes: the last step's numbers, counts of events, seconds by part, conditions of the factors.
 
         The conditions (largest over least eigenvalue of each damped block, by its first parameter) are computed here.
         """
-        last = self.history[-1] if self.health.entries else {}
-        counts = {name: self.health.counts[name] for name in ("rollbacks", "failures")}
         intervals = {"factor_every": self.schedule.factor_every, "decompose_every": self.schedule.decompose_every}
         conditions = {b.names[0]: b.condition() for b in self.factors.blocks if b.is_ready}
-        own = {"steps": self.steps, "skipped": self.skipped, **counts, **intervals}
-        return own | last | {"seconds_in": dict(self.health.seconds), "conditions": conditions}
-
-    def summary(self) -> str:
-        """One line on the last step and the run, to print while training."""
-        last = self.history[-1] if self.health.entries else {}
-        shown = [f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None]
-        own = [f"step {self.steps}", *shown, f"{self.health.counts['rollbacks']} rollbacks", f"{self.skipped} skipped"]
-        parts = " ".join(f"{k} {v:.1f} s" for k, v in self.health.seconds.items())
-        return ", ".join([*own, parts] if parts else own)
+        return super().stats() | intervals | {"conditions": conditions}
 
     kept: tuple[str, ...] = ("steps", "skipped", "output_scale", "output_size")
 
@@ -264,24 +230,6 @@ class SecondOrder(torch.optim.Optimizer):
         new.param_groups = [g | {"params": [memo[id(p)] for p in g["params"]]} for g in self.param_groups]
         new.load_state_dict(copy.deepcopy(self.state_dict()))
         return new
-
-
-RANGES = (
-    ("lr", 0.0, math.inf, False),
-    ("momentum", 0.0, 1.0, True),
-    ("weight_decay", 0.0, math.inf, False),
-    ("damping", 0.0, math.inf, False),
-    ("factor_decay", 0.0, 1.0, True),
-    ("max_overhead", 0.01, math.inf, False),
-)
-
-
-def check_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:
-    """Refuse what is no number from low to high."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
-    if not low <= value <= high or (open_end and value == high):
-        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if open_end else ''}, found {value}")
 
 
 def _start(optimizer: SecondOrder | None) -> Tape | None:

@@ -58,6 +58,7 @@ LEVELS = {
     "curvature.products": 6,
     "curvature.derivatives": 6,
     "curvature.matrices": 7,
+    "curvature.leastsquares": 7,
     "curvature.plots": 8,
     "curvature": 9,
 }

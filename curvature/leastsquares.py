@@ -1,0 +1,71 @@
+"""Damped linear least squares with a Jacobian, in the smaller of parameter space and sample space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from curvature.derivatives import Jacobian
+from curvature.linalg import cholesky_root, symmetric_eigh
+
+CLIP = 50.0  # eigenvalues below so many eps of the largest are rounding, and count as zero without damping
+
+
+class LeastSquares:
+    """``argmin_d ||J d - b||^2 + damping ||d||^2`` for any number of b and dampings.
+
+    With P parameters and M values, ``(J^T J + damping) d = J^T b`` is solved where P <= M, else ``d = J^T (J J^T +
+    damping)^-1 b`` (Woodbury's identity), by Cholesky; without damping, or where that fails, by eigenvalues, of which
+    those that are rounding are left out: the shortest of all solutions.
+    """
+
+    def __init__(self, jacobian: Jacobian) -> None:
+        self.jacobian = jacobian
+        self.dense = jacobian.to_dense() if jacobian.shape[1] <= jacobian.shape[0] else None
+        self.matrix = jacobian.gram() if self.dense is None else self.dense.mT @ self.dense
+        self._spectrum: tuple[Tensor, Tensor] | None = None
+
+    def solve(self, right: Tensor, damping: float = 0.0) -> dict[str, Tensor]:
+        """The solution for ``right`` (M,), in the shapes of the parameters."""
+        if self.dense is None:
+            return self.jacobian.transposed(self._solved(right, damping))
+        return self.split(self._solved(self.dense.mT @ right, damping))
+
+    def times(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """``J v`` (M,)."""
+        if self.dense is None:
+            return self.jacobian.times(vector)
+        return self.dense @ torch.cat([vector[name].flatten() for name in self.jacobian.shapes])
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """(P,) to the shapes of the parameters."""
+        shapes = self.jacobian.shapes
+        parts = flat.split([math.prod(shape) for shape in shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+    @property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues, ascending, and eigenvectors of the matrix that is solved with."""
+        if self._spectrum is None:
+            self._spectrum = symmetric_eigh(self.matrix)
+        return self._spectrum
+
+    @property
+    def largest(self) -> float:
+        """The largest eigenvalue of ``J^T J``."""
+        return float(self.spectrum[0][-1])
+
+    def _solved(self, right: Tensor, damping: float) -> Tensor:
+        if damping > 0 and self._spectrum is None:
+            damped = self.matrix.clone()
+            damped.diagonal().add_(damping)
+            root = cholesky_root(damped[None])
+            if root is not None:
+                return torch.cholesky_solve(right[:, None], root[0])[:, 0]
+        values, vectors = self.spectrum
+        floor = CLIP * torch.finfo(values.dtype).eps * values[-1]
+        inverse = torch.where(values > floor, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
+        return vectors @ (inverse * (vectors.mT @ right))

@@ -1,0 +1,84 @@
+"""What all optimizers of a model share: its parameters by name, the course of the run, checks of arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optimizers.health import Health
+
+
+class ModelOptimizer(torch.optim.Optimizer):
+    """Trains every parameter of a model that requires a gradient; `options` are those of a parameter group.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: none of its parameters requires a gradient.
+    """
+
+    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not named:
+            raise ValueError("model: no parameter requires a gradient")
+        super().__init__(list(named.values()), options)
+        self.model = model
+        self.health = Health()
+        self.steps, self.skipped = 0, 0
+        self._names = {id(p): name for name, p in model.named_parameters()}
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {self._names[id(p)]: p for group in self.param_groups for p in group["params"]}
+
+    def _options(self) -> dict[str, dict[str, Any]]:
+        return {self._names[id(p)]: group for group in self.param_groups for p in group["params"]}
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One dict of plain numbers for each of the last 10,000 steps, for `curvature.plots.training`."""
+        return self.health.history()
+
+    def stats(self) -> dict[str, Any]:
+        """How the run goes: the last step's numbers, counts of events, seconds by part."""
+        last = self.history[-1] if self.health.entries else {}
+        counts = {name: self.health.counts[name] for name in ("rollbacks", "failures")}
+        own = {"steps": self.steps, "skipped": self.skipped, **counts}
+        return own | last | {"seconds_in": dict(self.health.seconds)}
+
+    def summary(self) -> str:
+        """One line on the last step and the run, to print while training."""
+        last = self.history[-1] if self.health.entries else {}
+        shown = [f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None]
+        own = [f"step {self.steps}", *shown, f"{self.health.counts['rollbacks']} rollbacks", f"{self.skipped} skipped"]
+        parts = " ".join(f"{k} {v:.1f} s" for k, v in self.health.seconds.items())
+        return ", ".join([*own, parts] if parts else own)
+
+
+RANGES = (
+    ("lr", 0.0, math.inf, False),
+    ("momentum", 0.0, 1.0, True),
+    ("weight_decay", 0.0, math.inf, False),
+    ("damping", 0.0, math.inf, False),
+    ("factor_decay", 0.0, 1.0, True),
+    ("max_overhead", 0.01, math.inf, False),
+)
+
+
+def check_arguments(model: Any, arguments: dict[str, Any]) -> None:
+    """Refuse what is no module, and numbers out of their range."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
+    for name, low, high, open_end in RANGES:
+        value = arguments.get(name)
+        if value is not None:
+            check_range(name, value, low, high, open_end)
+
+
+def check_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:
+    """Refuse what is no number from low to high."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
+    if not low <= value <= high or (open_end and value == high):
+        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if open_end else ''}, found {value}")
