@@ -88,6 +88,11 @@ class Block:
         found = pytree.tree_leaves(self.state())
         return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
 
+    @property
+    def expected(self) -> int:
+        """Memory that will be kept, at most, before anything was seen."""
+        raise NotImplementedError
+
     def condition(self) -> float:
         """Largest over least eigenvalue of what `solve` inverts, nan where that is not prepared."""
         raise NotImplementedError
@@ -231,6 +236,10 @@ class KroneckerBlock(Block):
         return self.scheme.arrangement.dimension
 
     @property
+    def expected(self) -> int:
+        return 2 * sum(self.scheme.sides) * self.scheme.dtype.itemsize
+
+    @property
     def cost(self) -> float:
         sides = [side for side in (self.rows, self.columns) if side is not None]
         return float(sum(side.numel() * (side.shape[1] if side.ndim == 3 else 1) for side in sides))
@@ -336,6 +345,10 @@ class DiagonalBlock(Block):
     @property
     def dimension(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def expected(self) -> int:
+        return 2 * self.dimension * self.dtype.itemsize
 
     def condition(self) -> float:
         return math.nan if self.inverse is None else float(self.inverse.amax() / self.inverse.amin())

@@ -57,6 +57,12 @@ class EigenBlock(KroneckerBlock):
         alone = [[own] for own in found.values()]  # one vector
         return sum_of(turned.products(v, v, inverse.rows.new_ones(n)) for n, v in zip(found, alone, strict=True))
 
+    @property
+    def expected(self) -> int:
+        here = self.scheme.arrangement
+        values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
+        return super().expected + (2 * self.dimension + values) * self.scheme.dtype.itemsize
+
     def discard(self) -> None:
         super().discard()
         self.squares, self.turned = None, 0

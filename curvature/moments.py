@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.arrangement import Arrangement
-from curvature.sketch import SMALL, added, diagonal_of, scaled, sketched
+from curvature.sketch import RANK, SMALL, added, diagonal_of, scaled, sketched
 from curvature.terms import Convolved, ConvolvedBack, Entrywise, Outer, Rows, Term
 
 CHUNK = 1 << 24  # elements of unfolded activations at a time
@@ -104,6 +104,15 @@ class Scheme:
             return replace(scheme, diagonal=(large[0] > few[0], large[1] > few[1]), few=few)
         one_hot = {reading.flipped for reading in readings if reading.one_hot}
         return replace(scheme, diagonal=(large[0] or True in one_hot, large[1] or False in one_hot))
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many numbers the moments of outputs and of inputs have."""
+        here = self.arrangement
+        widths = here.outputs, here.dimension // (here.groups * here.outputs)
+        each = zip(widths, self.few, self.diagonal, strict=True)
+        rows, columns = (d * (RANK + 1 if few else here.groups * (1 if flat else d)) for d, few, flat in each)
+        return rows, columns
 
     def accepts(self, term: Term) -> bool:
         """Whether a term is a read of the weight in this arrangement, or of its transpose."""

@@ -170,12 +170,15 @@ class SecondOrder(ModelOptimizer):
     # -- looking and keeping
 
     def report(self) -> str:
-        """A table of every parameter: how it is preconditioned, factor shapes, memory, and why where it falls back."""
+        """A table of every parameter: how it is preconditioned, factor shapes, memory, and why where it falls back.
+
+        After a first forward pass, and before a first step, the memory is what will be kept at most.
+        """
         rows = [("parameter", "preconditioned by", "kept", "MB", "why")]
         seen: set[str] = set()
         total = 0.0
         for block in self.factors.blocks:
-            megabytes = block.bytes / 1e6
+            megabytes = (block.bytes if block.is_ready else block.expected) / 1e6
             total += megabytes
             rows.append((", ".join(block.names), block.structure, block.describe(), f"{megabytes:.2f}", block.reason))
             seen |= set(block.names)

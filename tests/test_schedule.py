@@ -110,3 +110,27 @@ def test_damping_of_a_parameter_group_is_its_own():
     torch.testing.assert_close(
         moved, moved.mean().expand_as(moved), rtol=1e-3, atol=0
     )  # damping rules: a scaled gradient
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_memory_is_known_before_training(kind: type[KFAC]):
+    """After one forward pass: at least what is kept later, and that exactly where no side is a sketch."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, groups=2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 20), nn.Linear(20, 3000)
+    )
+    opt = kind(model)
+    x = torch.randn(8, 2, 8, 8)
+    out = model(x)
+    expected = {block.names[0]: block.expected for block in opt.factors.blocks}
+    report = opt.report()
+    out.square().mean().backward()
+    opt.step()
+    if kind is EKFAC:  # values are known from the second step on
+        model(x).square().mean().backward()
+        opt.step()
+    for block in opt.factors.blocks:
+        assert block.bytes <= expected[block.names[0]], block.names
+        assert block.names[0] == "4.weight" or expected[block.names[0]] <= 1.01 * block.bytes + 100, block.names
+    momenta = 8 * sum(p.numel() for p in model.parameters())
+    in_all = float(report.split("in all")[1].split()[0])
+    assert in_all == pytest.approx((sum(expected.values()) + momenta) / 1e6, abs=0.01)
