@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 
+import matplotlib.pyplot as plt
 import oracle_derivatives
 import pytest
 import torch
@@ -169,6 +170,7 @@ def test_residuals_that_are_not_finite_change_nothing(bad: float):
     assert torch.equal(flat(model), before) and opt.skipped == 1 and opt.steps == 0
     opt.step(closure_of(model, x, residual))
     assert not torch.equal(flat(model), before) and len(plots.training(opt.history)) > 0
+    plt.close("all")
 
 
 def test_points_may_be_drawn_in_the_closure():
