@@ -16,7 +16,6 @@ from curvature.estimators import (
 )
 from curvature.factors import RunningFactors
 from curvature.gradients import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
-from curvature.graph import WrittenOut
 from curvature.injection import Injection, empirical, exact, isotropic, propagated, sampled
 from curvature.jacobian import output_changes
 from curvature.kronecker import EigenKronecker, Kronecker
@@ -35,6 +34,7 @@ from curvature.matrices import (
 from curvature.matrixfree import MatrixFree
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Space, load
 from curvature.structure import sample_layouts
+from curvature.written_out import WrittenOut
 
 __all__ = [
     "Block",

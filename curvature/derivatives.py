@@ -12,10 +12,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature import contractions
 from curvature.batch import preserved
-from curvature.graph import WrittenOut, tape_of
+from curvature.graph import tape_of
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
 from curvature.terms import Dense, Term
+from curvature.written_out import WrittenOut
 
 CHUNK = 1 << 26  # elements of the rows that go back together
 

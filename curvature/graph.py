@@ -7,15 +7,13 @@ that the weight met saved in the node; each becomes a `Use` like those of a forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
-from torch.overrides import TorchFunctionMode
 
 from curvature.capture import Node, Tape, Use
 from curvature.layers import RULES, Call
@@ -53,23 +51,6 @@ READS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[dict[str, Any],
     "AddBackward0": (torch.add, _sum),
     "SubBackward0": (torch.sub, _sum),
 }
-
-
-class WrittenOut(TorchFunctionMode):
-    """Layer norm as its formula: its kernel has wrong third derivatives, and second ones without a rule."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (layer_norm if func is F.layer_norm else func)(*args, **(kwargs or {}))
-
-
-def layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Tensor:
-    dims = list(range(-len(normalized_shape), 0))
-    centred = input - input.mean(dims, keepdim=True)
-    out = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    out = out if weight is None else out * weight
-    return out if bias is None else out + bias
 
 
 def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Tape, tuple[str, ...]]:

@@ -38,3 +38,25 @@ def written_out() -> Iterator[None]:
 
     with patch.object(F, "layer_norm", layer_norm):
         yield
+
+
+def central_differences(model: nn.Module, residual: Residual, *batch: Tensor, eps: float = 1e-5) -> dict[str, Tensor]:
+    """{name: (N, *shape)}: the values themselves with each entry of the parameters moved; no derivative is trusted."""
+
+    def values() -> Tensor:
+        return residual(model, *(x.detach().clone().requires_grad_() for x in batch)).detach()
+
+    found = {}
+    for name, p in trainable(model).items():
+        columns = []
+        for k in range(p.numel()):
+            ends = []
+            for step in (eps, -2 * eps):
+                with torch.no_grad():
+                    p.view(-1)[k] += step
+                ends.append(values())
+            with torch.no_grad():
+                p.view(-1)[k] += eps
+            columns.append((ends[0] - ends[1]) / (2 * eps))
+        found[name] = torch.stack(columns, 1).reshape(-1, *p.shape)
+    return found

@@ -31,6 +31,7 @@ LEVELS = {
     "curvature.losses": 0,
     "curvature.terms": 0,
     "curvature.place": 0,
+    "curvature.written_out": 0,
     "curvature.batch": 1,
     "curvature.moments": 2,
     "curvature.blocks": 3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import oracle_derivatives
@@ -218,24 +219,40 @@ def test_nothing_is_changed():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_layer_norm_has_its_own_derivatives():
-    """Those of torch's kernel are wrong from the third on (pytorch issue 175754); differences tell."""
-    model = nn.Sequential(nn.Linear(D, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 1)).double()
+NORMS = {
+    "layer": lambda: nn.LayerNorm(6), "batch": lambda: nn.BatchNorm1d(6), "group": lambda: nn.GroupNorm(2, 6),
+    "rms": lambda: nn.RMSNorm(6), "batch without statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
+    "instance": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, affine=True), nn.Flatten()),
+    "torch.layer_norm": lambda: Raw(lambda m, x: torch.layer_norm(x * m.scale, (6,)), scale=nn.Parameter(torch.ones(6))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_have_their_own_derivatives(name: str):
+    """Those of torch's kernels are wrong from the third on (pytorch issues 175754, 186256); differences tell."""
     with seeded(1):
+        model = nn.Sequential(nn.Linear(D, 6), NORMS[name](), nn.Tanh(), nn.Linear(6, 1))
         randomise(model)
-        x = torch.randn(N, D).double()
-    found = curvature.residual_jacobian(model, mixed, x)["0.bias"]
-    eps, columns = 1e-5, []
-    for k in range(5):
-        ends = []
-        for sign in (1, -1):
-            with torch.no_grad():
-                model[0].bias[k] += sign * eps
-            ends.append(mixed(model, x.clone().requires_grad_()).detach())
-            with torch.no_grad():
-                model[0].bias[k] -= sign * eps
-        columns.append((ends[0] - ends[1]) / (2 * eps))
-    torch.testing.assert_close(found, torch.stack(columns, 1), rtol=1e-6, atol=1e-6)
+        model, x = model.double(), torch.randn(N, D).double()
+    found = curvature.residual_jacobian(model, mixed, x)
+    expected = oracle_derivatives.central_differences(model, mixed, x)
+    for key, rows in expected.items():
+        torch.testing.assert_close(found[key], rows, rtol=1e-6, atol=1e-7 * max(1.0, float(rows.abs().max())))
+
+
+def test_written_out_norms_move_their_statistics_once():
+    model = nn.Sequential(nn.BatchNorm1d(D), nn.Unflatten(1, (1, D)), nn.InstanceNorm1d(1, track_running_stats=True))
+    model, x = model.double(), torch.randn(N, D).double()
+    expected = copy.deepcopy(model)
+    for _ in range(2):
+        out = expected(x)
+        with curvature.WrittenOut():
+            torch.testing.assert_close(model(x), out)
+    assert model.state_dict().keys() == expected.state_dict().keys()
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], value)
+    with curvature.WrittenOut():
+        torch.testing.assert_close(model.eval()(x), expected.eval()(x))
 
 
 def test_what_does_not_depend_on_the_model():
