@@ -85,7 +85,12 @@ class Jacobian:
         """The Jacobian of values (M,) that were computed with gradients enabled; their graph is kept.
 
         Nothing is run again: the graph says how the values came about, the model only what its parameters are.
+
+        Raises:
+            ValueError: the values are not (M,), M at least 1, or were computed without gradients.
         """
+        if values.ndim != 1 or not len(values):
+            raise ValueError(f"values: expected shape (M,), M at least 1, found {tuple(values.shape)}")
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in _pieces(values)]
         return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()})
@@ -137,20 +142,21 @@ def _pieces(values: Tensor) -> list[tuple[Tensor, GradientEdge]]:
     sizes = [edge.node._input_metadata[edge.output_nr].shape[0] for edge in edges]
     if sum(sizes) < len(values):  # one of them is a constant
         return [(values.detach(), get_gradient_edge(values))]
-    return list(zip(values.detach().split(sizes), edges, strict=True))
+    pieces = zip(values.detach().split(sizes), edges, strict=True)
+    return [(value, edge) for value, edge in pieces if len(value)]
 
 
 def _terms(
     values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter], model: nn.Module
 ) -> dict[str, list[Term]]:
     """The gradient of each of `values` (N,); their graph, which begins at the edge, is the only thing looked at."""
-    tape, nodes = tape_of(edge, parameters)
+    tape, identity = tape_of(edge, parameters)
     plans = PLANS.setdefault(model, {})
-    key = (len(values), nodes, *signature_of(tape))
+    key = (len(values), identity, *signature_of(tape))
     plan = plans.get(key) if tape.uses else Plan([], [], set())
     if plan is None:
         terms, plan, certain = studied(tape, values, lambda n: _row(edge, values, n, parameters), edge)
-        if certain:
+        if certain and identity is not None:
             plans[key] = plan
     else:
         backprops = tape.gradients([edge], [torch.ones_like(values)]) if tape.uses else []

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from curvature.blocks import KroneckerBlock
+from curvature.contractions import sum_of
 from curvature.inverses import Inverse, bases, basis, carried
-from curvature.moments import Scheme, sum_of
+from curvature.moments import Scheme
 from curvature.terms import Term
 from curvature.turned import Basis
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 
@@ -52,9 +53,21 @@ READS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[dict[str, Any],
     "SubBackward0": (torch.sub, _sum),
 }
 
+# Nodes that may take samples elsewhere, as a tensor among their arguments says.
+MOVED_BY_DATA = {
+    "IndexBackward0", "IndexPutBackward0", "IndexSelectBackward0", "IndexAddBackward0", "IndexCopyBackward0",
+    "GatherBackward0", "ScatterBackward0", "ScatterAddBackward0", "TakeBackward0", "TakeAlongDimBackward0",
+    "SortBackward0", "TopkBackward0", "MaskedSelectBackward0", "MaskedScatterBackward0", "EmbeddingBackward0",
+    "RepeatInterleaveBackward0",
+}  # fmt: skip
+TENSOR = "a tensor"
+SETTINGS: dict[type, list[str]] = {}  # the names of what is saved in a node beside tensors: axes, shifts, sizes
 
-def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Tape, tuple[str, ...]]:
-    """All reads of the parameters on the way to a result, and the names of all nodes.
+
+def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Tape, tuple[Any, ...] | None]:
+    """All reads of the parameters on the way to a result, and what the graph is: equal if samples are moved alike.
+
+    None for the latter where data may move them: an index, a mask, a function of the user's.
 
     The graph must be kept for the tape's backprops.
     """
@@ -82,7 +95,28 @@ def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tup
                     found = Node(zero.expand(x.shape), use.names, use, edge=GradientEdge(node, k))
                     use.results.append(found)
                     alone[node, k] = found
-    return tape, tuple(node.name() for node in nodes)
+    return tape, _identity_of(nodes)
+
+
+def _identity_of(nodes: list[GraphNode]) -> tuple[Any, ...] | None:
+    found: list[Any] = []
+    for node in nodes:
+        kind = type(node)
+        if isinstance(node, BackwardCFunction) or kind.__name__ in MOVED_BY_DATA:
+            return None
+        if kind not in SETTINGS:
+            names = [name for name in dir(kind) if name.startswith("_saved_")]
+            SETTINGS[kind] = [name for name in names if _setting(node, name) != TENSOR]
+        found.append((kind, *(_setting(node, name) for name in SETTINGS[kind])))
+    return tuple(found)
+
+
+def _setting(node: GraphNode, name: str) -> str:
+    try:
+        value = getattr(node, name)
+    except RuntimeError:  # a tensor that was overwritten
+        return TENSOR
+    return TENSOR if isinstance(value, Tensor) else str(value)
 
 
 def _nodes(last: GraphNode) -> list[GraphNode]:

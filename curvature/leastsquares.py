@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from curvature.derivatives import Jacobian
-from curvature.linalg import cholesky_root, symmetric_eigh
+from curvature.linalg import cholesky_root, rounding_of, symmetric_eigh
 
-CLIP = 50.0  # eigenvalues below so many eps of the largest are rounding, and count as zero without damping
+CLIP = 5.0  # eigenvalues, and damping, below so many times what rounding makes of zero count as zero
 
 
 class LeastSquares:
     """``argmin_d ||J d - b||^2 + damping ||d||^2`` for any number of b and dampings.
 
     With P parameters and M values, ``(J^T J + damping) d = J^T b`` is solved where P <= M, else ``d = J^T (J J^T +
-    damping)^-1 b`` (Woodbury's identity), by Cholesky; without damping, or where that fails, by eigenvalues, of which
-    those that are rounding are left out: the shortest of all solutions.
+    damping)^-1 b`` (Woodbury's identity), by Cholesky. With no damping, or less than rounding makes of a zero, by
+    eigenvalues, of which those below 50 eps of the largest are left out: the shortest of all solutions.
     """
 
     def __init__(self, jacobian: Jacobian) -> None:
@@ -59,13 +59,14 @@ class LeastSquares:
         return float(self.spectrum[0][-1])
 
     def _solved(self, right: Tensor, damping: float) -> Tensor:
-        if damping > 0 and self._spectrum is None:
+        is_large = damping > float(CLIP * rounding_of(self.matrix.trace()))
+        if is_large and self._spectrum is None:
             damped = self.matrix.clone()
             damped.diagonal().add_(damping)
             root = cholesky_root(damped[None])
             if root is not None:
                 return torch.cholesky_solve(right[:, None], root[0])[:, 0]
         values, vectors = self.spectrum
-        floor = CLIP * torch.finfo(values.dtype).eps * values[-1]
-        inverse = torch.where(values > floor, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
+        kept = (values > CLIP * rounding_of(values[-1])) | is_large
+        inverse = torch.where(kept, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
         return vectors @ (inverse * (vectors.mT @ right))

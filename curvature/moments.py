@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.arrangement import Arrangement
+from curvature.contractions import sum_of
 from curvature.sketch import RANK, SMALL, added, diagonal_of, scaled, sketched
 from curvature.terms import Convolved, ConvolvedBack, Entrywise, Outer, Rows, Term
 
@@ -320,13 +321,6 @@ def matched(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision of curvature: at least single."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def sum_of(tensors: Iterable[Tensor]) -> Tensor:
-    first, *others = tensors
-    for other in others:
-        first = first + other
-    return first
 
 
 def _second(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from curvature import contractions, squares
-from curvature.contractions import gradients, merged, unfolded
+from curvature.contractions import gradients, merged, sum_of, unfolded
 from curvature.kronecker import left, right
 from curvature.linalg import matmul
-from curvature.moments import Scheme, sum_of
+from curvature.moments import Scheme
 from curvature.squares import Vectors
 from curvature.terms import Convolved, Dense, Outer, Part, Rows, Term
 

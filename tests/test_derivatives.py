@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import oracle_derivatives
 import pytest
@@ -152,6 +153,28 @@ def test_another_order_is_not_taken_for_the_first():
         torch.testing.assert_close(found[key], rows.flip(0))
 
 
+@pytest.mark.parametrize("name", ["index", "roll", "sorted"])
+def test_samples_in_another_order_the_second_time(name: str):
+    """The same functions and shapes, but samples go elsewhere inside: what the first call learnt must not serve."""
+    model, x, _ = case("tanh")
+    orders = {"index": [torch.arange(N), torch.randperm(N)], "roll": [0, 2], "sorted": [1.0, -1.0]}[name]
+
+    def residual(model: nn.Module, x: Tensor, order: Any) -> Tensor:
+        if name == "roll":
+            return model(x.roll(order, 0)).roll(-order, 0)[:, 0].sin()
+        if name == "index":
+            return model(x[order])[order.argsort(), 0].sin()
+        order = (x[:, 0] * order).argsort()
+        return torch.zeros(N).double().index_add(0, order, model(x.gather(0, order[:, None].expand_as(x)))[:, 0].sin())
+
+    x = x[x[:, 0].argsort()]
+    for order in orders:
+        found = curvature.residual_jacobian(model, lambda m, x, order=order: residual(m, x, order), x)
+        expected = oracle_derivatives.residual_jacobian(model, lambda m, x: m(x)[:, 0].sin(), x)
+        for key, rows in expected.items():
+            torch.testing.assert_close(found[key], rows)
+
+
 def test_samples_that_mix():
     """Then a row is the derivative of one of the batch's values."""
     model, x, _ = case("tanh")
@@ -223,7 +246,7 @@ NORMS = {
     "layer": lambda: nn.LayerNorm(6), "batch": lambda: nn.BatchNorm1d(6), "group": lambda: nn.GroupNorm(2, 6),
     "rms": lambda: nn.RMSNorm(6), "batch without statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
     "instance": lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, affine=True), nn.Flatten()),
-    "torch.layer_norm": lambda: Raw(lambda m, x: torch.layer_norm(x * m.scale, (6,)), scale=nn.Parameter(torch.ones(6))),
+    "function": lambda: Raw(lambda m, x: torch.layer_norm(x * m.scale, (6,)), scale=nn.Parameter(torch.ones(6))),
 }  # fmt: skip
 
 
@@ -259,6 +282,22 @@ def test_what_does_not_depend_on_the_model():
     found = curvature.residual_jacobian(LINEAR, lambda model, x: x[:, 0], X)
     assert {name: rows.shape for name, rows in found.items()} == {"weight": (N, 1, D), "bias": (N, 1)}
     assert not any(rows.any() for rows in found.values())
+
+
+@pytest.mark.parametrize("sizes", [(N, 0), (0, 3, 1), (1, 1), (1,)])
+def test_pieces_of_any_size(sizes: tuple[int, ...]):
+    model, x, _ = case("silu")
+    pieces = [x[:size].clone().requires_grad_() for size in sizes]
+    found = curvature.Jacobian.of(torch.cat([mixed(model, x) for x in pieces]), model).rows()
+    expected = [oracle_derivatives.residual_jacobian(model, mixed, x) for x in pieces if len(x)]
+    for key, rows in found.items():
+        torch.testing.assert_close(rows, torch.cat([e[key] for e in expected]))
+
+
+@pytest.mark.parametrize("values", [torch.zeros(()), torch.zeros(0), torch.zeros(3, 1)], ids=["()", "(0,)", "(3, 1)"])
+def test_values_that_are_no_vector(values: Tensor):
+    with pytest.raises(ValueError, match=r"values: expected shape \(M,\)"):
+        curvature.Jacobian.of(values.requires_grad_() * 1, LINEAR)
 
 
 LINEAR = nn.Linear(D, 1).double()

@@ -79,6 +79,21 @@ def test_least_squares(name: str, pieces: int, device: str):
     torch.testing.assert_close(again, joined(LeastSquares(jacobian).solve(r, 1e-3)), rtol=1e-6, atol=1e-9)
 
 
+def test_damping_counts_alike_by_both_ways():
+    """Directions with eigenvalues far below a damping that stands out against rounding are damped, not left out."""
+    model, x, residual = problem("many parameters")
+    x = torch.cat([x, x + 1e-7])  # eigenvalues down to 1e-14 of the largest
+    with torch.enable_grad():
+        jacobian = Jacobian.of(closure_of(model, x, residual)(), model)
+    r = torch.sin(torch.arange(16.0).double())
+    damping = 2e-13 * float(jacobian.gram().trace())
+    solver = LeastSquares(jacobian)
+    by_cholesky = solver.solve(r, damping)
+    assert solver._spectrum is None and solver.largest > 0
+    for name, found in solver.solve(r, damping).items():
+        torch.testing.assert_close(found, by_cholesky[name], rtol=1e-2, atol=1e-2 * float(found.abs().max()))
+
+
 def test_a_matrix_that_is_not_definite_is_solved_by_its_eigenvalues():
     """Two samples are the same, and the damping is lost in rounding."""
     model, x, residual = problem("many parameters")
