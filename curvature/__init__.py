@@ -34,6 +34,7 @@ from curvature.matrices import (
 from curvature.matrixfree import MatrixFree
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Space, load
 from curvature.structure import sample_layouts
+from curvature.wholeblocks import WholeCurvature
 from curvature.written_out import WrittenOut
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Space",
     "Tape",
     "Use",
+    "WholeCurvature",
     "WrittenOut",
     "capture",
     "check_gradients",

@@ -12,7 +12,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature import contractions
 from curvature.batch import preserved
-from curvature.graph import tape_of
+from curvature.capture import Tape
+from curvature.graph import identity_of, tape_of
+from curvature.squares import products
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
 from curvature.terms import Dense, Term
@@ -74,6 +76,7 @@ class Jacobian:
 
     parts: Sequence[tuple[int, Mapping[str, list[Term]]]]
     shapes: Mapping[str, tuple[int, ...]]
+    zero: Tensor  # of the values' precision and device
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,7 +96,25 @@ class Jacobian:
             raise ValueError(f"values: expected shape (M,), M at least 1, found {tuple(values.shape)}")
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in _pieces(values)]
-        return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()})
+        return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()}, values.new_zeros(()))
+
+    @staticmethod
+    def recorded(tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], model: nn.Module) -> Jacobian:
+        """For each of the vectors (k, N, ...) the Jacobian (N, P) of the samples' ``<output, vector>``, in a part each.
+
+        Args:
+            tape: of the forward pass that gave the outputs (N, ...), samples along their first axis.
+            vectors: as many for each of the outputs.
+        """
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parts = []
+        for sent in zip(*vectors, strict=True):
+            with torch.enable_grad():
+                pairs = zip(outputs, sent, strict=True)
+                values = torch.stack([(x * v).reshape(len(x), -1).sum(1) for x, v in pairs]).sum(0)
+            edge = get_gradient_edge(values)
+            parts.append((len(values), _terms(values.detach(), edge, parameters, model, tape)))
+        return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()}, outputs[0].new_zeros(()))
 
     def rows(self) -> dict[str, Tensor]:
         """{name: (M, *shape)}."""
@@ -106,13 +127,25 @@ class Jacobian:
 
     def gram(self) -> Tensor:
         """``J J^T`` (M, M)."""
-        found = [[torch.zeros(()) for _ in self.parts] for _ in self.parts]
+        found = [[self.zero for _ in self.parts] for _ in self.parts]
         for k, (_, left) in enumerate(self.parts):
             found[k][k] = contractions.sum_of(contractions.gram(left[name]) for name in self.shapes)
             for j, (_, right) in enumerate(self.parts[:k]):
                 block = contractions.sum_of(contractions.cross_gram(left[name], right[name]) for name in self.shapes)
                 found[k][j], found[j][k] = block, block.mT
         return torch.cat([torch.cat(row, 1) for row in found])
+
+    def norms(self) -> Tensor:
+        """Squared norms of the rows, (M,)."""
+        norms = contractions.norms_squared
+        return torch.cat([contractions.sum_of(norms(terms[name]) for name in self.shapes) for _, terms in self.parts])
+
+    def squares(self) -> dict[str, Tensor]:
+        """The diagonal of ``J^T J``, in the shapes of the parameters."""
+        return {
+            name: contractions.sum_of(_squared(terms[name], self.zero.new_ones(n)) for n, terms in self.parts)
+            for name in self.shapes
+        }
 
     def transposed(self, z: Tensor) -> dict[str, Tensor]:
         """``J^T z``, of the parameters' shapes."""
@@ -131,6 +164,11 @@ class Jacobian:
         )
 
 
+def _squared(terms: list[Term], weights: Tensor) -> Tensor:
+    vectors = [terms]
+    return products(vectors, vectors, weights)
+
+
 def _pieces(values: Tensor) -> list[tuple[Tensor, GradientEdge]]:
     """What the values were put together from by ``torch.cat``, and where its backprop arrives."""
     node = values.grad_fn
@@ -147,12 +185,14 @@ def _pieces(values: Tensor) -> list[tuple[Tensor, GradientEdge]]:
 
 
 def _terms(
-    values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter], model: nn.Module
-) -> dict[str, list[Term]]:
+    values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter], model: nn.Module,
+    recorded: Tape | None = None,
+) -> dict[str, list[Term]]:  # fmt: skip
     """The gradient of each of `values` (N,); their graph, which begins at the edge, is the only thing looked at."""
-    tape, identity = tape_of(edge, parameters)
+    identity = identity_of(edge, parameters)
+    tape = tape_of(edge, parameters) if recorded is None else recorded
     plans = PLANS.setdefault(model, {})
-    key = (len(values), identity, *signature_of(tape))
+    key = (len(values), identity, recorded is None, *signature_of(tape))
     plan = plans.get(key) if tape.uses else Plan([], [], set())
     if plan is None:
         terms, plan, certain = studied(tape, values, lambda n: _row(edge, values, n, parameters), edge)

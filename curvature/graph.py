@@ -64,10 +64,8 @@ TENSOR = "a tensor"
 SETTINGS: dict[type, list[str]] = {}  # the names of what is saved in a node beside tensors: axes, shifts, sizes
 
 
-def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Tape, tuple[Any, ...] | None]:
-    """All reads of the parameters on the way to a result, and what the graph is: equal if samples are moved alike.
-
-    None for the latter where data may move them: an index, a mask, a function of the user's.
+def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Tape:
+    """All reads of the parameters on the way to a result.
 
     The graph must be kept for the tape's backprops.
     """
@@ -75,8 +73,7 @@ def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tup
     leaves = {id(node.tensor): node for node in tape.parameters.values()}
     alone: dict[Step, Node] = {}  # what depends on parameters alone
     data: set[GraphNode] = set()
-    nodes = _nodes(result.node)
-    for node in nodes:
+    for node in _nodes(result.node):
         variable = getattr(node, "variable", None)
         if id(variable) in leaves:
             alone[node, 0] = leaves[id(variable)]
@@ -95,14 +92,20 @@ def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tup
                     found = Node(zero.expand(x.shape), use.names, use, edge=GradientEdge(node, k))
                     use.results.append(found)
                     alone[node, k] = found
-    return tape, _identity_of(nodes)
+    return tape
 
 
-def _identity_of(nodes: list[GraphNode]) -> tuple[Any, ...] | None:
+def identity_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Any, ...] | None:
+    """What the graph of a result is: equal for two only if samples go the same ways in both.
+
+    None where data may move samples: an index, a mask, a function of the user's.
+    """
     found: list[Any] = []
-    for node in nodes:
+    leaves = {id(p) for p in parameters.values()}
+    for node in _nodes(result.node):
         kind = type(node)
-        if isinstance(node, BackwardCFunction) or kind.__name__ in MOVED_BY_DATA:
+        from_data = any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
+        if isinstance(node, BackwardCFunction) or (kind.__name__ in MOVED_BY_DATA and from_data):
             return None
         if kind not in SETTINGS:
             names = [name for name in dir(kind) if name.startswith("_saved_")]

@@ -15,7 +15,7 @@ CLIP = 5.0  # eigenvalues, and damping, below so many times what rounding makes 
 
 
 class LeastSquares:
-    """``argmin_d ||J d - b||^2 + damping ||d||^2`` for any number of b and dampings.
+    """``argmin_d ||J d - b||^2 + damping ||d||^2`` for any number of b and dampings; ``(J^T J + damping)^-1 g``.
 
     With P parameters and M values, ``(J^T J + damping) d = J^T b`` is solved where P <= M, else ``d = J^T (J J^T +
     damping)^-1 b`` (Woodbury's identity), by Cholesky. With no damping, or less than rounding makes of a zero, by
@@ -33,6 +33,21 @@ class LeastSquares:
         if self.dense is None:
             return self.jacobian.transposed(self._solved(right, damping))
         return self.split(self._solved(self.dense.mT @ right, damping))
+
+    def precondition(self, gradient: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
+        """``(J^T J + damping)^-1 g`` for any g, in the shapes of the parameters.
+
+        Raises:
+            ValueError: the damping is not positive.
+        """
+        if not damping > 0:
+            raise ValueError(f"damping: expected a positive number, found {damping}")
+        if self.dense is not None:
+            return self.split(
+                self._solved(torch.cat([gradient[name].flatten() for name in self.jacobian.shapes]), damping)
+            )
+        inside = self.jacobian.transposed(self._solved(self.jacobian.times(gradient), damping))
+        return {name: (gradient[name] - inside[name]) / damping for name in self.jacobian.shapes}
 
     def times(self, vector: Mapping[str, Tensor]) -> Tensor:
         """``J v`` (M,)."""

@@ -20,17 +20,17 @@ class ModelOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not named:
+        if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("model: no parameter requires a gradient")
-        super().__init__(list(named.values()), options)
+        super().__init__(list(model.parameters()), options)  # frozen ones too: they may be thawed
         self.model = model
         self.health = Health()
         self.steps, self.skipped = 0, 0
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def _trained(self) -> dict[str, Tensor]:
-        return {self._names[id(p)]: p for group in self.param_groups for p in group["params"]}
+        """Parameters by name that require a gradient now."""
+        return {self._names[id(p)]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
 
     def _options(self) -> dict[str, dict[str, Any]]:
         return {self._names[id(p)]: group for group in self.param_groups for p in group["params"]}
@@ -64,6 +64,11 @@ RANGES = (
     ("factor_decay", 0.0, 1.0, True),
     ("max_overhead", 0.01, math.inf, False),
 )
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, found {value!r:.80}")
 
 
 def check_arguments(model: Any, arguments: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from curvature import Injection, isotropic
 from optimizers.adaptive import Adaptive
+from optimizers.base import check_flag
 from optimizers.replay import Replay
 from optimizers.second_order import SecondOrder
 from optimizers.updates import adapted, are_finite, inner, loosened, slope_ratio, within_trust
@@ -88,8 +89,7 @@ class KFAC(SecondOrder):
         adaptive: bool = False, factor_decay: float = 0.9, factor_every: int | None = None,
         decompose_every: int | None = None, max_overhead: float | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        if not isinstance(adaptive, bool):
-            raise TypeError(f"adaptive: expected True or False, found {adaptive!r:.80}")
+        check_flag("adaptive", adaptive)
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
         intervals = ADAPTIVE_EVERY if adaptive else PLAIN_EVERY
         arguments = {

@@ -42,13 +42,17 @@ class State:
 
     @torch.no_grad()
     def restore(self) -> None:
+        self.restore_buffers()
+        torch.set_rng_state(self.random[0])
+        for device, own in zip(self.devices, self.random[1:], strict=True):
+            torch.cuda.set_rng_state(own, device)
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
         for module, name, buffer, value in self.buffers:
             module._buffers[name] = buffer
             if buffer is not None and value is not None and not torch.equal(buffer, value):
                 buffer.copy_(value)
-        torch.set_rng_state(self.random[0])
-        for device, own in zip(self.devices, self.random[1:], strict=True):
-            torch.cuda.set_rng_state(own, device)
 
 
 @dataclass

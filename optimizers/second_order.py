@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Block, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
+from curvature import Block, Injection, Listener, RunningFactors, Tape, WholeCurvature, empirical, invert, isotropic
 from optimizers.base import ModelOptimizer, check_arguments
 from optimizers.schedule import Schedule
 
@@ -33,22 +33,26 @@ class SecondOrder(ModelOptimizer):
             raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
         if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
             raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
-        factors = RunningFactors(arguments["sharing"], self.block)
         super().__init__(model, options)
-        self._arguments, self.factors = arguments, factors
+        self._arguments = arguments
         self.loss, self.inject = loss, inject
+        self.factors = self._curvature()
         self.schedule = Schedule(arguments["factor_every"], arguments["decompose_every"], arguments["max_overhead"])
         self.generator: torch.Generator | None = None
         self.output_scale: Tensor | None = None  # root mean square of an output entry
         self.output_size = 1.0  # output entries per sample
         # when the last step ended, and seconds by part until then
         self._last: tuple[float, dict[str, float]] | None = None
-        self._pending: list[tuple[Tape, list[Tensor | None], int]] = []
+        self._pending: list[Callable[[], None]] = []  # what is known after the loss's own backward pass
         me = weakref.ref(self)
         self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
         weakref.finalize(self, self._listener.remove)
 
     # -- capture
+
+    def _curvature(self) -> RunningFactors | WholeCurvature:
+        """What the curvature is kept in."""
+        return RunningFactors(self._arguments["sharing"], self.block)
 
     def _records(self) -> bool:
         return torch.is_grad_enabled() and self.schedule.renews(self.steps)
@@ -64,19 +68,20 @@ class SecondOrder(ModelOptimizer):
             self.output_size = sum(x.numel() for x in outputs) / count
             self.output_scale = (squares / (count * self.output_size)).sqrt()
         if self.inject == empirical():
-            self._listen_to_backward(tape, count)
+            self._listen_to_backward(tape, outputs, count)
             return
         if self.generator is None:
             self.generator = torch.Generator(outputs[0].device).manual_seed(self._arguments["seed"])
         if len(outputs) > 1 and self.loss is not None:
             raise ValueError(
-                f"KFAC: the model returned {len(outputs)} tensors, and loss= is of one; leave loss out (isotropic())"
+                f"{type(self).__name__}: the model returned {len(outputs)} tensors, and loss= is of one; leave loss "
+                "out (isotropic())"
             )
         vectors = [self.inject.vectors(x.detach(), self.loss, generator=self.generator).to(x.dtype) for x in outputs]
         with torch.autocast(outputs[0].device.type, enabled=False):
             self.factors.record(tape, outputs, vectors, count)
 
-    def _listen_to_backward(self, tape: Tape, count: int) -> None:
+    def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Keep the backprops of the loss when the training loop sends them back."""
         found: list[Tensor | None] = [None] * len(tape.uses)
         scale = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
@@ -91,7 +96,9 @@ class SecondOrder(ModelOptimizer):
         for use in tape.uses:
             if use.edge is not None:
                 use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
-        self._pending.append((tape, found, count))
+        factors = self.factors
+        assert isinstance(factors, RunningFactors)
+        self._pending.append(lambda: factors.record_backprops(tape, found, count))
 
     # -- for a step
 
@@ -113,12 +120,13 @@ class SecondOrder(ModelOptimizer):
         """Take new statistics into the factors, and invert the blocks whose turn it is."""
         renews = self.schedule.renews(self.steps)
         with self.health.timed("factors"):
-            for tape, backprops, count in self._pending:
-                self.factors.record_backprops(tape, backprops, count)
+            for taken in self._pending:
+                taken()
             self._pending.clear()
             if not self.factors.blocks:
                 raise RuntimeError(
-                    "KFAC.step: no forward pass of the model was seen; call the model that KFAC was given"
+                    f"{type(self).__name__}.step: no forward pass of the model was seen; call the model that the "
+                    "optimizer was given"
                 )
             self.factors.fold(self._arguments["factor_decay"])
         blocks = [b for b in self.factors.blocks if b.updates]
@@ -231,6 +239,7 @@ class SecondOrder(ModelOptimizer):
         new = type(self)(copy.deepcopy(self.model, memo), **copy.deepcopy(self._arguments, memo))
         memo[id(self)] = new
         new.param_groups = [g | {"params": [memo[id(p)] for p in g["params"]]} for g in self.param_groups]
+        new.defaults = copy.deepcopy(self.defaults)
         new.load_state_dict(copy.deepcopy(self.state_dict()))
         return new
 

@@ -60,15 +60,16 @@ LEVELS = {
     "curvature.derivatives": 6,
     "curvature.matrices": 7,
     "curvature.leastsquares": 7,
-    "curvature.plots": 8,
-    "curvature": 9,
+    "curvature.wholeblocks": 8,
+    "curvature.plots": 9,
+    "curvature": 10,
 }
 # What a level may import from outside, beside the standard library.
 LIBRARIES = {
     **dict.fromkeys(range(4), {"torch"}),
-    **dict.fromkeys(range(4, 8), {"torch", "numpy", "tqdm"}),
-    8: {"torch", "numpy", "tqdm", "matplotlib"},
-    9: set[str](),
+    **dict.fromkeys(range(4, 9), {"torch", "numpy", "tqdm"}),
+    9: {"torch", "numpy", "tqdm", "matplotlib"},
+    10: set[str](),
 }
 OPTIMIZER_LIBRARIES = {"torch"}
 FILE_LINES, FUNCTION_LINES = 400, 60

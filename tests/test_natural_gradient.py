@@ -14,7 +14,7 @@ from case import randomise, seeded
 from test_derivatives import laplacian
 from torch import Tensor, nn
 
-from curvature import Jacobian, LeastSquares, WrittenOut, plots
+from curvature import Jacobian, LeastSquares, WrittenOut, exact, plots
 from optimizers import KFAC, NaturalGradient
 
 SIZES = {"few parameters": (3, 40), "many parameters": (12, 8)}  # width and number of samples
@@ -223,7 +223,7 @@ def test_groups_frozen_parameters_and_decay():
             continue
         own, direction = direction[: p.numel()].reshape(p.shape), direction[p.numel() :]
         lr, kept = (0.5, 1.0) if p is first else (1.0, 0.99)
-        torch.testing.assert_close(p.detach(), kept * starts[name] + length * lr * own)
+        torch.testing.assert_close(p.detach(), kept * (starts[name] + length * lr * own))
 
 
 @pytest.mark.parametrize("options", [{"momentum": 0.9}, {"adaptive": True}])
@@ -261,15 +261,22 @@ def test_norm_layers():
 
 
 LINEAR = nn.Linear(2, 1)
+SEEN = nn.Linear(2, 1)
+SEEN(torch.ones(1, 2)).sum().backward()
 REFUSED = {
     "parameters": (lambda: NaturalGradient(LINEAR.parameters()), TypeError, "pass the model itself"),
     "a rate": (lambda: NaturalGradient(LINEAR, -1.0), ValueError, "lr: expected"),
     "damping": (lambda: NaturalGradient(LINEAR, damping="a"), TypeError, "damping: expected a number"),
     "momentum": (lambda: NaturalGradient(LINEAR, momentum=1.0), ValueError, "momentum: expected"),
     "adaptive": (lambda: NaturalGradient(LINEAR, adaptive=1), TypeError, "adaptive: expected"),
-    "no closure": (lambda: NaturalGradient(LINEAR).step(), TypeError, "pass a closure"),
+    "line search": (lambda: NaturalGradient(LINEAR, line_search=1), TypeError, "line_search: expected"),
+    "two searches": (lambda: NaturalGradient(LINEAR, line_search=True, adaptive=True), ValueError, "choose one"),
+    "a solver": (lambda: NaturalGradient(LINEAR, solver="lu"), ValueError, "solver: expected one of woodbury"),
+    "no loss": (lambda: NaturalGradient(LINEAR, inject=exact()), ValueError, "needs the loss module"),
+    "no closure": (lambda: NaturalGradient(LINEAR, line_search=True).step(), TypeError, "pass a closure"),
+    "no pass": (lambda: NaturalGradient(SEEN).step(), RuntimeError, "no forward pass"),
     "a number": (lambda: NaturalGradient(LINEAR).step(lambda: 1.0), TypeError, "found float"),
-    "a scalar": (lambda: NaturalGradient(LINEAR).step(lambda: LINEAR(torch.ones(2, 2)).sum()), ValueError, r"\(M,\)"),
+    "a matrix": (lambda: NaturalGradient(LINEAR).step(lambda: LINEAR(torch.ones(2, 2))), TypeError, r"\(2, 1\)"),
     "no graph": (lambda: NaturalGradient(LINEAR).step(lambda: torch.ones(3)), ValueError, "without gradients"),
 }
 

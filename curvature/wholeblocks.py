@@ -1,0 +1,385 @@
+"""Curvature of all parameters of a model together, nothing left out: ``G = 1/N sum_nk J_n^T v_nk v_nk^T J_n``.
+
+J_n are the outputs of sample n by the parameters and v_nk the vectors sent back, so that with exact vectors G is the
+Fisher or Gauss-Newton matrix of the batch. G is a product of the (N k, P) rows ``v_nk^T J_n``, of which activations and
+backprops are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.blocks import Block
+from curvature.capture import Tape
+from curvature.derivatives import Jacobian
+from curvature.factors import RunningFactors
+from curvature.leastsquares import LeastSquares
+from curvature.linalg import cholesky, symmetric_eigh
+
+Named = Mapping[str, Tensor]
+CARRIED = 0.95  # of the last solution, where the next iteration begins
+PROGRESS, WINDOW = 5e-4, 10  # relative progress per iteration that ends it, over the last so many or a tenth of all
+MOST = 250  # iterations
+LARGEST = 1 << 15  # parameters whose matrix is built
+
+
+class WholeBlock(Block):
+    """Base: sums up the rows of the passes since the last `fold`. Sub-classes say what is kept of them, and solve."""
+
+    form = ("shapes", "trace", "rank", "is_sum")
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
+        super().__init__(list(shapes))
+        self.shapes, self.is_sum = dict(shapes), is_sum
+        self.trace = 0.0
+        self.rank = 1  # at most
+        self.count = 1  # what the sum over the last rows is divided by
+        self.damping: float | None = None
+        self.discard()
+
+    def discard(self) -> None:
+        self.samples = 0
+        self.new: list[tuple[Tape, Jacobian]] = []
+
+    def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
+        """Add a pass over so many samples."""
+        self.new.append((tape, jacobian))
+        self.samples += samples
+
+    def fold(self, decay: float) -> None:
+        if not self.new:
+            return
+        parts = [part for _, jacobian in self.new for part in jacobian.parts]
+        whole = Jacobian(parts, self.shapes, self.new[0][1].zero)
+        new, trace = self.made(whole)
+        if bool(torch.isfinite(trace)):
+            self.count = 1 if self.is_sum else self.samples
+            self.trace, self.rank = float(trace) / self.count, min(whole.shape)
+            self.keep(new, decay)
+            self.updates += 1
+        self.discard()
+
+    def made(self, jacobian: Jacobian) -> tuple[Any, Tensor]:
+        """What is needed of a batch, and the trace of ``J^T J``."""
+        raise NotImplementedError
+
+    def keep(self, new: Any, decay: float) -> None:
+        """Take what `made` gave, which is finite."""
+        raise NotImplementedError
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        """``(G + damping)^-1 gradient``."""
+        raise NotImplementedError
+
+    def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        assert self.damping is not None
+        named = dict(zip(self.names, gradients, strict=True))
+        found = self.found(named, self.damping)
+        return [found[name].to(g.dtype) for name, g in named.items()]
+
+    def decompose(self, damping: float) -> None:
+        self.damping = damping
+
+    @staticmethod
+    def invert(blocks: Sequence[Any], share: float) -> None:
+        for block in blocks:
+            block.decompose(share * block.trace / block.rank)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.damping is not None and self.updates > 0
+
+    @property
+    def mean_eigenvalue(self) -> Tensor:
+        return torch.tensor(self.trace / self.dimension)
+
+    @property
+    def dimension(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def expected(self) -> int:
+        return 0
+
+    def condition(self) -> float:
+        return math.nan
+
+    def describe(self) -> str:
+        return f"{self.dimension} parameters"
+
+    def resume(self) -> None:
+        self.damping = None
+        self.shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
+
+
+class Woodbury(WholeBlock):
+    """The last batch alone, solved in the smaller of parameter and sample space (Woodbury's identity)."""
+
+    structure = "woodbury"
+    problem: LeastSquares | None = None
+
+    def made(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
+        problem = LeastSquares(jacobian)
+        return problem, problem.matrix.trace()
+
+    def keep(self, new: LeastSquares, decay: float) -> None:
+        self.problem = new
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        assert self.problem is not None
+        scaled = {name: g * self.count for name, g in gradient.items()}
+        return self.problem.precondition(scaled, damping * self.count)
+
+    @property
+    def is_ready(self) -> bool:
+        return super().is_ready and self.problem is not None
+
+    def describe(self) -> str:
+        kept = "" if self.problem is None else f", {len(self.problem.matrix)}x{len(self.problem.matrix)}"
+        return super().describe() + kept
+
+
+class DenseWhole(WholeBlock):
+    """The whole matrix (P, P), as a running average."""
+
+    structure = "dense"
+    kept = ("matrix",)
+    matrix: Tensor | None = None
+    root: Tensor | None = None
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
+        super().__init__(shapes, is_sum)
+        if self.dimension > LARGEST:
+            raise ValueError(
+                f'solver: "dense" keeps a matrix of {self.dimension} x {self.dimension} entries for this model; take '
+                f'"woodbury" or "cg" above {LARGEST} parameters'
+            )
+
+    def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
+        rows = jacobian.to_dense()
+        return rows.mT @ rows, rows.square().sum()
+
+    def keep(self, new: Tensor, decay: float) -> None:
+        new = new / self.count
+        self.matrix = new if self.matrix is None else self.matrix.lerp(new, self.weight_of_new(decay))
+
+    def decompose(self, damping: float) -> None:
+        assert self.matrix is not None
+        self.damping = damping
+        self.root = cholesky(self.matrix, damping, "NaturalGradient: the curvature")
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        assert self.root is not None
+        flat = torch.cat([g.flatten() for g in gradient.values()]).to(self.root.dtype)
+        parts = torch.cholesky_solve(flat[:, None], self.root)[:, 0].split([g.numel() for g in gradient.values()])
+        return {name: part.reshape(g.shape) for (name, g), part in zip(gradient.items(), parts, strict=True)}
+
+    @property
+    def is_ready(self) -> bool:
+        return super().is_ready and self.root is not None
+
+    @property
+    def expected(self) -> int:
+        return 8 * self.dimension**2
+
+    def condition(self) -> float:
+        if self.matrix is None or self.damping is None:
+            return math.nan
+        values = symmetric_eigh(self.matrix)[0].clamp(min=0) + self.damping
+        return float(values[-1] / values[0])
+
+
+class DiagonalWhole(WholeBlock):
+    """The diagonal, as a running average."""
+
+    structure = "whole diagonal"
+    kept = ("values",)
+    values: Tensor | None = None
+
+    def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
+        found = jacobian.squares()
+        values = torch.cat([found[name].flatten() for name in self.names])
+        return values, values.sum()
+
+    def keep(self, new: Tensor, decay: float) -> None:
+        new = new / self.count
+        self.values = new if self.values is None else self.values.lerp(new, self.weight_of_new(decay))
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        assert self.values is not None
+        parts = self.values.split([g.numel() for g in gradient.values()])
+        return {k: g / (v.reshape(g.shape) + damping) for (k, g), v in zip(gradient.items(), parts, strict=True)}
+
+    @property
+    def expected(self) -> int:
+        return 8 * self.dimension
+
+    def condition(self) -> float:
+        if self.values is None or self.damping is None:
+            return math.nan
+        return float((self.values.amax() + self.damping) / (self.values.amin() + self.damping))
+
+
+class ConjugateGradients(WholeBlock):
+    """The last batch alone, never built: conjugate gradients preconditioned by running Kronecker factors.
+
+    They begin at the last solution, shortened, and end where the quadratic model falls no more by much, as in
+    Hessian-free optimization (Martens 2010, section 4; Martens and Sutskever 2012, section 8).
+    """
+
+    structure = "cg"
+    kept = ("last",)
+    jacobian: Jacobian | None = None
+    last: Tensor | None = None
+    iterations = 0  # of the last solution
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
+        super().__init__(shapes, is_sum)
+        self.factors = RunningFactors()
+
+    def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
+        super().add_rows(tape, jacobian, samples)
+        for k, (_, terms) in enumerate(jacobian.parts):
+            self.factors.add(tape, dict(terms), samples if k == 0 else 0)
+
+    def discard(self) -> None:
+        super().discard()
+        if hasattr(self, "factors"):
+            self.factors.discard()
+
+    def made(self, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
+        return jacobian, jacobian.norms().sum()
+
+    def keep(self, new: Jacobian, decay: float) -> None:
+        self.jacobian = new
+        self.factors.fold(decay)
+
+    def decompose(self, damping: float) -> None:
+        self.damping = damping
+        for block in self.factors.blocks:
+            block.decompose(damping)
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        jacobian, count = self.jacobian, self.count
+        assert jacobian is not None
+
+        def product(v: Tensor) -> Tensor:
+            found = jacobian.transposed(jacobian.times(self._split(v)))
+            return self._flat(found) / count + damping * v
+
+        right = self._flat(gradient)
+        start = torch.zeros_like(right) if self.last is None else CARRIED * self.last.to(right)
+        self.last, self.iterations = truncated(product, right, start, self._preconditioned)
+        return self._split(self.last.clone())  # the step scales it in place
+
+    def _preconditioned(self, v: Tensor) -> Tensor:
+        named = self._split(v)
+        for block in self.factors.blocks:
+            if block.is_ready and all(name in named for name in block.names):
+                named |= dict(zip(block.names, block.solve([named[name] for name in block.names]), strict=True))
+        return self._flat(named)
+
+    def _flat(self, named: Named) -> Tensor:
+        return torch.cat([named[name].flatten() for name in self.names])
+
+    def _split(self, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    @property
+    def is_ready(self) -> bool:
+        return super().is_ready and self.jacobian is not None
+
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.iterations} iterations"
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"factors": self.factors.state_dict()}
+
+    def resume(self) -> None:
+        super().resume()
+        state: Any = self.factors
+        self.factors = RunningFactors()
+        device = torch.device("cpu") if self.last is None else self.last.device
+        self.factors.load_state_dict(state, device)
+
+
+def truncated(
+    product: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, precondition: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, int]:
+    """``M x = right`` by conjugate gradients, as far as pays, and the number of iterations.
+
+    The quadratic model ``1/2 x^T M x - right^T x`` falls with every iteration; it ends when the last k have brought
+    less than k times 5e-4 of all, k the larger of 10 and a tenth of the iterations (Martens 2010, section 4.4).
+    """
+    x = start
+    rest = right - product(x) if bool(x.any()) else right.clone()
+    z = precondition(rest)
+    direction, inner = z, rest @ z
+    values: list[float] = []
+    for k in range(1, MOST + 1):
+        if not float(inner) > 0:
+            break
+        image = product(direction)
+        length = inner / (direction @ image)
+        x = x + length * direction
+        rest = rest - length * image
+        values.append(float(-(x @ (right + rest)) / 2))
+        window = max(WINDOW, k // 10)
+        if k > window and values[-1] < 0 and values[-1] - values[-1 - window] > window * PROGRESS * values[-1]:
+            break
+        z = precondition(rest)
+        last, inner = inner, rest @ z
+        direction = z + (inner / last) * direction
+    return x, len(values)
+
+
+class WholeCurvature:
+    """Stands where `RunningFactors` does: one block for all parameters.
+
+    Args:
+        model: whose parameters they are.
+        solver: "woodbury", "dense", "diagonal" or "cg".
+        is_sum: whether G is the sum over samples, not the mean.
+    """
+
+    def __init__(self, model: nn.Module, solver: str, is_sum: bool = False) -> None:
+        if solver not in SOLVERS:
+            raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, found {solver!r:.80}")
+        self.model, self.kind, self.is_sum = model, SOLVERS[solver], is_sum
+        self.blocks: list[Block] = []
+
+    def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
+        """Take the rows of vectors (k, *shape) sent back from the outputs of a recorded pass over `count` samples."""
+        jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
+        block = self.blocks[0] if self.blocks else None
+        if not isinstance(block, WholeBlock) or block.shapes != jacobian.shapes:  # or other parameters are trained now
+            block = self.kind(jacobian.shapes, self.is_sum)
+            self.blocks = [block]
+        block.add_rows(tape, jacobian, count)
+
+    def discard(self) -> None:
+        """Forget what was added since the last `fold`."""
+        for block in self.blocks:
+            block.discard()
+
+    def fold(self, decay: float) -> None:
+        """Take what was added since the last time."""
+        for block in self.blocks:
+            block.fold(decay)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        return {block.names[0]: block.state() for block in self.blocks}
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]], device: torch.device) -> None:
+        self.blocks = [Block.restore(entry, device) for entry in state.values()]
+
+
+SOLVERS: dict[str, type[WholeBlock]] = {
+    "woodbury": Woodbury, "dense": DenseWhole, "diagonal": DiagonalWhole, "cg": ConjugateGradients,
+}  # fmt: skip
