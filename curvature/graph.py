@@ -7,8 +7,8 @@ that the weight met saved in the node; each becomes a `Use` like those of a forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch.autograd.graph import Node as GraphNode
 from torch.overrides import TorchFunctionMode
 
 from curvature.capture import Node, Tape, Use
+from curvature.formulas import layer_norm
 from curvature.layers import RULES, Call
 
 Step = tuple[GraphNode, int]
@@ -58,18 +59,10 @@ READS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[dict[str, Any],
 class WrittenOut(TorchFunctionMode):
     """Layer norm as its formula: its kernel has wrong third derivatives, and second ones without a rule."""
 
+    formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {F.layer_norm: layer_norm}
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (layer_norm if func is F.layer_norm else func)(*args, **(kwargs or {}))
-
-
-def layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Tensor:
-    dims = list(range(-len(normalized_shape), 0))
-    centred = input - input.mean(dims, keepdim=True)
-    out = centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    out = out if weight is None else out * weight
-    return out if bias is None else out + bias
+        return self.formulas.get(func, func)(*args, **(kwargs or {}))
 
 
 def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Tape, tuple[str, ...]]:
@@ -118,6 +111,13 @@ def _nodes(last: GraphNode) -> list[GraphNode]:
             todo.append((node, True))
             todo += [(step, False) for step, _ in node.next_functions if step is not None]
     return order
+
+
+def leaves_of(result: Tensor) -> list[Tensor]:
+    """The tensors that a result can be differentiated by."""
+    nodes = [] if result.grad_fn is None else _nodes(result.grad_fn)
+    found = [getattr(node, "variable", None) for node in nodes]
+    return [x for x in found if x is not None]
 
 
 def _is_identity(node: Any) -> bool:
