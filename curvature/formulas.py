@@ -202,6 +202,10 @@ def addmm(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
     return beta * input + alpha * (a @ b)
 
 
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    return _affine(torch.einsum("...i,oij,...j->...o", input1, weight, input2), None, bias)
+
+
 NORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
@@ -228,6 +232,7 @@ FORMULAS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((torch.var, Tensor.var), var),
     **dict.fromkeys((torch.std, Tensor.std), std),
     **dict.fromkeys((torch.prod, Tensor.prod), prod),
+    **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
     F.glu: glu,
     torch._C._nn.glu: glu,
     **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), prelu),

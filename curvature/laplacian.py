@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvature.batch import logits, preserved
 from curvature.formulas import NORMS, MixesSamples
 from curvature.graph import WrittenOut, leaves_of
-from curvature.taylor import Form, Jet, Taylor
+from curvature.taylor import Form, Jet, NoRule, Taylor
 
 log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
@@ -58,7 +58,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
             except Exception as error:  # also of a model that is wrong: then the plain pass says so in its own words
                 with preserved(module):
                     found = _by_autograd(model, given, form)
-                _say(f"{type(error).__name__}: {error}".split("\n")[0])
+                _say(str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}")
         except MixesSamples as error:
             raise ValueError(_mixing(module, error)) from None
     return found if record else (found[0].detach(), found[1].detach(), found[2].detach())

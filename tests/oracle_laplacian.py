@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from oracle_derivatives import written_out
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,7 +26,7 @@ def laplacian(model: Model, x: Tensor, weights: Tensor | None = None) -> Result:
 def _alone(model: Model, x: Tensor, weights: Tensor | None) -> Result:
     d = x.numel()
     C = torch.eye(d).to(x) if weights is None else torch.diag(weights) if weights.ndim == 1 else weights
-    with written_out(), sdpa_kernel(SDPBackend.MATH):
+    with plain(), sdpa_kernel(SDPBackend.MATH):
         u = model(x[None])[0].detach()
         grads, sums = [], []
         for k in range(u.numel()):
@@ -38,7 +41,7 @@ def differentiable(model: Model, x: Tensor, weights: Tensor | None = None) -> Re
     rows = []
     for sample in x:
         y = sample[None] if sample.requires_grad else sample[None].detach().requires_grad_()
-        with written_out(), sdpa_kernel(SDPBackend.MATH):
+        with plain(), sdpa_kernel(SDPBackend.MATH):
             u = model(y)[0]
         C = torch.eye(y.numel()).to(y) if weights is None else torch.diag(weights) if weights.ndim == 1 else weights
         grads, sums = [], []
@@ -50,6 +53,26 @@ def differentiable(model: Model, x: Tensor, weights: Tensor | None = None) -> Re
         rows.append((u, torch.stack(grads).reshape(*u.shape, *sample.shape), torch.stack(sums).reshape(u.shape)))
     u, grad, second = (torch.stack(column) for column in zip(*rows, strict=True))
     return u, grad, second
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Norms by their definitions: torch 2.13 has wrong third derivatives of the kernels of batch and instance norm, too."""
+
+    def batch_norm(
+        x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, training: bool, momentum: float, eps: float
+    ) -> Tensor:
+        assert not training
+        return (x - mean) / (var + eps) ** 0.5 * weight + bias
+
+    def instance_norm(
+        x: Tensor, mean: None, var: None, weight: Tensor, bias: Tensor, stats: bool, momentum: float, eps: float
+    ) -> Tensor:
+        out = (x - x.mean(2, keepdim=True)) / (x.var(2, unbiased=False, keepdim=True) + eps) ** 0.5
+        return out * weight[:, None] + bias[:, None]
+
+    with written_out(), patch.object(F, "batch_norm", batch_norm), patch.object(F, "instance_norm", instance_norm):
+        yield
 
 
 def _gradient(value: Tensor, y: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def sums(m: nn.Module, x: Tensor) -> Tensor:
 def products(m: nn.Module, x: Tensor) -> Tensor:
     a, b = m.first(x).tanh().view(-1, 5, 1), m.first(x).sin().view(-1, 1, 5)
     c = torch.einsum("nij,nkj->nik", a @ b, a.mul(b)) + torch.bmm(a, b) + m.w @ (a + b)
-    return m.out(c @ m.w).diagonal(dim1=1, dim2=2) if False else m.out((c @ m.w).sum(1) + torch.einsum("nij,j->ni", c, m.w[0]))
+    return m.out((c @ m.w).sum(1) + torch.einsum("nij,j->ni", c, m.w[0]))
 
 
 def linears(**more: nn.Module | nn.Parameter) -> dict[str, nn.Module | nn.Parameter]:
@@ -98,8 +98,8 @@ def normed(*layers: nn.Module) -> nn.Module:
 
 
 def channels(norm: nn.Module) -> nn.Module:
-    """Three channels of two places."""
-    return normed(nn.Unflatten(1, (3, 2)), norm, nn.Softplus(), nn.Flatten())
+    """Two channels of three places."""
+    return normed(nn.Unflatten(1, (2, 3)), norm, nn.Softplus(), nn.Flatten())
 
 
 class Custom(torch.autograd.Function):
@@ -129,6 +129,8 @@ def without_gradients(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def differentiated(m: nn.Module, x: Tensor) -> Tensor:
+    if not x.requires_grad:
+        x = x.detach().requires_grad_()
     return torch.autograd.grad(m.out(m.first(x).tanh()).sum(), x, create_graph=True)[0]
 
 
@@ -142,8 +144,8 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "residual block": block,
     "layer norm": lambda: normed(nn.LayerNorm(6), nn.Softplus()),
     "rms norm": lambda: normed(nn.RMSNorm(6), nn.Softplus()),
-    "group norm": lambda: channels(nn.GroupNorm(1, 3)),
-    "instance norm": lambda: channels(nn.InstanceNorm1d(3, affine=True)),
+    "group norm": lambda: channels(nn.GroupNorm(2, 2)),
+    "instance norm": lambda: channels(nn.InstanceNorm1d(2, affine=True)),
     "batch norm": lambda: normed(nn.BatchNorm1d(6), nn.Softplus()).eval(),
     "attention": lambda: tokens(attention),
     "fused attention": lambda: tokens(fused),
@@ -166,7 +168,7 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(D, 2),
     "inputs as they are": lambda: Raw(lambda m, x: x, w=vector(1)),
     "constant": lambda: Raw(lambda m, x: m.w.expand(len(x), 1), w=vector(1)),
-    "constant branch": lambda: Raw(lambda m, x: m.out(x).detach() * m.w + torch.zeros_like(x[:, :1]), **linears(w=vector(2))),
+    "detached": lambda: Raw(lambda m, x: m.out(m.first(x)).detach() * m.w + x.new_ones(1), **linears(w=vector(2))),
     "weight norm": lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)), nn.Tanh(), nn.Linear(5, 1)),
 }  # fmt: skip
 GENERAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -178,9 +180,9 @@ GENERAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "slogdet",
     ),
     "maximum": (lambda: Raw(lambda m, x: m.out(m.first(x).tanh()).max(1, keepdim=True)[0], **linears()), "max"),
-    "recurrent": (lambda: Raw(lambda m, x: m.out(m.rnn(x[..., None])[0][:, -1]), rnn=nn.GRU(1, 3), out=nn.Linear(3, 1)), "gru"),
+    "recurrent": (lambda: Raw(lambda m, x: m.out(m.rnn(x[..., None])[0][:, -1]), rnn=nn.GRU(1, 3, batch_first=True), out=nn.Linear(3, 1)), "gru"),
     "custom function": (lambda: Raw(lambda m, x: m.out(Custom.apply(m.first(x))), **linears()), "gradients off"),
-    "in place": (lambda: Raw(in_place, **linears()), "__iadd__"),
+    "in place": (lambda: Raw(in_place, **linears()), "add_"),
     "no_grad": (lambda: Raw(without_gradients, **linears()), "gradients off"),
     "its own gradient": (lambda: Raw(differentiated, **linears()), "grad"),
 }  # fmt: skip

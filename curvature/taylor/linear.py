@@ -19,6 +19,11 @@ def without_derivative(form: Form, func: Function, jets: list[Jet], args: Any, k
     return on_values(func, jets, args, kwargs)
 
 
+@register(kinds.properties("requires_grad"))
+def requires_grad(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> bool:
+    return True
+
+
 def _made(value: Any, first: Any, second: Any) -> Any:
     """Jets of a function with one result or several."""
     if isinstance(value, Tensor):
