@@ -47,7 +47,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
     form = Form(_checked(model, x, weights))
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.enable_grad(), Apart():
+    with torch.inference_mode(False), torch.enable_grad():
         given = x.clone() if x.is_inference() else x
         try:
             try:
@@ -121,7 +121,7 @@ def _constant(u: Tensor, x: Tensor) -> Result:
 def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: Form) -> Result:
     """By gradients of gradients, one output and one input after the other; the model runs once."""
     y = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-    with sdpa_kernel(SDPBackend.MATH):
+    with Apart(), sdpa_kernel(SDPBackend.MATH):
         u = _output(logits(model(y)), x)
     grads, sums = [], []
     for column in u.reshape(len(u), -1).unbind(1):

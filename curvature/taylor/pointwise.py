@@ -13,49 +13,58 @@ from torch import Tensor
 from curvature.taylor import kinds
 from curvature.taylor.jet import Form, Function, Jet, NoRule, called, register
 
-Derivatives = tuple[Tensor, Tensor, Tensor]  # f, f', f''
+Bend = Callable[[Tensor | None, Tensor], Tensor]
+Derivatives = tuple[Tensor, Tensor, Bend]  # f, f', and (L, q) to f' L + f'' q, where None is zero
+
+
+def _bend(slope: Tensor, curved: Tensor | float) -> Bend:
+    """By f' and f''."""
+    return lambda L, q: curved * q if L is None else slope * L + curved * q
 
 
 def _tanh(x: Tensor) -> Derivatives:
     f = torch.tanh(x)
     slope = 1 - f * f
-    return f, slope, -2 * f * slope
+    return f, slope, lambda L, q: slope * (-2 * (f * q) if L is None else torch.addcmul(L, f, q, value=-2))
 
 
 def _sin(x: Tensor) -> Derivatives:
-    f = torch.sin(x)
-    return f, torch.cos(x), -f
+    f, slope = torch.sin(x), torch.cos(x)
+    return f, slope, lambda L, q: -f * q if L is None else torch.addcmul(slope * L, f, q, value=-1)
 
 
 def _cos(x: Tensor) -> Derivatives:
-    f = torch.cos(x)
-    return f, -torch.sin(x), -f
+    f, slope = torch.cos(x), -torch.sin(x)
+    return f, slope, lambda L, q: -f * q if L is None else torch.addcmul(slope * L, f, q, value=-1)
 
 
 def _exp(x: Tensor) -> Derivatives:
     f = torch.exp(x)
-    return f, f, f
+    return f, f, lambda L, q: f * (q if L is None else L + q)
 
 
 def _sigmoid(x: Tensor) -> Derivatives:
     f = torch.sigmoid(x)
     slope = f * (1 - f)
-    return f, slope, slope * (1 - 2 * f)
+    return f, slope, lambda L, q: slope * ((1 - 2 * f) * q if L is None else L + (1 - 2 * f) * q)
 
 
 def _silu(x: Tensor) -> Derivatives:
-    s, slope, curved = _sigmoid(x)
-    return F.silu(x), s + x * slope, 2 * slope + x * curved
+    s = torch.sigmoid(x)
+    f = x * s
+    slope = torch.addcmul(s + f, f, s, value=-1)
+    return f, slope, _bend(slope, (s - s * s) * (2 + x - 2 * f))
 
 
 def _square(x: Tensor) -> Derivatives:
-    return x * x, 2 * x, x.new_full((), 2.0)
+    slope = 2 * x
+    return x * x, slope, _bend(slope, 2.0)
 
 
 def _reciprocal(x: Tensor) -> Derivatives:
     f = 1 / x
     slope = -f * f
-    return f, slope, -2 * f * slope
+    return f, slope, _bend(slope, -2 * f * slope)
 
 
 FORMULAS: dict[Function, Callable[[Tensor], Derivatives]] = {
@@ -70,9 +79,8 @@ FORMULAS: dict[Function, Callable[[Tensor], Derivatives]] = {
 
 def composed(form: Form, jet: Jet, derivatives: Callable[[Tensor], Derivatives]) -> Jet:
     """f(jet): ``f' h_i`` and ``f' L + f'' sum_ij C_ij h_i h_j``."""
-    value, slope, curved = derivatives(jet.value)
-    second = curved * form.of(jet.first, jet.first)
-    return Jet(value, slope * jet.first, second if jet.second is None else second + slope * jet.second)
+    value, slope, bend = derivatives(jet.value)
+    return Jet(value, slope * jet.first, bend(jet.second, form.of(jet.first, jet.first)))
 
 
 @register(FORMULAS)
