@@ -30,9 +30,7 @@ def layer_norm(
     return _affine(_normalised(input, dims, eps), weight, bias)
 
 
-def rms_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
-) -> Tensor:
+def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
     dims = list(range(-len(normalized_shape), 0))
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     return _affine(input * (input.square().mean(dims, keepdim=True) + eps).rsqrt(), weight, None)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvature.batch import logits, preserved
 from curvature.formulas import NORMS, MixesSamples
 from curvature.graph import WrittenOut, leaves_of
+from curvature.structure import noise, rounding
 from curvature.taylor import Form, Jet, NoRule, Taylor
 
 log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
+SEEN: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()  # what models were compared at
 
 
 def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None = None) -> Result:
@@ -42,7 +45,8 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
 
     Raises:
         TypeError: the model is not callable, x or weights no floating point tensor, or the model returns none.
-        ValueError: a shape does not fit, `weights` is not symmetric, or a BatchNorm in training mode mixes the samples.
+        ValueError: a shape does not fit, `weights` is not symmetric, or samples are not apart: a BatchNorm in training
+            mode, or what the first call at a shape finds by running two samples alone.
     """
     form = Form(_checked(model, x, weights))
     module = model if isinstance(model, nn.Module) else nn.Module()
@@ -61,6 +65,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
                 _say(str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}")
         except MixesSamples as error:
             raise ValueError(_mixing(module, error)) from None
+        _compare(model, module, given, found[0])
     return found if record else (found[0].detach(), found[1].detach(), found[2].detach())
 
 
@@ -140,6 +145,32 @@ def _gradient(values: Tensor, y: Tensor) -> Tensor:
         return torch.zeros_like(y)
     (found,) = torch.autograd.grad(values.sum(), y, create_graph=True, materialize_grads=True)
     return found
+
+
+def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Tensor) -> None:
+    """At the first call at a shape: the first and the last sample alone have the values that they have in the batch.
+
+    Raises:
+        ValueError: they have others, and nothing random.
+    """
+    seen = SEEN.setdefault(model, set())
+    key = (x.shape, x.dtype, tuple(m.training for m in module.modules()))
+    if key in seen or len(x) == 1:
+        return
+    seen.add(key)
+    for n in (0, len(x) - 1):
+        with preserved(module) as drew, torch.no_grad():
+            try:
+                alone = logits(model(x[n : n + 1]))[0]
+            except Exception as error:
+                log.info("laplacian: not compared with sample %d alone: %s", n, error)
+                return
+            allowed = 10 * rounding(u) * u[n].norm() + noise([u])
+            if not drew() and (alone - u[n]).norm() > allowed:
+                raise ValueError(
+                    f"model: its output for sample {n} of x depends on the other samples, so no sample has a Laplacian "
+                    "of its own"
+                )
 
 
 def _mixing(module: nn.Module, error: MixesSamples) -> str:

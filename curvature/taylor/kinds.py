@@ -25,9 +25,7 @@ def properties(text: str) -> Functions:
 SPACES = (torch, Tensor, torch.special, torch._C._nn)
 
 # What is known without looking at the values.
-METADATA = properties(
-    "shape dtype device ndim layout is_cuda is_cpu is_sparse is_quantized is_nested is_meta"
-) | named(
+METADATA = properties("shape dtype device ndim layout is_cuda is_cpu is_sparse is_quantized is_nested is_meta") | named(
     "size dim numel nelement stride is_floating_point is_complex __len__ ndimension element_size is_contiguous "
     "get_device is_pinned is_shared is_same_size is_inference is_conj is_neg result_type is_tensor storage_offset "
     "new_empty new_zeros new_ones new_full new_tensor zeros_like ones_like empty_like "

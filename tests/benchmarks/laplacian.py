@@ -106,7 +106,9 @@ def main() -> None:
             model, x = made(case, activation)
             expected = nested(model, x)
             for way in WAYS.values():
-                for a, b in zip((*way(model, x), *loss(way, model, x)), (*expected, *loss(nested, model, x)), strict=True):
+                for a, b in zip(
+                    (*way(model, x), *loss(way, model, x)), (*expected, *loss(nested, model, x)), strict=True
+                ):
                     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
             plain = medians({"": lambda: model(x)}, options.rounds)[""]
             for what, run in (("forward", lambda way: way(model, x)), ("loss", lambda way: loss(way, model, x))):
