@@ -35,13 +35,13 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
         model: a module or function of x that treats samples apart.
         x: (N, *in), floating point; d is the product of `in`. The results can be differentiated by x if it requires
             a gradient.
-        weights: C of ``sum_ij C_ij d_i d_j u`` in place of the Laplacian: (d, d) symmetric, or its diagonal (d,). A zero
-            leaves the second derivatives by an input out, such as those by time.
+        weights: C of ``sum_ij C_ij d_i d_j u`` in place of the Laplacian: (d, d) symmetric, or its diagonal (d,). A
+            zero leaves the second derivatives by an input out, such as those by time.
 
     Returns:
         ``u`` (N, *out), ``grad`` (N, *out, *in) in units of u / x, and ``laplacian`` (N, *out) in units of u / x^2
-        (times those of the weights). Of a model with dropout, all three have the same mask. Buffers and random state are
-        left as they were, so the next call draws the same mask unless something else is drawn.
+        (times those of the weights). Of a model with dropout, all three have the same mask. Buffers and random state
+        are left as they were, so the next call draws the same mask unless something else is drawn.
 
     Raises:
         TypeError: the model is not callable, x or weights no floating point tensor, or the model returns none.
@@ -133,7 +133,8 @@ def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: Form) -> Resul
         grad = _gradient(column, y)
         grads.append(grad)
         weighted = form.times(grad.flatten(1).mT)
-        sums.append(sum(_gradient(weighted[k], y).flatten(1)[:, k] for k in range(len(weighted))))
+        seconds = [_gradient(part, y).flatten(1)[:, k] for k, part in enumerate(weighted)]
+        sums.append(torch.stack(seconds).sum(0))
     found = u, torch.stack(grads, 1).reshape(*u.shape, *x.shape[1:]), torch.stack(sums, 1).reshape(u.shape)
     if x.requires_grad or any(leaf is not y for t in found for leaf in leaves_of(t)):
         return found

@@ -57,7 +57,7 @@ def differentiable(model: Model, x: Tensor, weights: Tensor | None = None) -> Re
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Norms by their definitions: torch 2.13 has wrong third derivatives of the kernels of batch and instance norm, too."""
+    """Norms by their definitions: torch 2.13 has wrong third derivatives of batch and instance norm, too."""
 
     def batch_norm(
         x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, training: bool, momentum: float, eps: float
@@ -90,14 +90,11 @@ def mixed(result: Result) -> Tensor:
     return total
 
 
-def differences(value: Callable[[], Tensor], parameter: Tensor, eps: float = 1e-5) -> Tensor:
-    """The gradient of a scalar by central differences."""
-    flat, found = parameter.detach().view(-1), []
-    for k in range(flat.numel()):
-        start, ends = flat[k].item(), []
-        for step in (eps, -eps):
-            flat[k] = start + step
-            ends.append(value().item())
-        flat[k] = start
-        found.append((ends[0] - ends[1]) / (2 * eps))
-    return torch.tensor(found, dtype=parameter.dtype).reshape(parameter.shape)
+def difference(value: Callable[[], Tensor], parameter: Tensor, direction: Tensor, eps: float = 1e-5) -> Tensor:
+    """How a scalar changes as a parameter moves along a direction, by central differences."""
+    start, ends = parameter.detach().clone(), []
+    for step in (eps, -eps):
+        parameter.detach().copy_(start + step * direction)
+        ends.append(value().detach())
+    parameter.detach().copy_(start)
+    return (ends[0] - ends[1]) / (2 * eps)

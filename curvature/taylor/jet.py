@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 class NoRule(Exception):
@@ -23,7 +25,7 @@ class Jet(Tensor):
     second: Tensor | None
 
     # torch functions find the rules by the mode `Taylor`; what goes round it must not see a tensor without derivatives
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, value: Tensor, first: Tensor, second: Tensor | None = None) -> Jet:
@@ -32,7 +34,7 @@ class Jet(Tensor):
         return jet
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NoRule(str(func))
 
     def aligned(self, ndim: int) -> Tensor:
@@ -62,7 +64,7 @@ class Form:
         return (a * self.times(b)).sum(0)
 
 
-Rule = Callable[[Form, Function, list[Jet], Any, Any], Any]
+Rule = Callable[[Form, Function, list[Jet], Args, Kwargs], Any]
 RULES: dict[Function, Rule] = {}
 
 
@@ -93,7 +95,7 @@ def replaced(tree: Any, take: Callable[[Tensor], Any]) -> Any:
     return type(tree)([replaced(x, take) for x in tree]) if type(tree) in (tuple, list) else tree
 
 
-def called(func: Function, parts: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+def called(func: Function, parts: Iterable[Tensor | None], args: Args, kwargs: Kwargs) -> Any:
     """The function of other tensors in the place of the jets."""
     rest = iter(parts)
     take = lambda x: next(rest) if isinstance(x, Jet) else x
@@ -101,7 +103,7 @@ def called(func: Function, parts: Sequence[Tensor], args: Any, kwargs: Any) -> A
     return func(*args, **replaced(kwargs, take))
 
 
-def on_values(func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def on_values(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return called(func, [jet.value for jet in jets], args, kwargs)
 
 

@@ -35,9 +35,9 @@ METADATA = properties("shape dtype device ndim layout is_cuda is_cpu is_sparse i
 VALUES = properties("data") | named(
     "detach eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ not_equal less less_equal greater "
     "greater_equal isnan isinf isfinite isclose allclose equal argmax argmin argsort sign sgn signbit floor ceil round "
-    "trunc fix heaviside floor_divide __floordiv__ logical_and logical_or logical_not logical_xor any all count_nonzero "
-    "nonzero argwhere searchsorted bucketize __bool__ __float__ __int__ __index__ item tolist __contains__ bincount "
-    "long int bool short histc"
+    "trunc fix heaviside floor_divide __floordiv__ logical_and logical_or logical_not logical_xor any all "
+    "count_nonzero nonzero argwhere searchsorted bucketize __bool__ __float__ __int__ __index__ item tolist "
+    "__contains__ bincount long int bool short histc"
 )
 # In the first argument, the other ones held.
 LINEAR = properties("T mT H mH real") | named(
@@ -56,10 +56,11 @@ AFFINE = named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_tran
 SHAPED = named("expand_as view_as reshape_as type_as to type")
 # In all tensors together; what does not depend on the inputs has zero derivatives.
 JOINED = named("cat concat concatenate stack hstack vstack dstack column_stack row_stack")
-BILINEAR = named(
-    "bmm einsum outer ger inner dot vdot tensordot kron cross linalg_cross vecdot matrix_exp_product "
-    "chain_matmul mv vecmat"
-) | {torch.linalg.cross, torch.linalg.vecdot, torch.functional.einsum}
+BILINEAR = named("bmm einsum outer ger inner dot vdot tensordot kron cross linalg_cross vecdot mv") | {
+    torch.linalg.cross,
+    torch.linalg.vecdot,
+    torch.functional.einsum,
+}
 MATMUL = named("matmul __matmul__ mm") | {torch.linalg.matmul}
 # Entry by entry, of any number of tensors that are broadcast.
 POINTWISE = named(
@@ -67,7 +68,7 @@ POINTWISE = named(
     "tan sinh cosh asin acos atan asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh exp2 expm1 log log1p "
     "log2 log10 sqrt rsqrt reciprocal abs absolute __abs__ erf erfc erfinv lgamma digamma sinc logit log_sigmoid "
     "entr ndtr softplus elu selu celu gelu silu mish hardtanh relu relu6 leaky_relu softshrink hardshrink threshold "
-    "hardswish hardsigmoid clamp clip clamp_min clamp_max deg2rad rad2deg frac nan_to_num "
+    "hardswish clamp clip clamp_min clamp_max deg2rad rad2deg frac nan_to_num "
     "pow __pow__ float_power __rpow__ atan2 arctan2 hypot maximum minimum fmax fmin lerp addcmul addcdiv xlogy xlog1py "
     "logaddexp logaddexp2 fmod remainder __mod__ copysign i0 i0e i1 i1e bessel_j0 bessel_j1"
-) | {F.logsigmoid, F.hardtanh, F.relu6, F.hardswish, F.hardsigmoid, F.leaky_relu}
+) | {F.logsigmoid, F.hardtanh, F.relu6, F.hardswish, F.leaky_relu}

@@ -11,16 +11,28 @@ from torch import Tensor
 from torch.func import vmap
 
 from curvature.taylor import kinds
-from curvature.taylor.jet import Form, Function, Jet, NoRule, called, name_of, on_values, register, replaced
+from curvature.taylor.jet import (
+    Args,
+    Form,
+    Function,
+    Jet,
+    Kwargs,
+    NoRule,
+    called,
+    name_of,
+    on_values,
+    register,
+    replaced,
+)
 
 
 @register(kinds.METADATA | kinds.VALUES)
-def without_derivative(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def without_derivative(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return on_values(func, jets, args, kwargs)
 
 
 @register(kinds.properties("requires_grad"))
-def requires_grad(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> bool:
+def requires_grad(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
     return True
 
 
@@ -32,7 +44,7 @@ def _made(value: Any, first: Any, second: Any) -> Any:
     return tuple(Jet(*parts) for parts in zip(value, first, seconds, strict=True))
 
 
-def _along(func: Function, jets: list[Jet], args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _along(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
     """The derivatives, by a function that is linear in all jets together."""
     run = lambda *parts: called(func, parts, args, kwargs)
     first = vmap(run)(*(jet.first for jet in jets))
@@ -42,14 +54,14 @@ def _along(func: Function, jets: list[Jet], args: Any, kwargs: Any) -> tuple[Any
 
 
 @register(kinds.LINEAR)
-def linear(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def linear(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     if len(jets) > 1 or not any(x is jets[0] for x in (*args[:1], kwargs.get("input"))):
         raise NoRule(f"{name_of(func)} of such arguments")
     return _made(on_values(func, jets, args, kwargs), *_along(func, jets, args, kwargs))
 
 
 @register(kinds.AFFINE)
-def affine(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def affine(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     """The derivatives go without the bias."""
     made = linear(form, func, jets, args, kwargs)
     args = (*args[:2], None, *args[3:])
@@ -57,7 +69,7 @@ def affine(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) 
 
 
 @register(kinds.SHAPED)
-def shaped(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def shaped(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     take = lambda x: x.value if isinstance(x, Jet) else x
     rest, kwargs = replaced(args[1:], take), replaced(kwargs, take)
     if not isinstance(args[0], Jet):
@@ -66,22 +78,22 @@ def shaped(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) 
 
 
 @register(kinds.JOINED)
-def joined(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def joined(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     value = on_values(func, jets, args, kwargs)
     constant = lambda x: x if isinstance(x, Jet) else torch.zeros_like(x)
     return _made(value, *_along(func, jets, replaced(args, constant), replaced(kwargs, constant)))
 
 
 @register({torch.where})
-def where(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def where(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     condition, *both = (*args, *kwargs.values())
     like = jets[0].value
     tensors = [x if isinstance(x, Tensor) else like.new_tensor(x) for x in both]
-    return joined(form, lambda *parts: torch.where(condition, *parts), jets, tensors, {})
+    return joined(form, lambda *parts: torch.where(condition, *parts), jets, tuple(tensors), {})
 
 
 @register(kinds.BILINEAR)
-def bilinear(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def bilinear(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     run = lambda *parts: called(func, parts, args, kwargs)
     value = run(*(jet.value for jet in jets))
     if len(jets) == 1:
@@ -104,7 +116,7 @@ def _as_one_product(value: Tensor, jet: Jet, product: Callable[[Tensor], Tensor]
 
 
 @register({F.linear})
-def linear_layer(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def linear_layer(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     x, weight, bias = _bound(*args, **kwargs)
     if len(jets) == 1 and x is jets[0]:
         return _as_one_product(F.linear(x.value, weight, bias), x, lambda t: F.linear(t, weight))
@@ -116,7 +128,7 @@ def _bound(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
 
 
 @register(kinds.MATMUL)
-def matmul(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def matmul(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = (*args, *kwargs.values())
     if len(jets) == 1 and isinstance(a, Jet) and b.ndim <= 2 and a.value.ndim >= b.ndim:
         return _as_one_product(a.value @ b, a, lambda t: t @ b)

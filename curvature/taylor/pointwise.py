@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvature.taylor import kinds
-from curvature.taylor.jet import Form, Function, Jet, NoRule, called, register
+from curvature.taylor.jet import Args, Form, Function, Jet, Kwargs, NoRule, called, register
 
 Bend = Callable[[Tensor | None, Tensor], Tensor]
 Derivatives = tuple[Tensor, Tensor, Bend]  # f, f', and (L, q) to f' L + f'' q, where None is zero
@@ -83,12 +83,12 @@ def composed(form: Form, jet: Jet, derivatives: Callable[[Tensor], Derivatives])
 
 
 @register(FORMULAS)
-def by_formula(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def by_formula(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return composed(form, jets[0], FORMULAS[func])
 
 
 @register(kinds.POINTWISE - FORMULAS.keys())
-def pointwise(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def pointwise(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     """Of any number of tensors, by autograd: the sum of the results has the derivatives of every entry."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
@@ -96,7 +96,11 @@ def pointwise(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: An
     value = called(func, leaves, args, kwargs)
     both = list(zip(_derivatives(value, leaves), (jet.aligned(len(shape)) for jet in jets), strict=True))
     first = _sum([slope * h for slope, h in both if slope is not None])
-    seconds = [slope * jet.second for (slope, _), jet in zip(both, jets, strict=True) if _all(slope, jet.second)]
+    seconds = [
+        slope * jet.second
+        for (slope, _), jet in zip(both, jets, strict=True)
+        if slope is not None and jet.second is not None
+    ]
     for slope, h in both:
         curved = zip(_derivatives(slope, leaves), both, strict=True)
         seconds += [entry * form.of(h, other) for entry, (_, other) in curved if entry is not None]
@@ -109,10 +113,6 @@ def pointwise(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: An
 
 def _leaf(x: Tensor) -> Tensor:
     return x if x.requires_grad else x.detach().requires_grad_()
-
-
-def _all(*parts: Tensor | None) -> bool:
-    return all(x is not None for x in parts)
 
 
 def _detached(x: Tensor | None) -> Any:
@@ -197,47 +197,47 @@ def quotient(form: Form, a: Any, b: Any) -> Jet:
 
 
 @register(kinds.named("add __add__ __radd__"))
-def _add(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def _add(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return _added(*_pair(args, kwargs), kwargs.get("alpha", 1))
 
 
 @register(kinds.named("sub subtract __sub__"))
-def _subtract(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def _subtract(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return _added(*_pair(args, kwargs), -kwargs.get("alpha", 1))
 
 
 @register(kinds.named("rsub __rsub__"))
-def _subtract_from(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def _subtract_from(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = _pair(args, kwargs)
     return _added(b, a, -kwargs.get("alpha", 1))
 
 
 @register(kinds.named("mul multiply __mul__ __rmul__"))
-def _multiply(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def _multiply(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return product(form, *_pair(args, kwargs))
 
 
 @register(kinds.named("div divide true_divide __truediv__ __div__"))
-def _divide(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def _divide(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("rounding_mode") is not None:
         raise NoRule("a rounded quotient")
     return quotient(form, *_pair(args, kwargs))
 
 
 @register(kinds.named("__rtruediv__ __rdiv__"))
-def _divide_into(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def _divide_into(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = _pair(args, kwargs)
     return quotient(form, b, a)
 
 
 @register(kinds.named("pow __pow__"))
-def _power(form: Form, func: Function, jets: list[Jet], args: Any, kwargs: Any) -> Any:
+def _power(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = (*args, *kwargs.values())
     if not isinstance(b, Tensor) and b == 2:
         return composed(form, a, _square)
     return pointwise(form, func, jets, args, kwargs)
 
 
-def _pair(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _pair(args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
     a, b = (*args, *(kwargs[k] for k in ("input", "other") if k in kwargs))
     return a, b

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/laplacian.py [--threads 1] [--rounds 41]
 
-Each way is first checked against the others. "forward" gives the three results, "loss" is forward and backward of the mean
-of ``(laplacian + u - |grad|^2)^2`` by the parameters. All ways in turn, medians of wall time.
+Each way is first checked against the others. "forward" gives the three results, "loss" is forward and backward of the
+mean of ``(laplacian + u - |grad|^2)^2`` by the parameters. All ways in turn, medians of wall time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -93,30 +93,35 @@ def medians(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
     return {name: 1000 * statistics.median(found) for name, found in seconds.items()}
 
 
+def rows(case: str, activation: type[nn.Module], rounds: int) -> Iterator[str]:
+    """Of the table, checked first."""
+    model, x = made(case, activation)
+    expected = (*nested(model, x), *loss(nested, model, x))
+    for way in WAYS.values():
+        for a, b in zip((*way(model, x), *loss(way, model, x)), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    plain = medians({"": lambda: model(x)}, rounds)[""]
+    forward = {name: lambda way=way: way(model, x) for name, way in WAYS.items()}
+    both = {name: lambda way=way: loss(way, model, x) for name, way in WAYS.items()}
+    for what, runs in (("forward", forward), ("loss", both)):
+        found = medians(runs, rounds)
+        best = min(found.values())
+        cells = [f"{ms:.2f}{' †' if ms == best else ''}" for ms in found.values()]
+        yield f"| {case}, {activation.__name__} | {what} | {plain:.2f} | {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=41)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"| model, N = 900, float64, ms | {' | '.join(WAYS)} |")
-    print(f"| --- | {' | '.join('---:' for _ in WAYS)} |")
+    print(f"| model | what | the model alone, ms | {' | '.join(WAYS)} |")
+    print(f"| --- | --- | ---: | {' | '.join('---:' for _ in WAYS)} |")
     for case in CASES:
         for activation in (nn.Tanh, nn.SiLU):
-            model, x = made(case, activation)
-            expected = nested(model, x)
-            for way in WAYS.values():
-                for a, b in zip(
-                    (*way(model, x), *loss(way, model, x)), (*expected, *loss(nested, model, x)), strict=True
-                ):
-                    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-            plain = medians({"": lambda: model(x)}, options.rounds)[""]
-            for what, run in (("forward", lambda way: way(model, x)), ("loss", lambda way: loss(way, model, x))):
-                found = medians({name: lambda way=way: run(way) for name, way in WAYS.items()}, options.rounds)
-                best = min(found.values())
-                cells = [f"{ms:.2f}{' †' if ms == best else ''}" for ms in found.values()]
-                print(f"| {case} {activation.__name__}, {what} | {' | '.join(cells)} |", flush=True)
-            print(f"  the model alone: {plain:.2f}")
+            for row in rows(case, activation, options.rounds):
+                print(row, flush=True)
 
 
 if __name__ == "__main__":
