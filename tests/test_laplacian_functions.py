@@ -17,9 +17,9 @@ import curvature
 from curvature.laplacian import _say
 
 UNARY = [
-    "tanh", "sin", "cos", "exp", "sigmoid", "square", "tan", "sinh", "cosh", "atan", "asinh", "exp2", "expm1", "erf",
-    "erfc", "sinc", "silu", "softplus", "elu", "selu", "celu", "gelu", "mish", "relu", "relu6", "leaky_relu",
-    "hardswish", "hardtanh", "softshrink", "hardshrink", "tanhshrink", "softsign", "logsigmoid", "abs", "neg", "deg2rad",
+    "tanh", "sin", "cos", "exp", "sigmoid", "square", "tan", "sinh", "cosh", "atan", "asinh", "exp2", "expm1",
+    "erf", "erfc", "sinc", "silu", "softplus", "elu", "selu", "celu", "gelu", "mish", "relu", "relu6", "leaky_relu",
+    "hardswish", "hardtanh", "softshrink", "hardshrink", "tanhshrink", "softsign", "logsigmoid", "abs", "neg",
 ]  # fmt: skip
 POSITIVE = ["log", "log1p", "log2", "log10", "sqrt", "rsqrt", "reciprocal", "lgamma", "digamma"]
 INSIDE = ["asin", "acos", "atanh", "erfinv"]

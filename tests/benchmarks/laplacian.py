@@ -1,9 +1,10 @@
 """Value, gradient and Laplacian of an MLP: `curvature.laplacian` against nested gradients and torch.func.
 
-    python tests/benchmarks/laplacian.py [--threads 1] [--rounds 41]
+    python tests/benchmarks/laplacian.py [--threads 1] [--rounds 41] [--cpu-time]
 
 Each way is first checked against the others. "forward" gives the three results, "loss" is forward and backward of the
-mean of ``(laplacian + u - |grad|^2)^2`` by the parameters. All ways in turn, medians of wall time.
+mean of ``(laplacian + u - |grad|^2)^2`` by the parameters. All ways in turn, medians of
+wall time, or of processor time where others share the machine.
 """
 
 from __future__ import annotations
@@ -81,30 +82,30 @@ def made(case: str, activation: type[nn.Module]) -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers, nn.Linear(width, 1)).double(), torch.rand(900, d).double()
 
 
-def medians(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def medians(runs: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float]) -> dict[str, float]:
     """Milliseconds."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for k in range(rounds + 2):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             run()
             if k > 1:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return {name: 1000 * statistics.median(found) for name, found in seconds.items()}
 
 
-def rows(case: str, activation: type[nn.Module], rounds: int) -> Iterator[str]:
+def rows(case: str, activation: type[nn.Module], rounds: int, clock: Callable[[], float]) -> Iterator[str]:
     """Of the table, checked first."""
     model, x = made(case, activation)
     expected = (*nested(model, x), *loss(nested, model, x))
     for way in WAYS.values():
         for a, b in zip((*way(model, x), *loss(way, model, x)), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    plain = medians({"": lambda: model(x)}, rounds)[""]
+    plain = medians({"": lambda: model(x)}, rounds, clock)[""]
     forward = {name: lambda way=way: way(model, x) for name, way in WAYS.items()}
     both = {name: lambda way=way: loss(way, model, x) for name, way in WAYS.items()}
     for what, runs in (("forward", forward), ("loss", both)):
-        found = medians(runs, rounds)
+        found = medians(runs, rounds, clock)
         best = min(found.values())
         cells = [f"{ms:.2f}{' †' if ms == best else ''}" for ms in found.values()]
         yield f"| {case}, {activation.__name__} | {what} | {plain:.2f} | {' | '.join(cells)} |"
@@ -114,13 +115,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--cpu-time", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    clock = time.process_time if options.cpu_time else time.perf_counter
     print(f"| model | what | the model alone, ms | {' | '.join(WAYS)} |")
     print(f"| --- | --- | ---: | {' | '.join('---:' for _ in WAYS)} |")
     for case in CASES:
         for activation in (nn.Tanh, nn.SiLU):
-            for row in rows(case, activation, options.rounds):
+            for row in rows(case, activation, options.rounds, clock):
                 print(row, flush=True)
 
 
