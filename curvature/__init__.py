@@ -19,6 +19,7 @@ from curvature.gradients import check_gradients, per_sample_gradients, per_sampl
 from curvature.injection import Injection, empirical, exact, isotropic, propagated, sampled
 from curvature.jacobian import output_changes
 from curvature.kronecker import EigenKronecker, Kronecker
+from curvature.laplacian import laplacian
 from curvature.layers import Layout
 from curvature.leastsquares import LeastSquares
 from curvature.matrices import (
@@ -77,6 +78,7 @@ __all__ = [
     "kfac",
     "lanczos_eigenvalues",
     "lanczos_logdet",
+    "laplacian",
     "load",
     "output_changes",
     "per_sample_gradients",

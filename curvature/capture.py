@@ -189,7 +189,7 @@ class Recorder(TorchFunctionMode):
             if any(x in self.data for x in found):
                 self.mark(out)
             return out
-        other = rewritten(func, args) or (_opened(func) if func not in RULES else None)
+        other = rewritten(func, args) or (opened(func) if func not in RULES else None)
         if other is not None:
             with self:
                 return other(*args, **kwargs)
@@ -252,7 +252,7 @@ def _edge_of(out: Tensor) -> GradientEdge:
 
 
 @cache
-def _opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """A function of torch.nn.functional that is written in torch functions, so that its inner calls are seen.
 
     Such a function hands itself over as a whole as long as ``has_torch_function`` says yes; the same code with that

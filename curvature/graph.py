@@ -138,6 +138,13 @@ def _nodes(last: GraphNode) -> list[GraphNode]:
     return order
 
 
+def leaves_of(result: Tensor) -> list[Tensor]:
+    """The tensors that a result can be differentiated by."""
+    nodes = [] if result.grad_fn is None else _nodes(result.grad_fn)
+    found = [getattr(node, "variable", None) for node in nodes]
+    return [x for x in found if x is not None]
+
+
 def _is_identity(node: Any) -> bool:
     """A tensor as it is, or times one."""
     return node.name() == "AliasBackward0" or (node.name() == "MulBackward1" and node._saved_other == 1)

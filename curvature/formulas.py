@@ -1,0 +1,240 @@
+"""Functions of torch.nn written in simpler ones, whose derivatives of every order are right.
+
+Several fused kernels have wrong third derivatives in torch 2.13 (layer norm: pytorch issue 175754, batch norm: 186256).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class MixesSamples(ValueError):
+    """A batch norm that makes samples depend on each other; `tensors` are what it was given."""
+
+    def __init__(self, *tensors: Tensor | None) -> None:
+        super().__init__("BatchNorm in training mode")
+        self.tensors = [x for x in tensors if x is not None]
+
+
+def layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Tensor:
+    dims = list(range(-len(normalized_shape), 0))
+    return affine(normalised(input, dims, eps), weight, bias)
+
+
+def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
+    dims = list(range(-len(normalized_shape), 0))
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return affine(input * (input.square().mean(dims, keepdim=True) + eps).rsqrt(), weight, None)
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Tensor:
+    shape = tuple(input.shape)
+    grouped = input.reshape(shape[0], num_groups, -1)
+    return affine(normalised(grouped, [-1], eps).reshape(shape), weight, bias, channels=True)
+
+
+def instance_norm(
+    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *_: Any,
+) -> Tensor:  # fmt: skip
+    if running_mean is not None and not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+    return affine(normalised(input, list(range(2, input.ndim)), eps), weight, bias, channels=True)
+
+
+def batch_norm(
+    input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """With running statistics.
+
+    Raises:
+        MixesSamples: with those of the batch.
+    """
+    if training or running_mean is None:
+        raise MixesSamples(weight, bias, running_mean, running_var)
+    shape = _along_channels(input)
+    centred = (input - running_mean.reshape(shape)) * (running_var + eps).rsqrt().reshape(shape)
+    return affine(centred, weight, bias, channels=True)
+
+
+def _native_batch_norm(
+    input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, *_: Any
+) -> Tensor:
+    return batch_norm(input, mean, var, weight, bias, training, momentum, eps)
+
+
+def normalised(x: Tensor, dims: list[int], eps: float) -> Tensor:
+    centred = x - x.mean(dims, keepdim=True)
+    return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, channels: bool = False) -> Tensor:
+    shape = _along_channels(x) if channels else None
+    for function, p in ((torch.mul, weight), (torch.add, bias)):
+        if p is not None:
+            x = function(x, p if shape is None else p.reshape(shape))
+    return x
+
+
+def _along_channels(x: Tensor) -> tuple[int, ...]:
+    return (1, -1, *[1] * (x.ndim - 2))
+
+
+def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    x = input if dtype is None else input.to(dtype)
+    e = (x - x.detach().amax(dim, keepdim=True)).exp()
+    return e / e.sum(dim, keepdim=True)
+
+
+def logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    largest = input.detach().amax(dim, keepdim=True)
+    out = (input - largest).exp().sum(dim, keepdim=True).log() + largest
+    return out if keepdim else out.squeeze(dim)
+
+
+def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    x = input if dtype is None else input.to(dtype)
+    return x - logsumexp(x, dim, keepdim=True)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """``scaled_dot_product_attention`` by its definition."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return F.dropout(softmax(scores, -1), dropout_p, dropout_p > 0) @ value
+
+
+def _dropout(draw: Callable[[Tensor, float, bool], Tensor]) -> Callable[..., Tensor]:
+    """One mask, drawn as the function draws it, for the value and all derivatives."""
+
+    def dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
+        return input * draw(torch.ones_like(input), p, True) if train else input
+
+    return dropout
+
+
+def norm(input: Tensor, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    x = input if dtype is None else input.to(dtype)
+    if p not in (2, "fro", None) or dim is None:
+        raise NotImplementedError(f"a norm of order {p} over {dim}")
+    return x.square().sum(dim, keepdim=keepdim).sqrt()
+
+
+def vector_norm(
+    x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    return norm(x, ord, dim, keepdim, dtype)
+
+
+def any_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """Of a matrix, an order of 2 is the largest singular value."""
+    if isinstance(dim, tuple | list) and len(dim) > 1 and ord not in (None, "fro"):
+        raise NotImplementedError(f"a matrix norm of order {ord}")
+    return norm(A, ord, dim, keepdim, dtype)
+
+
+def var(
+    input: Tensor, dim: Any = None, unbiased: Any = True, keepdim: bool = False, *, correction: Any = None
+) -> Tensor:
+    if dim is None or isinstance(dim, bool):
+        raise NotImplementedError("a variance over everything")
+    correction = int(unbiased) if correction is None else correction
+    square = (input - input.mean(dim, keepdim=True)).square()
+    size = math.prod(input.shape[k] for k in ([dim] if isinstance(dim, int) else dim))
+    return square.sum(dim, keepdim=keepdim) / (size - correction)
+
+
+def std(*args: Any, **kwargs: Any) -> Tensor:
+    return var(*args, **kwargs).sqrt()
+
+
+def prod(input: Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    if dim is None or dtype is not None:
+        raise NotImplementedError("a product of everything")
+    out = functools.reduce(torch.mul, input.unbind(dim))
+    return out.unsqueeze(dim) if keepdim else out
+
+
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    a, b = input.chunk(2, dim)
+    return a * b.sigmoid()
+
+
+def prelu(input: Tensor, weight: Tensor) -> Tensor:
+    if weight.numel() > 1:
+        weight = weight.reshape(_along_channels(input))
+    return torch.where(input > 0, input, weight * input)
+
+
+def masked_fill(input: Tensor, mask: Tensor, value: Any) -> Tensor:
+    return torch.where(mask, value, input)
+
+
+def where(input: Tensor, condition: Tensor, other: Any) -> Tensor:
+    return torch.where(condition, input, other)
+
+
+def addmm(input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return beta * input + alpha * (a @ b)
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    return affine(torch.einsum("...i,oij,...j->...o", input1, weight, input2), None, bias)
+
+
+NORMS: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
+    F.group_norm: group_norm,
+    torch.group_norm: group_norm,
+    F.instance_norm: instance_norm,
+    F.batch_norm: batch_norm,
+    torch.batch_norm: _native_batch_norm,
+}
+
+FORMULAS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **NORMS,
+    **dict.fromkeys((torch.softmax, Tensor.softmax), softmax),
+    **dict.fromkeys((torch.log_softmax, Tensor.log_softmax), log_softmax),
+    **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), logsumexp),
+    F.scaled_dot_product_attention: attention,
+    torch.dropout: _dropout(torch.dropout),
+    torch.feature_dropout: _dropout(torch.feature_dropout),
+    **dict.fromkeys((torch.norm, Tensor.norm), norm),
+    torch.linalg.vector_norm: vector_norm,
+    torch.linalg.norm: any_norm,
+    **dict.fromkeys((torch.var, Tensor.var), var),
+    **dict.fromkeys((torch.std, Tensor.std), std),
+    **dict.fromkeys((torch.prod, Tensor.prod), prod),
+    **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
+    F.glu: glu,
+    torch._C._nn.glu: glu,
+    **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), prelu),
+    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill), masked_fill),
+    Tensor.where: where,
+    **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), addmm),
+}

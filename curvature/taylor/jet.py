@@ -1,0 +1,113 @@
+"""A tensor with its derivatives, the form that adds second ones up, and the table of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class NoRule(Exception):
+    """A function that has no rule; the general path takes over."""
+
+
+class Jet(Tensor):
+    """A tensor that depends on the inputs: `value` (*S), `first` (d, *S), `second` (*S) or None for zero."""
+
+    value: Tensor
+    first: Tensor
+    second: Tensor | None
+
+    # torch functions find the rules by the mode `Taylor`; what goes round it must not see a tensor without derivatives
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: Tensor, first: Tensor, second: Tensor | None = None) -> Jet:
+        jet = Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)
+        jet.value, jet.first, jet.second = value, first, second
+        return jet
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NoRule(str(func))
+
+    def aligned(self, ndim: int) -> Tensor:
+        """`first` with so many axes behind its own, to be broadcast with others."""
+        missing = ndim - self.value.ndim
+        return self.first if missing <= 0 else self.first.reshape(len(self.first), *[1] * missing, *self.value.shape)
+
+
+class Form:
+    """``sum_ij C_ij a_i b_j``: C is (d, d) symmetric, its diagonal (d,), or None for the identity."""
+
+    def __init__(self, weights: Tensor | None) -> None:
+        self.weights = weights
+
+    def times(self, b: Tensor) -> Tensor:
+        """``sum_j C_ij b_j`` for b (d, *S)."""
+        if self.weights is None:
+            return b
+        if self.weights.ndim == 1:
+            return self.weights.reshape(-1, *[1] * (b.ndim - 1)) * b
+        return (self.weights @ b.reshape(len(b), -1)).reshape(b.shape)
+
+    def of(self, a: Tensor, b: Tensor) -> Tensor:
+        """(*S) for a, b (d, *S)."""
+        if a is b and self.weights is None:
+            return a.square().sum(0)
+        return (a * self.times(b)).sum(0)
+
+
+Rule = Callable[[Form, Function, list[Jet], Args, Kwargs], Any]
+RULES: dict[Function, Rule] = {}
+
+
+def register(functions: Iterable[Function]) -> Callable[[Rule], Rule]:
+    """Decorator: enter a rule into the table for each of these functions."""
+
+    def entered(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(functions, rule))
+        return rule
+
+    return entered
+
+
+def jets_in(tree: Sequence[Any]) -> Iterator[Jet]:
+    for x in tree:
+        if isinstance(x, Jet):
+            yield x
+        elif isinstance(x, tuple | list):
+            yield from jets_in(x)
+
+
+def replaced(tree: Any, take: Callable[[Tensor], Any]) -> Any:
+    """The tree with other tensors."""
+    if isinstance(tree, Tensor):
+        return take(tree)
+    if isinstance(tree, dict):
+        return {k: replaced(x, take) for k, x in tree.items()}
+    return type(tree)([replaced(x, take) for x in tree]) if type(tree) in (tuple, list) else tree
+
+
+def called(func: Function, parts: Iterable[Tensor | None], args: Args, kwargs: Kwargs) -> Any:
+    """The function of other tensors in the place of the jets."""
+    rest = iter(parts)
+    take = lambda x: next(rest) if isinstance(x, Jet) else x
+    args = replaced(args, take)
+    return func(*args, **replaced(kwargs, take))
+
+
+def on_values(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    return called(func, [jet.value for jet in jets], args, kwargs)
+
+
+def name_of(func: Function) -> str:
+    owner = getattr(func, "__self__", None)  # a property's getter
+    name = getattr(func, "__name__", str(func))
+    return getattr(owner, "__name__", name) if name == "__get__" else name
