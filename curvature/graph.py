@@ -55,6 +55,14 @@ READS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[dict[str, Any],
 }
 
 
+# Nodes that may exchange the axes of a matrix, and whether they do.
+TRANSPOSES: dict[str, Callable[[Any], bool]] = {
+    "TBackward0": lambda node: True,
+    "TransposeBackward0": lambda node: node._saved_dim0 % 2 != node._saved_dim1 % 2,
+    "PermuteBackward0": lambda node: node._saved_dims[0] % 2 == 1,
+}
+
+
 class WrittenOut(TorchFunctionMode):
     """Layer norm as its formula: its kernel has wrong third derivatives, and second ones without a rule."""
 
@@ -125,6 +133,12 @@ def _is_identity(node: Any) -> bool:
     return node.name() == "AliasBackward0" or (node.name() == "MulBackward1" and node._saved_other == 1)
 
 
+def _is_transpose(node: Any) -> bool:
+    """Of a matrix, by `t`, `T`, `mT`, `transpose` or `permute`. Negative axes are saved as 2^64 minus them."""
+    found = TRANSPOSES.get(node.name())
+    return found is not None and len(node._input_metadata[0].shape) == 2 and found(node)
+
+
 def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, Node]) -> Use:
     function, arguments = READS.get(node.name(), (None, None))
     try:
@@ -132,7 +146,7 @@ def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, Node]) -> Use:
             raise RuntimeError("no rule")
         saved, names = arguments(node)
     except RuntimeError:  # or what was saved is overwritten: the general path will say so
-        kind = Tensor.t if node.name() == "TBackward0" else node.name()
+        kind = Tensor.t if _is_transpose(node) else node.name()
         return _entered(tape, kind, {f"argument{k}": found for k, found in inputs.items()}, None, None)
     slots = {names[k]: found for k, found in inputs.items()}
     args: dict[str, Any] = {name: found.tensor.detach() for name, found in slots.items()}

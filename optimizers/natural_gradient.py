@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Jacobian, LeastSquares, WrittenOut
+from curvature import Jacobian, LeastSquares
 from optimizers.base import ModelOptimizer, check_arguments
 from optimizers.quadratic import next_damping
 from optimizers.replay import State
+from optimizers.residuals import called as _called
 
 HALVINGS = 30  # of the step, at most
 TRIES = 12  # dampings tried before a step is given up
@@ -215,13 +216,3 @@ class NaturalGradient(ModelOptimizer):
         new.param_groups = [g | {"params": [memo[id(p)] for p in g["params"]]} for g in self.param_groups]
         new.load_state_dict(copy.deepcopy(self.state_dict()))
         return new
-
-
-def _called(closure: Callable[[], Any]) -> Tensor:
-    with torch.enable_grad(), WrittenOut():
-        residuals = closure()
-    if not isinstance(residuals, Tensor):
-        raise TypeError(f"closure: expected the residuals, a tensor (M,), found {type(residuals).__name__}")
-    if residuals.ndim != 1 or not len(residuals):
-        raise ValueError(f"closure: expected the residuals (M,), found shape {tuple(residuals.shape)}")
-    return residuals

@@ -44,6 +44,7 @@ LEVELS = {
     "curvature.kronecker": 2,
     "curvature.estimators": 2,
     "curvature.graph": 3,
+    "curvature.kroneckersum": 3,
     "curvature.matrixfree": 3,
     "curvature.structure": 3,
     "curvature.turned": 3,
@@ -59,6 +60,7 @@ LEVELS = {
     "curvature.derivatives": 6,
     "curvature.matrices": 7,
     "curvature.leastsquares": 7,
+    "curvature.residualblocks": 7,
     "curvature.plots": 8,
     "curvature": 9,
 }
