@@ -2,8 +2,8 @@
 
     python tests/benchmarks/poisson.py --seconds 120 --seeds 3
 
-``-laplacian(u) = 2 pi^2 sin(pi x) sin(pi y)`` on the unit square, u = 0 on its boundary; 900 points inside and 120 on the
-boundary, fixed; double precision, one thread. Printed: the root mean square error against sin(pi x) sin(pi y) on 9,000
+``-laplacian(u) = 2 pi^2 sin(pi x) sin(pi y)`` on the unit square, u = 0 on its boundary; 900 points inside and 120 on
+the boundary, fixed; double precision, one thread. Printed: the root mean square error against the solution on 9,000
 points when the processor's seconds are over. Adam's learning rate is the best of a grid, for each seed.
 """
 
