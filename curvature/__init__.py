@@ -34,6 +34,7 @@ from curvature.matrices import (
 )
 from curvature.matrixfree import MatrixFree
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Space, load
+from curvature.residualblocks import ResidualBlock, residual_blocks
 from curvature.structure import sample_layouts
 from curvature.wholeblocks import WholeCurvature
 from curvature.written_out import WrittenOut
@@ -52,6 +53,7 @@ __all__ = [
     "Listener",
     "MatrixFree",
     "Operator",
+    "ResidualBlock",
     "RunningFactors",
     "Space",
     "Tape",
@@ -85,6 +87,7 @@ __all__ = [
     "per_sample_gram",
     "per_sample_norms",
     "propagated",
+    "residual_blocks",
     "residual_jacobian",
     "sample_layouts",
     "sampled",

@@ -138,7 +138,15 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
 
 def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     """Inner products (N,) of the per-sample gradients with one tensor of the parameter's shape."""
+    reads = together(terms)
+    if all(isinstance(u, Outer) and u.order is None for u in reads):  # one product for all places, nothing is built
+        return sum_of(u.inner(vector) for u in reads if isinstance(u, Outer))
     return torch.cat([(g.flatten(1) @ vector.flatten()) for g in _built(terms)])
+
+
+def together(terms: Sequence[Term]) -> list[Term]:
+    """The reads of a weight in as few terms as can be, with the same gradients: for many products with them."""
+    return merged(_upright(terms))
 
 
 def _direct(terms: Sequence[Term]) -> list[Term]:

@@ -158,10 +158,23 @@ class Jacobian:
 
     def times(self, vector: Mapping[str, Tensor]) -> Tensor:
         """``J v`` (M,)."""
-        inner = contractions.inner_products
+        return self.columns(vector, [list(self.shapes)])[:, 0]
+
+    def columns(self, vector: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> Tensor:
+        """``J v`` with all of v but the parameters of one group zero, for each group: (M, groups)."""
+        inner, summed = contractions.inner_products, contractions.sum_of
         return torch.cat(
-            [contractions.sum_of(inner(terms[k], vector[k]) for k in self.shapes) for _, terms in self.parts]
+            [
+                torch.stack([summed(inner(terms[k], vector[k]) for k in group) for group in groups], 1)
+                for _, terms in self.parts
+            ]
         )
+
+    def merged(self) -> Jacobian:
+        """The same with the reads of each weight in one term: for many products with it."""
+        together = contractions.together
+        parts = [(size, {name: together(own) for name, own in terms.items()}) for size, terms in self.parts]
+        return Jacobian(parts, self.shapes, self.zero)
 
 
 def _squared(terms: list[Term], weights: Tensor) -> Tensor:

@@ -62,6 +62,12 @@ MOVED_BY_DATA = {
 }  # fmt: skip
 TENSOR = "a tensor"
 SETTINGS: dict[type, list[str]] = {}  # the names of what is saved in a node beside tensors: axes, shifts, sizes
+# Nodes that may exchange the axes of a matrix, and whether they do.
+TRANSPOSES: dict[str, Callable[[Any], bool]] = {
+    "TBackward0": lambda node: True,
+    "TransposeBackward0": lambda node: node._saved_dim0 % 2 != node._saved_dim1 % 2,
+    "PermuteBackward0": lambda node: node._saved_dims[0] % 2 == 1,
+}
 
 
 def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Tape:
@@ -150,6 +156,12 @@ def _is_identity(node: Any) -> bool:
     return node.name() == "AliasBackward0" or (node.name() == "MulBackward1" and node._saved_other == 1)
 
 
+def _is_transpose(node: Any) -> bool:
+    """Of a matrix, by `t`, `T`, `mT`, `transpose` or `permute`. Negative axes are saved as 2^64 minus them."""
+    found = TRANSPOSES.get(node.name())
+    return found is not None and len(node._input_metadata[0].shape) == 2 and found(node)
+
+
 def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, Node]) -> Use:
     function, arguments = READS.get(node.name(), (None, None))
     try:
@@ -157,7 +169,7 @@ def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, Node]) -> Use:
             raise RuntimeError("no rule")
         saved, names = arguments(node)
     except RuntimeError:  # or what was saved is overwritten: the general path will say so
-        kind = Tensor.t if node.name() == "TBackward0" else node.name()
+        kind = Tensor.t if _is_transpose(node) else node.name()
         return _entered(tape, kind, {f"argument{k}": found for k, found in inputs.items()}, None, None)
     slots = {names[k]: found for k, found in inputs.items()}
     args: dict[str, Any] = {name: found.tensor.detach() for name, found in slots.items()}

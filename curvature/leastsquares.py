@@ -28,11 +28,14 @@ class LeastSquares:
         self.matrix = jacobian.gram() if self.dense is None else self.dense.mT @ self.dense
         self._spectrum: tuple[Tensor, Tensor] | None = None
 
-    def solve(self, right: Tensor, damping: float = 0.0) -> dict[str, Tensor]:
-        """The solution for ``right`` (M,), in the shapes of the parameters."""
+    def solve(self, right: Tensor, damping: float = 0.0, cut: float = 0.0) -> dict[str, Tensor]:
+        """The solution for ``right`` (M,), in the shapes of the parameters.
+
+        Without damping, eigenvalues below `cut` times the largest are left out, and those that are rounding.
+        """
         if self.dense is None:
-            return self.jacobian.transposed(self._solved(right, damping))
-        return self.split(self._solved(self.dense.mT @ right, damping))
+            return self.jacobian.transposed(self._solved(right, damping, cut))
+        return self.split(self._solved(self.dense.mT @ right, damping, cut))
 
     def precondition(self, gradient: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
         """``(J^T J + damping)^-1 g`` for any g, in the shapes of the parameters.
@@ -73,7 +76,7 @@ class LeastSquares:
         """The largest eigenvalue of ``J^T J``."""
         return float(self.spectrum[0][-1])
 
-    def _solved(self, right: Tensor, damping: float) -> Tensor:
+    def _solved(self, right: Tensor, damping: float, cut: float = 0.0) -> Tensor:
         is_large = damping > float(CLIP * rounding_of(self.matrix.trace()))
         if is_large and self._spectrum is None:
             damped = self.matrix.clone()
@@ -82,6 +85,6 @@ class LeastSquares:
             if root is not None:
                 return torch.cholesky_solve(right[:, None], root[0])[:, 0]
         values, vectors = self.spectrum
-        kept = (values > CLIP * rounding_of(values[-1])) | is_large
+        kept = (values > torch.maximum(CLIP * rounding_of(values[-1]), cut * values[-1])) | is_large
         inverse = torch.where(kept, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
         return vectors @ (inverse * (vectors.mT @ right))

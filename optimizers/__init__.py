@@ -1,6 +1,7 @@
 """Second-order optimizers in place of ``torch.optim.SGD``."""
 
-from optimizers.kfac import EKFAC, KFAC
+from optimizers.ekfac import EKFAC
+from optimizers.kfac import KFAC
 from optimizers.natural_gradient import NaturalGradient
 
 __all__ = ["EKFAC", "KFAC", "NaturalGradient"]

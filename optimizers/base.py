@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,6 +35,20 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     def _options(self) -> dict[str, dict[str, Any]]:
         return {self._names[id(p)]: group for group in self.param_groups for p in group["params"]}
+
+    def _shared(self, name: str) -> Any:
+        """An option of which there can be one only."""
+        found = list(dict.fromkeys(group[name] for group in self.param_groups))
+        if len(found) > 1:
+            raise ValueError(f"{name}: all parameters are solved for together, found {found} in the parameter groups")
+        return found[0]
+
+    def _check_trained(self, names: Iterable[str]) -> None:
+        left = sorted(set(names) - self._trained().keys())
+        if left:
+            raise ValueError(
+                f"{left[0]} requires a gradient but is in no parameter group of the optimizer; use add_param_group"
+            )
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""KFAC and EKFAC in place of SGD: the training loop stays as it is, or passes a closure."""
+"""KFAC in place of SGD: the training loop stays as it is, or passes a closure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Injection, isotropic
+from curvature import Injection, Jacobian, isotropic
 from optimizers.adaptive import Adaptive
 from optimizers.base import check_flag
-from optimizers.replay import Replay
+from optimizers.replay import Replay, State
+from optimizers.residuals import FoundResiduals, ResidualSteps, Trials, described, refuse_arguments, without_residuals
 from optimizers.second_order import SecondOrder
 from optimizers.updates import adapted, are_finite, inner, loosened, slope_ratio, within_trust
 
@@ -56,6 +57,16 @@ class KFAC(SecondOrder):
     of the batch, and its minimum is the step (arXiv:1503.05671, sections 6.4 to 7, there with one direction for all
     layers). Damping follows the reduction ratio (Levenberg-Marquardt); a step that makes the loss worse or not finite
     is rolled back and tried again with more damping. What the next batch says of a step shortens those that follow.
+
+    A closure that returns residuals r (M,) in place of a loss means ``1/2 ||r||^2``, as for `NaturalGradient`; it may
+    differentiate the model, and calls no ``backward``:
+        def closure():
+            return torch.cat([interior(model) / len(x) ** 0.5, boundary(model) / len(y) ** 0.5])
+    The factors are those of each layer and piece of ``J^T J`` (`curvature.residual_blocks`; arXiv:2405.15603), anew at
+    every step, and the step is the minimum of the exact quadratic model over the directions that they give layer by
+    layer and the last displacements. A step that raises the loss is never taken. `damping` is added to ``J^T J`` then,
+    in residual^2 / parameter^2 (None: Levenberg-Marquardt), `momentum` says only whether displacements are directions
+    (zero: no), and `adaptive` and what is said of factors and their renewal has no effect.
 
     Args:
         model: the module that the training loop calls.
@@ -102,13 +113,16 @@ class KFAC(SecondOrder):
         super().__init__(model, options, arguments)
         self.adaptive = Adaptive() if adaptive else None
         self.replay: Replay | None = None  # of the batch at hand
+        self.residuals: ResidualSteps | None = None  # once a closure has returned such
+        self._is_loss = False  # once a closure has returned a loss
         self.step_size: Tensor | None = None
         self.longest: Tensor | None = None  # relative length that a layer's step may have
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
 
     def _records(self) -> bool:
-        return super()._records() and not (self.replay is not None and self.replay.silent)
+        silent = self.replay is not None and self.replay.silent
+        return self.residuals is None and super()._records() and not silent
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -118,28 +132,90 @@ class KFAC(SecondOrder):
             closure: re-evaluates the model on the batch and returns the loss, as for `torch.optim.LBFGS`. With
                 `adaptive` it is needed, and called several times: with the same random numbers and without effect on
                 buffers (of BatchNorm) after the first, with ``loss.backward()`` left out where only the loss is needed.
+                One that returns residuals (M,) is called several times too, once more at the first step.
 
         Returns:
             The loss before the step, if there is a closure.
 
         Raises:
             RuntimeError: the model was never called with gradients enabled, so that its curvature is unknown.
-            TypeError: `adaptive`, and no closure, or one that does not return a loss.
+            TypeError: `adaptive`, and no closure, or one that does not return a loss; no closure, or a loss, after
+                residuals, and the other way round.
+            ValueError: residuals, and an argument that has no meaning for them.
         """
         self._listener.reset()
         start, steps = time.perf_counter(), self.steps
-        if self.adaptive is not None:
-            value = self._adaptive_step(closure, self.adaptive)
-        else:
-            value = None
-            if closure is not None:
-                with torch.enable_grad():
-                    value = closure()
-            self._plain_step(self._gradients())
+        value = self._loss_step(closure) if self.residuals is None else None
+        if self.residuals is not None:
+            value = self._residual_step(closure, self.residuals)
         if self.steps > steps:
             self.health.entries[-1]["seconds"] = time.perf_counter() - start
-            self._measure()
+            if self.residuals is None:
+                self._measure()
         return value
+
+    def _loss_step(self, closure: Callable[[], Any] | None) -> Any:
+        """A step with a loss; where a first closure returns residuals instead, only that is kept."""
+        before = State(self.model) if closure is not None and not self._is_loss else None
+        try:
+            value = self._of_loss(None if closure is None else without_residuals(closure))
+            self._is_loss |= closure is not None
+            return value
+        except FoundResiduals:
+            self._discard()
+            if before is None:
+                raise TypeError("KFAC.step: the closure returned residuals, and a loss before") from None
+            before.restore()
+            self._check_for_residuals()
+            self.generator = self.output_scale = None
+            self.residuals = ResidualSteps()
+            return None
+
+    def _of_loss(self, closure: Callable[[], Any] | None) -> Any:
+        if self.adaptive is not None:
+            return self._adaptive_step(closure, self.adaptive)
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        self._plain_step(self._gradients())
+        return value
+
+    # -- with a closure of residuals
+
+    def _check_for_residuals(self) -> None:
+        """Refuse arguments that have no meaning for residuals."""
+        refuse_arguments(self._arguments, self.block)
+
+    def _residual_step(self, closure: Callable[[], Any] | None, residuals: ResidualSteps) -> Tensor:
+        if closure is None:
+            raise TypeError(f"{type(self).__name__}.step: the closure returned residuals before; pass it at every step")
+        with self.health.timed("closure"):
+            trials = Trials(self.model, closure)
+        loss = trials.residuals.detach().square().sum() / 2
+        if not bool(torch.isfinite(loss)):
+            trials.before.restore_buffers()
+            self._skip()
+            return loss
+        for name in ("damping", "momentum"):
+            self._shared(name)
+        try:
+            with self.health.timed("jacobian"), torch.enable_grad():
+                jacobian = Jacobian.of(trials.residuals, self.model)
+            self._check_trained(jacobian.shapes)
+            entry = self._moved(jacobian, trials, residuals)
+        finally:
+            trials.after.restore()
+        self.health.counts["rollbacks"] += entry.pop("rollbacks")
+        self.health.counts["failures"] += not entry["accepted"]
+        self.health.entries.append({"step": self.steps, "loss": float(loss)} | entry)
+        self.steps += 1
+        return loss
+
+    def _moved(self, jacobian: Jacobian, trials: Trials, residuals: ResidualSteps) -> dict[str, Any]:
+        """Take the step, or leave the parameters as they are; what to remember of it."""
+        with self.health.timed("step"):
+            return residuals.move(jacobian, trials, self._trained(), self._options())
 
     # -- without a closure
 
@@ -286,32 +362,30 @@ class KFAC(SecondOrder):
         rest = {name: -u for name, u in directions.items() if name not in seen}
         return Adaptive.grouped([*layers, rest] if rest else layers)
 
+    def report(self) -> str:
+        """A table of every parameter: how it is preconditioned, factor shapes, and why where it falls back."""
+        return super().report() if self.residuals is None else described(self.residuals.blocks, self.model)
+
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self.adaptive is not None:
             state["kfac"]["adaptive"] = vars(self.adaptive).copy()
+        if self.residuals is not None:
+            state["kfac"]["residuals"] = self.residuals.state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         own = dict(state_dict["kfac"])
-        adaptive = dict(own.pop("adaptive", {}))
+        adaptive, residuals = dict(own.pop("adaptive", {})), own.pop("residuals", None)
         super().load_state_dict(state_dict | {"kfac": own})
+        self.residuals = None if residuals is None else ResidualSteps()
+        if self.residuals is not None:
+            self.residuals.restore(residuals, self._trained())
         if self.adaptive is not None and adaptive:
             parameters = self._trained()
             for what in ("last", "start"):
                 adaptive[what] = {name: d.to(parameters[name]) for name, d in adaptive[what].items()}
             vars(self.adaptive).update(adaptive)
-
-
-class EKFAC(KFAC):
-    """`KFAC` with the curvature rescaled in the eigenbasis of its factors (arXiv:1806.03884).
-
-    The eigenvalues of each layer are replaced by the mean squares of its per-sample gradients in the eigenbasis, which
-    are never built; they are carried over when the basis turns. A layer with a side of more than 2,048 rows has no
-    whole eigenbasis and is as in `KFAC`, which `report()` says. Arguments as for `KFAC`.
-    """
-
-    block = "eigen"
 
 
 def _finite(loss: Tensor, gradients: Mapping[str, Tensor]) -> bool:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature import Injection, Jacobian, LeastSquares, Tape, WholeCurvature, WrittenOut, exact, isotropic
+from curvature import Injection, Jacobian, LeastSquares, Tape, WholeCurvature, exact, isotropic
 from optimizers.base import check_flag
+from optimizers.curves import Curves, Point
 from optimizers.kfac import KFAC
 from optimizers.quadratic import GROW, next_damping
-from optimizers.replay import Replay, State
+from optimizers.replay import Replay
+from optimizers.residuals import ResidualSteps, Trials, loss_of
 from optimizers.updates import are_finite, inner
 
-HALVINGS = 30  # of the step, at most
 TRIES = 12  # dampings tried before a step is given up
 FIRST = 1e-3  # the first damping, relative to the largest eigenvalue
+CUTS = 0.0, 1e-12, 1e-10, 1e-8, 1e-6  # eigenvalues left out, relative to the largest: first those that are rounding
+PROGRESS = 0.03  # relative fall of the loss below which the next cut is tried
+REACH = 0.1  # part of a step over which its curvature is seen
+LEAST = 2.0**-10  # of a step, where there was no better
 
 
 class NaturalGradient(KFAC):
@@ -44,8 +47,10 @@ class NaturalGradient(KFAC):
 
     Residuals may differentiate the model by ``torch.autograd.grad(..., create_graph=True)``, to any order. The step
     ``d = -J^+ r`` is solved for in the smaller of parameter and sample space (energy natural gradient,
-    arXiv:2302.13163; in sample space arXiv:2402.10680), and halved until the loss stops falling, up to 30 times. Double
-    precision is recommended: the condition number of the problem is squared.
+    arXiv:2302.13163; in sample space arXiv:2402.10680), bent to second order (geodesic acceleration, arXiv:1201.5885),
+    and halved until the loss stops falling, up to 30 times; a second step with the same ``J^+`` corrects it. Where that
+    brings little, coarser pseudo-inverses are tried. Double precision is recommended: the condition number of the
+    problem is squared.
 
     Args:
         model: its parameters that require a gradient are trained.
@@ -90,9 +95,6 @@ class NaturalGradient(KFAC):
             "solver": solver, "loss": loss, "inject": inject, "adaptive": adaptive, "line_search": line_search,
             "factor_decay": factor_decay, "seed": seed,
         }  # fmt: skip
-        self.damping: float | None = None  # of an adaptive run on residuals
-        self._looking = False  # whether a closure is called to see what it returns
-        self.of_residuals: bool | None = None  # whether the closure returns them
 
     def _curvature(self) -> WholeCurvature:
         return WholeCurvature(self.model, self.solver, getattr(self.loss, "reduction", "mean") == "sum")
@@ -118,8 +120,7 @@ class NaturalGradient(KFAC):
         Args:
             closure: computes the loss, as for `torch.optim.LBFGS`, or the residuals r (M,), M at least 1, and then
                 calls no ``backward``. With `adaptive`, `line_search` or residuals it is called several times, with the
-                same random numbers; buffers are as after the first call. The first step calls it once more to see what
-                it returns.
+                same random numbers; buffers are as after the first call.
 
         Returns:
             The loss before the step, if there is a closure.
@@ -129,48 +130,44 @@ class NaturalGradient(KFAC):
             ValueError: what it returns is neither a scalar nor (M,), or was computed without gradients.
             RuntimeError: no closure, and the model was never called with gradients enabled.
         """
-        if closure is None:
-            if self.of_residuals:
-                raise TypeError("NaturalGradient.step: pass the closure that returns the residuals")
-            if self._arguments["line_search"]:
-                raise TypeError("NaturalGradient(line_search=True).step: pass a closure that computes the loss")
-            return super().step()
-        if self.of_residuals is None:
-            self.of_residuals = self._looked_at(closure)
-        if self.of_residuals:
-            return self._residual_step(closure)
-        return self._searched_step(closure) if self._arguments["line_search"] else super().step(closure)
-
-    @torch.no_grad()
-    def _looked_at(self, closure: Callable[[], Any]) -> bool:
-        """Whether a closure returns residuals, by a call that leaves no trace."""
-        before, gradients = State(self.model), [(p, p.grad) for p in self.model.parameters()]
-        self._looking = True
-        try:
-            with torch.enable_grad():
-                found = closure()
-        finally:
-            self._looking = False
-            before.restore()
-            for p, g in gradients:
-                p.grad = g
-        if not isinstance(found, Tensor) or found.ndim > 1:
-            raise TypeError(
-                f"closure: expected the loss, a scalar tensor, or residuals (M,), found {_described(found)}"
-            )
-        return found.ndim == 1
-
-    def _records(self) -> bool:
-        return super()._records() and not self.of_residuals and not self._looking
-
-    def _shared(self, name: str) -> Any:
-        """An option that all groups have to agree on."""
-        found = list(dict.fromkeys(group[name] for group in self.param_groups))
-        if len(found) > 1:
-            raise ValueError(f"{name}: all parameters are solved for together, found {found} in the parameter groups")
-        return found[0]
+        return super().step(closure)
 
     # -- steps of a loss
+
+    def _of_loss(self, closure: Callable[[], Any] | None) -> Any:
+        if not self._arguments["line_search"]:
+            return super()._of_loss(closure)
+        if closure is None:
+            raise TypeError("NaturalGradient(line_search=True).step: pass a closure that computes the loss")
+        self.replay = replay = Replay(self.model, closure)
+        try:
+            with self.health.timed("closure"):
+                loss = replay.first()
+            gradients = self._gradients()
+            if not gradients or not are_finite([loss, *gradients.values()]):
+                self._skip()
+                return loss
+            self._renew()
+            with self.health.timed("solve"):
+                directions, _ = self._directions(gradients)
+            found = self._searched(directions, float(loss), replay)
+        finally:
+            self.replay = None
+        self.health.counts["failures"] += not found.part
+        entry = {"loss": loss, "accepted": found.part > 0, "step_size": found.part}
+        self.health.entries.append(self._entry | entry)
+        self.steps += 1
+        return loss
+
+    def _searched(self, directions: Mapping[str, Tensor], loss: float, replay: Replay) -> Point:
+        """Halve the step until the loss of the batch stops falling."""
+        trained = self._trained()
+        curves = Curves({name: trained[name] for name in directions}, loss, lambda: (float(replay.loss()), None))
+        step = -self._paced(directions)
+        with self.health.timed("trials"), curves.returning():
+            found = curves.lowest(lambda t: t * step, curves.origin)
+            self._arrive(curves, found)
+        return found
 
     def _solved(self, right: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters that this batch did not use have a gradient of zero."""
@@ -199,195 +196,127 @@ class NaturalGradient(KFAC):
         energies = [inner(right[k], u).float() - damping * inner(u, u).float() for k, u in found.items()]
         return found, torch.stack(energies).sum().clamp(min=0)
 
-    def _searched_step(self, closure: Callable[[], Any]) -> Tensor:
-        """Halve the step until the loss of the batch stops falling."""
-        start = time.perf_counter()
-        self._listener.reset()
-        self.replay = replay = Replay(self.model, closure)
-        try:
-            with self.health.timed("closure"):
-                loss = replay.first()
-            gradients = self._gradients()
-            if not gradients or not are_finite([loss, *gradients.values()]):
-                self._skip()
-                return loss
-            self._renew()
-            with self.health.timed("solve"):
-                directions, _ = self._directions(gradients)
-            displacement = self._displacement({name: -u for name, u in directions.items()})
-            entry = self._by_length(displacement, float(loss), lambda: float(replay.loss()))
-        finally:
-            self.replay = None
-        self._note({"loss": loss} | self._entry | entry, start)
-        return loss
-
     # -- steps of residuals
 
-    def _residual_step(self, closure: Callable[[], Any]) -> Tensor:
-        start = time.perf_counter()
-        before = State(self.model)
-        with self.health.timed("closure"):
-            residuals = _called(closure)
-        after = State(self.model)
-        values = residuals.detach()
-        loss = values.square().sum() / 2
-        if not bool(torch.isfinite(loss)):
-            before.restore_buffers()
-            self._skip()
-            return loss
-        if not any(group["lr"] for group in self.param_groups):  # a schedule that begins at zero
-            self._note({"loss": loss, "accepted": True, "step_size": 0.0}, start)
-            return loss
-        with self.health.timed("jacobian"), torch.enable_grad():
-            problem = LeastSquares(Jacobian.of(residuals, self.model))
-        del residuals
-        left = problem.jacobian.shapes.keys() - self._trained().keys()
-        if left:
+    def _check_for_residuals(self) -> None:
+        if self.loss is not None:
+            raise ValueError("loss: the closure returned residuals r, whose loss is 1/2 ||r||^2; leave loss= out")
+        if self.solver != "woodbury":
             raise ValueError(
-                f"{min(left)} requires a gradient but is in no parameter group of the optimizer; use add_param_group"
+                f'solver: residuals are solved for exactly, by "woodbury", found "{self.solver}"; KFAC takes the same '
+                "closure where that is too much"
             )
 
-        def tried() -> float:
-            before.restore()
-            return float(_called(closure).detach().square().sum()) / 2
+    def _moved(self, jacobian: Jacobian, trials: Trials, residuals: ResidualSteps) -> dict[str, Any]:
+        values, trained = trials.residuals.detach(), self._trained()
+        if not any(group["lr"] for group in self.param_groups):  # a schedule that begins at zero
+            return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
+        with self.health.timed("gram"):
+            problem = LeastSquares(jacobian)
 
-        try:
-            if self.adaptive is not None:
-                entry = self._by_damping(problem, values, float(loss), tried)
-            else:
-                damping = self._shared("damping") or 0.0
-                with self.health.timed("solve"):
-                    displacement = self._displacement(self._direction(problem, values, damping))
-                entry = self._by_length(displacement, float(loss), tried) | {"damping": damping}
-        finally:
-            after.restore()
-        self._note({"loss": loss} | entry, start)
-        return loss
+        def look() -> tuple[float, Tensor]:
+            found = trials.again()
+            return loss_of(found), found
 
-    def _direction(self, problem: LeastSquares, values: Tensor, damping: float) -> dict[str, Tensor]:
+        curves = Curves({name: trained[name] for name in jacobian.shapes}, loss_of(values), look)
+        move = self._by_damping if self.adaptive is not None else self._by_curves
+        with curves.returning():
+            entry, found = move(problem, values, curves, residuals)
+            self._arrive(curves, found)
+        residuals.moves = [problem.split(found.displacement)] if self._shared("momentum") and found.part else []
+        return entry | {"accepted": found.part > 0, "step_size": found.part}
+
+    def _direction(
+        self, problem: LeastSquares, values: Tensor, residuals: ResidualSteps, damping: float, cut: float = 0.0
+    ) -> Tensor:
         """``-J^+ r``, or with momentum what is left to solve for after the last displacement, and that."""
-        momentum, trained = self._shared("momentum"), self._trained()
-        last = {name: self.state[trained[name]].get("displacement") for name in problem.jacobian.shapes}
-        if not momentum or any(d is None for d in last.values()):
-            return problem.solve(-values, damping)
-        carried = {name: momentum * d for name, d in last.items()}
-        rest = problem.solve(-values - problem.times(carried), damping)
-        return {name: d + carried[name] for name, d in rest.items()}
+        with self.health.timed("solve"):
+            if not residuals.moves:
+                return self._paced(problem.solve(-values, damping, cut))
+            carried = {name: self._shared("momentum") * d for name, d in residuals.moves[-1].items()}
+            rest = problem.solve(-values - problem.times(carried), damping, cut)
+            return self._paced({name: d + carried[name] for name, d in rest.items()})
+
+    def _by_curves(
+        self, problem: LeastSquares, values: Tensor, curves: Curves, residuals: ResidualSteps
+    ) -> tuple[dict[str, Any], Point]:
+        """The lowest loss along bent steps: by the pseudo-inverse, and by coarser ones where that brings little."""
+        damping = self._shared("damping") or 0.0
+        best, count = curves.origin, 0
+        for cut in CUTS if damping == 0 else CUTS[:1]:
+            d = self._direction(problem, values, residuals, damping, cut)
+            solve = lambda v, cut=cut: self._paced(problem.solve(-v, damping, cut))
+            with self.health.timed("trials"):
+                best = min(best, self._bent(problem, values, curves, d, solve), key=lambda point: point.loss)
+            if best.loss < (1 - PROGRESS) * curves.origin.loss:
+                break
+            count += 1
+        return {"damping": damping, "after": best.loss, "coarser": count, "rollbacks": 0}, best
+
+    def _bent(
+        self, problem: LeastSquares, values: Tensor, curves: Curves, d: Tensor, solve: Callable[[Tensor], Tensor]
+    ) -> Point:
+        """The better of a straight step ``t d`` and a bent one ``t d + t^2/2 a``, corrected once.
+
+        Along ``t d`` the residuals bend by r'', seen by a difference; ``a = -J^+ r''`` bends the step back (geodesic
+        acceleration, arXiv:1201.5885, equation 3).
+        """
+        origin = curves.origin
+        best = curves.lowest(lambda t: t * d, origin)
+        t = REACH * (best.part or LEAST)
+        seen = curves.at(t * d).residuals
+        assert seen is not None
+        a = solve(2 / t * ((seen - values) / t - problem.times(problem.split(d))))
+        if bool(torch.isfinite(a).all()):
+            best = min(best, curves.lowest(lambda t: t * d + t * t / 2 * a, origin), key=lambda point: point.loss)
+        if best is origin:
+            return best
+        assert best.residuals is not None
+        correction = solve(best.residuals)
+        found = curves.lowest(lambda t: best.displacement + t * correction, best)
+        return Point(found.displacement, found.loss, found.residuals, best.part)
 
     def _by_damping(
-        self, problem: LeastSquares, values: Tensor, loss: float, tried: Callable[[], float]
-    ) -> dict[str, Any]:
+        self, problem: LeastSquares, values: Tensor, curves: Curves, residuals: ResidualSteps
+    ) -> tuple[dict[str, Any], Point]:
         """More damping until the loss falls (Levenberg-Marquardt)."""
-        if self.damping is None:
-            self.damping = FIRST * problem.largest
+        if residuals.damping < 0:
+            residuals.damping = FIRST * problem.largest
         _ = problem.spectrum  # every damping is solved for with the same
-        ratio = math.nan
-        for _ in range(TRIES):
-            with self.health.timed("solve"):
-                displacement = self._displacement(self._direction(problem, values, self.damping))
-            expected = loss - float((values + problem.times(displacement)).square().sum()) / 2
-            with self._moving(displacement) as move:
-                move(1.0)
-                ratio = (loss - self._timed(tried)) / expected if expected > 0 else math.nan
-                if not ratio > 0:
-                    move(0.0)
+        loss, ratio = curves.origin.loss, math.nan
+        for rollbacks in range(TRIES):
+            damping = residuals.damping
+            d = self._direction(problem, values, residuals, damping)
+            expected = loss - loss_of(values + problem.times(problem.split(d)))
+            with self.health.timed("trials"):
+                found = curves.at(d, 1.0)
+            ratio = (loss - found.loss) / expected if expected > 0 else math.nan
             if ratio > 0:
-                self._keep(displacement, 1.0)
-                entry = {"accepted": True, "step_size": 1.0, "damping": self.damping, "ratio": ratio}
-                self.damping = next_damping(self.damping, ratio)
-                return entry
-            self.damping *= GROW
-            self.health.counts["rollbacks"] += 1
-        self._keep({}, 0.0)
-        return {"accepted": False, "step_size": 0.0, "damping": self.damping, "ratio": ratio}
+                residuals.damping = next_damping(damping, ratio)
+                return {"damping": damping, "ratio": ratio, "rollbacks": rollbacks}, found
+            residuals.damping *= GROW
+        return {"damping": damping, "ratio": ratio, "rollbacks": TRIES}, curves.origin
 
     # -- what both share
 
-    def _displacement(self, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _paced(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """Times the learning rates, flat."""
         options = self._options()
-        return {name: d * options[name]["lr"] for name, d in direction.items()}
+        return torch.cat([d.flatten() * options[name]["lr"] for name, d in direction.items()])
 
-    def _by_length(self, displacement: Mapping[str, Tensor], loss: float, tried: Callable[[], float]) -> dict[str, Any]:
-        """Halve the step until the loss has fallen and falls no more."""
-        best, found = loss, 0.0
-        with self._moving(displacement) as move:
-            for k in range(HALVINGS + 1):
-                move(0.5**k)
-                value = self._timed(tried)
-                if value < best:
-                    best, found = value, 0.5**k
-                elif found:
-                    break
-            move(found)
-        self._keep(displacement, found)
-        return {"accepted": found > 0, "step_size": found, "after": best}
-
-    def _timed(self, tried: Callable[[], float]) -> float:
-        with self.health.timed("trials"):
-            value = tried()
-        return value if math.isfinite(value) else math.inf
-
-    @contextmanager
-    def _moving(self, displacement: Mapping[str, Tensor]) -> Iterator[Callable[[float], None]]:
-        """A function that moves the parameters to a part of the way; after an exception they are where they were."""
-        trained = self._trained()
-        origin = {name: trained[name].detach().clone() for name in displacement}
-
-        def move(part: float) -> None:
-            for name, start in origin.items():
-                trained[name].copy_(start).add_(displacement[name], alpha=part)
-
-        try:
-            yield move
-        except BaseException:
-            move(0.0)
-            raise
-
-    def _keep(self, displacement: Mapping[str, Tensor], length: float) -> None:
-        """Decay what was moved, and remember what the next step's momentum is of."""
-        options, trained = self._options(), self._trained()
-        for p in trained.values():
-            self.state[p].pop("displacement", None)
-        for name, d in displacement.items():
-            group, p = options[name], trained[name]
-            if length:
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-            if group["momentum"]:
-                self.state[p]["displacement"] = d * length
-
-    def _note(self, entry: dict[str, Any], start: float) -> None:
-        self.health.counts["failures"] += not entry["accepted"]
-        self.health.entries.append({"step": self.steps, "seconds": time.perf_counter() - start} | entry)
-        self.steps += 1
+    def _arrive(self, curves: Curves, point: Point) -> None:
+        """Go there, and decay if that is a step."""
+        curves.put(point.displacement)
+        options = self._options()
+        for name, p in curves.parameters.items():
+            if point.part and options[name]["weight_decay"]:
+                p.mul_(1 - options[name]["lr"] * options[name]["weight_decay"])
 
     def report(self) -> str:
         """How every parameter is preconditioned."""
-        if not self.of_residuals:
+        if self.residuals is None:
             return super().report()
         return "\n".join(
             f"{name}  exact Gauss-Newton" if p.requires_grad else f"{name}  not trained"
             for name, p in self.model.named_parameters()
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """As for any optimizer, with the course of the run: plain tensors and numbers."""
-        return super().state_dict() | {"residuals": {"damping": self.damping}}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state_dict = dict(state_dict)
-        self.damping = state_dict.pop("residuals")["damping"]
-        super().load_state_dict(state_dict)
-
-
-def _called(closure: Callable[[], Any]) -> Tensor:
-    with torch.enable_grad(), WrittenOut():
-        residuals = closure()
-    if not isinstance(residuals, Tensor):
-        raise TypeError(f"closure: expected the residuals, a tensor (M,), found {type(residuals).__name__}")
-    if residuals.ndim != 1 or not len(residuals):
-        raise ValueError(f"closure: expected the residuals (M,), found shape {tuple(residuals.shape)}")
-    return residuals
-
-
-def _described(found: Any) -> str:
-    return f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 GOOD, POOR = 0.75, 0.25  # reduction ratios between which the damping stays
+LEAST = 1e-6  # precision of products that were made in single precision
 SHRINK, GROW = 0.8, 4.0  # factors of the damping: slowly down, quickly up
 
 
@@ -23,14 +24,17 @@ class Quadratic:
     curvature: Tensor
     norms: Tensor
 
-    def minimum(self, damping: float) -> Tensor:
-        """The coefficients (k,) of the damped minimum; zero along directions that are zero."""
+    def minimum(self, damping: float, least: float = LEAST) -> Tensor:
+        """The coefficients (k,) of the damped minimum; zero along directions that are zero.
+
+        Combinations of directions of length one count as zero whose curvature is below `least` of the largest.
+        """
         matrix = self.curvature + damping * self.norms
         size = matrix.diagonal().abs()
         scale = torch.where(size > 0, size, 1.0).rsqrt()
         values, vectors = torch.linalg.eigh(scale[:, None] * matrix * scale)
         # directions that are the same to the precision of the products are not told apart
-        kept = values > 1e-6 * values[-1].clamp(min=torch.finfo(values.dtype).tiny)
+        kept = values > least * values[-1].clamp(min=torch.finfo(values.dtype).tiny)
         inverse = torch.where(kept, 1 / values, torch.zeros_like(values))
         return -scale * (vectors @ (inverse * (vectors.T @ (scale * self.slopes))))
 
@@ -43,8 +47,8 @@ class Quadratic:
         return float(self.slopes @ alpha + alpha @ (self.curvature + damping * self.norms) @ alpha / 2)
 
 
-def next_damping(damping: float, ratio: float) -> float:
+def next_damping(damping: float, ratio: float, shrink: float = SHRINK) -> float:
     """Levenberg-Marquardt: less where the loss fell as predicted or more, more where it fell by much less."""
     if ratio > GOOD:
-        return damping * SHRINK
-    return damping / SHRINK if ratio < POOR else damping
+        return damping * shrink
+    return damping / shrink if ratio < POOR else damping

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from curvature.terms.convolved import Convolved, ConvolvedBack
@@ -17,6 +18,10 @@ class Part:
     term: Outer | Convolved | ConvolvedBack | Rows | Dense | Entrywise
     start: int
     shape: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.term.device
 
     @property
     def places(self) -> int:

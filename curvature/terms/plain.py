@@ -68,6 +68,12 @@ class Outer:
             return self.assemble(b[:, 0, :, :, None] * a[:, 0, :, None, :])
         return self.assemble(b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3))
 
+    def inner(self, vector: Tensor) -> Tensor:
+        """Inner products (N,) of the gradients with a tensor of their shape, axes not permuted."""
+        g, o = self.b.shape[2:]
+        moved = self.a.permute(2, 0, 1, 3).flatten(1, 2) @ vector.to(self.a.dtype).reshape(g, o, -1).mT
+        return (moved.unflatten(1, self.b.shape[:2]).permute(1, 2, 0, 3) * self.b).sum((1, 2, 3))
+
     def transposed(self) -> Outer:
         """The same term for the transpose of a matrix parameter."""
         if self.is_transposed:

@@ -1,0 +1,326 @@
+"""KFAC for closures of residuals, against loops of batch size one and dense algebra."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib.pyplot as plt
+import oracle_residuals
+import pytest
+import torch
+from case import seeded
+from oracle_residuals import DenseSteps, damped_sum
+from torch import Tensor, nn
+
+from curvature import empirical, plots
+from optimizers import EKFAC, KFAC
+from optimizers.residuals import DIRECTIONS, MEMORY, TRIES
+
+Closure = Callable[[], Tensor]
+
+
+def spread(model: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and Laplacians (N, 1) of a tanh network, both carried forward."""
+    value, rest = x, torch.cat([torch.eye(2).double().repeat_interleave(len(x), 0), torch.zeros_like(x)])
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            value, rest = layer(value), rest @ layer.weight.T
+            continue
+        value = value.tanh()
+        first, slopes = 1 - value**2, rest[: -len(x)].unflatten(0, (2, -1))
+        bend = first * rest[-len(x) :] - 2 * value * first * slopes.square().sum(0)
+        rest = torch.cat([(first * slopes).flatten(0, 1), bend])
+    return value, rest[-len(x) :]
+
+
+def nested(model: nn.Sequential, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    value = model(x)
+    (du,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    bends = [torch.autograd.grad(du[:, k].sum(), x, create_graph=True)[0][:, k] for k in range(2)]
+    return value, sum(bends)[:, None]
+
+
+def problem(seed: int = 0, way: Callable[..., tuple[Tensor, Tensor]] = spread) -> tuple[nn.Sequential, Closure]:
+    """A Poisson equation on few points, which the model has as `inside` and `edge`."""
+    with seeded(seed):
+        model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        model.inside, model.edge = torch.rand(30, 2).double(), torch.rand(10, 2).double()
+    return model, closure_of(model, way)
+
+
+def closure_of(model: nn.Sequential, way: Callable[..., tuple[Tensor, Tensor]] = spread) -> Closure:
+    def closure() -> Tensor:
+        laplacian = way(model, model.inside)[1][:, 0]
+        source = model.inside.prod(1).sin()
+        return torch.cat([(laplacian + source) / 30**0.5, model(model.edge)[:, 0] / 10**0.5])
+
+    return closure
+
+
+def by_hand(model: nn.Module) -> tuple[Tensor, Tensor, list[list[tuple[Tensor, Tensor]]]]:
+    """r, J with parameters as (o, i + 1) layer by layer, and for each layer its pairs, one for each piece."""
+    pieces = [[oracle_residuals.channels(model, x, True) for x in model.inside]]
+    pieces += [[oracle_residuals.channels(model, x, False) for x in model.edge]]
+    scales = [30**-0.5, 10**-0.5]
+    r, rows = [], []
+    for (k, piece), scale in zip(enumerate(pieces), scales, strict=True):
+        for x, (value, layers) in zip((model.inside, model.edge)[k], piece, strict=True):
+            r.append((value + (x.prod().sin() if k == 0 else 0)) * scale)
+            gradients = [sum(torch.outer(b, a) for a, b in places).flatten() for places in layers]
+            rows.append(torch.cat(gradients) * scale)
+    products = []
+    for layer in range(len(pieces[0][0][1])):
+        scaled = [
+            [[(a, b * scale) for a, b in layers[layer]] for _, layers in piece]
+            for piece, scale in zip(pieces, scales, strict=True)
+        ]
+        products.append([oracle_residuals.pairs(samples) for samples in scaled])
+    return torch.stack(r), torch.stack(rows), products
+
+
+def arranged(model: nn.Module) -> Tensor:
+    """Parameters as (o, i + 1) layer by layer, flat."""
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return torch.cat([torch.cat([m.weight, m.bias[:, None]], 1).flatten() for m in layers]).detach().clone()
+
+
+def train(opt: KFAC, closure: Closure, steps: int) -> list[float]:
+    return [opt.step(closure).item() for _ in range(steps)]
+
+
+# -- steps
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_steps_are_those_of_dense_algebra(seed: int):
+    """The second has a displacement among its directions."""
+    model, closure = problem(seed)
+    damping = 0.01
+    opt, reference = KFAC(model, damping=damping), DenseSteps(DIRECTIONS, MEMORY, damping)
+    for _ in range(2):
+        r, jacobian, products = by_hand(model)
+        expected = reference.step(r, jacobian, [damped_sum(pairs, damping) for pairs in products])
+        before = arranged(model)
+        loss = opt.step(closure)
+        torch.testing.assert_close(loss, r.square().sum() / 2)
+        assert opt.history[-1]["accepted"] and not opt.stats()["rollbacks"]
+        torch.testing.assert_close(arranged(model) - before, expected, rtol=1e-4, atol=1e-6 * float(expected.norm()))
+
+
+def test_a_linear_problem_is_solved_in_one_step():
+    with seeded(0):
+        model, x = nn.Linear(3, 1).double(), torch.randn(12, 3).double()
+    y = x.prod(1)
+    opt = KFAC(model, damping=1e-12)
+    opt.step(lambda: model(x)[:, 0] - y)
+    expected = torch.linalg.lstsq(torch.cat([x, torch.ones(12, 1).double()], 1), y[:, None]).solution
+    torch.testing.assert_close(arranged(model)[:, None], expected)
+
+
+@pytest.mark.parametrize("way", [spread, nested])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_loss_falls_at_every_step(way: Callable[..., tuple[Tensor, Tensor]], adaptive: bool):
+    model, closure = problem(0, way)
+    opt = KFAC(model, adaptive=adaptive)
+    losses = train(opt, closure, 30)
+    assert all(later < sooner for sooner, later in itertools.pairwise(losses)) and losses[-1] < 1e-4 * losses[0]
+    dampings = [entry["damping"] for entry in opt.history]
+    assert min(dampings) < dampings[0] / 10
+    assert all(math.isfinite(entry["ratio"]) for entry in opt.history)
+    assert "damping" in opt.summary() and opt.stats()["steps"] == 30
+    assert len(plots.training(opt.history)) > 0
+    plt.close("all")
+    assert all(f"{k}.weight, {k}.bias  2 Kronecker products" in opt.report() for k in (0, 2, 4))
+
+
+def test_three_pieces():
+    model, closure = problem()
+    opt = KFAC(model)
+    own = lambda: torch.cat(
+        [spread(model, model.inside)[1][:, 0] - 1, model(model.edge)[:, 0], model(model.inside)[:, 0]]
+    )
+    losses = train(opt, own, 10)
+    assert "3 Kronecker products, all but one merged" in opt.report()
+    assert all(later < sooner for sooner, later in itertools.pairwise(losses))
+
+
+def test_rates_shorten_the_step_or_leave_layers_alone():
+    model, closure = problem()
+    state, whole = copy.deepcopy(model.state_dict()), arranged(model)
+    KFAC(model, damping=0.1).step(closure)
+    moved = arranged(model) - whole
+    model.load_state_dict(state)
+    KFAC(model, lr=0.5, damping=0.1).step(closure)
+    torch.testing.assert_close(arranged(model) - whole, moved / 2)
+    opt = KFAC(model, lr=0.0)
+    before = arranged(model)
+    opt.step(closure)
+    assert torch.equal(arranged(model), before) and opt.steps == 1
+    opt = KFAC(model)
+    opt.param_groups[0]["params"], rest = opt.param_groups[0]["params"][:2], opt.param_groups[0]["params"][2:]
+    opt.add_param_group({"params": rest, "lr": 0.0})
+    opt.step(closure)
+    changed = [not torch.equal(p, q) for p, q in zip(model.parameters(), _parameters(before, model), strict=True)]
+    assert changed == [True, True, False, False, False, False]
+
+
+def _parameters(flat: Tensor, model: nn.Module) -> list[Tensor]:
+    layers = [m for m in model if isinstance(m, nn.Linear)]
+    parts = flat.split([m.weight.numel() + m.bias.numel() for m in layers])
+    matrices = [part.reshape(m.out_features, -1) for part, m in zip(parts, layers, strict=True)]
+    return [x for matrix in matrices for x in (matrix[:, :-1], matrix[:, -1])]
+
+
+def test_weight_decay_is_decoupled():
+    model, closure = problem()
+    before = arranged(model)
+    state = copy.deepcopy(model.state_dict())
+    KFAC(model, damping=0.1).step(closure)
+    moved = arranged(model) - before
+    model.load_state_dict(state)
+    KFAC(model, damping=0.1, weight_decay=1e-3).step(closure)
+    torch.testing.assert_close(arranged(model), before * (1 - 1e-3) + moved)
+
+
+def test_without_momentum_displacements_are_no_directions():
+    model, closure = problem()
+    opt = KFAC(model, momentum=0.0)
+    train(opt, closure, 2)
+    assert opt.residuals is not None and opt.residuals.moves == []
+
+
+# -- what goes wrong
+
+
+def test_residuals_that_are_not_finite_change_nothing():
+    model, closure = problem()
+    opt = KFAC(model)
+    opt.step(closure)
+    before, state = arranged(model), copy.deepcopy(opt.state_dict()["kfac"]["residuals"])
+    assert math.isnan(opt.step(lambda: closure() * math.nan).item())
+    assert opt.skipped == 1 and opt.steps == 1 and torch.equal(arranged(model), before)
+    assert opt.residuals is not None and opt.residuals.damping == state["damping"]
+    opt.step(closure)
+    assert opt.history[-1]["accepted"]
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_closure_that_raises_leaves_the_parameters(fails_at: int):
+    model, closure = problem()
+    before, calls = arranged(model), []
+
+    def failing() -> Tensor:
+        calls.append(1)
+        if len(calls) == fails_at:
+            raise KeyError("mine")
+        return closure()
+
+    opt = KFAC(model)
+    with pytest.raises(KeyError):
+        opt.step(failing)
+    assert torch.equal(arranged(model), before) and not opt.steps
+    assert opt.step(closure).isfinite()
+
+
+def test_a_loss_that_cannot_fall_is_given_up():
+    """The residual jumps up wherever the parameters move."""
+    model, closure = problem()
+    before = arranged(model)
+    opt = KFAC(model)
+    opt.step(lambda: closure() + float((arranged(model) - before).norm() > 0))
+    assert torch.equal(arranged(model), before)
+    assert opt.stats()["failures"] == 1 and opt.stats()["rollbacks"] == TRIES
+
+
+def test_buffers_and_random_numbers_are_those_of_one_call():
+    model, closure = problem()
+    model.register_buffer("count", torch.zeros(()))
+    drawn = []
+
+    def counting() -> Tensor:
+        model.count += 1
+        drawn.append(torch.rand(40).double())
+        return closure() + 1e-3 * drawn[-1]
+
+    opt = KFAC(model)
+    for step in range(2):
+        with seeded(step):
+            expected = torch.rand(40).double(), torch.rand(3)
+        with seeded(step):
+            opt.step(counting)
+            assert torch.equal(torch.rand(3), expected[1])
+        assert all(torch.equal(x, expected[0]) for x in drawn) and len(drawn) > 1
+        drawn.clear()
+        assert model.count == step + 1
+
+
+def test_layer_norm_is_written_out_at_the_first_step_too():
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(2, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)).double()
+        x = torch.rand(12, 2).double()
+    closure = lambda: nested(model, x)[1][:, 0] - 1
+    losses = train(KFAC(model), closure, 8)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"loss": nn.MSELoss()}, {"inject": empirical()}, {"sharing": "reduce"}], ids=lambda x: next(iter(x))
+)
+def test_arguments_without_a_meaning_are_refused(arguments: dict[str, Any]):
+    model, closure = problem()
+    before = arranged(model)
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        KFAC(model, **arguments).step(closure)
+    assert torch.equal(arranged(model), before)
+
+
+def test_what_is_no_residual_is_refused():
+    model, closure = problem()
+    with pytest.raises(ValueError, match="NaturalGradient"):
+        EKFAC(model).step(closure)
+    opt = KFAC(model)
+    opt.step(closure)
+    with pytest.raises(TypeError, match="every step"):
+        opt.step()
+    with pytest.raises(ValueError, match=r"\(M,\)"):
+        opt.step(lambda: closure().sum())
+
+    def loss() -> Tensor:
+        value = model(model.edge).square().mean()
+        value.backward()
+        return value
+
+    opt = KFAC(model)
+    opt.step(loss)
+    with pytest.raises(TypeError, match="residuals, and a loss before"):
+        opt.step(closure)
+
+
+# -- checkpoints
+
+
+def test_a_resumed_run_is_the_uninterrupted_one():
+    model, closure = problem()
+    opt = KFAC(model)
+    train(opt, closure, 5)
+    other, other_closure = problem()
+    other.load_state_dict(model.state_dict())
+    resumed = KFAC(other)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert train(resumed, other_closure, 5) == train(opt, closure, 5)
+    assert torch.equal(arranged(other), arranged(model))
+
+
+def test_a_copy_goes_the_same_way():
+    model, closure = problem()
+    opt = KFAC(model)
+    train(opt, closure, 3)
+    copied, twin = copy.deepcopy((model, opt))
+    copied.inside, copied.edge = model.inside, model.edge
+    assert train(twin, closure_of(copied), 2) == train(opt, closure, 2)
+    assert torch.equal(arranged(copied), arranged(model))
