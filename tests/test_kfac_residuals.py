@@ -238,6 +238,15 @@ def test_a_loss_that_cannot_fall_is_given_up():
     assert opt.stats()["failures"] == 1 and opt.stats()["rollbacks"] == TRIES
 
 
+def test_residuals_of_zero_change_nothing():
+    model, closure = problem()
+    opt = KFAC(model)
+    opt.step(closure)
+    before, damping = arranged(model), opt.residuals.damping
+    assert opt.step(lambda: 0 * closure()) == 0
+    assert torch.equal(arranged(model), before) and opt.residuals.damping == damping
+
+
 def test_buffers_and_random_numbers_are_those_of_one_call():
     model, closure = problem()
     model.register_buffer("count", torch.zeros(()))
