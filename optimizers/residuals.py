@@ -177,7 +177,7 @@ class ResidualSteps:
         rates = {name: float(options[name]["lr"]) for name in jacobian.shapes}
         lr = max(rates.values())
         entry: dict[str, Any] = {"loss": float(values.square().sum()) / 2, "accepted": True, "rollbacks": 0}
-        if lr == 0:  # a schedule that starts at zero
+        if lr == 0 or entry["loss"] == 0:  # a schedule that starts at zero, or nothing left to do
             return entry | {"step_size": 0.0, "damping": self.damping, "ratio": math.nan}
         scales = {name: rate / lr for name, rate in rates.items()}
         given = next(iter(options.values()))["damping"]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import matplotlib.pyplot as plt
+import oracle_derivatives
 import oracle_residuals
 import pytest
 import torch
@@ -237,13 +238,24 @@ def test_a_loss_that_cannot_fall_is_given_up():
     assert opt.stats()["failures"] == 1 and opt.stats()["rollbacks"] == TRIES
 
 
+def test_residuals_of_zero_change_nothing():
+    model, closure = problem()
+    opt = KFAC(model)
+    opt.step(closure)
+    before, damping = arranged(model), opt.residuals.damping
+    assert opt.step(lambda: 0 * closure()) == 0
+    assert torch.equal(arranged(model), before) and opt.residuals.damping == damping
+
+
 def test_buffers_and_random_numbers_are_those_of_one_call():
     model, closure = problem()
     model.register_buffer("count", torch.zeros(()))
+    model.register_buffer("seen", torch.zeros(5).double())
     drawn = []
 
     def counting() -> Tensor:
         model.count += 1
+        model.seen.copy_(model[2].bias.detach())
         drawn.append(torch.rand(40).double())
         return closure() + 1e-3 * drawn[-1]
 
@@ -251,21 +263,26 @@ def test_buffers_and_random_numbers_are_those_of_one_call():
     for step in range(2):
         with seeded(step):
             expected = torch.rand(40).double(), torch.rand(3)
+        before = model[2].bias.detach().clone()
         with seeded(step):
             opt.step(counting)
             assert torch.equal(torch.rand(3), expected[1])
         assert all(torch.equal(x, expected[0]) for x in drawn) and len(drawn) > 1
         drawn.clear()
-        assert model.count == step + 1
+        assert model.count == step + 1 and torch.equal(model.seen, before)
 
 
 def test_layer_norm_is_written_out_at_the_first_step_too():
+    """As a model that has it written out itself; torch's kernel has wrong third derivatives."""
     with seeded(0):
         model = nn.Sequential(nn.Linear(2, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)).double()
         x = torch.rand(12, 2).double()
-    closure = lambda: nested(model, x)[1][:, 0] - 1
-    losses = train(KFAC(model), closure, 8)
-    assert losses[-1] < 0.5 * losses[0]
+    other = copy.deepcopy(model)
+    losses = train(KFAC(model), lambda: nested(model, x)[1][:, 0] - 1, 3)
+    with oracle_derivatives.written_out():
+        expected = train(KFAC(other), lambda: nested(other, x)[1][:, 0] - 1, 3)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+    torch.testing.assert_close(arranged(model), arranged(other))
 
 
 @pytest.mark.parametrize(
