@@ -21,7 +21,8 @@ from optimizers.updates import are_finite, inner
 TRIES = 12  # dampings tried before a step is given up
 FIRST = 1e-3  # the first damping, relative to the largest eigenvalue
 CUTS = 0.0, 1e-12, 1e-10, 1e-8, 1e-6  # eigenvalues left out, relative to the largest: first those that are rounding
-PROGRESS = 0.03  # relative fall of the loss below which the next cut is tried
+PROGRESS = 0.03  # part of the fall promised by the linear problem below which the next cut is tried
+LONGEST = 16  # steps without another try after so many in vain
 REACH = 0.1  # part of a step over which its curvature is seen
 LEAST = 2.0**-10  # of a step, where there was no better
 
@@ -242,15 +243,21 @@ class NaturalGradient(KFAC):
     ) -> tuple[dict[str, Any], Point]:
         """The lowest loss along bent steps: by the pseudo-inverse, and by coarser ones where that brings little."""
         damping = self._shared("damping") or 0.0
-        best, count = curves.origin, 0
-        for cut in CUTS if damping == 0 else CUTS[:1]:
+        best, count, needed = curves.origin, 0, 0.0
+        residuals.wait = max(0, residuals.wait - 1)
+        for cut in CUTS if damping == 0 and not residuals.wait else CUTS[:1]:
             d = self._direction(problem, values, residuals, damping, cut)
             solve = lambda v, cut=cut: self._paced(problem.solve(-v, damping, cut))
             with self.health.timed("trials"):
                 best = min(best, self._bent(problem, values, curves, d, solve), key=lambda point: point.loss)
-            if best.loss < (1 - PROGRESS) * curves.origin.loss:
+            if not count:
+                needed = PROGRESS * (curves.origin.loss - loss_of(values + problem.times(problem.split(d))))
+            if curves.origin.loss - best.loss > needed:
+                residuals.pause = 1
                 break
             count += 1
+        if count == len(CUTS):  # in vain: not again at once
+            residuals.wait, residuals.pause = residuals.pause + 1, min(2 * residuals.pause, LONGEST)
         return {"damping": damping, "after": best.loss, "coarser": count, "rollbacks": 0}, best
 
     def _bent(

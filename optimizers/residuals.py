@@ -159,6 +159,7 @@ class ResidualSteps:
     def __init__(self) -> None:
         self.damping = -1.0  # unknown
         self.moves: list[dict[str, Tensor]] = []
+        self.wait, self.pause = 0, 1  # steps to go without coarser tries, and how many the next time that they are vain
         self.blocks: list[ResidualBlock] = []  # of the last step, for reports
 
     def move(
@@ -247,10 +248,11 @@ class ResidualSteps:
         return {"accepted": False, "step_size": 0.0, "damping": damping, "ratio": ratio, "rollbacks": TRIES}
 
     def state(self) -> dict[str, Any]:
-        return {"damping": self.damping, "moves": [dict(move) for move in self.moves]}
+        own = {"damping": self.damping, "wait": self.wait, "pause": self.pause}
+        return own | {"moves": [dict(move) for move in self.moves]}
 
     def restore(self, state: Mapping[str, Any], parameters: Named) -> None:
-        self.damping = state["damping"]
+        self.damping, self.wait, self.pause = state["damping"], state["wait"], state["pause"]
         self.moves = [{name: d.to(parameters[name]) for name, d in move.items()} for move in state["moves"]]
 
 
