@@ -144,6 +144,24 @@ def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     return torch.cat([(g.flatten(1) @ vector.flatten()) for g in _built(terms)])
 
 
+def stacked(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
+    """Terms of the samples of all parts, one part after the other; None where these differ in form."""
+    found: list[Term] = []
+    if len({len(terms) for terms in parts}) > 1:
+        return None
+    for column in zip(*parts, strict=True):
+        outers = [term for term in column if isinstance(term, Outer)]
+        denses = [term for term in column if isinstance(term, Dense)]
+        if len(outers) == len(column) and all(outers[0].stacks_with(term) for term in outers):
+            a, b = torch.cat([term.a for term in outers]), torch.cat([term.b for term in outers])
+            found.append(replace(outers[0], a=a, b=b))
+        elif len(denses) == len(column):
+            found.append(Dense(torch.cat([term.values for term in denses])))
+        else:
+            return None
+    return found
+
+
 def together(terms: Sequence[Term]) -> list[Term]:
     """The reads of a weight in as few terms as can be, with the same gradients: for many products with them."""
     return merged(_upright(terms))

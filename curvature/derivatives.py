@@ -17,7 +17,7 @@ from curvature.graph import identity_of, tape_of
 from curvature.squares import products
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
-from curvature.terms import Dense, Term
+from curvature.terms import Dense, Outer, Term
 from curvature.written_out import WrittenOut
 
 CHUNK = 1 << 26  # elements of the rows that go back together
@@ -100,7 +100,7 @@ class Jacobian:
 
     @staticmethod
     def recorded(tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], model: nn.Module) -> Jacobian:
-        """For each of the vectors (k, N, ...) the Jacobian (N, P) of the samples' ``<output, vector>``, in a part each.
+        """For each of the vectors (k, N, ...) the Jacobian (N, P) of the samples' ``<output, vector>``.
 
         Args:
             tape: of the forward pass that gave the outputs (N, ...), samples along their first axis.
@@ -114,7 +114,8 @@ class Jacobian:
                 values = torch.stack([(x * v).reshape(len(x), -1).sum(1) for x, v in pairs]).sum(0)
             edge = get_gradient_edge(values)
             parts.append((len(values), _terms(values.detach(), edge, parameters, model, tape)))
-        return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()}, outputs[0].new_zeros(()))
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        return Jacobian(_stacked(parts), shapes, outputs[0].new_zeros(()))
 
     def rows(self) -> dict[str, Tensor]:
         """{name: (M, *shape)}."""
@@ -175,6 +176,19 @@ class Jacobian:
         together = contractions.together
         parts = [(size, {name: together(own) for name, own in terms.items()}) for size, terms in self.parts]
         return Jacobian(parts, self.shapes, self.zero)
+
+
+def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[int, Mapping[str, list[Term]]]]:
+    """One part in place of many, where their terms are alike and not large: a few large products, not many small."""
+    found: dict[str, list[Term]] = {}
+    for name in parts[0][1]:
+        own = [terms[name] for _, terms in parts]
+        held = sum(t.a.numel() + t.b.numel() if isinstance(t, Outer) else 0 for terms in own for t in terms)
+        rows = contractions.stacked(own) if held <= CHUNK else None
+        if rows is None:
+            return parts
+        found[name] = rows
+    return [(sum(size for size, _ in parts), found)]
 
 
 def _squared(terms: list[Term], weights: Tensor) -> Tensor:

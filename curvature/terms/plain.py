@@ -104,6 +104,9 @@ class Outer:
             and self.a.shape[2:] == other.a.shape[2:]
         )
 
+    def stacks_with(self, other: Outer) -> bool:
+        return self.merges_with(other) and self.b.shape[1:] == other.b.shape[1:]
+
 
 @dataclass(frozen=True)
 class Rows:
