@@ -60,7 +60,7 @@ class WholeBlock(Block):
         if bool(torch.isfinite(trace)):
             self.count = 1 if self.is_sum else self.samples
             self.trace, self.rank = float(trace) / self.count, min(whole.shape)
-            self.keep(new, decay)
+            self.keep(new, decay)  # a running average has a trace of its own
             self.updates += 1
         self.discard()
 
@@ -145,7 +145,7 @@ class Woodbury(WholeBlock):
 
 
 class DenseWhole(WholeBlock):
-    """The whole matrix (P, P), as a running average."""
+    """The whole matrix (P, P), as a running average, in double precision: small dampings have to stand out in it."""
 
     structure = "dense"
     kept = ("matrix",)
@@ -161,12 +161,13 @@ class DenseWhole(WholeBlock):
             )
 
     def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
-        rows = jacobian.to_dense()
+        rows = jacobian.to_dense().double()
         return rows.mT @ rows, rows.square().sum()
 
     def keep(self, new: Tensor, decay: float) -> None:
         new = new / self.count
         self.matrix = new if self.matrix is None else self.matrix.lerp(new, self.weight_of_new(decay))
+        self.trace = float(self.matrix.trace())
 
     def decompose(self, damping: float) -> None:
         assert self.matrix is not None
@@ -209,6 +210,7 @@ class DiagonalWhole(WholeBlock):
     def keep(self, new: Tensor, decay: float) -> None:
         new = new / self.count
         self.values = new if self.values is None else self.values.lerp(new, self.weight_of_new(decay))
+        self.trace = float(self.values.sum())
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
         assert self.values is not None
@@ -256,7 +258,7 @@ class ConjugateGradients(WholeBlock):
         return jacobian, jacobian.norms().sum()
 
     def keep(self, new: Jacobian, decay: float) -> None:
-        self.jacobian = new
+        self.jacobian = new.merged()
         self.factors.fold(decay)
 
     def decompose(self, damping: float) -> None:

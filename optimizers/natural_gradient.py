@@ -44,7 +44,8 @@ class NaturalGradient(KFAC):
 
     In a training loop the curvature G is that of the batch, by vectors sent back from the model's output right after
     the forward pass, as in `KFAC`; so are the step size, the trust region, and `adaptive`. The direction is
-    ``(G + damping)^-1 g``. A step keeps the batch's activations, and its backprops for each of the vectors.
+    ``(G + damping)^-1 g``. "woodbury" and "cg" hold the batch's activations, and its backprops for each of the vectors,
+    until the next batch.
 
     Residuals may differentiate the model by ``torch.autograd.grad(..., create_graph=True)``, to any order. The step
     ``d = -J^+ r`` is solved for in the smaller of parameter and sample space (energy natural gradient,
@@ -173,6 +174,10 @@ class NaturalGradient(KFAC):
     def _solved(self, right: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters that this batch did not use have a gradient of zero."""
         self._shared("damping")
+        if not all(block.is_ready for block in self.factors.blocks):
+            raise RuntimeError(
+                f'NaturalGradient(solver="{self.solver}").step: no forward pass of the model since the state was loaded'
+            )
         trained = self._trained()
         unused = {k: torch.zeros_like(trained[k]) for b in self.factors.blocks for k in b.names if k not in right}
         found = super()._solved({**right, **unused})

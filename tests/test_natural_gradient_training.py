@@ -176,6 +176,19 @@ def test_running_averages(solver: str):
     torch.testing.assert_close(moved / moved.norm(), expected)
 
 
+@pytest.mark.parametrize("solver", ["woodbury", "dense", "cg", "diagonal"])
+def test_curvature_that_vanishes(solver: str):
+    """Single precision, and batches whose curvature falls by ten orders of magnitude."""
+    with seeded(0):
+        model, x, y = nn.Linear(20, C), torch.randn(8, 20), torch.randint(C, (8,))
+    opt = NaturalGradient(model, solver=solver, inject=empirical())
+    for scale in (1.0, 1e-3, 1e-5):
+        opt.zero_grad()
+        (scale * F.cross_entropy(model(x), y)).backward()
+        opt.step()
+    assert bool(torch.isfinite(flat(model)).all()) and opt.skipped == 0
+
+
 def test_momentum():
     """SPRING: (G + damping) u = g + damping * momentum * last u."""
     model, x, y = case("perceptron")
@@ -271,6 +284,20 @@ def test_resumed_is_uninterrupted(solver: str):
         train(optimizer, trained, x - 0.2, y)
     assert torch.equal(flat(model), flat(other)) and torch.equal(flat(model), flat(both[0]))
     assert both[1].defaults.items() >= opt.defaults.items() and resumed.steps == 5
+
+
+@pytest.mark.parametrize("solver", ["woodbury", "cg"])
+def test_a_loaded_state_needs_a_forward_pass(solver: str):
+    """What is solved with is of a batch, and in no checkpoint."""
+    model, x, y = case("perceptron")
+    opt = NaturalGradient(model, solver=solver)
+    train(opt, model, x, y)
+    resumed = NaturalGradient(model, solver=solver)
+    resumed.load_state_dict(opt.state_dict())
+    before = flat(model)
+    with pytest.raises(RuntimeError, match="no forward pass of the model since"):
+        resumed.step()
+    assert torch.equal(flat(model), before)
 
 
 @pytest.mark.parametrize("options", [{"line_search": True}, {"adaptive": True}, {}])
