@@ -83,6 +83,13 @@ class Jacobian:
         """(M, P)."""
         return sum(size for size, _ in self.parts), sum(math.prod(shape) for shape in self.shapes.values())
 
+    @property
+    def bytes(self) -> int:
+        """Memory of the terms."""
+        terms = [term for _, part in self.parts for own in part.values() for term in own]
+        held = [x for term in terms for x in vars(getattr(term, "term", term)).values() if isinstance(x, Tensor)]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
+
     @staticmethod
     def of(values: Tensor, model: nn.Module) -> Jacobian:
         """The Jacobian of values (M,) that were computed with gradients enabled; their graph is kept.

@@ -139,6 +139,14 @@ class Woodbury(WholeBlock):
     def is_ready(self) -> bool:
         return super().is_ready and self.problem is not None
 
+    @property
+    def bytes(self) -> int:
+        """Of the batch, and of the matrix that is solved with."""
+        if self.problem is None:
+            return 0
+        matrices = [x for x in (self.problem.matrix, self.problem.dense) if x is not None]
+        return self.problem.jacobian.bytes + sum(x.numel() * x.element_size() for x in matrices)
+
     def describe(self) -> str:
         kept = "" if self.problem is None else f", {len(self.problem.matrix)}x{len(self.problem.matrix)}"
         return super().describe() + kept
@@ -296,6 +304,12 @@ class ConjugateGradients(WholeBlock):
     @property
     def is_ready(self) -> bool:
         return super().is_ready and self.jacobian is not None
+
+    @property
+    def bytes(self) -> int:
+        """Of the batch, and of the preconditioner."""
+        own = 0 if self.jacobian is None else self.jacobian.bytes
+        return own + super().bytes + sum(block.bytes for block in self.factors.blocks)
 
     def describe(self) -> str:
         return f"{super().describe()}, {self.iterations} iterations"
