@@ -8,7 +8,7 @@ backprops are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from curvature.blocks import Block
 from curvature.capture import Tape
 from curvature.derivatives import Jacobian
+from curvature.estimators.solvers import truncated
 from curvature.factors import RunningFactors
 from curvature.leastsquares import LeastSquares
 from curvature.linalg import cholesky, symmetric_eigh
 
 Named = Mapping[str, Tensor]
 CARRIED = 0.95  # of the last solution, where the next iteration begins
-PROGRESS, WINDOW = 5e-4, 10  # relative progress per iteration that ends it, over the last so many or a tenth of all
-MOST = 250  # iterations
 LARGEST = 1 << 15  # parameters whose matrix is built
 
 
@@ -323,36 +322,6 @@ class ConjugateGradients(WholeBlock):
         self.factors = RunningFactors()
         device = torch.device("cpu") if self.last is None else self.last.device
         self.factors.load_state_dict(state, device)
-
-
-def truncated(
-    product: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, precondition: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, int]:
-    """``M x = right`` by conjugate gradients, as far as pays, and the number of iterations.
-
-    The quadratic model ``1/2 x^T M x - right^T x`` falls with every iteration; it ends when the last k have brought
-    less than k times 5e-4 of all, k the larger of 10 and a tenth of the iterations (Martens 2010, section 4.4).
-    """
-    x = start
-    rest = right - product(x) if bool(x.any()) else right.clone()
-    z = precondition(rest)
-    direction, inner = z, rest @ z
-    values: list[float] = []
-    for k in range(1, MOST + 1):
-        if not float(inner) > 0:
-            break
-        image = product(direction)
-        length = inner / (direction @ image)
-        x = x + length * direction
-        rest = rest - length * image
-        values.append(float(-(x @ (right + rest)) / 2))
-        window = max(WINDOW, k // 10)
-        if k > window and values[-1] < 0 and values[-1] - values[-1 - window] > window * PROGRESS * values[-1]:
-            break
-        z = precondition(rest)
-        last, inner = inner, rest @ z
-        direction = z + (inner / last) * direction
-    return x, len(values)
 
 
 class WholeCurvature:
