@@ -21,6 +21,7 @@ from curvature.terms import Dense, Term
 from curvature.written_out import WrittenOut
 
 CHUNK = 1 << 26  # elements of the rows that go back together
+NOTHING = "model: no parameter requires a gradient"
 
 
 def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch: Tensor) -> dict[str, Tensor]:
@@ -60,7 +61,7 @@ def _checked(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("model: no parameter requires a gradient")
+        raise ValueError(NOTHING)
     if not batch or not all(isinstance(x, Tensor) and x.ndim for x in batch):
         raise TypeError("batch: expected tensors whose axis 0 holds the samples")
     if len({len(x) for x in batch}) > 1 or not len(batch[0]):
@@ -90,11 +91,14 @@ class Jacobian:
         Nothing is run again: the graph says how the values came about, the model only what its parameters are.
 
         Raises:
-            ValueError: the values are not (M,), M at least 1, or were computed without gradients.
+            ValueError: the values are not (M,), M at least 1, or were computed without gradients, or no parameter of the
+                model requires one.
         """
         if values.ndim != 1 or not len(values):
             raise ValueError(f"values: expected shape (M,), M at least 1, found {tuple(values.shape)}")
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not parameters:
+            raise ValueError(NOTHING)
         parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in _pieces(values)]
         return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()}, values.new_zeros(()))
 

@@ -306,6 +306,7 @@ FROZEN = nn.Linear(D, 1).double().requires_grad_(False)
 REFUSED = {
     "no module": (lambda: curvature.residual_jacobian(lambda x: x, mixed, X), TypeError, "model: expected"),
     "nothing to train": (lambda: curvature.residual_jacobian(FROZEN, mixed, X), ValueError, "no parameter requires"),
+    "nothing of it": (lambda: curvature.Jacobian.of(LINEAR(X)[:, 0], FROZEN), ValueError, "no parameter requires"),
     "no batch": (lambda: curvature.residual_jacobian(LINEAR, mixed), TypeError, "batch: expected tensors"),
     "sizes": (lambda: curvature.residual_jacobian(LINEAR, with_target, X, X[:3, 0]), ValueError, r"found \[7, 3\]"),
     "a scalar": (lambda: curvature.residual_jacobian(LINEAR, lambda m, x: m(x).sum(), X), ValueError, r"\(7,\)"),
