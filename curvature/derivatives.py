@@ -91,7 +91,7 @@ class Jacobian:
         Nothing is run again: the graph says how the values came about, the model only what its parameters are.
 
         Raises:
-            ValueError: the values are not (M,), M at least 1, or were computed without gradients, or no parameter of the
+            ValueError: the values are not (M,), M at least 1, or were computed without gradients; no parameter of the
                 model requires one.
         """
         if values.ndim != 1 or not len(values):
@@ -127,7 +127,7 @@ class Jacobian:
 
     def to_dense(self) -> Tensor:
         """(M, P), parameters in the order of ``named_parameters()``."""
-        return torch.cat([rows.flatten(1) for rows in self.rows().values()], 1)
+        return torch.cat([rows.reshape(len(rows), -1) for rows in self.rows().values()], 1)
 
     def gram(self) -> Tensor:
         """``J J^T`` (M, M)."""

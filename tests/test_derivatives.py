@@ -91,6 +91,13 @@ def points() -> nn.Module:
     )  # fmt: skip
 
 
+def scalar() -> nn.Module:
+    return Raw(
+        lambda m, x: m.out((m.scale * m.first(x)).sin()),
+        scale=nn.Parameter(torch.tensor(1.0)), first=nn.Linear(D, 5), out=nn.Linear(5, 1),
+    )  # fmt: skip
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)), nn.Tanh(), nn.Linear(5, 1))
 
@@ -112,7 +119,7 @@ def frozen() -> nn.Module:
 MODELS = {
     "tanh": mlp(nn.Tanh), "silu": mlp(nn.SiLU, nn.SiLU), "softplus": mlp(nn.Softplus), "residual block": residual_block,
     "tied": tied, "points": points, "weight norm": normed, "convolution": convolution, "unused": unused,
-    "frozen": frozen,
+    "frozen": frozen, "scalar": scalar,
 }  # fmt: skip
 RESIDUALS = (mixed, biharmonic, with_target, periodic, functional, forward_mode)
 GENERAL = {"convolution"}  # some of its parameters have no rule
