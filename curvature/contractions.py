@@ -132,8 +132,8 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
     left, right = _direct(left), _direct(right)
     if all(_pairs_cheaper(terms, samples=max(len(left[0]), len(right[0]))) for terms in (left, right, [*left, *right])):
         return _summed_pairs(left, right)
-    one, other = (gradients(terms).flatten(1) for terms in (left, right))
-    return one @ other.mT
+    one, other = gradients(left), gradients(right)
+    return one.reshape(len(one), -1) @ other.reshape(len(other), -1).mT
 
 
 def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     reads = together(terms)
     if all(isinstance(u, Outer) and u.order is None for u in reads):  # one product for all places, nothing is built
         return sum_of(u.inner(vector) for u in reads if isinstance(u, Outer))
-    return torch.cat([(g.flatten(1) @ vector.flatten()) for g in _built(terms)])
+    return torch.cat([g.reshape(len(g), -1) @ vector.flatten() for g in _built(terms)])
 
 
 def stacked(parts: Sequence[Sequence[Term]]) -> list[Term] | None:

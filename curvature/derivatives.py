@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from curvature.terms import Dense, Outer, Term
 from curvature.written_out import WrittenOut
 
 CHUNK = 1 << 26  # elements of the rows that go back together
+NOTHING = "model: no parameter requires a gradient"
 
 
 def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch: Tensor) -> dict[str, Tensor]:
@@ -60,7 +61,7 @@ def _checked(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("model: no parameter requires a gradient")
+        raise ValueError(NOTHING)
     if not batch or not all(isinstance(x, Tensor) and x.ndim for x in batch):
         raise TypeError("batch: expected tensors whose axis 0 holds the samples")
     if len({len(x) for x in batch}) > 1 or not len(batch[0]):
@@ -97,11 +98,14 @@ class Jacobian:
         Nothing is run again: the graph says how the values came about, the model only what its parameters are.
 
         Raises:
-            ValueError: the values are not (M,), M at least 1, or were computed without gradients.
+            ValueError: the values are not (M,), M at least 1, or were computed without gradients; no parameter of the
+                model requires one.
         """
         if values.ndim != 1 or not len(values):
             raise ValueError(f"values: expected shape (M,), M at least 1, found {tuple(values.shape)}")
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not parameters:
+            raise ValueError(NOTHING)
         parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in _pieces(values)]
         return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()}, values.new_zeros(()))
 
@@ -131,7 +135,7 @@ class Jacobian:
 
     def to_dense(self) -> Tensor:
         """(M, P), parameters in the order of ``named_parameters()``."""
-        return torch.cat([rows.flatten(1) for rows in self.rows().values()], 1)
+        return torch.cat([rows.reshape(len(rows), -1) for rows in self.rows().values()], 1)
 
     def gram(self) -> Tensor:
         """``J J^T`` (M, M)."""
@@ -182,7 +186,56 @@ class Jacobian:
         """The same with the reads of each weight in one term: for many products with it."""
         together = contractions.together
         parts = [(size, {name: together(own) for name, own in terms.items()}) for size, terms in self.parts]
-        return Jacobian(parts, self.shapes, self.zero)
+        return replace(self, parts=parts)
+
+    def centred(self) -> Centred:
+        """The same less the mean of all rows: ``Jc = J - 1 mean(J)``.
+
+        For stochastic reconfiguration: with J the Jacobian of log(psi), psi a real wave function, at N points drawn
+        from psi^2, and local energies E (N,) at these,
+
+            d = LeastSquares(J.centred()).solve(-(E - E.mean()), damping)
+
+        is ``-(Jc^T Jc + damping)^-1 Jc^T (E - mean E)``, solved for in the smaller of parameter and sample space
+        (minSR, arXiv:2302.01941, arXiv:2401.10190). With ``S = Jc^T Jc / N`` (the Fisher matrix of psi^2 is 4 S) and
+        the gradient of the mean energy ``g = 2 Jc^T (E - mean E) / N`` this is ``d = -1/2 (S + damping / N)^-1 g``, so
+        that ``p += lr * d`` goes a time lr (hbar / unit of E) along imaginary time. The damping is in units of
+        1 / parameter^2; since it is added to a sum over points, it is N times one that is added to S.
+        """
+        return Centred(self.parts, self.shapes, self.zero)
+
+
+@dataclass(frozen=True)
+class Centred(Jacobian):
+    """A Jacobian less the mean of its rows, `parts` as they were; precise to the rounding of the rows themselves."""
+
+    def rows(self) -> dict[str, Tensor]:
+        return {name: rows - rows.mean(0) for name, rows in super().rows().items()}
+
+    def gram(self) -> Tensor:
+        gram = super().gram()
+        gram = gram - gram.mean(0)
+        return gram - gram.mean(1, keepdim=True)
+
+    def norms(self) -> Tensor:
+        mean = self._mean()
+        squared = contractions.sum_of(m.square().sum() for m in mean.values())
+        return (super().norms() - 2 * self.times(mean) - squared).clamp(min=0)
+
+    def squares(self) -> dict[str, Tensor]:
+        mean, size = self._mean(), self.shape[0]
+        return {name: (x - size * mean[name].square()).clamp(min=0) for name, x in super().squares().items()}
+
+    def transposed(self, z: Tensor) -> dict[str, Tensor]:
+        return super().transposed(z - z.mean())
+
+    def columns(self, vector: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> Tensor:
+        found = super().columns(vector, groups)
+        return found - found.mean(0)
+
+    def _mean(self) -> dict[str, Tensor]:
+        size = self.shape[0]
+        return super().transposed(self.zero.new_full((size,), 1 / size))
 
 
 def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[int, Mapping[str, list[Term]]]]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from curvature import contractions
-from curvature.derivatives import Jacobian
+from curvature.derivatives import Centred, Jacobian
 from curvature.kroneckersum import KroneckerSum, Pair, kronecker_sum
 from curvature.moments import wide
 from curvature.squares import products
@@ -81,7 +81,15 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     """The blocks of ``J^T J`` in the order of the parameters, each parameter in one of them.
 
     Reads of a weight are to be together, as in `Jacobian.merged`.
+
+    Raises:
+        ValueError: the Jacobian is centred.
     """
+    if isinstance(jacobian, Centred):
+        raise ValueError(
+            "jacobian: its rows less their mean are no sums of outer products, so they have no Kronecker factors; pass "
+            "it as it was before centred()"
+        )
     parts = [terms for _, terms in jacobian.parts]
     found: dict[str, ResidualBlock] = {}
     for name, shape in jacobian.shapes.items():

@@ -86,7 +86,7 @@ class Raw(nn.Module):
         super().__init__()
         self.function = function
         for name, part in parts.items():
-            if isinstance(part, Tensor):
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
                 self.register_buffer(name, part)
             else:
                 setattr(self, name, nn.Parameter(torch.randn(part)) if isinstance(part, tuple) else part)

@@ -91,6 +91,13 @@ def points() -> nn.Module:
     )  # fmt: skip
 
 
+def scalar() -> nn.Module:
+    return Raw(
+        lambda m, x: m.out((m.scale * m.first(x)).sin()),
+        scale=nn.Parameter(torch.tensor(1.0)), first=nn.Linear(D, 5), out=nn.Linear(5, 1),
+    )  # fmt: skip
+
+
 def normed() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(D, 5)), nn.Tanh(), nn.Linear(5, 1))
 
@@ -112,7 +119,7 @@ def frozen() -> nn.Module:
 MODELS = {
     "tanh": mlp(nn.Tanh), "silu": mlp(nn.SiLU, nn.SiLU), "softplus": mlp(nn.Softplus), "residual block": residual_block,
     "tied": tied, "points": points, "weight norm": normed, "convolution": convolution, "unused": unused,
-    "frozen": frozen,
+    "frozen": frozen, "scalar": scalar,
 }  # fmt: skip
 RESIDUALS = (mixed, biharmonic, with_target, periodic, functional, forward_mode)
 GENERAL = {"convolution"}  # some of its parameters have no rule
@@ -294,6 +301,63 @@ def test_pieces_of_any_size(sizes: tuple[int, ...]):
         torch.testing.assert_close(rows, torch.cat([e[key] for e in expected]))
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("name", ["tanh", "residual block", "convolution", "scalar"])
+@pytest.mark.parametrize("count", [8, 60], ids=["P > M", "P <= M"])
+def test_rows_less_their_mean(count: int, name: str, pieces: int, device: str):
+    model, _, _ = case(name)
+    with seeded(1):
+        x, z, v = torch.randn(count, D).double(), torch.randn(count).double(), torch.randn(1000).double()
+    expected = oracle_derivatives.residual_jacobian(model, mixed, x)
+    dense = torch.cat([rows.reshape(count, -1) for rows in expected.values()], 1)
+    dense, z, v = (t.to(device) for t in (dense - dense.mean(0), z, v[: dense.shape[1]]))
+    model, x = model.to(device), x.to(device)
+    with curvature.WrittenOut():
+        values = torch.cat([mixed(model, part.requires_grad_()) for part in x.chunk(pieces)])
+    plain = curvature.Jacobian.of(values, model)
+    joined = lambda found: torch.cat([part.flatten() for part in found.values()])
+    sizes = {key: rows[0].numel() for key, rows in expected.items()}
+    named = {k: part.reshape(expected[k].shape[1:]) for k, part in zip(sizes, v.split([*sizes.values()]), strict=True)}
+    first = next(iter(sizes))
+    pair = torch.stack([dense[:, : sizes[first]] @ v[: sizes[first]], dense @ v], 1)
+    for found in (plain.centred(), plain.merged().centred(), plain.centred().merged(), plain.centred().centred()):
+        assert len(found.parts) == pieces and found.shape == plain.shape == dense.shape
+        torch.testing.assert_close(torch.cat([rows.reshape(count, -1) for rows in found.rows().values()], 1), dense)
+        torch.testing.assert_close(found.to_dense(), dense)
+        torch.testing.assert_close(found.gram(), dense @ dense.T)
+        torch.testing.assert_close(found.norms(), dense.square().sum(1))
+        torch.testing.assert_close(joined(found.squares()), dense.square().sum(0))
+        torch.testing.assert_close(joined(found.transposed(z)), dense.T @ z)
+        torch.testing.assert_close(found.times(named), dense @ v)
+        torch.testing.assert_close(found.columns(named, [[first], list(sizes)]), pair)
+    solver = curvature.LeastSquares(plain.centred())
+    assert len(solver.matrix) == min(dense.shape)
+    damped = dense.T @ dense + 0.1 * torch.eye(len(v), device=device).double()
+    torch.testing.assert_close(joined(solver.solve(z, 0.1)), torch.linalg.solve(damped, dense.T @ z))
+    torch.testing.assert_close(joined(solver.precondition(named, 0.1)), torch.linalg.solve(damped, v))
+    assert (plain.to_dense() - dense).norm() > 0.1 * dense.norm()
+
+
+@pytest.mark.parametrize("width", [0.3, 2.0])
+def test_a_gaussian_in_imaginary_time(width: float):
+    """psi = exp(-a x^2 / 2) in the potential x^2 / 2 stays one: da/dt = 1 - a^2, whatever the points (M >= 2)."""
+    model = Raw(lambda m, x: -m.a * x[:, 0] ** 2 / 2, a=nn.Parameter(torch.tensor(width).double()))
+    x = torch.linspace(-1, 2, 5)[:, None].double()
+    log_psi, grad, laplacian = curvature.laplacian(model, x)
+    energy = (x[:, 0] ** 2 - laplacian - grad[:, 0] ** 2).detach() / 2
+    for values in (log_psi, log_psi[:2], torch.cat([log_psi[:1], log_psi[1:]])):
+        solver = curvature.LeastSquares(curvature.Jacobian.of(values, model).centred())
+        own = energy[: len(values)]
+        torch.testing.assert_close(solver.solve(-(own - own.mean()))["a"].item(), 1 - model.a.item() ** 2)
+
+
+def test_what_is_centred_has_no_kronecker_factors():
+    model, x, _ = case("tanh")
+    jacobian = curvature.Jacobian.of(mixed(model, x.requires_grad_()), model).merged()
+    with pytest.raises(ValueError, match="rows less their mean are no sums of outer products"):
+        curvature.residual_blocks(jacobian.centred())
+
+
 @pytest.mark.parametrize("values", [torch.zeros(()), torch.zeros(0), torch.zeros(3, 1)], ids=["()", "(0,)", "(3, 1)"])
 def test_values_that_are_no_vector(values: Tensor):
     with pytest.raises(ValueError, match=r"values: expected shape \(M,\)"):
@@ -306,6 +370,7 @@ FROZEN = nn.Linear(D, 1).double().requires_grad_(False)
 REFUSED = {
     "no module": (lambda: curvature.residual_jacobian(lambda x: x, mixed, X), TypeError, "model: expected"),
     "nothing to train": (lambda: curvature.residual_jacobian(FROZEN, mixed, X), ValueError, "no parameter requires"),
+    "nothing of it": (lambda: curvature.Jacobian.of(LINEAR(X)[:, 0], FROZEN), ValueError, "no parameter requires"),
     "no batch": (lambda: curvature.residual_jacobian(LINEAR, mixed), TypeError, "batch: expected tensors"),
     "sizes": (lambda: curvature.residual_jacobian(LINEAR, with_target, X, X[:3, 0]), ValueError, r"found \[7, 3\]"),
     "a scalar": (lambda: curvature.residual_jacobian(LINEAR, lambda m, x: m(x).sum(), X), ValueError, r"\(7,\)"),
