@@ -288,9 +288,7 @@ class Listener:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not hasattr(self, "model") or module is not self.model():
             return
-        # a root that calls itself records once, and one that carries derivatives forward (`taylor.Jet`) not at all
-        carries = any(getattr(x, "is_jet", False) for x in args)
-        tape = None if carries or any(self.running) else self.start()
+        tape = None if any(self.running) else self.start()  # a root that calls itself records once
         recorder = None if tape is None else Recorder(tape, module)
         self.running.append(recorder)
         if recorder is not None:

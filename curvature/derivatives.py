@@ -95,7 +95,9 @@ class Jacobian:
     def of(values: Tensor, model: nn.Module) -> Jacobian:
         """The Jacobian of values (M,) that were computed with gradients enabled; their graph is kept.
 
-        Nothing is run again: the graph says how the values came about, the model only what its parameters are.
+        Nothing is run again: the graph says how the values came about, the model only what its parameters are. Where
+        they differentiate a model that has a layer norm, batch norm or instance norm they must have been computed in
+        the context `curvature.WrittenOut()`, as the optimizers do: torch's kernels have wrong third derivatives.
 
         Raises:
             ValueError: the values are not (M,), M at least 1, or were computed without gradients; no parameter of the

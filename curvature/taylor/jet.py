@@ -23,7 +23,6 @@ class Jet(Tensor):
     value: Tensor
     first: Tensor
     second: Tensor | None
-    is_jet = True
 
     # torch functions find the rules by the mode `Taylor`; what goes round it must not see a tensor without derivatives
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
