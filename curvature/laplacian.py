@@ -17,7 +17,7 @@ from curvature.batch import logits, preserved
 from curvature.formulas import NORMS, MixesSamples
 from curvature.graph import leaves_of
 from curvature.structure import noise, rounding
-from curvature.taylor import Form, Jet, NoRule, Taylor
+from curvature.taylor import Form, Jet, NoRule, Recorded, Taylor
 from curvature.written_out import WrittenOut
 
 log = logging.getLogger("curvature")
@@ -63,7 +63,8 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
             except Exception as error:  # also of a model that is wrong: then the plain pass says so in its own words
                 with preserved(module):
                     found = _by_autograd(model, given, form)
-                _say(str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}")
+                if not isinstance(error, Recorded):  # nothing about the model is amiss
+                    _say(str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}")
         except MixesSamples as error:
             raise ValueError(_mixing(module, error)) from None
         _compare(model, module, given, found[0])

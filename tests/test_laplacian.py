@@ -19,6 +19,7 @@ import curvature
 from curvature.graph import tape_of
 from curvature.laplacian import _say
 from curvature.taylor import NoRule
+from optimizers import KFAC, NaturalGradient
 
 
 @pytest.fixture(autouse=True)
@@ -267,3 +268,28 @@ def test_a_jet_never_passes_for_a_plain_tensor():
     jet = next(x for x in kept if type(x) is not Tensor)
     with pytest.raises(NoRule):
         jet + 1
+
+
+@pytest.mark.parametrize("name", ["tanh", "residual block", "layer norm"])
+def test_recorded_models(name: str, warnings: pytest.LogCaptureFixture):
+    """A recorder sees a plain forward pass, and nothing is said: the model has rules for all that it does."""
+    model = one_output(name)
+    with seeded(2):
+        x = torch.randn(7, D).double()
+    with curvature.capture(model) as tape:
+        found = curvature.laplacian(model, x)
+    assert_equal(found, oracle.laplacian(model, x, None))
+    backprops = tape.backprops(found[0], torch.ones(1, 7, 1).double())
+    assert backprops and all(b is not None for b in backprops)
+    assert not warnings.records
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient])
+def test_steps_of_residuals_say_nothing(optimizer: type, warnings: pytest.LogCaptureFixture):
+    """The first call of a closure is recorded, since it may be that of a loss."""
+    model = one_output("tanh")
+    with seeded(2):
+        x = torch.randn(7, D).double()
+    solver = optimizer(model)
+    losses = [float(solver.step(lambda: residual(model, x))) for _ in range(3)]
+    assert losses[2] < losses[0] and not warnings.records

@@ -7,7 +7,7 @@ the way (arXiv:2505.13644): through ``z = f(h)`` the gradients h_i go as ``f' h_
 """
 
 from curvature.taylor import linear, pointwise
-from curvature.taylor.jet import RULES, Form, Jet, NoRule
+from curvature.taylor.jet import RULES, Form, Jet, NoRule, Recorded
 from curvature.taylor.mode import Taylor
 
-__all__ = ["RULES", "Form", "Jet", "NoRule", "Taylor", "linear", "pointwise"]
+__all__ = ["RULES", "Form", "Jet", "NoRule", "Recorded", "Taylor", "linear", "pointwise"]

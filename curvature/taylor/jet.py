@@ -17,6 +17,10 @@ class NoRule(Exception):
     """A function that has no rule; the general path takes over."""
 
 
+class Recorded(NoRule):
+    """The model is being recorded (`curvature.capture`), which takes the graph of a plain forward pass."""
+
+
 class Jet(Tensor):
     """A tensor that depends on the inputs: `value` (*S), `first` (d, *S), `second` (*S) or None for zero."""
 

@@ -18,6 +18,7 @@ from curvature.taylor.jet import (
     Jet,
     Kwargs,
     NoRule,
+    Recorded,
     called,
     name_of,
     on_values,
@@ -29,6 +30,12 @@ from curvature.taylor.jet import (
 @register(kinds.METADATA | kinds.VALUES)
 def without_derivative(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return on_values(func, jets, args, kwargs)
+
+
+@register([Tensor._is_view])
+def recorded(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
+    """What a recorder asks of every layer's result."""
+    raise Recorded("a model that is being recorded")
 
 
 @register(kinds.properties("requires_grad"))

@@ -16,29 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+import curvature
 from optimizers import KFAC, NaturalGradient
 
 NETWORKS = ((2, 64, 1), (2, 64, 64, 48, 48, 1))
 RATES = (1e-3, 3e-3, 1e-2)
-
-
-def laplacian(model: nn.Sequential, x: Tensor) -> Tensor:
-    """(N,), carried forward with the values and the derivatives: a weight is read once for each."""
-    count, d = x.shape
-    value, rest = x, torch.cat([torch.eye(d).repeat_interleave(count, 0), torch.zeros_like(x)])
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            value, rest = layer(value), F.linear(rest, layer.weight)
-            continue
-        value = value.tanh()
-        first = 1 - value.square()
-        slopes, bend = rest[:-count].unflatten(0, (d, -1)), rest[-count:]
-        bend = first * bend - 2 * value * first * slopes.square().sum(0)
-        rest = torch.cat([(first * slopes).flatten(0, 1), bend])
-    return rest[-count:, 0]
 
 
 def solution(x: Tensor) -> Tensor:
@@ -63,7 +47,8 @@ class Poisson:
         return Poisson(nn.Sequential(*layers[:-1]), inside, edge, torch.rand(9000, 2))
 
     def residuals(self) -> Tensor:
-        interior = laplacian(self.model, self.inside) + 2 * math.pi**2 * solution(self.inside)
+        bend = curvature.laplacian(self.model, self.inside)[2][:, 0]
+        interior = bend + 2 * math.pi**2 * solution(self.inside)
         return torch.cat([interior / 900**0.5, self.model(self.edge)[:, 0] / 120**0.5])
 
     def error(self) -> float:
