@@ -95,13 +95,12 @@ class Jacobian:
     def of(values: Tensor, model: nn.Module) -> Jacobian:
         """The Jacobian of values (M,) that were computed with gradients enabled; their graph is kept.
 
-        Nothing is run again: the graph says how the values came about, the model only what its parameters are. Where
-        they differentiate a model that has a layer norm, batch norm or instance norm they must have been computed in
-        the context `curvature.WrittenOut()`, as the optimizers do: torch's kernels have wrong third derivatives.
+        Nothing is run again: the graph says how the values came about, the model only what its parameters are.
 
         Raises:
             ValueError: the values are not (M,), M at least 1, or were computed without gradients; no parameter of the
-                model requires one.
+                model requires one; the values differentiate a layer, batch or instance norm and were not computed in
+                the context `curvature.WrittenOut()` (torch's kernels have wrong third derivatives).
         """
         if values.ndim != 1 or not len(values):
             raise ValueError(f"values: expected shape (M,), M at least 1, found {tuple(values.shape)}")

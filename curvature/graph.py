@@ -62,6 +62,8 @@ MOVED_BY_DATA = {
 }  # fmt: skip
 TENSOR = "a tensor"
 SETTINGS: dict[type, list[str]] = {}  # the names of what is saved in a node beside tensors: axes, shifts, sizes
+WRONG = "LayerNormBackwardBackward0", "BatchNormBackwardBackward0"  # what kernels are called that were differentiated
+
 # Nodes that may exchange the axes of a matrix, and whether they do.
 TRANSPOSES: dict[str, Callable[[Any], bool]] = {
     "TBackward0": lambda node: True,
@@ -105,11 +107,19 @@ def identity_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) ->
     """What the graph of a result is: equal for two only if samples go the same ways in both.
 
     None where data may move samples: an index, a mask, a function of the user's.
+
+    Raises:
+        ValueError: a kernel in it has wrong derivatives (pytorch issues 175754, 186256).
     """
     found: list[Any] = []
     leaves = {id(p) for p in parameters.values()}
     for node in _nodes(result.node):
         kind = type(node)
+        if kind.__name__.endswith(WRONG):
+            raise ValueError(
+                f"values: they differentiate a norm whose kernel has wrong third derivatives ({kind.__name__}); "
+                "compute them in the context curvature.WrittenOut(), which runs it as its formula"
+            )
         from_data = any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
         if isinstance(node, BackwardCFunction) or (kind.__name__ in MOVED_BY_DATA and from_data):
             return None

@@ -14,28 +14,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from curvature.formulas import affine, layer_norm, normalised
+from curvature import formulas
 
 
 def batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
     momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    # the kernel checks the sizes, moves the running statistics, and is right where these are what it normalises by
-    plain = F.batch_norm(input.detach() if training else input, running_mean, running_var, weight, bias, training,
-                         momentum, eps)  # fmt: skip
+    if not training:
+        return formulas.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    # the kernel checks the sizes and moves the running statistics
+    F.batch_norm(input.detach(), running_mean, running_var, None, None, True, momentum, eps)
     dims = [0, *range(2, input.ndim)]
-    return affine(normalised(input, dims, eps), weight, bias, channels=True) if training else plain
+    return formulas.affine(formulas.normalised(input, dims, eps), weight, bias, channels=True)
 
 
 def instance_norm(
     input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    plain = F.instance_norm(input.detach() if use_input_stats else input, running_mean, running_var, weight, bias,
-                            use_input_stats, momentum, eps)  # fmt: skip
-    dims = list(range(2, input.ndim))
-    return affine(normalised(input, dims, eps), weight, bias, channels=True) if use_input_stats else plain
+    if use_input_stats:
+        F.instance_norm(input.detach(), running_mean, running_var, None, None, True, momentum, eps)
+    return formulas.instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats or running_mean is None, momentum, eps
+    )
 
 
 def _weights_first(written: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -51,7 +53,7 @@ class WrittenOut(TorchFunctionMode):
     """Norms run as their formulas."""
 
     formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {
-        F.layer_norm: layer_norm, torch.layer_norm: layer_norm, F.batch_norm: batch_norm,
+        F.layer_norm: formulas.layer_norm, torch.layer_norm: formulas.layer_norm, F.batch_norm: batch_norm,
         torch.batch_norm: _weights_first(batch_norm), F.instance_norm: instance_norm,
         torch.instance_norm: _weights_first(instance_norm),
     }  # fmt: skip

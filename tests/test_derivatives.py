@@ -270,6 +270,20 @@ def test_norms_have_their_own_derivatives(name: str):
         torch.testing.assert_close(found[key], rows, rtol=1e-6, atol=1e-7 * max(1.0, float(rows.abs().max())))
 
 
+@pytest.mark.parametrize("name", ["layer", "batch", "instance"])
+def test_kernels_with_wrong_derivatives_are_refused(name: str):
+    with seeded(1):
+        model = nn.Sequential(nn.Linear(D, 6), NORMS[name](), nn.Tanh(), nn.Linear(6, 1)).double()
+        x = torch.randn(N, D).double().requires_grad_()
+    with pytest.raises(ValueError, match=r"wrong third derivatives.*curvature\.WrittenOut\(\)"):
+        curvature.Jacobian.of(mixed(model, x), model)
+    with curvature.WrittenOut():
+        values = mixed(model, x)
+    assert curvature.Jacobian.of(values, model).shape[0] == N
+    if name != "layer":
+        assert curvature.residual_jacobian(model.eval(), mixed, x.detach())["0.weight"].shape == (N, 6, D)
+
+
 def test_written_out_norms_move_their_statistics_once():
     model = nn.Sequential(nn.BatchNorm1d(D), nn.Unflatten(1, (1, D)), nn.InstanceNorm1d(1, track_running_stats=True))
     model, x = model.double(), torch.randn(N, D).double()
