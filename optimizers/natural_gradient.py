@@ -22,6 +22,7 @@ TRIES = 12  # dampings tried before a step is given up
 FIRST = 1e-3  # the first damping, relative to the largest eigenvalue
 CUTS = 0.0, 1e-12, 1e-10, 1e-8, 1e-6  # eigenvalues left out, relative to the largest: first those that are rounding
 PROGRESS = 0.03  # part of the fall promised by the linear problem below which the next cut is tried
+NEAR = 0.01  # promised part of the loss below which a straight step will do: a minimum is near
 LONGEST = 16  # steps without another try after so many in vain
 REACH = 0.1  # part of a step over which its curvature is seen
 LEAST = 2.0**-10  # of a step, where there was no better
@@ -247,17 +248,21 @@ class NaturalGradient(KFAC):
         self, problem: LeastSquares, values: Tensor, curves: Curves, residuals: ResidualSteps
     ) -> tuple[dict[str, Any], Point]:
         """The lowest loss along bent steps: by the pseudo-inverse, and by coarser ones where that brings little."""
-        damping = self._shared("damping") or 0.0
-        best, count, needed = curves.origin, 0, 0.0
+        damping, loss = self._shared("damping") or 0.0, curves.origin.loss
+        best, count = curves.origin, 0
+        d = self._direction(problem, values, residuals, damping)
+        promised = loss - loss_of(values + problem.times(problem.split(d)))
         residuals.wait = max(0, residuals.wait - 1)
         for cut in CUTS if damping == 0 and not residuals.wait else CUTS[:1]:
-            d = self._direction(problem, values, residuals, damping, cut)
+            if cut:
+                d = self._direction(problem, values, residuals, damping, cut)
             solve = lambda v, cut=cut: self._paced(problem.solve(-v, damping, cut))
             with self.health.timed("trials"):
-                best = min(best, self._bent(problem, values, curves, d, solve), key=lambda point: point.loss)
-            if not count:
-                needed = PROGRESS * (curves.origin.loss - loss_of(values + problem.times(problem.split(d))))
-            if curves.origin.loss - best.loss > needed:
+                if promised < NEAR * loss:
+                    best = min(best, curves.lowest(lambda t, d=d: t * d, curves.origin), key=lambda point: point.loss)
+                else:
+                    best = min(best, self._bent(problem, values, curves, d, solve), key=lambda point: point.loss)
+            if loss - best.loss > PROGRESS * promised:
                 residuals.pause = 1
                 break
             count += 1
