@@ -60,6 +60,10 @@ class Curves:
                 break
         return best
 
+    def straight(self, step: Tensor) -> Point:
+        """The lowest along a step from the origin."""
+        return self.lowest(lambda t: t * step, self.origin)
+
     @contextmanager
     def returning(self) -> Iterator[None]:
         """After an exception the parameters are at the origin."""

@@ -168,7 +168,7 @@ class NaturalGradient(KFAC):
         curves = Curves({name: trained[name] for name in directions}, loss, lambda: (float(replay.loss()), None))
         step = -self._paced(directions)
         with self.health.timed("trials"), curves.returning():
-            found = curves.lowest(lambda t: t * step, curves.origin)
+            found = curves.straight(step)
             self._arrive(curves, found)
         return found
 
@@ -258,10 +258,9 @@ class NaturalGradient(KFAC):
                 d = self._direction(problem, values, residuals, damping, cut)
             solve = lambda v, cut=cut: self._paced(problem.solve(-v, damping, cut))
             with self.health.timed("trials"):
-                if promised < NEAR * loss:
-                    best = min(best, curves.lowest(lambda t, d=d: t * d, curves.origin), key=lambda point: point.loss)
-                else:
-                    best = min(best, self._bent(problem, values, curves, d, solve), key=lambda point: point.loss)
+                is_near = promised < NEAR * loss
+                found = curves.straight(d) if is_near else self._bent(problem, values, curves, d, solve)
+            best = min(best, found, key=lambda point: point.loss)
             if loss - best.loss > PROGRESS * promised:
                 residuals.pause = 1
                 break
@@ -279,7 +278,7 @@ class NaturalGradient(KFAC):
         acceleration, arXiv:1201.5885, equation 3).
         """
         origin = curves.origin
-        best = curves.lowest(lambda t: t * d, origin)
+        best = curves.straight(d)
         t = REACH * (best.part or LEAST)
         seen = curves.at(t * d).residuals
         assert seen is not None
