@@ -14,7 +14,7 @@ from curvature.estimators import (
     xdiag,
     xtrace,
 )
-from curvature.factors import RunningFactors
+from curvature.factors import Blocks, RunningFactors
 from curvature.gradients import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
 from curvature.injection import Injection, empirical, exact, isotropic, propagated, sampled
 from curvature.jacobian import output_changes
@@ -42,6 +42,7 @@ from curvature.written_out import WrittenOut
 __all__ = [
     "Block",
     "BlockDiagonal",
+    "Blocks",
     "Dense",
     "Diagonal",
     "EigenKronecker",

@@ -47,7 +47,35 @@ def layer_blocks(
     return blocks
 
 
-class RunningFactors:
+class Blocks:
+    """Base: curvature of a model in blocks of parameters, fed by recorded forward passes."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+
+    def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
+        """Take a recorded pass over `count` samples, vectors (k, *shape) being sent back from its outputs."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Forget what was added since the last `fold`."""
+        for block in self.blocks:
+            block.discard()
+
+    def fold(self, decay: float) -> None:
+        """Take what was added since the last time into the averages."""
+        for block in self.blocks:
+            block.fold(decay)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain tensors, numbers and names, by the first parameter of each block."""
+        return {block.names[0]: block.state() for block in self.blocks}
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]], device: torch.device) -> None:
+        self.blocks = [Block.restore(entry, device) for entry in state.values()]
+
+
+class RunningFactors(Blocks):
     """Curvature of a model's layers as running averages over recorded forward passes.
 
     Args:
@@ -61,8 +89,8 @@ class RunningFactors:
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         if kind not in ("kronecker", "eigen"):
             raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
+        super().__init__()
         self.sharing, self.kind = sharing, kind
-        self.blocks: list[Block] = []
 
     def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
         """Send vectors (k, *shape) back from the outputs of a recorded pass over `count` samples and add the result."""
@@ -89,23 +117,6 @@ class RunningFactors:
         for block in self.blocks:
             if terms.get(block.names[0]):
                 block.add(terms[block.names[0]], count)
-
-    def discard(self) -> None:
-        """Forget what was added since the last `fold`."""
-        for block in self.blocks:
-            block.discard()
-
-    def fold(self, decay: float) -> None:
-        """Take what was added since the last time into the averages."""
-        for block in self.blocks:
-            block.fold(decay)
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain tensors, numbers and names, by the first parameter of each block."""
-        return {block.names[0]: block.state() for block in self.blocks}
-
-    def load_state_dict(self, state: dict[str, dict[str, Any]], device: torch.device) -> None:
-        self.blocks = [Block.restore(entry, device) for entry in state.values()]
 
 
 def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:

@@ -18,7 +18,7 @@ from curvature.blocks import Block
 from curvature.capture import Tape
 from curvature.derivatives import Jacobian
 from curvature.estimators.solvers import truncated
-from curvature.factors import RunningFactors
+from curvature.factors import Blocks, RunningFactors
 from curvature.leastsquares import LeastSquares
 from curvature.linalg import cholesky, symmetric_eigh
 
@@ -324,8 +324,8 @@ class ConjugateGradients(WholeBlock):
         self.factors.load_state_dict(state, device)
 
 
-class WholeCurvature:
-    """Stands where `RunningFactors` does: one block for all parameters.
+class WholeCurvature(Blocks):
+    """One block for all parameters.
 
     Args:
         model: whose parameters they are.
@@ -336,8 +336,8 @@ class WholeCurvature:
     def __init__(self, model: nn.Module, solver: str, is_sum: bool = False) -> None:
         if solver not in SOLVERS:
             raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, found {solver!r:.80}")
+        super().__init__()
         self.model, self.kind, self.is_sum = model, SOLVERS[solver], is_sum
-        self.blocks: list[Block] = []
 
     def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
         """Take the rows of vectors (k, *shape) sent back from the outputs of a recorded pass over `count` samples."""
@@ -347,22 +347,6 @@ class WholeCurvature:
             block = self.kind(jacobian.shapes, self.is_sum)
             self.blocks = [block]
         block.add_rows(tape, jacobian, count)
-
-    def discard(self) -> None:
-        """Forget what was added since the last `fold`."""
-        for block in self.blocks:
-            block.discard()
-
-    def fold(self, decay: float) -> None:
-        """Take what was added since the last time."""
-        for block in self.blocks:
-            block.fold(decay)
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        return {block.names[0]: block.state() for block in self.blocks}
-
-    def load_state_dict(self, state: dict[str, dict[str, Any]], device: torch.device) -> None:
-        self.blocks = [Block.restore(entry, device) for entry in state.values()]
 
 
 SOLVERS: dict[str, type[WholeBlock]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Block, Injection, Listener, RunningFactors, Tape, WholeCurvature, empirical, invert, isotropic
+from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
 from optimizers.base import ModelOptimizer, check_arguments
 from optimizers.schedule import Schedule
 
@@ -50,7 +50,7 @@ class SecondOrder(ModelOptimizer):
 
     # -- capture
 
-    def _curvature(self) -> RunningFactors | WholeCurvature:
+    def _curvature(self) -> Blocks:
         """What the curvature is kept in."""
         return RunningFactors(self._arguments["sharing"], self.block)
 
