@@ -17,17 +17,49 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: none of its parameters requires a gradient.
+        ValueError: none of its parameters requires a gradient, or one is complex.
     """
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("model: no parameter requires a gradient")
-        super().__init__(list(model.parameters()), options)  # frozen ones too: they may be thawed
+        for name, p in model.named_parameters():
+            if p.is_complex():
+                raise ValueError(f"{name}: complex parameters are not supported, found {p.dtype}; keep two real ones")
         self.model = model
+        self._names: dict[int, str] = {}
+        super().__init__(list(model.parameters()), options)  # frozen ones too: they may be thawed
         self.health = Health()
         self.steps, self.skipped = 0, 0
-        self._names = {id(p): name for name, p in model.named_parameters()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for any optimizer; all parameters are to be the model's.
+
+        Raises:
+            ValueError: one is not: there is no curvature for it.
+        """
+        given = param_group["params"]
+        given = [given] if isinstance(given, Tensor) else list(given)
+        self._names = {id(p): name for name, p in self.model.named_parameters()}
+        for entry in given:
+            p = entry[1] if isinstance(entry, tuple) else entry
+            if isinstance(p, Tensor) and id(p) not in self._names:
+                raise ValueError(
+                    f"params: a parameter of shape {tuple(p.shape)} is none of the model's that the optimizer was "
+                    "given; give the optimizer a module that holds them all"
+                )
+        super().add_param_group(param_group | {"params": given})
+
+    def _shapes(self) -> dict[str, list[int]]:
+        return {name: list(p.shape) for name, p in self.model.named_parameters()}
+
+    def _check_shapes(self, found: dict[str, list[int]]) -> None:
+        """Refuse the state of an optimizer of another model."""
+        own = self._shapes()
+        for name in [*own, *found]:
+            there, here = (shapes.get(name, "nowhere") for shapes in (found, own))
+            if there != here:
+                raise ValueError(f"state_dict: of another model; {name} has shape {there} there and {here} here")
 
     def _trained(self) -> dict[str, Tensor]:
         """Parameters by name that require a gradient now."""

@@ -213,7 +213,7 @@ class SecondOrder(ModelOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for any optimizer, with the curvature under "curvature": plain tensors and numbers."""
-        own = {k: getattr(self, k) for k in self.kept} | {"health": self.health.state()}
+        own = {k: getattr(self, k) for k in self.kept} | {"health": self.health.state(), "shapes": self._shapes()}
         own["intervals"] = [self.schedule.factor_every, self.schedule.decompose_every]
         own["generator"] = None if self.generator is None else self.generator.get_state()
         return super().state_dict() | {"curvature": self.factors.state_dict(), "kfac": own}
@@ -222,6 +222,7 @@ class SecondOrder(ModelOptimizer):
         """Take a `state_dict` of an optimizer over the same parameters; tensors move to the parameters' device."""
         state_dict = copy.copy(state_dict)
         own, factors = dict(state_dict.pop("kfac")), state_dict.pop("curvature")
+        self._check_shapes(own.pop("shapes"))
         super().load_state_dict(state_dict)
         device = next(iter(self._trained().values())).device
         generator = own.pop("generator")
