@@ -19,7 +19,7 @@ SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is g
 
 
 class SecondOrder(ModelOptimizer):
-    """Base of `KFAC` and `EKFAC`, which say what a step does. Arguments as there."""
+    """Base of `KFAC`, which says what a step does. Arguments as there."""
 
     block = "kronecker"
 
