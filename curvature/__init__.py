@@ -1,6 +1,7 @@
 """Second-order information for PyTorch: activations and backprops of every layer, and what follows from them."""
 
-from curvature.blocks import Block, invert
+from curvature.block import Block
+from curvature.blocks import invert
 from curvature.capture import Listener, Tape, Use, capture
 from curvature.derivatives import Jacobian, residual_jacobian
 from curvature.estimators import (

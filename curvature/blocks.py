@@ -11,7 +11,7 @@ Indices: n sample, t place, g group, i input, o output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -20,118 +20,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.arrangement import Arrangement
+from curvature.block import Block
 from curvature.inverses import Inverse, factored, in_eigenbasis
-from curvature.moments import Reading, Scheme, diagonal_of, matched, wide
-from curvature.sketch import added, mixed, scaled
-from curvature.terms import Rows, Term
-
-ENOUGH = 8  # rows of activations for each column of their moment
-LEAST = 16  # samples that they are of
+from curvature.moments import Reading, Scheme, diagonal_of, enough, matched, wide
+from curvature.sketch import added, gathered, is_sketch, mixed, scaled, slotted
+from curvature.terms import Term
 
 # for each way in which a weight is read: moment of activations, number to divide it by, moment of backprops
 Sums = dict[Reading, tuple[Tensor, int | Tensor, Tensor]]
-
-
-class Block:
-    """Running curvature of some parameters. Sub-classes hold the matrices; the mean over samples is debiased."""
-
-    structure = ""
-
-    def __init__(self, names: Sequence[str], reason: str = "") -> None:
-        self.names = tuple(names)
-        self.reason = reason  # why there are no Kronecker factors; "" where there are
-        self.updates = 0
-        self.samples = 0  # of the statistics added since the last `fold`
-
-    def weight_of_new(self, decay: float, updates: int | None = None) -> float:
-        """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
-        return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
-
-    def discard(self) -> None:
-        """Forget what was added since the last `fold`."""
-        raise NotImplementedError
-
-    def fold(self, decay: float) -> None:
-        """Move what was added since the last time into the running average."""
-        raise NotImplementedError
-
-    def decompose(self, damping: float) -> None:
-        """Prepare `solve` for the running average as it is now, plus ``damping I``."""
-        raise NotImplementedError
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `solve` was ever prepared."""
-        raise NotImplementedError
-
-    def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """``(M + damping I)^-1 gradients``, tensors in the shapes of the parameters."""
-        raise NotImplementedError
-
-    @property
-    def mean_eigenvalue(self) -> Tensor:
-        """Trace over dimension, a scalar tensor."""
-        raise NotImplementedError
-
-    @property
-    def dimension(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def cost(self) -> float:
-        """Operations of `decompose`, to a constant factor."""
-        return float(self.dimension)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of what is kept."""
-        found = pytree.tree_leaves(self.state())
-        return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
-
-    @property
-    def expected(self) -> int:
-        """Memory that will be kept, at most, before anything was seen."""
-        raise NotImplementedError
-
-    def condition(self) -> float:
-        """Largest over least eigenvalue of what `solve` inverts, nan where that is not prepared."""
-        raise NotImplementedError
-
-    def describe(self) -> str:
-        """Shapes of what is kept."""
-        raise NotImplementedError
-
-    def add(self, terms: Sequence[Term], samples: int) -> None:
-        """Add a batch, given the terms of the first parameter; one that is not finite is left out."""
-        raise NotImplementedError
-
-    @staticmethod
-    def invert(blocks: Sequence[Any], share: float) -> None:
-        """Prepare `solve` of blocks of this class that have statistics, see `curvature.blocks.invert`."""
-        raise NotImplementedError
-
-    kept: tuple[str, ...] = ()  # tensors of a checkpoint, and numbers
-    form: tuple[str, ...] = ()  # what the arrangement of the parameters needs
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint needs: plain tensors, numbers and names."""
-        fields = ("names", "reason", "updates", *self.form, *self.kept)
-        return {"structure": self.structure, **{k: getattr(self, k) for k in fields}}
-
-    @staticmethod
-    def restore(state: dict[str, Any], device: torch.device) -> Block:
-        """A block from its `state`, tensors on `device`."""
-        kind = next(k for k in _below(Block) if k.structure == state["structure"])
-        block = kind.__new__(kind)
-        block.discard()
-        for name, value in state.items():
-            if name != "structure":
-                setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
-        block.resume()
-        return block
-
-    def resume(self) -> None:
-        """Complete what `restore` set."""
 
 
 class KroneckerBlock(Block):
@@ -152,7 +48,7 @@ class KroneckerBlock(Block):
         self.rows: Tensor | None = None
         self.columns: Tensor | None = None
         self.inverse: Inverse | None = None
-        self.sums: Sums = {}  # since the last `fold`
+        self.added: Sums = {}  # since the last `fold`
 
     def state(self) -> dict[str, Any]:
         inverse = {} if self.inverse is None else {f.name: getattr(self.inverse, f.name) for f in fields(self.inverse)}
@@ -176,7 +72,10 @@ class KroneckerBlock(Block):
         if not all(self.scheme.accepts(t) for t in terms):
             return {}
         sums = {
-            reading: (*self.scheme.activations(_enough(parts, self.scheme.sharing)), self.scheme.backprops(parts))
+            reading: (
+                *self.scheme.activations(enough(parts, self.scheme.sharing, self.place)),
+                self.scheme.backprops(parts),
+            )
             for reading, parts in self.scheme.readings(terms).items()
         }
         return sums if all(bool(torch.isfinite(a.sum() + b.sum())) for a, _, b in sums.values()) else {}
@@ -185,19 +84,47 @@ class KroneckerBlock(Block):
         """Add the moments of a batch."""
         self.samples += samples
         for reading, (a, number, b) in sums.items():
-            if reading in self.sums:
-                other = self.sums[reading]
+            if reading in self.added:
+                other = self.added[reading]
                 a, number, b = added(a, other[0]), number + other[1], added(b, other[2])
-            self.sums[reading] = a, number, b
+            self.added[reading] = a, number, b
 
     def discard(self) -> None:
-        self.sums, self.samples = {}, 0
+        self.added, self.samples = {}, 0
+
+    def anew(self) -> Block:
+        new = type(self)(self.names, self.scheme)
+        new.reason = self.reason
+        return new
+
+    def adopt(self, results: Mapping[str, Any]) -> None:
+        super().adopt(results)
+        parts: Any = self.inverse
+        self.inverse = Inverse(**parts) if parts else None
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for reading, (a, number, b) in self.added.items():
+            key = "".join("ny"[flag] for flag in reading)
+            sides = {"a": a, "b": b, "number": torch.as_tensor(number, dtype=a.dtype, device=a.device)}
+            found |= {key + k: slotted(x, rank, size) if is_sketch(x) else x for k, x in sides.items()}
+        if found:
+            found["samples"] = next(iter(found.values())).new_tensor(self.samples)
+        return found
+
+    def take_sums(self, sums: Mapping[str, Tensor]) -> None:
+        self.discard()
+        self.samples = round(float(sums.get("samples", 0)))
+        for key in dict.fromkeys(k[:2] for k in sums if k != "samples"):
+            a, b = (gathered(x) if x.ndim == 4 else x for x in (sums[key + "a"], sums[key + "b"]))
+            if float(sums[key + "number"]):  # read in this way by none
+                self.added[Reading(key[0] == "y", key[1] == "y")] = a, sums[key + "number"], b
 
     def fold(self, decay: float) -> None:
         if not self.samples:
             self.discard()
             return
-        found = self.sums.items()
+        found = self.added.items()
         each = 1 / self.samples
         rows, columns = matched([self.scheme.product(k, a, number, scaled(b, each)) for k, (a, number, b) in found])
         self.discard()
@@ -260,27 +187,11 @@ class KroneckerBlock(Block):
         return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
 
 
-def _enough(terms: Sequence[Any], sharing: str) -> Sequence[Any]:
-    """Some of the samples, evenly, where there are many places for each input: the mean of `a a^T` needs no more.
-
-    It is a mean over a batch that is itself a sample, and goes on as a running mean.
-    """
-    whole = [term for term in terms if not isinstance(term, Rows)]
-    if not whole:
-        return terms
-    inputs = math.prod(whole[0].shape) // (whole[0].groups * whole[0].outputs)
-    rows = sum(len(term) * (term.places if sharing == "expand" else 1) for term in whole)
-    stride = rows // (ENOUGH * inputs)
-    stride = min([stride, *(len(term) // LEAST for term in whole)])
-    if stride < 2:
-        return terms
-    return [term if isinstance(term, Rows) else term.samples(slice(None, None, stride)) for term in terms]
-
-
 class DiagonalBlock(Block):
     """The diagonal of one parameter's block: mean over samples of its squared per-sample gradients."""
 
     structure = "diagonal"
+    prepared = ()  # every process can do that
     kept = ("values", "inverse")
     form = ("shape", "dtype")
 
@@ -304,6 +215,15 @@ class DiagonalBlock(Block):
 
     def discard(self) -> None:
         self.sum, self.samples = None, 0
+
+    def anew(self) -> Block:
+        return DiagonalBlock(self.names[0], self.shape, self.dtype, self.reason)
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        return {} if self.sum is None else {"sum": self.sum, "samples": self.sum.new_tensor(self.samples)}
+
+    def take_sums(self, sums: Mapping[str, Tensor]) -> None:
+        self.sum, self.samples = sums.get("sum"), round(float(sums.get("samples", 0)))
 
     def fold(self, decay: float) -> None:
         if self.sum is None or not self.samples:
@@ -363,10 +283,3 @@ def invert(blocks: Sequence[Block], share: float) -> None:
     kinds: list[type[Block]] = list(dict.fromkeys(type(b) for b in seen))
     for kind in kinds:
         kind.invert([b for b in seen if type(b) is kind], share)
-
-
-def _below(kind: type[Block]) -> Iterator[type[Block]]:
-    """All sub-classes."""
-    for sub in kind.__subclasses__():
-        yield sub
-        yield from _below(sub)

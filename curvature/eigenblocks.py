@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class EigenBlock(KroneckerBlock):
     """
 
     structure = "eigen"
+    prepared = ("inverse", "values", "row_values", "column_values")
     kept = (*KroneckerBlock.kept, "values", "seen", "row_values", "column_values")
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
@@ -63,6 +64,18 @@ class EigenBlock(KroneckerBlock):
         here = self.scheme.arrangement
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
         return super().expected + (2 * self.dimension + values) * self.scheme.dtype.itemsize
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        found = super().sums(rank, size)
+        if self.squares is not None:
+            found |= {"squares": self.squares, "turned": self.squares.new_tensor(self.turned)}
+        return found
+
+    def take_sums(self, sums: Mapping[str, Tensor]) -> None:
+        own = {k: sums[k] for k in ("squares", "turned") if k in sums}
+        super().take_sums({k: x for k, x in sums.items() if k not in own})
+        if own:
+            self.squares, self.turned = own["squares"], round(float(own["turned"]))
 
     def discard(self) -> None:
         super().discard()

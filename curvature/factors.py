@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.blocks import Block, DiagonalBlock, KroneckerBlock
+from curvature.block import Block
+from curvature.blocks import DiagonalBlock, KroneckerBlock
 from curvature.capture import Tape
 from curvature.eigenblocks import EigenBlock
 from curvature.layers import Layout
@@ -52,10 +53,14 @@ class Blocks:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
+        self.place = 0, 1  # which process this is, of how many that share a batch
 
     def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
         """Take a recorded pass over `count` samples, vectors (k, *shape) being sent back from its outputs."""
         raise NotImplementedError
+
+    def gather(self, objects: Callable[[Any], Sequence[Any]]) -> None:
+        """Have what all processes have recorded, where that is not sums alone; `objects` exchanges what each gives."""
 
     def discard(self) -> None:
         """Forget what was added since the last `fold`."""
@@ -115,6 +120,7 @@ class RunningFactors(Blocks):
         taken = {name for block in self.blocks for name in block.names}
         self.blocks += layer_blocks(tape, terms, taken, self.sharing, self.kind)
         for block in self.blocks:
+            block.place = self.place
             if terms.get(block.names[0]):
                 block.add(terms[block.names[0]], count)
 

@@ -25,6 +25,8 @@ from curvature.sketch import RANK, SMALL, added, diagonal_of, scaled, sketched
 from curvature.terms import Convolved, ConvolvedBack, Entrywise, Outer, Rows, Term
 
 CHUNK = 1 << 24  # elements of unfolded activations at a time
+ENOUGH = 8  # rows of activations for each column of their moment, in a running mean
+LEAST = 16  # samples that they are of
 
 Whole = Outer | Convolved | ConvolvedBack | Entrywise
 Affine = Whole | Rows  # terms that have a view as a grouped affine map
@@ -297,6 +299,26 @@ class Scheme:
                 number = number + weights.sum()
             moment.index_add_(0, index.flatten(), weights.flatten())
         return moment[None], number
+
+
+def enough(terms: Sequence[Any], sharing: str, place: tuple[int, int] = (0, 1)) -> Sequence[Any]:
+    """Some of the samples, evenly, where there are many places for each input: the mean of `a a^T` needs no more.
+
+    It is a mean over a batch that is itself a sample, and goes on as a running mean. `place` says which of how many
+    equal parts of the batch the samples are: together these are the samples that would be taken of the whole.
+    """
+    whole = [term for term in terms if not isinstance(term, Rows)]
+    if not whole:
+        return terms
+    rank, size = place
+    inputs = math.prod(whole[0].shape) // (whole[0].groups * whole[0].outputs)
+    rows = size * sum(len(term) * (term.places if sharing == "expand" else 1) for term in whole)
+    stride = rows // (ENOUGH * inputs)
+    stride = min([stride, *(size * len(term) // LEAST for term in whole)])
+    if stride < 2:
+        return terms
+    some = lambda term: term.samples(slice(-rank * len(term) % stride, None, stride))
+    return [term if isinstance(term, Rows) else some(term) for term in terms]
 
 
 def matched(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

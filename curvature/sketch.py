@@ -40,6 +40,22 @@ def added(one: Tensor, other: Tensor) -> Tensor:
     return merged(both) if both.shape[1] > 2 * ROWS else both
 
 
+def slotted(side: Tensor, rank: int, size: int) -> Tensor:
+    """One whose sum over `size` processes, this one being `rank`, holds those of all."""
+    small = merged(side)
+    slots = small.new_zeros(size, 1, RANK + 1, side.shape[2])
+    slots[rank, :, : small.shape[1] - 1], slots[rank, :, -1] = small[:, :-1], small[:, -1]
+    return slots
+
+
+def gathered(slots: Tensor) -> Tensor:
+    """The sum of the moments in the slots."""
+    total = slots[0]
+    for other in slots[1:]:
+        total = added(total, other)
+    return total
+
+
 def scaled(side: Tensor, factor: float | Tensor) -> Tensor:
     """A side times a number."""
     return side * factor**0.5 if is_sketch(side) else side * factor

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.blocks import Block
+from curvature.block import Block
 from curvature.capture import Tape
 from curvature.derivatives import Jacobian
 from curvature.estimators.solvers import truncated
@@ -31,6 +31,7 @@ class WholeBlock(Block):
     """Base: sums up the rows of the passes since the last `fold`. Sub-classes say what is kept of them, and solve."""
 
     form = ("shapes", "trace", "rank", "is_sum")
+    prepared = ()  # every process solves for itself
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(list(shapes))

@@ -1,7 +1,8 @@
 """Second-order optimizers in place of ``torch.optim.SGD``."""
 
+from optimizers.distributed import Distributed
 from optimizers.ekfac import EKFAC
 from optimizers.kfac import KFAC
 from optimizers.natural_gradient import NaturalGradient
 
-__all__ = ["EKFAC", "KFAC", "NaturalGradient"]
+__all__ = ["EKFAC", "KFAC", "Distributed", "NaturalGradient"]

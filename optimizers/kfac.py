@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvature import Injection, Jacobian, isotropic
 from optimizers.adaptive import Adaptive
 from optimizers.base import check_flag
+from optimizers.distributed import Distributed
 from optimizers.plain import PlainSteps
 from optimizers.replay import Replay, State
 from optimizers.residuals import FoundResiduals, ResidualSteps, Trials, described, refuse_arguments, without_residuals
@@ -80,6 +81,7 @@ class KFAC(PlainSteps):
         max_overhead: choose both intervals by timing, so that they take at most this part of the rest of a step: 0.3,
             say. Then runs are no longer repeatable to the last bit.
         seed: of the random vectors; the global random state is not touched.
+        distributed: how the processes of torch.distributed share the work, if there are several.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind or out of range, by name.
@@ -90,6 +92,7 @@ class KFAC(PlainSteps):
         weight_decay: float = 0.0, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
         adaptive: bool = False, factor_decay: float = 0.9, factor_every: int | None = None,
         decompose_every: int | None = None, max_overhead: float | None = None, seed: int = 0,
+        distributed: Distributed | None = None,
     ) -> None:  # fmt: skip
         check_flag("adaptive", adaptive)
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
@@ -99,7 +102,7 @@ class KFAC(PlainSteps):
             "sharing": sharing, "adaptive": adaptive,
             "factor_decay": factor_decay, "factor_every": intervals[0] if factor_every is None else factor_every,
             "decompose_every": intervals[1] if decompose_every is None else decompose_every,
-            "max_overhead": max_overhead, "seed": seed,
+            "max_overhead": max_overhead, "seed": seed, "distributed": distributed,
         }  # fmt: skip
         super().__init__(model, options, arguments)
         self.adaptive = Adaptive() if adaptive else None
@@ -154,7 +157,7 @@ class KFAC(PlainSteps):
                 raise TypeError("KFAC.step: the closure returned residuals, and a loss before") from None
             before.restore()
             self._check_for_residuals()
-            self.generator = self.output_scale = None
+            self.generator = self.outputs.scale = None
             self.residuals = ResidualSteps()
             return None
 

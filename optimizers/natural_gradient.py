@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvature import Injection, Jacobian, LeastSquares, Tape, WholeCurvature, exact, isotropic
 from optimizers.base import check_flag
 from optimizers.curves import Curves, Point
+from optimizers.distributed import Distributed
 from optimizers.kfac import KFAC
 from optimizers.quadratic import GROW, next_damping
 from optimizers.replay import Replay
@@ -74,6 +75,7 @@ class NaturalGradient(KFAC):
         line_search: needs a closure. Halve steps until the loss of the batch stops falling; residuals always do.
         factor_decay: decay of the running averages, where there are any.
         seed: of the random vectors; the global random state is not touched.
+        distributed: which processes of torch.distributed train the model together, if there are several.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind or out of range, by name.
@@ -83,6 +85,7 @@ class NaturalGradient(KFAC):
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.0,
         weight_decay: float = 0.0, solver: str = "woodbury", loss: Any = None, inject: Injection | None = None,
         adaptive: bool = False, line_search: bool = False, factor_decay: float = 0.9, seed: int = 0,
+        distributed: Distributed | None = None,
     ) -> None:  # fmt: skip
         check_flag("line_search", line_search)
         if inject is None:
@@ -91,12 +94,13 @@ class NaturalGradient(KFAC):
         super().__init__(
             model, lr, damping=damping, momentum=momentum, weight_decay=weight_decay, loss=loss, inject=inject,
             adaptive=adaptive, factor_decay=factor_decay, factor_every=1, decompose_every=1, seed=seed,
+            distributed=distributed,
         )  # fmt: skip
         if adaptive and line_search:
             raise ValueError("line_search: adaptive=True finds the step size itself; choose one of the two")
         self._arguments = {
             "solver": solver, "loss": loss, "inject": inject, "adaptive": adaptive, "line_search": line_search,
-            "factor_decay": factor_decay, "seed": seed,
+            "factor_decay": factor_decay, "seed": seed, "distributed": distributed,
         }  # fmt: skip
 
     def _curvature(self) -> WholeCurvature:

@@ -67,7 +67,7 @@ class PlainSteps(SecondOrder):
 
     def _step_size(self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor], energy: Tensor) -> Tensor:
         """The step size, adapted and inside the trust region; it is kept for the next step."""
-        change = (energy / self.output_size).sqrt()
+        change = (energy / self.outputs.size).sqrt()
         tiny = torch.finfo(change.dtype).tiny
         lr = max(group["lr"] for group in self.param_groups)
         layers = sum(b.structure != "diagonal" for b in self.factors.blocks)
@@ -83,8 +83,8 @@ class PlainSteps(SecondOrder):
                 ratio = slope_ratio(torch.stack(moved).sum(), self.predicted)
                 self.longest = loosened(self.longest, ratio, least, LONGEST)
                 self.step_size = adapted(self.step_size, ratio, ADAPTATION * min(1.0, lr))
-        assert self.output_scale is not None
-        reach = 1 + self.output_scale
+        assert self.outputs.scale is not None
+        reach = 1 + self.outputs.scale
         if self.last_change is not None:  # one hard batch among easy ones must not be answered with one long step
             reach = torch.minimum(reach, GROWTH * self.last_change)
         self.step_size = torch.minimum(self.step_size, reach / change.clamp(min=tiny))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
 from optimizers.base import ModelOptimizer, check_arguments
+from optimizers.distributed import Processes, Statistics, Team, Workers, rows_of_whole, unwrapped
+from optimizers.outputs import Extent, outputs_of
 from optimizers.schedule import Schedule
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
@@ -33,20 +36,40 @@ class SecondOrder(ModelOptimizer):
             raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
         if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
             raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
+        model, config = unwrapped(model, arguments["distributed"])
         super().__init__(model, options)
         self._arguments = arguments
         self.loss, self.inject = loss, inject
         self.factors = self._curvature()
         self.schedule = Schedule(arguments["factor_every"], arguments["decompose_every"], arguments["max_overhead"])
         self.generator: torch.Generator | None = None
-        self.output_scale: Tensor | None = None  # root mean square of an output entry
-        self.output_size = 1.0  # output entries per sample
+        self.outputs = Extent()
+        self._distributed = config
         # when the last step ended, and seconds by part until then
         self._last: tuple[float, dict[str, float]] | None = None
         self._pending: list[Callable[[], None]] = []  # what is known after the loss's own backward pass
         me = weakref.ref(self)
         self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
         weakref.finalize(self, self._listener.remove)
+
+    # -- processes
+
+    @functools.cached_property
+    def team(self) -> Team:
+        """The processes that train the model together, known once they are needed."""
+        processes = Processes(self._distributed, next(self.model.parameters()).device)
+        workers = Workers(processes, self._distributed.gradient_worker_fraction)
+        return Team(processes, workers, Statistics(processes, self._holders, self._complete))
+
+    def _holders(self) -> dict[str, Any]:
+        return {block.names[0]: block for block in self.factors.blocks} | {"": self.outputs}
+
+    def _complete(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have a block for each of the states, in their order."""
+        own = {block.names[0]: block for block in self.factors.blocks}
+        device = self.team.processes.device
+        make = lambda state: own.get(state["names"][0]) or Block.restore(dict(state), device)
+        self.factors.blocks = [make(state) for state in states]
 
     # -- capture
 
@@ -59,27 +82,33 @@ class SecondOrder(ModelOptimizer):
 
     def _record(self, tape: Tape, output: Any) -> None:
         """Called with every recorded forward pass."""
-        outputs = [x for x in _outputs(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
+        outputs = [x for x in outputs_of(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
         if not outputs or not tape.uses:
             return
         count = outputs[0].shape[0]
-        with torch.no_grad():
-            squares = torch.stack([x.detach().float().square().sum() for x in outputs]).sum()
-            self.output_size = sum(x.numel() for x in outputs) / count
-            self.output_scale = (squares / (count * self.output_size)).sqrt()
+        self.outputs.add(outputs, count)
+        self.factors.place = self.team.processes.rank, self.team.processes.size
         if self.inject == empirical():
             self._listen_to_backward(tape, outputs, count)
             return
-        if self.generator is None:
-            self.generator = torch.Generator(outputs[0].device).manual_seed(self._arguments["seed"])
         if len(outputs) > 1 and self.loss is not None:
             raise ValueError(
                 f"{type(self).__name__}: the model returned {len(outputs)} tensors, and loss= is of one; leave loss "
                 "out (isotropic())"
             )
-        vectors = [self.inject.vectors(x.detach(), self.loss, generator=self.generator).to(x.dtype) for x in outputs]
+        vectors = [self._vectors(x.detach()) for x in outputs]
         with torch.autocast(outputs[0].device.type, enabled=False):
             self.factors.record(tape, outputs, vectors, count)
+        if self.team.processes.size > 1:
+            for x in outputs:
+                x.register_hook(lambda _: self.team.statistics.launch())
+
+    def _vectors(self, output: Tensor) -> Tensor:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(self._arguments["seed"])
+        seed = int(torch.randint(1 << 62, (), generator=self.generator))
+        draw = lambda x, generator: self.inject.vectors(x, self.loss, generator=generator)
+        return rows_of_whole(draw, output, self.team.processes, seed).to(output.dtype)
 
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Keep the backprops of the loss when the training loop sends them back."""
@@ -114,6 +143,8 @@ class SecondOrder(ModelOptimizer):
     def _discard(self) -> None:
         """Forget what the forward passes since the last step have shown."""
         self._pending.clear()
+        self.team.statistics.cancel()
+        self.outputs.discard()
         self.factors.discard()
 
     def _renew(self) -> None:
@@ -123,17 +154,24 @@ class SecondOrder(ModelOptimizer):
             for taken in self._pending:
                 taken()
             self._pending.clear()
+            if renews and self.team.processes.size > 1:
+                self.team.processes.check_alike(self._gradients())
+                self.team.statistics.finish()
+                self.factors.gather(self.team.processes.objects)
             if not self.factors.blocks:
                 raise RuntimeError(
                     f"{type(self).__name__}.step: no forward pass of the model was seen; call the model that the "
                     "optimizer was given"
                 )
             self.factors.fold(self._arguments["factor_decay"])
+            self.outputs.fold()
         blocks = [b for b in self.factors.blocks if b.updates]
+        self.team.workers.assign(blocks)
         turns = self.schedule.inverts(self.steps, [b.cost for b in blocks])
-        due = [b for b, turn in zip(blocks, turns, strict=True) if turn or not b.is_ready]
+        due = [b for b, turn in zip(blocks, turns, strict=True) if turn or not self.team.workers.is_ready(b)]
         with self.health.timed("inverses"):
-            self._invert(due)
+            self._invert([b for b in due if self.team.workers.makes(b)])
+            self.team.workers.exchange(due)
         self._entry: dict[str, Any] = {"step": self.steps, "renewed": renews, "inverted": len(due)}
         self._inverted = sum(b.cost for b in due) / sum(b.cost for b in blocks)
 
@@ -166,9 +204,13 @@ class SecondOrder(ModelOptimizer):
     def _solved(self, right: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``(M + damping I)^-1`` times some gradients; parameters that no curvature was seen of get the average."""
         found: dict[str, Tensor] = {}
-        ready = [b for b in self.factors.blocks if b.is_ready and all(name in right for name in b.names)]
+        ready = [
+            b for b in self.factors.blocks if self.team.workers.is_ready(b) and all(name in right for name in b.names)
+        ]
         for block in ready:
-            found |= dict(zip(block.names, block.solve([right[name] for name in block.names]), strict=True))
+            if self.team.workers.keeps(block):
+                found |= dict(zip(block.names, block.solve([right[name] for name in block.names]), strict=True))
+        self.team.workers.gathered(ready, found, right)
         left = [name for name in right if name not in found]
         if left:
             typical = _typical(ready)
@@ -209,12 +251,13 @@ class SecondOrder(ModelOptimizer):
         conditions = {b.names[0]: b.condition() for b in self.factors.blocks if b.is_ready}
         return super().stats() | intervals | {"conditions": conditions}
 
-    kept: tuple[str, ...] = ("steps", "skipped", "output_scale", "output_size")
+    kept: tuple[str, ...] = ("steps", "skipped")
 
     def state_dict(self) -> dict[str, Any]:
         """As for any optimizer, with the curvature under "curvature": plain tensors and numbers."""
         own = {k: getattr(self, k) for k in self.kept} | {"health": self.health.state(), "shapes": self._shapes()}
         own["intervals"] = [self.schedule.factor_every, self.schedule.decompose_every]
+        own |= {"output_scale": self.outputs.scale, "output_size": self.outputs.size}
         own["generator"] = None if self.generator is None else self.generator.get_state()
         return super().state_dict() | {"curvature": self.factors.state_dict(), "kfac": own}
 
@@ -225,14 +268,15 @@ class SecondOrder(ModelOptimizer):
         self._check_shapes(own.pop("shapes"))
         super().load_state_dict(state_dict)
         device = next(iter(self._trained().values())).device
-        generator = own.pop("generator")
+        generator, scale = own.pop("generator"), own.pop("output_scale")
+        self.outputs.scale, self.outputs.size = None if scale is None else scale.to(device), own.pop("output_size")
         self.health.restore(own.pop("health"))
         self.schedule.factor_every, self.schedule.decompose_every = own.pop("intervals")
         for name, value in own.items():
             setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
         self.factors.load_state_dict(factors, device)
         if generator is not None:
-            self.generator = torch.Generator(device)
+            self.generator = torch.Generator()
             self.generator.set_state(generator.cpu())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SecondOrder:
@@ -253,15 +297,6 @@ def _done(optimizer: SecondOrder | None, tape: Tape, output: Any) -> None:
     if optimizer is not None:
         with optimizer.health.timed("capture"):
             optimizer._record(tape, output)
-
-
-def _outputs(output: Any) -> list[Tensor]:
-    """The tensors that vectors are injected at: the logits, or every tensor of a sequence or mapping."""
-    output = getattr(output, "logits", output)
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return [x for value in values for x in _outputs(value)]
 
 
 def _typical(blocks: Sequence[Block]) -> Tensor:

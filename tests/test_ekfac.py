@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+import statistics
 from typing import Any
 
 import pytest
@@ -106,12 +107,19 @@ def test_batch_size_and_reduction_change_little(optimizer: type[KFAC], adaptive:
 
 
 def test_adaptive_steps_are_safe_where_batches_are_noise():
-    """32 samples a step: the loss over all data falls, though each batch would have the steps far too long."""
+    """32 samples a step: the loss over all data falls, though each batch would have the steps far too long.
+
+    The median of seeds: where a run of 40 such steps ends is chance, from 0.2 to 1.5 of 2.3.
+    """
     x, y = digits()
-    with seeded(0):
-        model = mlp()
-        opt = KFAC(model, adaptive=True)
-        for _ in range(40):
-            rows = torch.randint(len(x), (32,))
-            opt.step(closure_of(model, opt, F.cross_entropy, x[rows], y[rows]))
-    assert F.cross_entropy(model(x), y).item() < 1.0 and opt.history[-1]["part"] < 0.75
+    losses, parts = [], []
+    for seed in range(5):
+        with seeded(0):
+            model = mlp()
+            opt = KFAC(model, adaptive=True, seed=seed)
+            for _ in range(40):
+                rows = torch.randint(len(x), (32,))
+                opt.step(closure_of(model, opt, F.cross_entropy, x[rows], y[rows]))
+        losses.append(F.cross_entropy(model(x), y).item())
+        parts.append(opt.history[-1]["part"])
+    assert statistics.median(losses) < 1.0 and statistics.median(parts) < 0.75, (losses, parts)

@@ -1,0 +1,382 @@
+"""Processes of torch.distributed that train one model: what they tell each other, and who decomposes what."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from curvature import Block
+from optimizers.base import check_range
+
+BUCKET = 1 << 23  # entries of a flat buffer that is sent at once
+ALIKE = 1e-3  # relative difference of gradients that should be the same on all processes
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """How processes that train one model, each on its part of the batch, share the work on the curvature.
+
+    Args:
+        group: the processes; None: all of them, once torch.distributed is initialised. A group that holds this process
+            alone makes it train alone.
+        gradient_worker_fraction: part of the processes that keep the inverse of a layer, as in KAISA
+            (arXiv:2107.01739). 1: all do, and an ordinary step needs no communication. 1/size: only the process that
+            made it, which then sends the preconditioned gradients to all others at every step. In between: groups of
+            ``fraction * size`` processes, which must divide their number.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind or out of range, by name.
+    """
+
+    group: Any = None
+    gradient_worker_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range("gradient_worker_fraction", self.gradient_worker_fraction, 0.0, 1.0)
+        if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
+            raise TypeError(f"group: expected a process group of torch.distributed, found {self.group!r:.80}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Distributed:
+        return self  # a process group is a thing of the outside world
+
+
+def unwrapped(model: Any, distributed: Distributed | None) -> tuple[Any, Distributed]:
+    """The user's own module, and the processes that train it."""
+    config = Distributed() if distributed is None else distributed
+    if not isinstance(config, Distributed):
+        raise TypeError(f"distributed: expected optimizers.Distributed(...), found {distributed!r:.80}")
+    if isinstance(model, DistributedDataParallel):
+        if config.group is None:
+            config = Distributed(model.process_group, config.gradient_worker_fraction)
+        model = model.module
+    return model, config
+
+
+class Processes:
+    """Those that train one model; one alone where torch.distributed is not in use. Collective calls are for all."""
+
+    def __init__(self, config: Distributed, device: torch.device) -> None:
+        self.device = device
+        self.rank, self.size = 0, 1
+        self.group: Any = None
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        given = dist.group.WORLD if config.group is None else config.group
+        self.rank, self.size = dist.get_rank(given), dist.get_world_size(given)
+        if self.size > 1:
+            self.ranks = dist.get_process_group_ranks(given)
+            self.timeout = _timeout_of(given, device)
+            # our own, so that the order relative to the user's collectives does not matter
+            self.group = self.part(range(self.size))
+
+    def part(self, ranks: Iterable[int]) -> Any:
+        """A group of some of the processes, made by these."""
+        chosen = [self.ranks[rank] for rank in ranks]
+        return dist.new_group(chosen, use_local_synchronization=True, timeout=self.timeout)
+
+    def objects(self, own: Any, group: Any = None) -> list[Any]:
+        """What every process gives, by rank."""
+        group = self.group if group is None else group
+        if self.size == 1 or dist.get_world_size(group) == 1:
+            return [own]
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, own, group=group)
+        return found
+
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over all processes, the same bits on each."""
+        if self.size == 1:
+            return x
+        total = x.to(self.device, copy=True)
+        dist.all_reduce(total, group=self.group)
+        return (total / self.size).to(x.device)
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return found.tolist()
+
+    def total(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to add tensors up over all processes, in flat buffers; the function waits for the sums."""
+        parts: list[tuple[list[int], Tensor, Any]] = []
+        for dtype in dict.fromkeys(x.dtype for x in tensors):
+            alike = [k for k, x in enumerate(tensors) if x.dtype == dtype]
+            flat = torch.cat([tensors[k].reshape(-1) for k in alike])
+            works = [dist.all_reduce(x, group=self.group, async_op=True) for x in flat.split(BUCKET)]
+            parts.append((alike, flat, works))
+
+        def wait() -> list[Tensor]:
+            found: list[Any] = [None] * len(tensors)
+            for alike, flat, works in parts:
+                for work in works:
+                    work.wait()
+                for k, x in zip(alike, flat.split([tensors[k].numel() for k in alike]), strict=True):
+                    found[k] = x.reshape(tensors[k].shape).clone()  # not to hold the whole buffer
+            return found
+
+        return wait
+
+    def check_alike(self, gradients: Mapping[str, Tensor]) -> None:
+        """
+        Raises:
+            RuntimeError: the gradients are not the same everywhere; on all processes.
+        """
+        if self.size == 1:
+            return
+        own = float(torch.stack([g.detach().double().square().sum() for g in gradients.values()]).sum())
+        most, least = self.largest([own, -own])
+        if most + least > ALIKE * most:
+            raise RuntimeError(
+                f"gradients differ between the {self.size} processes (squared norms from {-least:.6g} to {most:.6g}): "
+                "wrap the model in DistributedDataParallel or average them before step(); for models that are trained "
+                "apart pass distributed=Distributed(group=...), a group of this process alone"
+            )
+
+
+def _timeout_of(group: Any, device: torch.device) -> Any:
+    """How long the user's own group waits for a process that is gone; None: the default."""
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+class Holder(Protocol):
+    """What has sums to be added up over processes, as `curvature.Block`."""
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]: ...
+
+    def take_sums(self, sums: Mapping[str, Tensor]) -> None: ...
+
+    def discard(self) -> None: ...
+
+
+Key = tuple[str, str]  # name of the holder, and of the sum
+Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Statistics:
+    """What forward passes have added since the last renewal, added up over all processes.
+
+    The sums that were there at the last renewal are sent as soon as the backward pass begins (`launch`); what is there
+    for the first time, or came after that, follows in `finish`.
+
+    Args:
+        holders: what has sums, by name.
+        missing: told the states of blocks that other processes have, in an order that is the same for all.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        holders: Callable[[], Mapping[str, Holder]],
+        missing: Callable[[Sequence[Mapping[str, Any]]], None],
+    ) -> None:
+        self.processes, self.holders, self.missing = processes, holders, missing
+        self.layout: Layout = {}  # that all processes know of
+        self.begun: Callable[[], list[Tensor]] | None = None
+        self.left: dict[Key, Tensor] = {}
+
+    def _taken(self) -> dict[Key, Tensor]:
+        """What the holders have, and they no more."""
+        own = self.processes
+        found: dict[Key, Tensor] = {}
+        for name, holder in self.holders().items():
+            found |= {(name, key): x for key, x in holder.sums(own.rank, own.size).items()}
+            holder.discard()
+        return found
+
+    def launch(self) -> None:
+        """Begin to add up; at most once until `finish`."""
+        if self.begun is not None or not self.layout:
+            return
+        found = self._taken()
+        self.left = {key: x for key, x in found.items() if key not in self.layout}
+        self.begun = self._total(self.layout, found)
+
+    def _total(self, layout: Layout, found: Mapping[Key, Tensor]) -> Callable[[], list[Tensor]]:
+        device = self.processes.device
+        zeros = lambda key: torch.zeros(layout[key][0], dtype=layout[key][1], device=device)
+        return self.processes.total([found[key] if key in found else zeros(key) for key in layout])
+
+    def cancel(self) -> None:
+        """Forget what was sent."""
+        if self.begun is not None:
+            self.begun()
+        self.begun, self.left = None, {}
+
+    def finish(self) -> None:
+        """Give every holder the sums over all processes."""
+        self.launch()
+        totals: dict[Key, Tensor] = {}
+        if self.begun is not None:
+            totals = dict(zip(self.layout, self.begun(), strict=True))
+        rest = self.left | {key: self.left[key] + x if key in self.left else x for key, x in self._taken().items()}
+        self.begun, self.left = None, {}
+        layout = self._agreed({key: (tuple(x.shape), x.dtype) for key, x in rest.items()})
+        if layout:
+            for key, x in zip(layout, self._total(layout, rest)(), strict=True):
+                totals[key] = totals[key] + x if key in totals else x
+            self.layout |= layout
+        for name, holder in self.holders().items():
+            holder.take_sums({key: x for (owner, key), x in totals.items() if owner == name})
+
+    def _agreed(self, own: Layout) -> Layout:
+        """The union over the processes, in one order; blocks that are missing here are made."""
+        mark = float(zlib.crc32(repr(own).encode()))
+        most, least = self.processes.largest([mark, -mark])
+        if most == -least:
+            return own
+        blocks = [holder.anew().state() for holder in self.holders().values() if isinstance(holder, Block)]
+        union: Layout = {}
+        states: dict[str, Any] = {}
+        for layout, others in self.processes.objects((own, blocks)):
+            for key, form in layout.items():
+                if union.setdefault(key, form) != form:
+                    raise RuntimeError(f"{key[0]}: the processes use it in different forms, {union[key]} and {form}")
+            states |= {state["names"][0]: state for state in others if state["names"][0] not in states}
+        self.missing(list(states.values()))
+        return union
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor that comes apart from what it belongs to."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Workers:
+    """Which process decomposes which block, who keeps the result, and how the others get at what they need."""
+
+    def __init__(self, processes: Processes, fraction: float) -> None:
+        self.processes = processes
+        size, rank = processes.size, processes.rank
+        self.width = max(1, round(fraction * size))  # processes that keep a result
+        if size % self.width:
+            raise ValueError(
+                f"gradient_worker_fraction: {fraction} of {size} processes are {self.width}, which do not divide {size}"
+            )
+        self.owners: dict[str, int] = {}
+        self.made: set[str] = set()  # blocks that were decomposed
+        self.loads = [0.0] * size
+        if 1 < self.width < size:
+            start = rank - rank % self.width
+            self.keepers = processes.part(range(start, start + self.width))
+        else:
+            self.keepers = processes.group
+        self.across = None  # one of each group of keepers
+        if self.width < size:
+            self.across = processes.part(range(rank % self.width, size, self.width))
+
+    def assign(self, blocks: Sequence[Block]) -> None:
+        """Give each block that is new to the process with the least work, cheap ones to all.
+
+        In their order, which is that of their turns: those whose turns are together go to different processes.
+        """
+        for block in blocks:
+            if block.prepared and block.names[0] not in self.owners:
+                owner = min(range(len(self.loads)), key=lambda rank: self.loads[rank])
+                self.owners[block.names[0]] = owner
+                self.loads[owner] += block.cost
+
+    def makes(self, block: Block) -> bool:
+        """Whether this process decomposes a block."""
+        return self.owners.get(block.names[0], self.processes.rank) == self.processes.rank
+
+    def keeps(self, block: Block) -> bool:
+        """Whether this process has the inverse of a block."""
+        return self.owners.get(block.names[0], self.processes.rank) // self.width == self.processes.rank // self.width
+
+    def is_ready(self, block: Block) -> bool:
+        """Whether the processes that keep a block can solve with it: all give the same answer."""
+        return (
+            block.is_ready if self.width == self.processes.size or not block.prepared else block.names[0] in self.made
+        )
+
+    def exchange(self, blocks: Sequence[Block]) -> None:
+        """Send what was made of blocks to the others that keep them."""
+        shared = [b for b in blocks if b.prepared]
+        self.made |= {b.names[0] for b in shared}
+        if self.width == 1 or not shared:
+            return
+        own = self.processes.rank
+        start = own - own % self.width
+        mine = [b for b in shared if self.owners[b.names[0]] == own]
+        results = {b.names[0]: b.results() for b in mine}
+        slots = pytree.tree_map_only(Tensor, lambda t: _Slot(tuple(t.shape), t.dtype), results)
+        named = {b.names[0]: b for b in shared}
+        for source, theirs in enumerate(self.processes.objects(slots, self.keepers), start):
+            leaves, form = pytree.tree_flatten(theirs)
+            sent = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)] if source == own else None
+            tensors = iter(self._broadcast([x for x in leaves if isinstance(x, _Slot)], sent, source, self.keepers))
+            filled = [next(tensors) if isinstance(x, _Slot) else x for x in leaves]
+            for name, result in pytree.tree_unflatten(filled, form).items():
+                named[name].adopt(result)  # its own, too: other strides would give products other last bits
+
+    def _broadcast(self, slots: Sequence[_Slot], own: Sequence[Tensor] | None, source: int, group: Any) -> list[Tensor]:
+        """Tensors of these forms, from the process that has them."""
+        found: list[Any] = [None] * len(slots)
+        for dtype in dict.fromkeys(slot.dtype for slot in slots):
+            alike = [k for k, slot in enumerate(slots) if slot.dtype == dtype]
+            sizes = [torch.Size(slots[k].shape).numel() for k in alike]
+            if own is None:
+                flat = torch.empty(sum(sizes), dtype=dtype, device=self.processes.device)
+            else:
+                flat = torch.cat([own[k].reshape(-1) for k in alike])
+            dist.broadcast(flat, self.processes.ranks[source], group=group)
+            for k, x in zip(alike, flat.split(sizes), strict=True):
+                found[k] = x.reshape(slots[k].shape).clone()
+        return found
+
+    def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
+        """Complete the solutions found here by those of the blocks that other processes keep."""
+        if self.across is None:
+            return
+        column = self.processes.rank % self.width
+        for first in range(0, self.processes.size, self.width):
+            theirs = [b for b in blocks if b.prepared and self.owners[b.names[0]] // self.width == first // self.width]
+            names = [name for b in theirs for name in b.names]
+            slots = [_Slot(tuple(right[n].shape), right[n].dtype) for n in names]
+            is_here = first // self.width == self.processes.rank // self.width
+            own = [found[n] for n in names] if is_here else None
+            if names:
+                found |= dict(zip(names, self._broadcast(slots, own, first + column, self.across), strict=True))
+
+
+def rows_of_whole(
+    draw: Callable[[Tensor, torch.Generator], Tensor], output: Tensor, processes: Processes, seed: int
+) -> Tensor:
+    """Random vectors (k, N, ...) for this process's part of the batch, as one process draws them for the whole.
+
+    The parts are taken to be of one size, in the order of the processes. Where the whole would be large, each process
+    draws its own.
+    """
+    rank, size = processes.rank, processes.size
+    generator = torch.Generator(output.device)
+    if size > 1 and size * output.numel() > BUCKET:
+        return draw(output, generator.manual_seed(seed + rank))
+    generator.manual_seed(seed)
+    if size == 1:
+        return draw(output, generator)
+    whole = output.repeat(size, *[1] * (output.ndim - 1))
+    return draw(whole, generator)[:, rank * len(output) : (rank + 1) * len(output)]
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes that train a model, and what they do together."""
+
+    processes: Processes
+    workers: Workers
+    statistics: Statistics

@@ -1,0 +1,50 @@
+"""Runs functions on several processes of torch.distributed (gloo), all in one start of these."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Scenario = Callable[[int, int], Any]  # (rank, size) -> what to look at
+
+
+def run(rank: int, size: int, folder: str, scenarios: Sequence[Scenario], seconds: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=seconds),
+    )
+    found = {}
+    for scenario in scenarios:
+        try:
+            found[scenario.__name__] = scenario(rank, size)
+        except Exception:
+            found[scenario.__name__] = traceback.format_exc()
+            break  # the others would wait for each other
+    torch.save(found, f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_processes(size: int, scenarios: Sequence[Scenario], seconds: float = 60.0) -> list[dict[str, Any]]:
+    """What every scenario returns, by rank; a traceback where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(run, (size, folder, list(scenarios), seconds), size)
+        except Exception as error:  # a process that waits in vain for another that failed
+            print(error)
+        return [
+            torch.load(path, weights_only=False) if (path := Path(folder) / str(rank)).exists() else {}
+            for rank in range(size)
+        ]
