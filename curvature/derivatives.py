@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from curvature.graph import identity_of, tape_of
 from curvature.squares import products
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
-from curvature.terms import Dense, Outer, Term
+from curvature.terms import Dense, Outer, Term, moved
 from curvature.written_out import WrittenOut
 
 CHUNK = 1 << 26  # elements of the rows that go back together
@@ -189,6 +191,25 @@ class Jacobian:
         parts = [(size, {name: together(own) for name, own in terms.items()}) for size, terms in self.parts]
         return replace(self, parts=parts)
 
+    def gathered(self, objects: Callable[[Any], Sequence[Any]]) -> tuple[Jacobian, Tensor]:
+        """The rows of all processes; `objects` exchanges what each of them gives.
+
+        Returns:
+            The Jacobian, pieces that all have being one piece, and the indices of its rows among the rows of all
+            processes one after the other.
+        """
+        found = objects(_moved(self.parts, "cpu"))
+        numbers = iter(range(sum(size for theirs in found for size, _ in theirs)))
+        rows = [[list(itertools.islice(numbers, size)) for size, _ in theirs] for theirs in found]
+        here = [_moved(theirs, self.zero.device) for theirs in found]
+        if len({len(theirs) for theirs in here}) == 1:
+            parts = [part for piece in zip(*here, strict=True) for part in _stacked(list(piece))]
+            order = [row for piece in zip(*rows, strict=True) for own in piece for row in own]
+        else:
+            parts = [part for theirs in here for part in theirs]
+            order = [row for theirs in rows for own in theirs for row in own]
+        return replace(self, parts=parts), torch.tensor(order, device=self.zero.device)
+
     def centred(self) -> Centred:
         """The same less the mean of all rows: ``Jc = J - 1 mean(J)``.
 
@@ -237,6 +258,13 @@ class Centred(Jacobian):
     def _mean(self) -> dict[str, Tensor]:
         size = self.shape[0]
         return super().transposed(self.zero.new_full((size,), 1 / size))
+
+
+Parts = Sequence[tuple[int, Mapping[str, list[Term]]]]
+
+
+def _moved(parts: Parts, device: torch.device | str) -> list[tuple[int, dict[str, list[Term]]]]:
+    return [(size, {name: [moved(t, device) for t in own] for name, own in terms.items()}) for size, terms in parts]
 
 
 def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[int, Mapping[str, list[Term]]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -61,6 +61,16 @@ class Blocks:
 
     def gather(self, objects: Callable[[Any], Sequence[Any]]) -> None:
         """Have what all processes have recorded, where that is not sums alone; `objects` exchanges what each gives."""
+
+    def holders(self) -> dict[str, Block]:
+        """What has sums to be added up over processes, by name."""
+        return {block.names[0]: block for block in self.blocks}
+
+    def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+        """Have a block for each of the states, in their order: those that other processes have."""
+        own = self.holders()
+        make = lambda state: own.get(state["names"][0]) or Block.restore(dict(state), device)
+        self.blocks = [make(state) for state in states]
 
     def discard(self) -> None:
         """Forget what was added since the last `fold`."""

@@ -8,7 +8,7 @@ backprops are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,18 +44,22 @@ class WholeBlock(Block):
 
     def discard(self) -> None:
         self.samples = 0
-        self.new: list[tuple[Tape, Jacobian]] = []
+        self.new: list[Jacobian] = []
 
     def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
         """Add a pass over so many samples."""
-        self.new.append((tape, jacobian))
+        self.new.append(jacobian)
         self.samples += samples
+
+    def whole(self) -> Jacobian:
+        """The rows of all passes since the last `fold`."""
+        parts = [part for jacobian in self.new for part in jacobian.parts]
+        return Jacobian(parts, self.shapes, self.new[0].zero)
 
     def fold(self, decay: float) -> None:
         if not self.new:
             return
-        parts = [part for _, jacobian in self.new for part in jacobian.parts]
-        whole = Jacobian(parts, self.shapes, self.new[0][1].zero)
+        whole = self.whole()
         new, trace = self.made(whole)
         if bool(torch.isfinite(trace)):
             self.count = 1 if self.is_sum else self.samples
@@ -338,16 +342,41 @@ class WholeCurvature(Blocks):
         if solver not in SOLVERS:
             raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, found {solver!r:.80}")
         super().__init__()
+        self.blocks: list[WholeBlock] = []  # type: ignore[assignment]
         self.model, self.kind, self.is_sum = model, SOLVERS[solver], is_sum
 
     def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
         """Take the rows of vectors (k, *shape) sent back from the outputs of a recorded pass over `count` samples."""
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
         block = self.blocks[0] if self.blocks else None
-        if not isinstance(block, WholeBlock) or block.shapes != jacobian.shapes:  # or other parameters are trained now
+        if block is None or block.shapes != jacobian.shapes:  # or other parameters are trained now
             block = self.kind(jacobian.shapes, self.is_sum)
             self.blocks = [block]
         block.add_rows(tape, jacobian, count)
+
+    def gather(self, objects: Callable[[Any], Sequence[Any]]) -> None:
+        """Have the rows of all processes: each then solves the whole problem, all alike."""
+        own = self.blocks[0] if self.blocks and self.blocks[0].samples else None
+        known = [x for x in objects(own and (own.shapes, own.samples)) if x is not None]
+        if not known:
+            return
+        shapes, device = known[0][0], next(self.model.parameters()).device
+        rows = own.whole() if own is not None else Jacobian((), shapes, torch.zeros((), device=device))
+        rows, _ = rows.gathered(objects)
+        if own is None:
+            own = self.kind(shapes, self.is_sum)
+            self.blocks = [own]
+        own.new, own.samples = [rows], sum(samples for _, samples in known)
+
+    def holders(self) -> dict[str, Block]:
+        """The blocks of a preconditioner."""
+        inner = [block.factors.holders() for block in self.blocks if isinstance(block, ConjugateGradients)]
+        return inner[0] if inner else {}
+
+    def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+        for block in self.blocks:
+            if isinstance(block, ConjugateGradients):
+                block.factors.complete(states, device)
 
 
 SOLVERS: dict[str, type[WholeBlock]] = {

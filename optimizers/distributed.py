@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,27 +67,27 @@ class Processes:
     def __init__(self, config: Distributed, device: torch.device) -> None:
         self.device = device
         self.rank, self.size = 0, 1
-        self.group: Any = None
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        given = dist.group.WORLD if config.group is None else config.group
-        self.rank, self.size = dist.get_rank(given), dist.get_world_size(given)
-        if self.size > 1:
-            self.ranks = dist.get_process_group_ranks(given)
-            self.timeout = _timeout_of(given, device)
-            # our own, so that the order relative to the user's collectives does not matter
-            self.group = self.part(range(self.size))
+        if dist.is_available() and dist.is_initialized():
+            self.given = dist.group.WORLD if config.group is None else config.group
+            self.rank, self.size = dist.get_rank(self.given), dist.get_world_size(self.given)
+            self.ranks = dist.get_process_group_ranks(self.given)
+
+    @functools.cached_property
+    def group(self) -> Any:
+        """Our own, so that the order relative to the user's collectives does not matter; made at the first use."""
+        return self.part(range(self.size))
 
     def part(self, ranks: Iterable[int]) -> Any:
         """A group of some of the processes, made by these."""
         chosen = [self.ranks[rank] for rank in ranks]
-        return dist.new_group(chosen, use_local_synchronization=True, timeout=self.timeout)
+        timeout = _timeout_of(self.given, self.device)
+        return dist.new_group(chosen, use_local_synchronization=True, timeout=timeout)
 
     def objects(self, own: Any, group: Any = None) -> list[Any]:
         """What every process gives, by rank."""
-        group = self.group if group is None else group
-        if self.size == 1 or dist.get_world_size(group) == 1:
+        if self.size == 1:
             return [own]
+        group = self.group if group is None else group
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, own, group=group)
         return found
@@ -98,6 +99,10 @@ class Processes:
         total = x.to(self.device, copy=True)
         dist.all_reduce(total, group=self.group)
         return (total / self.size).to(x.device)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """What every process has along the first axis, one after the other."""
+        return x if self.size == 1 else torch.cat([own.to(self.device) for own in self.objects(x.cpu())])
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
         found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -179,7 +184,7 @@ class Statistics:
         self,
         processes: Processes,
         holders: Callable[[], Mapping[str, Holder]],
-        missing: Callable[[Sequence[Mapping[str, Any]]], None],
+        missing: Callable[[Sequence[Mapping[str, Any]], torch.device], None],
     ) -> None:
         self.processes, self.holders, self.missing = processes, holders, missing
         self.layout: Layout = {}  # that all processes know of
@@ -244,7 +249,7 @@ class Statistics:
                 if union.setdefault(key, form) != form:
                     raise RuntimeError(f"{key[0]}: the processes use it in different forms, {union[key]} and {form}")
             states |= {state["names"][0]: state for state in others if state["names"][0] not in states}
-        self.missing(list(states.values()))
+        self.missing(list(states.values()), self.processes.device)
         return union
 
 
@@ -261,7 +266,7 @@ class Workers:
 
     def __init__(self, processes: Processes, fraction: float) -> None:
         self.processes = processes
-        size, rank = processes.size, processes.rank
+        size = processes.size
         self.width = max(1, round(fraction * size))  # processes that keep a result
         if size % self.width:
             raise ValueError(
@@ -270,14 +275,17 @@ class Workers:
         self.owners: dict[str, int] = {}
         self.made: set[str] = set()  # blocks that were decomposed
         self.loads = [0.0] * size
-        if 1 < self.width < size:
-            start = rank - rank % self.width
-            self.keepers = processes.part(range(start, start + self.width))
-        else:
-            self.keepers = processes.group
-        self.across = None  # one of each group of keepers
-        if self.width < size:
-            self.across = processes.part(range(rank % self.width, size, self.width))
+
+    @functools.cached_property
+    def keepers(self) -> Any:
+        """The group of those that keep what this process keeps."""
+        size, start = self.processes.size, self.processes.rank // self.width * self.width
+        return self.processes.group if self.width == size else self.processes.part(range(start, start + self.width))
+
+    @functools.cached_property
+    def across(self) -> Any:
+        """The group of one process of each group of keepers."""
+        return self.processes.part(range(self.processes.rank % self.width, self.processes.size, self.width))
 
     def assign(self, blocks: Sequence[Block]) -> None:
         """Give each block that is new to the process with the least work, cheap ones to all.
@@ -341,7 +349,7 @@ class Workers:
 
     def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
         """Complete the solutions found here by those of the blocks that other processes keep."""
-        if self.across is None:
+        if self.width == self.processes.size:
             return
         column = self.processes.rank % self.width
         for first in range(0, self.processes.size, self.width):

@@ -181,8 +181,8 @@ class KFAC(PlainSteps):
         if closure is None:
             raise TypeError(f"{type(self).__name__}.step: the closure returned residuals before; pass it at every step")
         with self.health.timed("closure"):
-            trials = Trials(self.model, closure)
-        loss = trials.residuals.detach().square().sum() / 2
+            trials = Trials(self.model, closure, self.team.processes)
+        loss = trials.values.square().sum() / 2
         if not bool(torch.isfinite(loss)):
             trials.before.restore_buffers()
             self._skip()
@@ -190,8 +190,8 @@ class KFAC(PlainSteps):
         for name in ("damping", "momentum"):
             self._shared(name)
         try:
-            with self.health.timed("jacobian"), torch.enable_grad():
-                jacobian = Jacobian.of(trials.residuals, self.model)
+            with self.health.timed("jacobian"):
+                jacobian = trials.jacobian(self.model)
             self._check_trained(jacobian.shapes)
             entry = self._moved(jacobian, trials, residuals)
         finally:
@@ -214,7 +214,7 @@ class KFAC(PlainSteps):
             raise TypeError(
                 "KFAC(adaptive=True).step: pass a closure that computes the loss of the batch, as for torch.optim.LBFGS"
             )
-        self.replay = replay = Replay(self.model, closure)
+        self.replay = replay = Replay(self.model, closure, self.team.processes.mean)
         try:
             loss = self._evaluated(replay, adaptive)
             gradients = self._gradients()

@@ -146,7 +146,7 @@ class NaturalGradient(KFAC):
             return super()._of_loss(closure)
         if closure is None:
             raise TypeError("NaturalGradient(line_search=True).step: pass a closure that computes the loss")
-        self.replay = replay = Replay(self.model, closure)
+        self.replay = replay = Replay(self.model, closure, self.team.processes.mean)
         try:
             with self.health.timed("closure"):
                 loss = replay.first()
@@ -219,7 +219,7 @@ class NaturalGradient(KFAC):
             )
 
     def _moved(self, jacobian: Jacobian, trials: Trials, residuals: ResidualSteps) -> dict[str, Any]:
-        values, trained = trials.residuals.detach(), self._trained()
+        values, trained = trials.values, self._trained()
         if not any(group["lr"] for group in self.param_groups):  # a schedule that begins at zero
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
         with self.health.timed("gram"):

@@ -104,10 +104,13 @@ class Replay:
     Args:
         model: what the closure calls.
         closure: returns the loss; it may also zero the gradients and call ``backward()``, as for `torch.optim.LBFGS`.
+        mean: over the processes that train the model, each on its part of the batch.
     """
 
-    def __init__(self, model: nn.Module, closure: Callable[[], Any]) -> None:
-        self.model, self.closure = model, closure
+    def __init__(
+        self, model: nn.Module, closure: Callable[[], Any], mean: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
+        self.model, self.closure, self.mean = model, closure, mean
         self.calls: list[Call] = []
         self.silent = False  # whether forward passes are replays, which are not to be recorded
         self.before = State(model)
@@ -142,7 +145,7 @@ class Replay:
                 hook.remove()
         if not self.calls:
             raise RuntimeError("closure: it did not call the model that the optimizer was given")
-        return loss.detach()
+        return self.mean(loss.detach())
 
     def again(self) -> Tensor:
         """As `first`, once more, after the parameters were changed."""
@@ -166,7 +169,7 @@ class Replay:
     def loss(self) -> Tensor:
         """The loss of the batch with the parameters as they are now."""
         with self._again(), torch.no_grad(), WithoutBackward():
-            return self.closure().detach()
+            return self.mean(self.closure().detach())
 
     @contextmanager
     def _again(self) -> Iterator[None]:
@@ -211,7 +214,8 @@ class Replay:
                 strides += [step] * len(outputs)
         direct = [[d.get(name) for name in parameters] for d in directions]
         whole = [1] * len(parameters)
-        return _products([*leaves, *parameters.values()], self._outside(shown), changes, direct, strides + whole)
+        own = _products([*leaves, *parameters.values()], self._outside(shown), changes, direct, strides + whole)
+        return self.mean(own)
 
     @torch.enable_grad()
     def _some(self, call: Call, stride: int) -> tuple[Any, int]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from curvature import Jacobian, ResidualBlock, WrittenOut, isotropic, residual_blocks
 from optimizers.adaptive import Adaptive, put
+from optimizers.distributed import Processes
 from optimizers.quadratic import GROW, Quadratic, next_damping
 from optimizers.replay import State
 from optimizers.updates import inner
@@ -93,15 +94,28 @@ def described(blocks: Sequence[ResidualBlock], model: nn.Module) -> str:
 class Trials:
     """A closure of residuals, called again for every step that is tried, as if for the first time."""
 
-    def __init__(self, model: nn.Module, closure: Callable[[], Any]) -> None:
-        self.closure, self.before = closure, State(model)
-        self.residuals = called(closure)
+    def __init__(self, model: nn.Module, closure: Callable[[], Any], processes: Processes) -> None:
+        self.closure, self.before, self.processes = closure, State(model), processes
+        self.own = called(closure)  # residuals of this process
+        self.values = processes.joined(self.own.detach())  # of all
+        self.order: Tensor | None = None
         self.after = State(model)
+
+    def jacobian(self, model: nn.Module) -> Jacobian:
+        """Of the residuals of all processes; `values` are in the order of its rows from now on."""
+        with torch.enable_grad():
+            own = Jacobian.of(self.own, model)
+        if self.processes.size == 1:
+            return own
+        whole, self.order = own.gathered(self.processes.objects)
+        self.values = self.values[self.order]
+        return whole
 
     def again(self) -> Tensor:
         """The residuals with the parameters as they are now."""
         self.before.restore()
-        return called(self.closure).detach()
+        found = self.processes.joined(called(self.closure).detach())
+        return found if self.order is None else found[self.order]
 
     def loss(self) -> float:
         """With the parameters as they are now; infinite where it is not finite."""
@@ -174,7 +188,7 @@ class ResidualSteps:
         Returns:
             What to remember of the step.
         """
-        jacobian, values = jacobian.merged(), trials.residuals.detach()
+        jacobian, values = jacobian.merged(), trials.values
         rates = {name: float(options[name]["lr"]) for name in jacobian.shapes}
         lr = max(rates.values())
         entry: dict[str, Any] = {"loss": float(values.square().sum()) / 2, "accepted": True, "rollbacks": 0}
@@ -217,7 +231,7 @@ class ResidualSteps:
     ) -> dict[str, Any]:  # fmt: skip
         """The first minimum on a ladder of dampings that makes the loss fall."""
         lr, loss, is_fixed = known
-        values, damping, ratio = trials.residuals.detach(), self.damping, math.nan
+        values, damping, ratio = trials.values, self.damping, math.nan
         start = {name: parameters[name].detach().clone() for name in space.jacobian.shapes}
         for rollbacks in range(TRIES):
             alpha = lr * space.minimum(values, damping)

@@ -59,17 +59,10 @@ class SecondOrder(ModelOptimizer):
         """The processes that train the model together, known once they are needed."""
         processes = Processes(self._distributed, next(self.model.parameters()).device)
         workers = Workers(processes, self._distributed.gradient_worker_fraction)
-        return Team(processes, workers, Statistics(processes, self._holders, self._complete))
+        return Team(processes, workers, Statistics(processes, self._holders, self.factors.complete))
 
     def _holders(self) -> dict[str, Any]:
-        return {block.names[0]: block for block in self.factors.blocks} | {"": self.outputs}
-
-    def _complete(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Have a block for each of the states, in their order."""
-        own = {block.names[0]: block for block in self.factors.blocks}
-        device = self.team.processes.device
-        make = lambda state: own.get(state["names"][0]) or Block.restore(dict(state), device)
-        self.factors.blocks = [make(state) for state in states]
+        return self.factors.holders() | {"": self.outputs}
 
     # -- capture
 
@@ -83,9 +76,9 @@ class SecondOrder(ModelOptimizer):
     def _record(self, tape: Tape, output: Any) -> None:
         """Called with every recorded forward pass."""
         outputs = [x for x in outputs_of(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
-        if not outputs or not tape.uses:
+        count = outputs[0].shape[0] if outputs else 0
+        if not count or not tape.uses:
             return
-        count = outputs[0].shape[0]
         self.outputs.add(outputs, count)
         self.factors.place = self.team.processes.rank, self.team.processes.size
         if self.inject == empirical():
@@ -155,9 +148,10 @@ class SecondOrder(ModelOptimizer):
                 taken()
             self._pending.clear()
             if renews and self.team.processes.size > 1:
+                self.team.statistics.launch()  # before all else, as where the backward pass has done so
                 self.team.processes.check_alike(self._gradients())
-                self.team.statistics.finish()
                 self.factors.gather(self.team.processes.objects)
+                self.team.statistics.finish()
             if not self.factors.blocks:
                 raise RuntimeError(
                     f"{type(self).__name__}.step: no forward pass of the model was seen; call the model that the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 Scenario = Callable[[int, int], Any]  # (rank, size) -> what to look at
 
 
-def run(rank: int, size: int, folder: str, scenarios: Sequence[Scenario], seconds: float) -> None:
+def run(rank: int, size: int, folder: str, scenarios: Mapping[str, Scenario], seconds: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -26,22 +26,22 @@ def run(rank: int, size: int, folder: str, scenarios: Sequence[Scenario], second
         timeout=timedelta(seconds=seconds),
     )
     found = {}
-    for scenario in scenarios:
+    for name, scenario in scenarios.items():
         try:
-            found[scenario.__name__] = scenario(rank, size)
+            found[name] = scenario(rank, size)
         except Exception:
-            found[scenario.__name__] = traceback.format_exc()
+            found[name] = traceback.format_exc()
             break  # the others would wait for each other
     torch.save(found, f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def on_processes(size: int, scenarios: Sequence[Scenario], seconds: float = 60.0) -> list[dict[str, Any]]:
+def on_processes(size: int, scenarios: Mapping[str, Scenario], seconds: float = 60.0) -> list[dict[str, Any]]:
     """What every scenario returns, by rank; a traceback where it failed."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(run, (size, folder, list(scenarios), seconds), size)
+            mp.spawn(run, (size, folder, dict(scenarios), seconds), size)
         except Exception as error:  # a process that waits in vain for another that failed
             print(error)
         return [

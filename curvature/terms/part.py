@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,3 +53,12 @@ class Part:
 
 
 Term = Outer | Convolved | ConvolvedBack | Rows | Dense | Entrywise | Part
+
+
+def moved(term: Any, device: torch.device | str) -> Any:
+    """The same term, its tensors on a device, without a graph."""
+    if isinstance(term, Tensor):
+        return term.detach().to(device)
+    if not is_dataclass(term) or isinstance(term, type):
+        return term
+    return replace(term, **{f.name: moved(getattr(term, f.name), device) for f in fields(term)})
