@@ -14,3 +14,4 @@ class EKFAC(KFAC):
     """
 
     block = "eigen"
+    whole = "measures in the eigenbasis of every layer on every process"

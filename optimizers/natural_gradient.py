@@ -81,6 +81,8 @@ class NaturalGradient(KFAC):
         TypeError, ValueError: an argument of the wrong kind or out of range, by name.
     """
 
+    whole = "solves for all parameters together on every process"
+
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.0,
         weight_decay: float = 0.0, solver: str = "woodbury", loss: Any = None, inject: Injection | None = None,

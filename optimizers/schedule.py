@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 SETTLING = 10  # curvature changes fast at first: no interval is longer than one step in so many of those before
 LONGEST = 200  # interval that timing may choose
@@ -43,10 +46,16 @@ class Schedule:
         """Take a measurement: of one "renewal", one inversion of "all" blocks, or the "rest" of a step."""
         self.seconds[what] = seconds if what not in self.seconds else 0.8 * self.seconds[what] + 0.2 * seconds
 
-    def adjust(self) -> None:
-        """Choose the intervals by what was measured, half of the allowance for each of the two."""
+    def adjust(self, mean: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        """Choose the intervals by what was measured, half of the allowance for each of the two.
+
+        Args:
+            mean: over processes that have to choose alike.
+        """
         if self.max_overhead is None or not {"renewal", "all", "rest"} <= self.seconds.keys():
             return
+        found = mean(torch.tensor(list(self.seconds.values()), dtype=torch.float64)).tolist()
+        self.seconds = dict(zip(self.seconds, found, strict=True))
         allowed = self.max_overhead * self.seconds["rest"] / 2
         self.factor_every, self.decompose_every = (
             max(1, min(LONGEST, math.ceil(self.seconds[what] / allowed))) for what in ("renewal", "all")

@@ -25,6 +25,7 @@ class SecondOrder(ModelOptimizer):
     """Base of `KFAC`, which says what a step does. Arguments as there."""
 
     block = "kronecker"
+    whole = ""  # why every process needs all that the curvature is solved with
 
     def __init__(self, model: nn.Module, options: dict[str, Any], arguments: dict[str, Any]) -> None:
         check_arguments(model, options | arguments)
@@ -37,6 +38,8 @@ class SecondOrder(ModelOptimizer):
         if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
             raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
         model, config = unwrapped(model, arguments["distributed"])
+        if self.whole and config.gradient_worker_fraction < 1:
+            raise ValueError(f"gradient_worker_fraction: expected 1, {type(self).__name__} {self.whole}")
         super().__init__(model, options)
         self._arguments = arguments
         self.loss, self.inject = loss, inject
@@ -183,7 +186,8 @@ class SecondOrder(ModelOptimizer):
                 self.schedule.note("renewal", renewal)
             if self._inverted:
                 self.schedule.note("all", inverses / self._inverted)
-            self.schedule.adjust()
+            if self._entry["renewed"]:
+                self.schedule.adjust(self.team.processes.mean)
         self._last = now, spent
 
     def _invert(self, blocks: Sequence[Block]) -> None:

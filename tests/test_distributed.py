@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import curvature
 from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
+from optimizers.distributed import Workers
 
 EACH = 48  # samples of a process: enough that no eigenspace of a factor is arbitrary
 
@@ -166,10 +170,90 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "adaptive EKFAC": run(by_closure, kind=EKFAC, adaptive=True),
     "line search": run(by_closure, kind=NaturalGradient, line_search=True),
     "residuals": by_residuals,
+    "intervals by timing": run(parallel, make=convolutional, steps=40, max_overhead=0.5),
     # without damping the least eigenvalues are rounding, and so is what their inverses make of it
     "residuals natural": run(by_residuals, kind=NaturalGradient, damping=1e-4),
 }
+BY_CHANCE = {"intervals by timing"}  # not the same in two runs
 OF = {2: list(SAME), 3: ["KFAC", "EKFAC", "uneven", "natural"], 4: ["KFAC", "own inverses", "half of the inverses"]}
+
+
+def apart(rank: int, size: int) -> Tensor:
+    """Models that are trained apart from each other: each on its own data, and differently long."""
+    alone = [dist.new_group([other]) for other in range(size)][rank]
+    with seeded(0):
+        model = mlp()
+    opt = KFAC(model, distributed=Distributed(alone))
+    x, y = part(rank, size)
+    for _ in range(3 + rank):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    with seeded(0):
+        other = mlp()
+    opt = KFAC(other, distributed=Distributed(alone))
+    for _ in range(3 + rank):
+        opt.zero_grad()
+        F.cross_entropy(other(x), y).backward()
+        opt.step()
+    return torch.tensor(torch.equal(flat(model), flat(other)))
+
+
+def not_averaged(rank: int, size: int) -> str:
+    model = mlp()
+    opt = KFAC(model)
+    before = flat(model)
+    x, y = part(rank, size)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="gradients differ between the 2 processes") as error:
+        opt.step()
+    assert torch.equal(before, flat(model))
+    return str(error.value)
+
+
+def saved(rank: int, size: int, folder: str) -> Tensor:
+    """Half of a run; one process writes what it has, all go on."""
+    return _run_on(rank, size, None, f"{folder}/half-{size}" if rank == 0 else None)
+
+
+def _run_on(rank: int, size: int, start: str | None, end: str | None) -> Tensor:
+    with seeded(0):
+        model = mlp().double()
+    x, y = part(0, 1, [EACH * WHOLE]) if size == 1 else part(rank, size)
+    opt = KFAC(model, inject=curvature.exact(), **ENTROPY)
+    if start:
+        state = torch.load(start, weights_only=True)
+        model.load_state_dict(state["model"])
+        opt.load_state_dict(state["optimizer"])
+    for step in range(7 if start else 14):
+        if step == 7 and end:
+            torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, end)
+        opt.zero_grad()
+        F.cross_entropy(model(x.double()), y).backward()
+        average(model, size)
+        opt.step()
+    return flat(model)
+
+
+def dies(rank: int, size: int) -> str:
+    """One of them is gone: the others hear of it within the process group's own time."""
+    model = mlp()
+    opt = KFAC(model)
+    x, y = part(rank, size)
+    for step in range(3):
+        if step == 2 and rank == 1:
+            time.sleep(4)  # longer than the others wait
+            return ""
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for p in model.parameters():  # the same everywhere, without a collective that would notice first
+            p.grad = torch.ones_like(p)
+        start = time.monotonic()
+        try:
+            opt.step()
+        except RuntimeError as error:
+            return f"{time.monotonic() - start:.1f} s: {error}"
+    return ""
 
 
 def one_of_many(name: str, rank: int, size: int) -> Tensor:
@@ -183,10 +267,65 @@ def results(size: int) -> list[dict[str, Any]]:
     return on_processes(size, dict(zip(OF[size], scenarios, strict=True)), seconds=20)
 
 
+def test_processes_on_their_own(tmp_path):
+    names = {"apart": apart, "not averaged": not_averaged, "saved": run(saved, folder=str(tmp_path))}
+    found = on_processes(2, names, seconds=20)
+    assert all(result["apart"] for result in found)
+    assert all("wrap the model in DistributedDataParallel" in result["not averaged"] for result in found)
+    one = _run_on(0, 1, None, str(tmp_path / "half-1"))
+    torch.testing.assert_close(found[0]["saved"], one, rtol=1e-9, atol=1e-10)
+    # what two processes have begun one ends, and the other way round
+    torch.testing.assert_close(_run_on(0, 1, str(tmp_path / "half-2"), None), one, rtol=1e-9, atol=1e-10)
+    again = on_processes(2, {"on": run(_run_on, start=str(tmp_path / "half-1"), end=None)}, seconds=20)
+    torch.testing.assert_close(again[1]["on"], one, rtol=1e-9, atol=1e-10)
+
+
+def test_a_process_that_dies_leaves_none_waiting():
+    found = on_processes(2, {"dies": dies}, seconds=2)
+    assert float(found[0]["dies"].split()[0]) < 4, found
+
+
+@pytest.mark.parametrize("kind", [EKFAC, NaturalGradient])
+def test_what_every_process_needs(kind: type[KFAC]):
+    model = mlp()
+    with pytest.raises(ValueError, match="gradient_worker_fraction: expected 1"):
+        kind(model, distributed=Distributed(gradient_worker_fraction=0.5))
+    assert not model._forward_hooks
+
+
+def test_arguments():
+    for bad, error in ((-0.1, ValueError), (1.5, ValueError), ("all", TypeError), (math.nan, ValueError)):
+        with pytest.raises(error, match="gradient_worker_fraction"):
+            Distributed(gradient_worker_fraction=bad)
+    with pytest.raises(TypeError, match="group"):
+        Distributed("all")
+    with pytest.raises(TypeError, match="distributed"):
+        KFAC(mlp(), distributed=2)
+
+
+def test_work_is_shared_out():
+    """No process has more than the fair share and one block more."""
+    costs = [5.0, 1.0, 1.0, 3.0, 2.0, 8.0, 2.0, 2.0]
+    blocks = [SimpleNamespace(names=(str(k),), cost=cost, prepared=("inverse",)) for k, cost in enumerate(costs)]
+    for size, fraction, kept in ((1, 1.0, 1), (2, 1.0, 2), (4, 0.5, 2), (4, 0.0, 1)):
+        teams = [Workers(SimpleNamespace(size=size, rank=rank), fraction) for rank in range(size)]
+        for workers in teams:
+            workers.assign(blocks)
+        made = [[b for b in blocks if workers.makes(b)] for workers in teams]
+        assert sorted(b.names for own in made for b in own) == [b.names for b in blocks]
+        loads = [sum(b.cost for b in own) for own in made]
+        assert max(loads) <= sum(costs) / size + max(costs)
+        assert all(sum(workers.keeps(b) for workers in teams) == kept for b in blocks)
+    with pytest.raises(ValueError, match="do not divide 3"):
+        Workers(SimpleNamespace(size=3, rank=0), 0.5)
+
+
 @pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in OF.items() for name in names])
 def test_as_one_process_on_the_whole_batch(size: int, name: str, monkeypatch):
     found = [result.get(name, "it did not come so far") for result in results(size)]
     assert all(isinstance(x, Tensor) for x in found), next(x for x in found if not isinstance(x, Tensor))
     assert all(torch.equal(x, found[0]) for x in found)
+    if name in BY_CHANCE:
+        return
     monkeypatch.setattr(sys.modules[__name__], "WHOLE", size)
     torch.testing.assert_close(SAME[name](0, 1), found[0], rtol=1e-6, atol=1e-7)
