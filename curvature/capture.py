@@ -173,6 +173,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self, tape: Tape, model: nn.Module) -> None:
         super().__init__()
         self.tape = tape
+        self.model = model
         self.nodes = {id(node.tensor): node for node in tape.parameters.values()}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self.data = WeakIdKeyDictionary()  # tensors that depend on the model's input
@@ -184,6 +185,9 @@ class Recorder(TorchFunctionMode):
             found += tensors_in(kwargs.values())
         if func is F.batch_norm:
             self._note_mixing(args, kwargs)
+        for x in found:
+            if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.nodes:
+                self._find(x)
         if not torch.is_grad_enabled() or not any(id(x) in self.nodes for x in found):
             out = func(*args, **kwargs)
             if any(x in self.data for x in found):
@@ -194,6 +198,13 @@ class Recorder(TorchFunctionMode):
             with self:
                 return other(*args, **kwargs)
         return self._recorded(func, args, kwargs, found)
+
+    def _find(self, parameter: nn.Parameter) -> None:
+        """One that stands in for a parameter during the forward pass, as whole ones do for FSDP's shards."""
+        for name, p in self.model.named_parameters(remove_duplicate=False):
+            if p is parameter and name in self.tape.parameters:
+                node = self.tape.parameters[name]
+                node.tensor, self.nodes[id(p)] = p, node
 
     def _recorded(self, func: Any, args: Any, kwargs: Any, found: list[Tensor]) -> Any:
         rule = RULES.get(func)
