@@ -107,7 +107,10 @@ class Jacobian:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError(NOTHING)
-        parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in _pieces(values)]
+        if not values.requires_grad:
+            raise ValueError("values: they were computed without gradients, so that their derivatives are unknown")
+        found = _pieces(values.detach(), get_gradient_edge(values))
+        parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in found]
         return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()}, values.new_zeros(()))
 
     @staticmethod
@@ -257,19 +260,16 @@ def _squared(terms: list[Term], weights: Tensor) -> Tensor:
     return products(vectors, vectors, weights)
 
 
-def _pieces(values: Tensor) -> list[tuple[Tensor, GradientEdge]]:
-    """What the values were put together from by ``torch.cat``, and where its backprop arrives."""
-    node = values.grad_fn
-    if node is None:
-        raise ValueError("values: they were computed without gradients, so that their derivatives are unknown")
-    if node.name() != "CatBackward0":
-        return [(values.detach(), get_gradient_edge(values))]
-    edges = [GradientEdge(step, number) for step, number in node.next_functions if step is not None]
-    sizes = [edge.node._input_metadata[edge.output_nr].shape[0] for edge in edges]
+def _pieces(values: Tensor, edge: GradientEdge) -> list[tuple[Tensor, GradientEdge]]:
+    """What the values (N,) were put together from by ``torch.cat``, and where the backprop of each piece arrives."""
+    if edge.node.name() != "CatBackward0":
+        return [(values, edge)]
+    edges = [GradientEdge(step, number) for step, number in edge.node.next_functions if step is not None]
+    sizes = [one.node._input_metadata[one.output_nr].shape[0] for one in edges]
     if sum(sizes) < len(values):  # one of them is a constant
-        return [(values.detach(), get_gradient_edge(values))]
-    pieces = zip(values.detach().split(sizes), edges, strict=True)
-    return [(value, edge) for value, edge in pieces if len(value)]
+        return [(values, edge)]
+    both = zip(values.split(sizes), edges, strict=True)
+    return [piece for value, one in both if len(value) for piece in _pieces(value, one)]
 
 
 def _terms(

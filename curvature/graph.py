@@ -100,6 +100,9 @@ def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Tap
                     found = Node(zero.expand(x.shape), use.names, use, edge=GradientEdge(node, k))
                     use.results.append(found)
                     alone[node, k] = found
+    own = alone.get((result.node, result.output_nr))
+    if own is not None and own.origin is None:  # a parameter as it is, which no node reads
+        _entered(tape, "the result", {"argument0": own}, None, None)
     return tape
 
 
