@@ -138,7 +138,8 @@ def _setting(node: GraphNode, name: str) -> str:
         value = getattr(node, name)
     except RuntimeError:  # a tensor that was overwritten
         return TENSOR
-    return TENSOR if isinstance(value, Tensor) else str(value)
+    held = value if isinstance(value, tuple) else (value,)  # several: the indices of a table
+    return TENSOR if any(isinstance(x, Tensor) for x in held) else str(value)
 
 
 def _nodes(last: GraphNode) -> list[GraphNode]:

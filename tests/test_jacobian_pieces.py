@@ -8,10 +8,11 @@ from collections.abc import Callable
 import oracle_derivatives
 import pytest
 import torch
-from case import seeded
+from case import Raw, seeded
 from torch import Tensor, nn
 
 import curvature
+from curvature.structure import PLANS
 from curvature.study import _say
 
 X, Y = torch.linspace(-1, 1, 14).reshape(7, 2).double(), torch.linspace(0, 2, 8).reshape(4, 2).double()
@@ -79,6 +80,17 @@ def test_pieces_of_pieces_have_rules(caplog: pytest.LogCaptureFixture):
     model = case()
     curvature.Jacobian.of(VALUES["nested"][0](model), model)
     assert not caplog.records
+
+
+def test_a_table_read_at_random_is_learnt_once():
+    table = nn.Parameter(torch.randn(20, 3).double())
+    model = Raw(lambda m, index: m.table[index].sin().sum(1), table=table)
+    for seed in range(3):
+        with seeded(seed):
+            values = model(torch.randint(20, (7,)))
+        expected = oracle_derivatives.rows(values, model)
+        torch.testing.assert_close(curvature.Jacobian.of(values, model).to_dense(), expected)
+    assert len(PLANS[model]) == 1
 
 
 def test_values_without_gradients():
