@@ -141,7 +141,7 @@ def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     reads = together(terms)
     if all(isinstance(u, Outer) and u.order is None for u in reads):  # one product for all places, nothing is built
         return sum_of(u.inner(vector) for u in reads if isinstance(u, Outer))
-    return torch.cat([g.reshape(len(g), -1) @ vector.flatten() for g in _built(terms)])
+    return torch.cat([g.reshape(len(g), -1) @ vector.flatten().to(g.dtype) for g in _built(terms)])
 
 
 def stacked(parts: Sequence[Sequence[Term]]) -> list[Term] | None:

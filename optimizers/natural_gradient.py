@@ -220,12 +220,14 @@ class NaturalGradient(KFAC):
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
         with self.health.timed("gram"):
             problem = LeastSquares(jacobian)
+        own = {name: trained[name] for name in jacobian.shapes}
+        residuals.align(own)
 
         def look() -> tuple[float, Tensor]:
             found = trials.again()
             return loss_of(found), found
 
-        curves = Curves({name: trained[name] for name in jacobian.shapes}, loss_of(values), look)
+        curves = Curves(own, loss_of(values), look)
         move = self._by_damping if self.adaptive is not None else self._by_curves
         with curves.returning():
             entry, found = move(problem, values, curves, residuals)

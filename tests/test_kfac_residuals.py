@@ -18,7 +18,7 @@ from oracle_residuals import DenseSteps, damped_sum
 from torch import Tensor, nn
 
 from curvature import empirical, plots
-from optimizers import EKFAC, KFAC
+from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.residuals import DIRECTIONS, MEMORY, TRIES
 
 Closure = Callable[[], Tensor]
@@ -341,3 +341,21 @@ def test_a_copy_goes_the_same_way():
     copied.inside, copied.edge = model.inside, model.edge
     assert train(twin, closure_of(copied), 2) == train(opt, closure, 2)
     assert torch.equal(arranged(copied), arranged(model))
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient])
+def test_parameters_may_be_frozen_and_thawed(optimizer: type[KFAC]):
+    """Displacements are remembered of what is trained; a state may be loaded when less of the model is."""
+    model, closure = problem()
+    opt = optimizer(model, momentum=0.5)
+    losses = train(opt, closure, 3)
+    model[0].weight.requires_grad_(False)
+    state, frozen = copy.deepcopy(opt.state_dict()), model[0].weight.clone()
+    losses += train(opt, closure, 2)
+    assert torch.equal(model[0].weight, frozen)
+    opt.load_state_dict(state)
+    losses += train(opt, closure, 2)
+    model[0].weight.requires_grad_(True)
+    losses += train(opt, closure, 3)
+    assert not torch.equal(model[0].weight, frozen)
+    assert all(b <= a for a, b in itertools.pairwise(losses))
