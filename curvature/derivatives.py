@@ -186,6 +186,15 @@ class Jacobian:
             ]
         )
 
+    def flat(self, named: Mapping[str, Tensor]) -> Tensor:
+        """Tensors by name to (P,)."""
+        return torch.cat([named[name].flatten() for name in self.shapes])
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """(P,) to tensors by name."""
+        parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
     def merged(self) -> Jacobian:
         """The same with the reads of each weight in one term: for many products with it."""
         together = contractions.together

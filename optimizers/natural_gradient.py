@@ -232,7 +232,9 @@ class NaturalGradient(KFAC):
         with curves.returning():
             entry, found = move(problem, values, curves, residuals)
             self._arrive(curves, found)
-        residuals.moves = [problem.split(found.displacement)] if self._shared("momentum") and found.part else []
+        residuals.moves = (
+            [problem.jacobian.split(found.displacement)] if self._shared("momentum") and found.part else []
+        )
         return entry | {"accepted": found.part > 0, "step_size": found.part}
 
     def _direction(
@@ -253,7 +255,7 @@ class NaturalGradient(KFAC):
         damping, loss = self._shared("damping") or 0.0, curves.origin.loss
         best, count = curves.origin, 0
         d = self._direction(problem, values, residuals, damping)
-        promised = loss - loss_of(values + problem.times(problem.split(d)))
+        promised = loss - loss_of(values + problem.times(problem.jacobian.split(d)))
         residuals.wait = max(0, residuals.wait - 1)
         for cut in CUTS if damping == 0 and not residuals.wait else CUTS[:1]:
             if cut:
@@ -284,7 +286,7 @@ class NaturalGradient(KFAC):
         t = REACH * (best.part or LEAST)
         seen = curves.at(t * d).residuals
         assert seen is not None
-        a = solve(2 / t * ((seen - values) / t - problem.times(problem.split(d))))
+        a = solve(2 / t * ((seen - values) / t - problem.times(problem.jacobian.split(d))))
         if bool(torch.isfinite(a).all()):
             best = min(best, curves.lowest(lambda t: t * d + t * t / 2 * a, origin), key=lambda point: point.loss)
         if best is origin:
@@ -305,7 +307,7 @@ class NaturalGradient(KFAC):
         for rollbacks in range(TRIES):
             damping = residuals.damping
             d = self._direction(problem, values, residuals, damping)
-            expected = loss - loss_of(values + problem.times(problem.split(d)))
+            expected = loss - loss_of(values + problem.times(problem.jacobian.split(d)))
             with self.health.timed("trials"):
                 found = curves.at(d, 1.0)
             ratio = (loss - found.loss) / expected if expected > 0 else math.nan
