@@ -190,6 +190,9 @@ class KFAC(PlainSteps):
             with self.health.timed("jacobian"), torch.enable_grad():
                 jacobian = Jacobian.of(trials.residuals, self.model)
             self._check_trained(jacobian.shapes)
+            if not are_finite(jacobian.transposed(trials.residuals.detach()).values()):  # a root of zero, say
+                self._skip()
+                return loss
             entry = self._moved(jacobian, trials, residuals)
         finally:
             trials.after.restore()
