@@ -14,7 +14,7 @@ from curvature import contractions
 from curvature.batch import preserved
 from curvature.capture import Tape
 from curvature.graph import identity_of, tape_of
-from curvature.squares import products
+from curvature.squares import squared
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
 from curvature.terms import Dense, Outer, Term
@@ -158,10 +158,7 @@ class Jacobian:
 
     def squares(self) -> dict[str, Tensor]:
         """The diagonal of ``J^T J``, in the shapes of the parameters."""
-        return {
-            name: contractions.sum_of(_squared(terms[name], self.zero.new_ones(n)) for n, terms in self.parts)
-            for name in self.shapes
-        }
+        return {name: contractions.sum_of(squared(terms[name]) for _, terms in self.parts) for name in self.shapes}
 
     def transposed(self, z: Tensor) -> dict[str, Tensor]:
         """``J^T z``, of the parameters' shapes."""
@@ -262,11 +259,6 @@ def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[i
             return parts
         found[name] = rows
     return [(sum(size for size, _ in parts), found)]
-
-
-def _squared(terms: list[Term], weights: Tensor) -> Tensor:
-    vectors = [terms]
-    return products(vectors, vectors, weights)
 
 
 def _pieces(values: Tensor, edge: GradientEdge) -> list[tuple[Tensor, GradientEdge]]:
