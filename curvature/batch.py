@@ -141,7 +141,7 @@ def preserved(model: nn.Module) -> Iterator[Callable[[], bool]]:
 
     Yields a function that says whether random numbers were drawn since, on the CPU or on the model's devices.
     """
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    buffers = [(m, key, b, None if b is None else b.clone()) for m in model.modules() for key, b in m._buffers.items()]
     devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
 
     def states() -> list[Tensor]:
@@ -153,6 +153,8 @@ def preserved(model: nn.Module) -> Iterator[Callable[[], bool]]:
             yield lambda: any(not torch.equal(a, b) for a, b in zip(start, states(), strict=True))
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):  # batch norm's kernel changes them without a new version
+            for module, key, buffer, before in buffers:
+                module._buffers[key] = buffer  # the model may have put another in its place
+                # batch norm's kernel changes them without a new version
+                if buffer is not None and before is not None and not torch.equal(buffer, before):
                     buffer.copy_(before)

@@ -79,7 +79,7 @@ def unfolded(term: Term) -> Term:
 
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
-    whole = merged(_upright([term for term in terms if not isinstance(term, Part)]))
+    whole = together([term for term in terms if not isinstance(term, Part)])
     parts = [term for term in terms if isinstance(term, Part)]
     if parts:
         found = [term.term.gradients() for term in parts]
@@ -95,7 +95,7 @@ def gradients(terms: Sequence[Term]) -> Tensor:
 
 def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
     """``sum_n weights[n] g[n]``, of the parameter's shape, without the per-sample gradients."""
-    first, *others = (term.weighted_sum(weights) for term in merged(_upright(terms)))
+    first, *others = (term.weighted_sum(weights) for term in together(terms))
     for other in others:
         first = first + other
     return first
@@ -108,7 +108,7 @@ def norms_squared(terms: Sequence[Term]) -> Tensor:
         return torch.stack([norms_squared(piece.terms) for piece in apart]).sum(0)
     terms = _direct(terms)
     if _pairs_cheaper(terms, samples=1):
-        terms = merged(_upright([unfolded(t) for t in terms]))
+        terms = together([unfolded(t) for t in terms])
         pairs = [_pair_norms(u, v) * (1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
         return torch.stack(pairs).sum(0).clamp(min=0)
     return torch.cat([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square() for g in _built(terms)])
@@ -141,7 +141,7 @@ def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     reads = together(terms)
     if all(isinstance(u, Outer) and u.order is None for u in reads):  # one product for all places, nothing is built
         return sum_of(u.inner(vector) for u in reads if isinstance(u, Outer))
-    return torch.cat([g.reshape(len(g), -1) @ vector.flatten() for g in _built(terms)])
+    return torch.cat([g.reshape(len(g), -1) @ vector.flatten().to(g.dtype) for g in _built(terms)])
 
 
 def stacked(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
@@ -163,18 +163,13 @@ def stacked(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
 
 
 def together(terms: Sequence[Term]) -> list[Term]:
-    """The reads of a weight in as few terms as can be, with the same gradients: for many products with them."""
-    return merged(_upright(terms))
+    """The same gradients in as few terms as can be, reads of a matrix and of its transpose in one form."""
+    return merged([term.upright if isinstance(term, Outer) else term for term in terms])
 
 
 def _direct(terms: Sequence[Term]) -> list[Term]:
     """The terms in the form that is summed up fastest."""
-    return [t.direct if isinstance(t, ConvolvedBack | Entrywise) else t for t in merged(_upright(terms))]
-
-
-def _upright(terms: Sequence[Term]) -> list[Term]:
-    """Reads of a matrix and of its transpose in one form, where it does not matter which is which."""
-    return [term.upright if isinstance(term, Outer) else term for term in terms]
+    return [t.direct if isinstance(t, ConvolvedBack | Entrywise) else t for t in together(terms)]
 
 
 def _form(term: Term) -> tuple[int, int, bool]:
@@ -246,7 +241,7 @@ def _flat(term: Term) -> Term:
 
 
 def _summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
-    left, right = (merged(_upright([unfolded(t) for t in terms])) for terms in (left, right))
+    left, right = (together([unfolded(t) for t in terms]) for terms in (left, right))
     return sum_of(_pair_gram(u, v) for u in left for v in right)
 
 

@@ -16,7 +16,7 @@ from curvature import contractions
 from curvature.batch import preserved
 from curvature.capture import Tape
 from curvature.graph import identity_of, tape_of
-from curvature.squares import products
+from curvature.squares import squared
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
 from curvature.terms import Dense, Outer, Term, moved
@@ -109,7 +109,10 @@ class Jacobian:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError(NOTHING)
-        parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in _pieces(values)]
+        if not values.requires_grad:
+            raise ValueError("values: they were computed without gradients, so that their derivatives are unknown")
+        found = _pieces(values.detach(), get_gradient_edge(values))
+        parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in found]
         return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()}, values.new_zeros(()))
 
     @staticmethod
@@ -157,10 +160,7 @@ class Jacobian:
 
     def squares(self) -> dict[str, Tensor]:
         """The diagonal of ``J^T J``, in the shapes of the parameters."""
-        return {
-            name: contractions.sum_of(_squared(terms[name], self.zero.new_ones(n)) for n, terms in self.parts)
-            for name in self.shapes
-        }
+        return {name: contractions.sum_of(squared(terms[name]) for _, terms in self.parts) for name in self.shapes}
 
     def transposed(self, z: Tensor) -> dict[str, Tensor]:
         """``J^T z``, of the parameters' shapes."""
@@ -184,6 +184,15 @@ class Jacobian:
                 for _, terms in self.parts
             ]
         )
+
+    def flat(self, named: Mapping[str, Tensor]) -> Tensor:
+        """Tensors by name to (P,)."""
+        return torch.cat([named[name].flatten() for name in self.shapes])
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """(P,) to tensors by name."""
+        parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def merged(self) -> Jacobian:
         """The same with the reads of each weight in one term: for many products with it."""
@@ -280,24 +289,16 @@ def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[i
     return [(sum(size for size, _ in parts), found)]
 
 
-def _squared(terms: list[Term], weights: Tensor) -> Tensor:
-    vectors = [terms]
-    return products(vectors, vectors, weights)
-
-
-def _pieces(values: Tensor) -> list[tuple[Tensor, GradientEdge]]:
-    """What the values were put together from by ``torch.cat``, and where its backprop arrives."""
-    node = values.grad_fn
-    if node is None:
-        raise ValueError("values: they were computed without gradients, so that their derivatives are unknown")
-    if node.name() != "CatBackward0":
-        return [(values.detach(), get_gradient_edge(values))]
-    edges = [GradientEdge(step, number) for step, number in node.next_functions if step is not None]
-    sizes = [edge.node._input_metadata[edge.output_nr].shape[0] for edge in edges]
+def _pieces(values: Tensor, edge: GradientEdge) -> list[tuple[Tensor, GradientEdge]]:
+    """What the values (N,) were put together from by ``torch.cat``, and where the backprop of each piece arrives."""
+    if edge.node.name() != "CatBackward0":
+        return [(values, edge)]
+    edges = [GradientEdge(step, number) for step, number in edge.node.next_functions if step is not None]
+    sizes = [one.node._input_metadata[one.output_nr].shape[0] for one in edges]
     if sum(sizes) < len(values):  # one of them is a constant
-        return [(values.detach(), get_gradient_edge(values))]
-    pieces = zip(values.detach().split(sizes), edges, strict=True)
-    return [(value, edge) for value, edge in pieces if len(value)]
+        return [(values, edge)]
+    both = zip(values.split(sizes), edges, strict=True)
+    return [piece for value, one in both if len(value) for piece in _pieces(value, one)]
 
 
 def _terms(

@@ -123,7 +123,12 @@ def attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return F.dropout(softmax(scores, -1), dropout_p, dropout_p > 0) @ value
+    if attn_mask is None:
+        weights = softmax(scores, -1)
+    else:
+        blind = (scores == -math.inf).all(-1, keepdim=True)  # queries that see nothing get zero
+        weights = softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+    return F.dropout(weights, dropout_p, dropout_p > 0) @ value
 
 
 def _dropout(draw: Callable[[Tensor, float, bool], Tensor]) -> Callable[..., Tensor]:
@@ -175,6 +180,13 @@ def prod(input: Tensor, dim: Any = None, keepdim: bool = False, dtype: torch.dty
         raise NotImplementedError("a product of everything")
     out = functools.reduce(torch.mul, input.unbind(dim))
     return out.unsqueeze(dim) if keepdim else out
+
+
+def diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
+    x = torch.cat([part for part in (prepend, input, append) if part is not None], dim)
+    for _ in range(n):
+        x = x.narrow(dim, 1, x.shape[dim] - 1) - x.narrow(dim, 0, x.shape[dim] - 1)
+    return x
 
 
 def glu(input: Tensor, dim: int = -1) -> Tensor:
@@ -231,6 +243,7 @@ FORMULAS: dict[Callable[..., Any], Callable[..., Any]] = {
     **dict.fromkeys((torch.std, Tensor.std), std),
     **dict.fromkeys((torch.prod, Tensor.prod), prod),
     **dict.fromkeys((F.bilinear, torch.bilinear), bilinear),
+    **dict.fromkeys((torch.diff, Tensor.diff), diff),
     F.glu: glu,
     torch._C._nn.glu: glu,
     **dict.fromkeys((F.prelu, torch.prelu, Tensor.prelu), prelu),

@@ -100,6 +100,9 @@ def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Tap
                     found = Node(zero.expand(x.shape), use.names, use, edge=GradientEdge(node, k))
                     use.results.append(found)
                     alone[node, k] = found
+    own = alone.get((result.node, result.output_nr))
+    if own is not None and own.origin is None:  # a parameter as it is, which no node reads
+        _entered(tape, "the result", {"argument0": own}, None, None)
     return tape
 
 
@@ -135,7 +138,8 @@ def _setting(node: GraphNode, name: str) -> str:
         value = getattr(node, name)
     except RuntimeError:  # a tensor that was overwritten
         return TENSOR
-    return TENSOR if isinstance(value, Tensor) else str(value)
+    held = value if isinstance(value, tuple) else (value,)  # several: the indices of a table
+    return TENSOR if any(isinstance(x, Tensor) for x in held) else str(value)
 
 
 def _nodes(last: GraphNode) -> list[GraphNode]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -35,7 +34,7 @@ class LeastSquares:
         """
         if self.dense is None:
             return self.jacobian.transposed(self._solved(right, damping, cut))
-        return self.split(self._solved(self.dense.mT @ right, damping, cut))
+        return self.jacobian.split(self._solved(self.dense.mT @ right.to(self.dense), damping, cut))
 
     def precondition(self, gradient: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
         """``(J^T J + damping)^-1 g`` for any g, in the shapes of the parameters.
@@ -46,9 +45,7 @@ class LeastSquares:
         if not damping > 0:
             raise ValueError(f"damping: expected a positive number, found {damping}")
         if self.dense is not None:
-            return self.split(
-                self._solved(torch.cat([gradient[name].flatten() for name in self.jacobian.shapes]), damping)
-            )
+            return self.jacobian.split(self._solved(self.jacobian.flat(gradient), damping))
         inside = self.jacobian.transposed(self._solved(self.jacobian.times(gradient), damping))
         return {name: (gradient[name] - inside[name]) / damping for name in self.jacobian.shapes}
 
@@ -56,13 +53,7 @@ class LeastSquares:
         """``J v`` (M,)."""
         if self.dense is None:
             return self.jacobian.times(vector)
-        return self.dense @ torch.cat([vector[name].flatten() for name in self.jacobian.shapes])
-
-    def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """(P,) to the shapes of the parameters."""
-        shapes = self.jacobian.shapes
-        parts = flat.split([math.prod(shape) for shape in shapes.values()])
-        return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return self.dense @ self.jacobian.flat(vector).to(self.dense)
 
     @property
     def spectrum(self) -> tuple[Tensor, Tensor]:
@@ -77,6 +68,7 @@ class LeastSquares:
         return float(self.spectrum[0][-1])
 
     def _solved(self, right: Tensor, damping: float, cut: float = 0.0) -> Tensor:
+        right = right.to(self.matrix)  # the values may have another precision than the parameters
         is_large = damping > float(CLIP * rounding_of(self.matrix.trace()))
         if is_large and self._spectrum is None:
             damped = self.matrix.clone()

@@ -26,7 +26,7 @@ from curvature import contractions
 from curvature.derivatives import Centred, Jacobian
 from curvature.kroneckersum import KroneckerSum, Pair, kronecker_sum
 from curvature.moments import wide
-from curvature.squares import products
+from curvature.squares import squared
 from curvature.terms import Dense, Outer, Term
 
 Named = Mapping[str, Tensor]
@@ -108,7 +108,7 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
             found |= dict.fromkeys(names, ResidualBlock(names, pairs))
     for name, shape in jacobian.shapes.items():
         if name not in found:
-            squares = contractions.sum_of(_squares(part[name]) for part in parts)
+            squares = contractions.sum_of(squared(part[name]) for part in parts)
             reason = "no weight's bias" if len(shape) < 2 else "its rows are no outer products"
             found[name] = ResidualBlock((name,), diagonal=squares, reason=reason)
     return list({id(block): block for block in (found[name] for name in jacobian.shapes)}.values())
@@ -136,12 +136,6 @@ def _read(terms: Sequence[Term]) -> Outer | None:
         return None
     # a row may be held as a column: their outer products are the same
     return term if term.outputs == term.shape[0] else replace(term, a=term.b, b=term.a)
-
-
-def _squares(terms: Sequence[Term]) -> Tensor:
-    """``sum_n g_n^2``, of the parameter's shape."""
-    vectors = [terms]
-    return products(vectors, vectors, torch.ones(len(terms[0]), device=terms[0].device))
 
 
 def _joins(reads: Sequence[Outer], parts: Sequence[Sequence[Term]]) -> bool:

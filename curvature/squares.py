@@ -42,6 +42,12 @@ def products(left: Vectors, right: Vectors, weights: Tensor) -> Tensor:
     return _built(lefts, rights, weights, alone)
 
 
+def squared(terms: Sequence[Term]) -> Tensor:
+    """``sum_n g_n^2``, of the parameter's shape."""
+    vectors = [terms]
+    return products(vectors, vectors, torch.ones(len(terms[0]), dtype=torch.float64, device=terms[0].device))
+
+
 def _summed(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
     """Of gradients that are there already."""
     total = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,8 +54,7 @@ class WholeBlock(Block):
 
     def whole(self) -> Jacobian:
         """The rows of all passes since the last `fold`."""
-        parts = [part for jacobian in self.new for part in jacobian.parts]
-        return Jacobian(parts, self.shapes, self.new[0].zero)
+        return replace(self.new[0], parts=[part for jacobian in self.new for part in jacobian.parts])
 
     def fold(self, decay: float) -> None:
         if not self.new:
@@ -75,6 +75,11 @@ class WholeBlock(Block):
     def keep(self, new: Any, decay: float) -> None:
         """Take what `made` gave, which is finite."""
         raise NotImplementedError
+
+    def averaged(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
+        """A running average, with what `made` gave."""
+        new = new / self.count
+        return new if old is None else old.lerp(new, self.weight_of_new(decay))
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
         """``(G + damping)^-1 gradient``."""
@@ -177,8 +182,7 @@ class DenseWhole(WholeBlock):
         return rows.mT @ rows, rows.square().sum()
 
     def keep(self, new: Tensor, decay: float) -> None:
-        new = new / self.count
-        self.matrix = new if self.matrix is None else self.matrix.lerp(new, self.weight_of_new(decay))
+        self.matrix = self.averaged(self.matrix, new, decay)
         self.trace = float(self.matrix.trace())
 
     def decompose(self, damping: float) -> None:
@@ -220,8 +224,7 @@ class DiagonalWhole(WholeBlock):
         return values, values.sum()
 
     def keep(self, new: Tensor, decay: float) -> None:
-        new = new / self.count
-        self.values = new if self.values is None else self.values.lerp(new, self.weight_of_new(decay))
+        self.values = self.averaged(self.values, new, decay)
         self.trace = float(self.values.sum())
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
@@ -283,27 +286,21 @@ class ConjugateGradients(WholeBlock):
         assert jacobian is not None
 
         def product(v: Tensor) -> Tensor:
-            found = jacobian.transposed(jacobian.times(self._split(v)))
-            return self._flat(found) / count + damping * v
+            return jacobian.flat(jacobian.transposed(jacobian.times(jacobian.split(v)))) / count + damping * v
 
-        right = self._flat(gradient)
+        def precondition(v: Tensor) -> Tensor:
+            return jacobian.flat(self._preconditioned(jacobian.split(v)))
+
+        right = jacobian.flat(gradient)
         start = torch.zeros_like(right) if self.last is None else CARRIED * self.last.to(right)
-        self.last, self.iterations = truncated(product, right, start, self._preconditioned)
-        return self._split(self.last.clone())  # the step scales it in place
+        self.last, self.iterations = truncated(product, right, start, precondition)
+        return jacobian.split(self.last.clone())  # the step scales it in place
 
-    def _preconditioned(self, v: Tensor) -> Tensor:
-        named = self._split(v)
+    def _preconditioned(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         for block in self.factors.blocks:
             if block.is_ready and all(name in named for name in block.names):
                 named |= dict(zip(block.names, block.solve([named[name] for name in block.names]), strict=True))
-        return self._flat(named)
-
-    def _flat(self, named: Named) -> Tensor:
-        return torch.cat([named[name].flatten() for name in self.names])
-
-    def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
-        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return named
 
     @property
     def is_ready(self) -> bool:

@@ -193,6 +193,9 @@ class KFAC(PlainSteps):
             with self.health.timed("jacobian"):
                 jacobian = trials.jacobian(self.model)
             self._check_trained(jacobian.shapes)
+            if not are_finite(jacobian.transposed(trials.values).values()):  # a root of zero, say
+                self._skip()
+                return loss
             entry = self._moved(jacobian, trials, residuals)
         finally:
             trials.after.restore()

@@ -226,17 +226,21 @@ class NaturalGradient(KFAC):
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
         with self.health.timed("gram"):
             problem = LeastSquares(jacobian)
+        own = {name: trained[name] for name in jacobian.shapes}
+        residuals.align(own)
 
         def look() -> tuple[float, Tensor]:
             found = trials.again()
             return loss_of(found), found
 
-        curves = Curves({name: trained[name] for name in jacobian.shapes}, loss_of(values), look)
+        curves = Curves(own, loss_of(values), look)
         move = self._by_damping if self.adaptive is not None else self._by_curves
         with curves.returning():
             entry, found = move(problem, values, curves, residuals)
             self._arrive(curves, found)
-        residuals.moves = [problem.split(found.displacement)] if self._shared("momentum") and found.part else []
+        residuals.moves = (
+            [problem.jacobian.split(found.displacement)] if self._shared("momentum") and found.part else []
+        )
         return entry | {"accepted": found.part > 0, "step_size": found.part}
 
     def _direction(
@@ -257,7 +261,7 @@ class NaturalGradient(KFAC):
         damping, loss = self._shared("damping") or 0.0, curves.origin.loss
         best, count = curves.origin, 0
         d = self._direction(problem, values, residuals, damping)
-        promised = loss - loss_of(values + problem.times(problem.split(d)))
+        promised = loss - loss_of(values + problem.times(problem.jacobian.split(d)))
         residuals.wait = max(0, residuals.wait - 1)
         for cut in CUTS if damping == 0 and not residuals.wait else CUTS[:1]:
             if cut:
@@ -288,7 +292,7 @@ class NaturalGradient(KFAC):
         t = REACH * (best.part or LEAST)
         seen = curves.at(t * d).residuals
         assert seen is not None
-        a = solve(2 / t * ((seen - values) / t - problem.times(problem.split(d))))
+        a = solve(2 / t * ((seen - values) / t - problem.times(problem.jacobian.split(d))))
         if bool(torch.isfinite(a).all()):
             best = min(best, curves.lowest(lambda t: t * d + t * t / 2 * a, origin), key=lambda point: point.loss)
         if best is origin:
@@ -309,7 +313,7 @@ class NaturalGradient(KFAC):
         for rollbacks in range(TRIES):
             damping = residuals.damping
             d = self._direction(problem, values, residuals, damping)
-            expected = loss - loss_of(values + problem.times(problem.split(d)))
+            expected = loss - loss_of(values + problem.times(problem.jacobian.split(d)))
             with self.health.timed("trials"):
                 found = curves.at(d, 1.0)
             ratio = (loss - found.loss) / expected if expected > 0 else math.nan

@@ -189,6 +189,7 @@ class ResidualSteps:
             What to remember of the step.
         """
         jacobian, values = jacobian.merged(), trials.values
+        self.align({name: parameters[name] for name in jacobian.shapes})
         rates = {name: float(options[name]["lr"]) for name in jacobian.shapes}
         lr = max(rates.values())
         entry: dict[str, Any] = {"loss": float(values.square().sum()) / 2, "accepted": True, "rollbacks": 0}
@@ -204,6 +205,10 @@ class ResidualSteps:
         self.blocks = residual_blocks(jacobian)
         space = self._spanned(jacobian, values, gradient, scales)
         return entry | self._searched(space, trials, parameters, options, (lr, entry["loss"], given is not None))
+
+    def align(self, trained: Named) -> None:
+        """Keep of the displacements what is trained now; what was frozen did not move."""
+        self.moves = [{name: move.get(name, torch.zeros_like(p)) for name, p in trained.items()} for move in self.moves]
 
     def _spanned(self, jacobian: Jacobian, values: Tensor, gradient: Named, scales: Mapping[str, float]) -> Subspace:
         """The last displacements, and what the factors make of what is left of the gradient, again and again."""
@@ -267,7 +272,8 @@ class ResidualSteps:
 
     def restore(self, state: Mapping[str, Any], parameters: Named) -> None:
         self.damping, self.wait, self.pause = state["damping"], state["wait"], state["pause"]
-        self.moves = [{name: d.to(parameters[name]) for name, d in move.items()} for move in state["moves"]]
+        own = lambda move: {name: d.to(parameters[name]) for name, d in move.items() if name in parameters}
+        self.moves = [own(move) for move in state["moves"]]
 
 
 def _bordered(matrix: Tensor, columns: Tensor) -> Tensor:

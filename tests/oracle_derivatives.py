@@ -60,3 +60,10 @@ def central_differences(model: nn.Module, residual: Residual, *batch: Tensor, ep
             columns.append((ends[0] - ends[1]) / (2 * eps))
         found[name] = torch.stack(columns, 1).reshape(-1, *p.shape)
     return found
+
+
+def rows(values: Tensor, model: nn.Module) -> Tensor:
+    """(M, P): one backward pass for each value, in the order of ``named_parameters()``."""
+    leaves = list(trainable(model).values())
+    found = [torch.autograd.grad(value, leaves, retain_graph=True, materialize_grads=True) for value in values]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in found])

@@ -18,7 +18,7 @@ from oracle_residuals import DenseSteps, damped_sum
 from torch import Tensor, nn
 
 from curvature import empirical, plots
-from optimizers import EKFAC, KFAC
+from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.residuals import DIRECTIONS, MEMORY, TRIES
 
 Closure = Callable[[], Tensor]
@@ -210,6 +210,19 @@ def test_residuals_that_are_not_finite_change_nothing():
     assert opt.history[-1]["accepted"]
 
 
+@pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient])
+def test_derivatives_that_are_not_finite_change_nothing(optimizer: type[KFAC]):
+    """Of a root at zero, say, whose residual is finite."""
+    model, closure = problem()
+    opt = optimizer(model)
+    opt.step(closure)
+    before = arranged(model)
+    loss = opt.step(lambda: torch.cat([closure(), (0 * model(model.edge[:2])[:, 0]).sqrt()]))
+    assert math.isfinite(loss.item()) and opt.skipped == 1 and opt.steps == 1 and torch.equal(arranged(model), before)
+    opt.step(closure)
+    assert opt.history[-1]["accepted"]
+
+
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
 def test_a_closure_that_raises_leaves_the_parameters(fails_at: int):
     model, closure = problem()
@@ -341,3 +354,21 @@ def test_a_copy_goes_the_same_way():
     copied.inside, copied.edge = model.inside, model.edge
     assert train(twin, closure_of(copied), 2) == train(opt, closure, 2)
     assert torch.equal(arranged(copied), arranged(model))
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient])
+def test_parameters_may_be_frozen_and_thawed(optimizer: type[KFAC]):
+    """Displacements are remembered of what is trained; a state may be loaded when less of the model is."""
+    model, closure = problem()
+    opt = optimizer(model, momentum=0.5)
+    losses = train(opt, closure, 2)
+    model[0].weight.requires_grad_(False)
+    state, frozen = copy.deepcopy(opt.state_dict()), model[0].weight.clone()
+    losses += train(opt, closure, 1)
+    assert torch.equal(model[0].weight, frozen)
+    opt.load_state_dict(state)
+    losses += train(opt, closure, 1)
+    model[0].weight.requires_grad_(True)
+    losses += train(opt, closure, 2)
+    assert not torch.equal(model[0].weight, frozen)
+    assert all(b <= a for a, b in itertools.pairwise(losses))

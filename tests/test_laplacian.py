@@ -160,6 +160,23 @@ def test_nothing_is_changed(name: str):
     assert torch.overrides._get_current_function_mode_stack() == []
 
 
+@pytest.mark.parametrize("first", [torch.zeros(D).double(), None])
+def test_buffers_that_are_replaced(first: Tensor | None):
+    """By what depends on x, in every way that runs the model."""
+
+    def function(m: nn.Module, x: Tensor) -> Tensor:
+        m.mean = (0 if m.mean is None else 0.9 * m.mean) + 0.1 * x.sum(0)
+        return m.inner(x)
+
+    model = Raw(function, inner=nn.Linear(D, 1).double())
+    model.register_buffer("mean", first)
+    x = torch.ones(N, D).double()
+    curvature.laplacian(model, x)
+    curvature.residual_jacobian(model, lambda m, x: m(x)[:, 0], x)
+    curvature.per_sample_gradients(model, nn.MSELoss(), x, x[:, :1])
+    assert model.mean is first and (first is None or not first.any())
+
+
 def test_one_forward_pass():
     """Of the model, after the first call."""
     model, x = case("tanh")

@@ -78,3 +78,52 @@ NORMS = ["layer norm", "rms norm", "group norm", "instance norm", "batch norm"]
 def test_third_derivatives(name: str):
     model, x = case(name)
     assert_slope(model, x, next(model.parameters()))
+
+
+W = torch.linspace(-1, 1.5, 25).reshape(5, 5).double()
+EVEN = torch.arange(5) % 2 == 0
+BY_NAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "where": lambda h: torch.where(EVEN, other=h.sin(), input=h.exp()),
+    "where, all": lambda h: torch.where(other=h.sin(), condition=EVEN, input=h.exp()),
+    "matmul": lambda h: torch.matmul(other=h[:, :, None] * h[:, None], input=h.sin()[:, :, None] * W).flatten(1),
+    "matmul, a constant": lambda h: torch.matmul(other=W, input=h) + torch.mm(mat2=W, input=h),
+    "pow": lambda h: torch.pow(exponent=h, self=2) + torch.pow(exponent=2, input=h) + h.pow(exponent=3),
+    "linear": lambda h: F.linear(bias=W[0], weight=W, input=h),
+    "others": lambda h: (
+        torch.sub(other=h.sin(), input=h) + torch.div(other=h.exp(), input=h) + torch.mul(other=h, input=h)
+    ),
+}
+# what must not go with the derivatives, or has none
+HELD: dict[str, Callable[[Tensor], Tensor]] = {
+    "differences": lambda h: torch.diff(h.sin(), n=2),
+    "differences from constants": lambda h: torch.diff(h, prepend=h.new_ones(len(h), 1), append=h.new_ones(len(h), 2)),
+    "differences from others": lambda h: h.sin().diff(dim=1, prepend=h[:, 1:2].exp()),
+    "whole numbers": lambda h: h * (3 * h).to(torch.int64) + h * h.type(torch.int32) + h * h.to(torch.bool),
+    "the type of whole numbers": lambda h: h * (3 * h).type_as(EVEN.long()) + h * (3 * h).view(torch.int64).sign(),
+    "queries that see nothing": lambda h: F.scaled_dot_product_attention(
+        h[..., None], h[..., None].sin(), h[..., None], attn_mask=(EVEN[:, None] & EVEN).expand(len(h), 5, 5)
+    )[..., 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*BY_NAME, *HELD])
+def test_arguments(name: str, caplog: pytest.LogCaptureFixture):
+    _say.cache_clear()
+    caplog.set_level(logging.INFO, "curvature")
+    function = (BY_NAME | HELD)[name]
+    with seeded(3):
+        first, x, C = nn.Linear(D, 5).double(), torch.randn(N, D).double(), torch.randn(D, D).double()
+    model = lambda x: function(first(x))
+    for weights in (None, C + C.mT):
+        check(model, x, weights)
+    u, _, second = curvature.laplacian(model, x)
+    torch.testing.assert_close(u, model(x))
+    slopes = torch.autograd.grad((u + second).sum(), list(first.parameters()))
+    assert all(slope.isfinite().all() for slope in slopes)
+    assert not caplog.records
+
+
+def test_a_result_in_given_memory():
+    """Refused as torch refuses it: the derivatives would be lost."""
+    with pytest.raises(RuntimeError, match="out=... arguments don't support automatic differentiation"):
+        curvature.laplacian(lambda x: torch.exp(x, out=torch.empty(N, D).double()), torch.ones(N, D).double())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import matplotlib.pyplot as plt
 import oracle_derivatives
@@ -65,7 +65,7 @@ def test_least_squares(name: str, pieces: int, device: str):
     torch.testing.assert_close(jacobian.gram(), expected @ expected.T)
     solver = LeastSquares(jacobian)
     assert solver.matrix.shape[0] == min(expected.shape)
-    v = solver.split(torch.sin(torch.arange(float(expected.shape[1]), device=device).double()))
+    v = jacobian.split(torch.sin(torch.arange(float(expected.shape[1]), device=device).double()))
     vector = torch.cat([part.flatten() for part in v.values()])
     for times in (solver.times, jacobian.times):
         torch.testing.assert_close(times(v), expected @ vector)
@@ -349,3 +349,35 @@ def test_refused(name: str):
 def test_the_model_itself_for_all():
     with pytest.raises(TypeError, match="pass the model itself"):
         KFAC(LINEAR.parameters())  # type: ignore[arg-type]
+
+
+PRECISIONS = {  # of the first layer, the second and the residuals
+    "single parameters": (torch.float32, torch.float32, torch.float64),
+    "single residuals": (torch.float64, torch.float64, torch.float32),
+    "first layer": (torch.float32, torch.float64, torch.float64),
+    "second layer": (torch.float64, torch.float32, torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv1d])
+@pytest.mark.parametrize("case", PRECISIONS)
+def test_residuals_and_parameters_of_different_precision(case: str, kind: type[nn.Module], name: str):
+    """The step is that of double precision, to the rounding of single."""
+    _, x, _ = problem(name)
+    moved = []
+    for own in ([torch.float64] * 3, PRECISIONS[case]):
+        with seeded(0):
+            convolution = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 2, 2, 1, 1))
+            layers = nn.ModuleList([nn.Linear(2, 6) if kind is nn.Linear else convolution, nn.Linear(6, 1)])
+        layers[0].to(own[0])
+        layers[1].to(own[1])
+
+        def closure(layers: nn.ModuleList = layers, own: Sequence[torch.dtype] = own) -> Tensor:
+            hidden = layers[0](x.to(own[0])).flatten(1).tanh()
+            return (layers[1](hidden.to(own[1]))[:, 0].double() - x.prod(1).sin()).to(own[2])
+
+        start = flat(layers).double()
+        NaturalGradient(layers, damping=0.1).step(closure)
+        moved.append(flat(layers).double() - start)
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4)

@@ -107,6 +107,11 @@ def called(func: Function, parts: Iterable[Tensor | None], args: Args, kwargs: K
     return func(*args, **replaced(kwargs, take))
 
 
+def ordered(args: Args, kwargs: Kwargs, *names: str) -> Args:
+    """Arguments in the order of the function's own names, those by keyword behind the others."""
+    return (*args, *(kwargs[name] for name in names if name in kwargs))
+
+
 def on_values(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return called(func, [jet.value for jet in jets], args, kwargs)
 

@@ -45,7 +45,7 @@ LINEAR = properties("T mT H mH real") | named(
     "adjoint expand broadcast_to repeat tile repeat_interleave __getitem__ select narrow index_select gather "
     "take_along_dim take masked_select diagonal diag_embed diag tril triu flip fliplr flipud rot90 roll unfold "
     "split split_with_sizes tensor_split chunk unbind hsplit vsplit dsplit unsafe_chunk unsafe_split "
-    "sum nansum mean cumsum diff trace contiguous clone alias double float half bfloat16 cpu cuda positive __pos__ neg "
+    "sum nansum mean cumsum trace contiguous clone alias double float half bfloat16 cpu cuda positive __pos__ neg "
     "negative __neg__ pixel_shuffle pixel_unshuffle channel_shuffle view_as_real im2col col2im avg_pool1d avg_pool2d "
     "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d "
     "upsample_linear1d upsample_bilinear2d upsample_bicubic2d"

@@ -20,8 +20,10 @@ from curvature.taylor.jet import (
     NoRule,
     Recorded,
     called,
+    jets_in,
     name_of,
     on_values,
+    ordered,
     register,
     replaced,
 )
@@ -64,7 +66,10 @@ def _along(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> tuple
 def linear(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     if len(jets) > 1 or not any(x is jets[0] for x in (*args[:1], kwargs.get("input"))):
         raise NoRule(f"{name_of(func)} of such arguments")
-    return _made(on_values(func, jets, args, kwargs), *_along(func, jets, args, kwargs))
+    value = on_values(func, jets, args, kwargs)
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return value  # whole numbers have no derivative
+    return _made(value, *_along(func, jets, args, kwargs))
 
 
 @register(kinds.AFFINE)
@@ -93,10 +98,10 @@ def joined(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwar
 
 @register({torch.where})
 def where(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    condition, *both = (*args, *kwargs.values())
+    condition, *both = ordered(args, kwargs, "condition", "input", "other")
     like = jets[0].value
-    tensors = [x if isinstance(x, Tensor) else like.new_tensor(x) for x in both]
-    return joined(form, lambda *parts: torch.where(condition, *parts), jets, tuple(tensors), {})
+    tensors = tuple(x if isinstance(x, Tensor) else like.new_tensor(x) for x in both)
+    return joined(form, lambda *parts: torch.where(condition, *parts), list(jets_in(tensors)), tensors, {})
 
 
 @register(kinds.BILINEAR)
@@ -136,9 +141,9 @@ def _bound(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
 
 @register(kinds.MATMUL)
 def matmul(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    a, b = (*args, *kwargs.values())
+    a, b = ordered(args, kwargs, "input", "other", "mat2")
     if len(jets) == 1 and isinstance(a, Jet) and b.ndim <= 2 and a.value.ndim >= b.ndim:
         return _as_one_product(a.value @ b, a, lambda t: t @ b)
     if len(jets) == 1 and isinstance(b, Jet) and a.ndim == 2 and b.value.ndim >= 2:
         return _as_one_product(a @ b.value, b, lambda t: (t.mT @ a.mT).mT)
-    return bilinear(form, torch.matmul, jets, (a, b), {})
+    return bilinear(form, torch.matmul, list(jets_in((a, b))), (a, b), {})

@@ -33,6 +33,8 @@ class Taylor(TorchFunctionMode):
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() and func not in METADATA:
             raise NoRule(f"{name_of(func)} with gradients off, as in a custom autograd function")
+        if kwargs.get("out") is not None:
+            raise NoRule(f"{name_of(func)} with out=")
         rule = RULES.get(func)
         if rule is not None:
             return rule(self.form, func, jets, args, kwargs)

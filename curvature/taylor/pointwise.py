@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvature.taylor import kinds
-from curvature.taylor.jet import Args, Form, Function, Jet, Kwargs, NoRule, called, register
+from curvature.taylor.jet import Args, Form, Function, Jet, Kwargs, NoRule, called, ordered, register
 
 Bend = Callable[[Tensor | None, Tensor], Tensor]
 Derivatives = tuple[Tensor, Tensor, Bend]  # f, f', and (L, q) to f' L + f'' q, where None is zero
@@ -232,12 +232,12 @@ def _divide_into(form: Form, func: Function, jets: list[Jet], args: Args, kwargs
 
 @register(kinds.named("pow __pow__"))
 def _power(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    a, b = (*args, *kwargs.values())
+    a, b = ordered(args, kwargs, "input", "self", "exponent")
     if not isinstance(b, Tensor) and b == 2:
         return composed(form, a, _square)
     return pointwise(form, func, jets, args, kwargs)
 
 
 def _pair(args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    a, b = (*args, *(kwargs[k] for k in ("input", "other") if k in kwargs))
+    a, b = ordered(args, kwargs, "input", "other")
     return a, b
