@@ -97,7 +97,8 @@ def fisher_of(model: nn.Module, inject: Any, x: Tensor, y: Tensor, seed: int = 0
     if inject == exact():
         return oracle.Matrices(model, loss, (x, y)).fisher
     output = model(x).detach()
-    vectors = inject.vectors(output, loss, generator=torch.Generator().manual_seed(seed))
+    own = int(torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(seed)))  # of the first pass
+    vectors = inject.vectors(output, loss, generator=torch.Generator().manual_seed(own))
     rows = rows_of(model, x, vectors)
     return rows.T @ rows / len(x)
 

@@ -1,0 +1,93 @@
+"""Training on two processes beside one: the CNN of the race, each process on one core, gloo.
+
+    python tests/benchmarks/processes.py --steps 200 --rounds 5
+
+Samples per second with DistributedDataParallel on two processes over those of one process without it, rounds in turn;
+printed are the medians of the ratios. "the same batch each": every process has 128 images; "the batch in two": 64 each.
+SGD's row says what the communication of gradients and the shared memory cost. Processes wait for each other to begin;
+the first `WARM` steps, where renewals are frequent, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from _race_problems import cnn
+from torch.nn.parallel import DistributedDataParallel
+
+from optimizers import EKFAC, KFAC
+
+WARM = 120
+MAKES: dict[str, Any] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "KFAC": KFAC,
+    "EKFAC": EKFAC,
+}
+
+
+def rate(rank: int, size: int, name: str, batch: int, steps: int) -> float:
+    """Samples per second of all processes together."""
+    torch.manual_seed(0)
+    problem = cnn(batch=batch)
+    model = problem.make()
+    used = DistributedDataParallel(model) if size > 1 else model
+    opt = MAKES[name](model)
+    batches = problem.batches(rank)
+    start = 0.0
+    for step, (x, y) in enumerate(itertools.islice(batches, WARM + steps)):
+        if step == WARM:
+            if size > 1:
+                dist.barrier()
+            start = time.perf_counter()
+        opt.zero_grad()
+        problem.loss(used(x), y).backward()
+        opt.step()
+    return size * batch * steps / (time.perf_counter() - start)
+
+
+def work(rank: int, size: int, folder: str, name: str, batch: int, steps: int) -> None:
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if cores:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    found = rate(rank, size, name, batch, steps)
+    if rank == 0:
+        Path(folder, "rate").write_text(str(found))
+    dist.destroy_process_group()
+
+
+def measured(size: int, name: str, batch: int, steps: int) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (size, folder, name, batch, steps), size)
+        return float(Path(folder, "rate").read_text())
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    print("| optimizer | one process, images/s | the same batch each | the batch in two |\n| --- | --- | --- | --- |")
+    for name in MAKES:
+        rows = []
+        for _ in range(options.rounds):
+            one = measured(1, name, 128, options.steps)
+            rows.append((one, *(measured(2, name, batch, options.steps) / one for batch in (128, 64))))
+        one, same, split = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(f"| {name} | {one:.0f} | {same:.2f} | {split:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
