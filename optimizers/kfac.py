@@ -135,7 +135,7 @@ class KFAC(PlainSteps):
         value = self._loss_step(closure) if self.residuals is None else None
         if self.residuals is not None:
             value = self._residual_step(closure, self.residuals)
-        if self.steps > steps:
+        if self._steps > steps:
             self.health.entries[-1]["seconds"] = time.perf_counter() - start
             if self.residuals is None:
                 self._measure()

@@ -17,6 +17,7 @@ from optimizers.quadratic import GROW, next_damping
 from optimizers.replay import Replay
 from optimizers.residuals import ResidualSteps, Trials, loss_of
 from optimizers.updates import are_finite, inner
+from optimizers.verdict import judged
 
 TRIES = 12  # dampings tried before a step is given up
 FIRST = 1e-3  # the first damping, relative to the largest eigenvalue
@@ -152,7 +153,7 @@ class NaturalGradient(KFAC):
                 return loss
             self._renew()
             with self.health.timed("solve"):
-                directions, _ = self._directions(gradients)
+                directions, _ = self._directions(gradients, judged(gradients.values()))
             found = self._searched(directions, float(loss), replay)
         finally:
             self.replay = None
@@ -184,7 +185,7 @@ class NaturalGradient(KFAC):
         found = super()._solved({**right, **unused})
         return {name: found[name] for name in right}
 
-    def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    def _directions(self, gradients: Mapping[str, Tensor], good: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """``u = (G + damping)^-1 (g + damping * momentum * last u)`` and ``u^T G u``.
 
         This is the minimum of ``1/2 u^T G u - g^T u + damping/2 ||u - momentum * last u||^2`` (SPRING).

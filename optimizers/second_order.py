@@ -55,7 +55,8 @@ class SecondOrder(ModelOptimizer):
         return RunningFactors(self._arguments["sharing"], self.block)
 
     def _records(self) -> bool:
-        return torch.is_grad_enabled() and self.schedule.renews(self.steps)
+        # whether the last batch was bad makes a difference only where this one would renew the factors
+        return torch.is_grad_enabled() and self.schedule.renews(self._steps) and self.schedule.renews(self.steps)
 
     def _record(self, tape: Tape, output: Any) -> None:
         """Called with every recorded forward pass."""
@@ -66,7 +67,9 @@ class SecondOrder(ModelOptimizer):
         with torch.no_grad():
             squares = torch.stack([x.detach().float().square().sum() for x in outputs]).sum()
             self.output_size = sum(x.numel() for x in outputs) / count
-            self.output_scale = (squares / (count * self.output_size)).sqrt()
+            scale = (squares / (count * self.output_size)).sqrt()
+            known = scale if self.output_scale is None else self.output_scale
+            self.output_scale = torch.where(scale.isfinite(), scale, known)
         if self.inject == empirical():
             self._listen_to_backward(tape, outputs, count)
             return
@@ -129,13 +132,23 @@ class SecondOrder(ModelOptimizer):
                     "optimizer was given"
                 )
             self.factors.fold(self._arguments["factor_decay"])
-        blocks = [b for b in self.factors.blocks if b.updates]
-        turns = self.schedule.inverts(self.steps, [b.cost for b in blocks])
-        due = [b for b, turn in zip(blocks, turns, strict=True) if turn or not b.is_ready]
+        blocks, due = self._due()
         with self.health.timed("inverses"):
             self._invert(due)
         self._entry: dict[str, Any] = {"step": self.steps, "renewed": renews, "inverted": len(due)}
         self._inverted = sum(b.cost for b in due) / sum(b.cost for b in blocks)
+
+    def _due(self) -> tuple[list[Block], list[Block]]:
+        """Blocks that were seen, and those of them whose turn it is to be inverted."""
+        blocks = [b for b in self.factors.blocks if b.updates]
+        turns = self.schedule.inverts(self.steps, [b.cost for b in blocks])
+        return blocks, [b for b, turn in zip(blocks, turns, strict=True) if turn or not b.is_ready]
+
+    def _is_ordinary(self) -> bool:
+        """Whether a step has nothing to do for the curvature."""
+        blocks = self.factors.blocks
+        is_quiet = not self._pending and not self.schedule.renews(self.steps) and not any(b.samples for b in blocks)
+        return is_quiet and bool(blocks) and not self._due()[1]
 
     def _measure(self) -> None:
         """Tell the schedule what the step took: what it may choose to do more rarely, and the rest."""
@@ -213,6 +226,7 @@ class SecondOrder(ModelOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for any optimizer, with the curvature under "curvature": plain tensors and numbers."""
+        self._settle()
         own = {k: getattr(self, k) for k in self.kept} | {"health": self.health.state(), "shapes": self._shapes()}
         own["intervals"] = [self.schedule.factor_every, self.schedule.decompose_every]
         own["generator"] = None if self.generator is None else self.generator.get_state()
@@ -223,6 +237,7 @@ class SecondOrder(ModelOptimizer):
         state_dict = copy.copy(state_dict)
         own, factors = dict(state_dict.pop("kfac")), state_dict.pop("curvature")
         self._check_shapes(own.pop("shapes"))
+        self._open = None
         super().load_state_dict(state_dict)
         device = next(iter(self._trained().values())).device
         generator = own.pop("generator")
