@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.arrangement import Arrangement
-from curvature.inverses import Inverse, factored, in_eigenbasis
+from curvature.inverses import Inverse, factored, in_eigenbasis, not_zero
 from curvature.moments import Reading, Scheme, diagonal_of, matched, wide
 from curvature.sketch import added, mixed, scaled
 from curvature.terms import Rows, Term
@@ -101,14 +102,29 @@ class Block:
         """Shapes of what is kept."""
         raise NotImplementedError
 
-    def add(self, terms: Sequence[Term], samples: int) -> None:
-        """Add a batch, given the terms of the first parameter; one that is not finite is left out."""
+    def measured(self, terms: Sequence[Term]) -> Any:
+        """Statistics of a batch, a tree of tensors, of the first parameter's terms; None where they do not fit."""
+        raise NotImplementedError
+
+    def take(self, found: Any, samples: int) -> None:
+        """Add what `measured` gave, which is finite."""
         raise NotImplementedError
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
-        """Prepare `solve` of blocks of this class that have statistics, see `curvature.blocks.invert`."""
+        """Prepare `solve` of blocks of this class that have statistics, see `curvature.invert`."""
         raise NotImplementedError
+
+    failures = 0  # of decompositions, in a row
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        """What `solve` uses of a decomposition."""
+        return []
+
+    def without_correlations(self) -> AbstractContextManager[None]:
+        """As if the matrices were zero off their diagonals."""
+        return nullcontext()
 
     kept: tuple[str, ...] = ()  # tensors of a checkpoint, and numbers
     form: tuple[str, ...] = ()  # what the arrangement of the parameters needs
@@ -166,25 +182,17 @@ class KroneckerBlock(Block):
         form: Any = self.scheme
         self.scheme = Scheme(**form | {"arrangement": Arrangement(**form["arrangement"])})
 
-    def add(self, terms: Sequence[Term], samples: int) -> None:
-        sums = self.moments(terms)
-        if sums:
-            self.take(sums, samples)
-
-    def moments(self, terms: Sequence[Term]) -> Sums:
-        """Those of a batch; none where they are not finite, or the weight is read in another form than before."""
+    def measured(self, terms: Sequence[Term]) -> Any:
         if not all(self.scheme.accepts(t) for t in terms):
-            return {}
-        sums = {
+            return None
+        return {
             reading: (*self.scheme.activations(_enough(parts, self.scheme.sharing)), self.scheme.backprops(parts))
             for reading, parts in self.scheme.readings(terms).items()
         }
-        return sums if all(bool(torch.isfinite(a.sum() + b.sum())) for a, _, b in sums.values()) else {}
 
-    def take(self, sums: Sums, samples: int) -> None:
-        """Add the moments of a batch."""
+    def take(self, found: Any, samples: int) -> None:
         self.samples += samples
-        for reading, (a, number, b) in sums.items():
+        for reading, (a, number, b) in found.items():
             if reading in self.sums:
                 other = self.sums[reading]
                 a, number, b = added(a, other[0]), number + other[1], added(b, other[2])
@@ -219,6 +227,20 @@ class KroneckerBlock(Block):
         anew = [b.updates & (b.updates - 1) == 0 for b in blocks]  # at 1, 2, 4, 8, ...: their ranks change ever slower
         for block, found in zip(blocks, factored(pairs, share, before, anew), strict=True):
             block.inverse = found
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        i = self.inverse
+        return [] if i is None else [t for t in (i.rows, i.columns, i.values, *i.shifts) if t is not None]
+
+    @contextmanager
+    def without_correlations(self) -> Iterator[None]:
+        whole = self.rows, self.columns
+        self.rows, self.columns = (None if side is None else diagonal_of(side) for side in whole)
+        try:
+            yield
+        finally:
+            self.rows, self.columns = whole
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
@@ -291,16 +313,17 @@ class DiagonalBlock(Block):
         self.inverse: Tensor | None = None
         self.sum: Tensor | None = None
 
-    def add(self, terms: Sequence[Term], samples: int) -> None:
-        """Add the sum over a batch's samples of squared gradients, terms of one number of samples together."""
+    def measured(self, terms: Sequence[Term]) -> Any:
+        """The sum over a batch's samples of squared gradients, terms of one number of samples together."""
         found: dict[int, Tensor] = {}
         for term in terms:
             g = term.gradients().to(self.dtype)
             found[len(g)] = found[len(g)] + g if len(g) in found else g
-        squares = torch.stack([g.square().sum(0) for g in found.values()]).sum(0)
-        if bool(torch.isfinite(squares.sum())):
-            self.samples += samples
-            self.sum = squares if self.sum is None else self.sum + squares
+        return torch.stack([g.square().sum(0) for g in found.values()]).sum(0)
+
+    def take(self, found: Any, samples: int) -> None:
+        self.samples += samples
+        self.sum = found if self.sum is None else self.sum + found
 
     def discard(self) -> None:
         self.sum, self.samples = None, 0
@@ -331,7 +354,11 @@ class DiagonalBlock(Block):
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         for block in blocks:
-            block.decompose(float(share * block.mean_eigenvalue) + torch.finfo(block.dtype).tiny ** 0.5)
+            block.inverse = 1 / (block.smoothed + share * not_zero(block.mean_eigenvalue))
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        return [] if self.inverse is None else [self.inverse]
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
@@ -355,14 +382,6 @@ class DiagonalBlock(Block):
 
     def describe(self) -> str:
         return "x".join(map(str, self.shape)) or "1"
-
-
-def invert(blocks: Sequence[Block], share: float) -> None:
-    """Prepare `Block.solve` with damping relative to each block's own curvature, see `curvature.inverses.factored`."""
-    seen = [b for b in blocks if b.updates]
-    kinds: list[type[Block]] = list(dict.fromkeys(type(b) for b in seen))
-    for kind in kinds:
-        kind.invert([b for b in seen if type(b) is kind], share)
 
 
 def _below(kind: type[Block]) -> Iterator[type[Block]]:

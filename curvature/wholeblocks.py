@@ -8,7 +8,9 @@ backprops are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from curvature.derivatives import Jacobian
 from curvature.estimators.solvers import truncated
 from curvature.factors import Blocks, RunningFactors
 from curvature.leastsquares import LeastSquares
-from curvature.linalg import cholesky, symmetric_eigh
+from curvature.linalg import attempted, cholesky
+from curvature.prepared import invert
 
 Named = Mapping[str, Tensor]
 CARRIED = 0.95  # of the last solution, where the next iteration begins
@@ -120,23 +123,41 @@ class Woodbury(WholeBlock):
     """The last batch alone, solved in the smaller of parameter and sample space (Woodbury's identity)."""
 
     structure = "woodbury"
-    problem: LeastSquares | None = None
+    fresh: LeastSquares | None = None  # of the last batch
+    problem: LeastSquares | None = None  # of the last batch that could be decomposed
+    divisor = 1  # its `count`
+    squares: Named | None = None  # the diagonal, where none could be
 
     def made(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
         problem = LeastSquares(jacobian)
         return problem, problem.matrix.trace()
 
     def keep(self, new: LeastSquares, decay: float) -> None:
-        self.problem = new
+        self.fresh = new
+
+    def decompose(self, damping: float) -> None:
+        self.damping = damping
+        if self.fresh is not None:
+            self.fresh.prepare(damping * self.count)
+            self.problem, self.divisor, self.fresh = self.fresh, self.count, None
+
+    @contextmanager
+    def without_correlations(self) -> Iterator[None]:
+        assert self.fresh is not None
+        squares, self.fresh = self.fresh.jacobian.squares(), None
+        self.squares = {name: x / self.count for name, x in squares.items()}
+        yield
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
-        assert self.problem is not None
-        scaled = {name: g * self.count for name, g in gradient.items()}
-        return self.problem.precondition(scaled, damping * self.count)
+        if self.problem is None:
+            assert self.squares is not None
+            return {name: g / (self.squares[name] + damping) for name, g in gradient.items()}
+        scaled = {name: g * self.divisor for name, g in gradient.items()}
+        return self.problem.precondition(scaled, damping * self.divisor)
 
     @property
     def is_ready(self) -> bool:
-        return super().is_ready and self.problem is not None
+        return super().is_ready and (self.problem is not None or self.squares is not None)
 
     @property
     def bytes(self) -> int:
@@ -179,7 +200,23 @@ class DenseWhole(WholeBlock):
     def decompose(self, damping: float) -> None:
         assert self.matrix is not None
         self.damping = damping
-        self.root = cholesky(self.matrix, damping, "NaturalGradient: the curvature")
+        if self.matrix.ndim == 1:
+            self.root = (self.matrix + damping).sqrt().diag()
+        else:
+            self.root = cholesky(self.matrix, damping, "NaturalGradient: the curvature")
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        return [] if self.root is None else [self.root]
+
+    @contextmanager
+    def without_correlations(self) -> Iterator[None]:
+        whole = self.matrix
+        self.matrix = None if whole is None else whole.diagonal().clone()
+        try:
+            yield
+        finally:
+            self.matrix = whole
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
         assert self.root is not None
@@ -198,7 +235,10 @@ class DenseWhole(WholeBlock):
     def condition(self) -> float:
         if self.matrix is None or self.damping is None:
             return math.nan
-        values = symmetric_eigh(self.matrix)[0].clamp(min=0) + self.damping
+        values = attempted(partial(torch.linalg.eigvalsh, self.matrix))
+        if values is None:
+            return math.nan
+        values = values.clamp(min=0) + self.damping
         return float(values[-1] / values[0])
 
 
@@ -270,8 +310,7 @@ class ConjugateGradients(WholeBlock):
 
     def decompose(self, damping: float) -> None:
         self.damping = damping
-        for block in self.factors.blocks:
-            block.decompose(damping)
+        invert(self.factors.blocks, 0.0, damping)
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
         jacobian, count = self.jacobian, self.count

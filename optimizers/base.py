@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimizers.health import Health
+from optimizers.health import EVENTS, Health
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -127,7 +127,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     def stats(self) -> dict[str, Any]:
         """How the run goes: the last step's numbers, counts of events, seconds by part."""
         last = self.history[-1] if self.health.entries else {}
-        counts = {name: self.health.counts[name] for name in ("rollbacks", "failures")}
+        counts = {name: self.health.counts[name] for name in ("rollbacks", "failures", *EVENTS)}
         own = {"steps": self.steps, "skipped": self.skipped, **counts}
         return own | last | {"seconds_in": dict(self.health.seconds)}
 

@@ -19,6 +19,7 @@ from optimizers.updates import are_finite
 
 PLAIN_EVERY = 10, 10  # steps between renewals of the factors, and between inversions of a block
 ADAPTIVE_EVERY = 3, 3  # the same, where few and long steps are taken
+PATIENCE = 3  # so many steps in a row without a decomposition are an error
 ADAPTIVE_VECTORS = 2  # sent back at a renewal, then
 
 
@@ -106,6 +107,7 @@ class KFAC(PlainSteps):
         self.replay: Replay | None = None  # of the batch at hand
         self.residuals: ResidualSteps | None = None  # once a closure has returned such
         self._is_loss = False  # once a closure has returned a loss
+        self._stuck = 0  # steps in a row that were not taken since a decomposition failed
 
     def _records(self) -> bool:
         silent = self.replay is not None and self.replay.silent
@@ -132,9 +134,10 @@ class KFAC(PlainSteps):
         """
         self._listener.reset()
         start, steps = time.perf_counter(), self.steps
-        value = self._loss_step(closure) if self.residuals is None else None
-        if self.residuals is not None:
-            value = self._residual_step(closure, self.residuals)
+        with self.health.watching():
+            value = self._loss_step(closure) if self.residuals is None else None
+            if self.residuals is not None:
+                value = self._residual_step(closure, self.residuals)
         if self._steps > steps:
             self.health.entries[-1]["seconds"] = time.perf_counter() - start
             if self.residuals is None:
@@ -168,6 +171,17 @@ class KFAC(PlainSteps):
         self._plain_step(self._gradients())
         return value
 
+    def _attempted(self, move: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What to remember of a step; none is taken where a decomposition fails, unless that goes on."""
+        try:
+            entry, self._stuck = move(), 0
+            return entry
+        except torch.linalg.LinAlgError:
+            self._stuck += 1
+            if self._stuck == PATIENCE:
+                raise
+            return {"accepted": False, "rollbacks": 0}
+
     # -- with a closure of residuals
 
     def _check_for_residuals(self) -> None:
@@ -190,7 +204,7 @@ class KFAC(PlainSteps):
             with self.health.timed("jacobian"), torch.enable_grad():
                 jacobian = Jacobian.of(trials.residuals, self.model)
             self._check_trained(jacobian.shapes)
-            entry = self._moved(jacobian, trials, residuals)
+            entry = self._attempted(lambda: self._moved(jacobian, trials, residuals))
         finally:
             trials.after.restore()
         self.health.counts["rollbacks"] += entry.pop("rollbacks")
@@ -224,7 +238,7 @@ class KFAC(PlainSteps):
                 groups = self._groups(self._solved(gradients))
             with self.health.timed("model"):
                 rates = {name: group["lr"] for name, group in self._options().items()}
-                entry = adaptive.move(replay, loss, gradients, groups, rates)
+                entry = self._attempted(lambda: adaptive.move(replay, loss, gradients, groups, rates))
             for name, group in self._options().items():
                 if group["weight_decay"] and name in gradients and entry["accepted"]:
                     self._trained()[name].mul_(1 - group["lr"] * group["weight_decay"])

@@ -75,7 +75,7 @@ class PlainSteps(SecondOrder):
         found = self._solved(means)
         self._slopes = {name: inner(means[name], u).float() for name, u in found.items()}
         energies = [self._energy(u, self._slopes[name], options[name]["damping"]) for name, u in found.items()]
-        return found, torch.stack(energies).sum()
+        return found, torch.stack(energies).nan_to_num(0.0, 0.0, 0.0).sum()  # what overflows is not gone along
 
     @staticmethod
     def _energy(u: Tensor, slope: Tensor, damping: float | None) -> Tensor:
@@ -128,13 +128,13 @@ class PlainSteps(SecondOrder):
                 p, group = parameters[name], options[name]
                 if group["weight_decay"]:
                     p.addcmul_(p, good.to(p.dtype), value=-group["lr"] * group["weight_decay"])
-                displacement = directions[name].mul_((-cut * group["lr"]).to(p.dtype))
+                displacement = directions[name].mul_((-cut * group["lr"]).to(p.dtype)).nan_to_num_(0.0, 0.0, 0.0)
                 p.add_(displacement)
                 old = last[name]  # goes on in its memory: it stays where the batch is bad
                 own = displacement if old is None else torch.where(good, displacement, old, out=old)
                 self.state[p]["displacement"] = own
                 slopes.append(cut * group["lr"] * self._slopes[name])
-        self.predicted = -torch.stack(slopes).sum()
+        self.predicted = -torch.stack(slopes).nan_to_num(0.0, 0.0, 0.0).sum()
 
 
 def _running_means(

@@ -174,7 +174,7 @@ class SecondOrder(ModelOptimizer):
         for block in blocks:
             damping = given.get(block.names[0])
             if damping is not None:
-                block.decompose(damping)
+                invert([block], SHARE, damping)
 
     def _solved(self, right: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``(M + damping I)^-1`` times some gradients; parameters that no curvature was seen of get the average."""
@@ -266,7 +266,7 @@ def _start(optimizer: SecondOrder | None) -> Tape | None:
 
 def _done(optimizer: SecondOrder | None, tape: Tape, output: Any) -> None:
     if optimizer is not None:
-        with optimizer.health.timed("capture"):
+        with optimizer.health.timed("capture"), optimizer.health.watching():
             optimizer._record(tape, output)
 
 

@@ -36,6 +36,7 @@ LEVELS = {
     "curvature.batch": 1,
     "curvature.moments": 2,
     "curvature.blocks": 3,
+    "curvature.prepared": 4,
     "curvature.layers": 1,
     "curvature.capture": 2,
     "curvature.general": 2,
