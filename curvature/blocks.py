@@ -42,7 +42,7 @@ class Block:
         self.names = tuple(names)
         self.reason = reason  # why there are no Kronecker factors; "" where there are
         self.updates = 0
-        self.samples = 0  # of the statistics added since the last `fold`
+        self.samples: float = 0  # of the statistics added since the last `fold`
 
     def weight_of_new(self, decay: float, updates: int | None = None) -> float:
         """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
@@ -114,6 +114,10 @@ class Block:
     def invert(blocks: Sequence[Any], share: float) -> None:
         """Prepare `solve` of blocks of this class that have statistics, see `curvature.invert`."""
         raise NotImplementedError
+
+    def multiply(self, times: float) -> None:
+        """Take what was added since the last `fold` as if its vectors had been so many times as long."""
+        self.samples /= times**2
 
     failures = 0  # of decompositions, in a row
 

@@ -35,7 +35,11 @@ class EigenBlock(KroneckerBlock):
         self.column_values: Tensor | None = None  # (g, i)
         # since the last `fold`: squares in the basis, and samples, without those that came before there was one
         self.squares: Tensor | None = None
-        self.turned = 0
+        self.turned: float = 0
+
+    def multiply(self, times: float) -> None:
+        super().multiply(times)
+        self.turned /= times**2
 
     def measured(self, terms: Sequence[Term]) -> Any:
         sums = super().measured(terms)

@@ -40,18 +40,21 @@ class WholeBlock(Block):
         self.shapes, self.is_sum = dict(shapes), is_sum
         self.trace = 0.0
         self.rank = 1  # at most
-        self.count = 1  # what the sum over the last rows is divided by
+        self.count = 1.0  # what the sum over the last rows is divided by
         self.damping: float | None = None
         self.discard()
 
     def discard(self) -> None:
-        self.samples = 0
+        self.samples, self.times = 0, 1.0
         self.new: list[tuple[Tape, Jacobian]] = []
 
     def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
         """Add a pass over so many samples."""
         self.new.append((tape, jacobian))
         self.samples += samples
+
+    def multiply(self, times: float) -> None:
+        self.times = times
 
     def fold(self, decay: float) -> None:
         if not self.new:
@@ -60,7 +63,7 @@ class WholeBlock(Block):
         whole = Jacobian(parts, self.shapes, self.new[0][1].zero)
         new, trace = self.made(whole)
         if bool(torch.isfinite(trace)):
-            self.count = 1 if self.is_sum else self.samples
+            self.count = (1 if self.is_sum else self.samples) / self.times**2
             self.trace, self.rank = float(trace) / self.count, min(whole.shape)
             self.keep(new, decay)  # a running average has a trace of its own
             self.updates += 1
@@ -80,9 +83,10 @@ class WholeBlock(Block):
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.damping is not None
-        named = dict(zip(self.names, gradients, strict=True))
+        given = dict(zip(self.names, gradients, strict=True))
+        named = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in given.items()}
         found = self.found(named, self.damping)
-        return [found[name].to(g.dtype) for name, g in named.items()]
+        return [found[name].to(g.dtype) for name, g in given.items()]
 
     def decompose(self, damping: float) -> None:
         self.damping = damping
@@ -125,7 +129,7 @@ class Woodbury(WholeBlock):
     structure = "woodbury"
     fresh: LeastSquares | None = None  # of the last batch
     problem: LeastSquares | None = None  # of the last batch that could be decomposed
-    divisor = 1  # its `count`
+    divisor = 1.0  # its `count`
     squares: Named | None = None  # the diagonal, where none could be
 
     def made(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
@@ -200,10 +204,9 @@ class DenseWhole(WholeBlock):
     def decompose(self, damping: float) -> None:
         assert self.matrix is not None
         self.damping = damping
-        if self.matrix.ndim == 1:
-            self.root = (self.matrix + damping).sqrt().diag()
-        else:
-            self.root = cholesky(self.matrix, damping, "NaturalGradient: the curvature")
+        is_diagonal = self.matrix.ndim == 1
+        what = "NaturalGradient: the curvature"
+        self.root = (self.matrix + damping).sqrt().diag() if is_diagonal else cholesky(self.matrix, damping, what)
 
     @property
     def prepared(self) -> list[Tensor]:
@@ -211,12 +214,10 @@ class DenseWhole(WholeBlock):
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:
-        whole = self.matrix
-        self.matrix = None if whole is None else whole.diagonal().clone()
-        try:
-            yield
-        finally:
-            self.matrix = whole
+        assert self.matrix is not None
+        whole, self.matrix = self.matrix, self.matrix.diagonal().clone()
+        yield
+        self.matrix = whole
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
         assert self.root is not None
@@ -295,6 +296,11 @@ class ConjugateGradients(WholeBlock):
         super().add_rows(tape, jacobian, samples)
         for k, (_, terms) in enumerate(jacobian.parts):
             self.factors.add(tape, dict(terms), samples if k == 0 else 0)
+
+    def multiply(self, times: float) -> None:
+        super().multiply(times)
+        for block in self.factors.blocks:
+            block.multiply(times)
 
     def discard(self) -> None:
         super().discard()

@@ -133,6 +133,10 @@ class KFAC(PlainSteps):
             ValueError: residuals, and an argument that has no meaning for them.
         """
         self._listener.reset()
+        if closure is not None and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
+            )
         start, steps = time.perf_counter(), self.steps
         with self.health.watching():
             value = self._loss_step(closure) if self.residuals is None else None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from optimizers.second_order import SecondOrder
 from optimizers.updates import adapted, inner, loosened, slope_ratio, within_trust
-from optimizers.verdict import judged, told
+from optimizers.verdict import told
 
 FIRST_CHANGE = 0.1  # root-mean-square change of an output entry that the first step aims at
 ADAPTATION = 0.3  # how fast the step size follows the slopes
@@ -37,7 +37,7 @@ class PlainSteps(SecondOrder):
     def _plain_step(self, gradients: Mapping[str, Tensor]) -> None:
         if not gradients:
             return
-        good = judged(gradients.values())
+        good = self._judged(gradients)
         is_ordinary, before = self._is_ordinary(), None
         if is_ordinary:  # the host does not wait: where the batch is bad, the device changes nothing
             before = self._before()

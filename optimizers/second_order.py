@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
 from optimizers.base import ModelOptimizer, check_arguments
 from optimizers.schedule import Schedule
+from optimizers.verdict import judged
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
 
@@ -43,7 +44,8 @@ class SecondOrder(ModelOptimizer):
         self.output_size = 1.0  # output entries per sample
         # when the last step ended, and seconds by part until then
         self._last: tuple[float, dict[str, float]] | None = None
-        self._pending: list[Callable[[], None]] = []  # what is known after the loss's own backward pass
+        # what is known after the loss's own backward pass; it takes the factor by which that was scaled
+        self._pending: list[Callable[[float], None]] = []
         me = weakref.ref(self)
         self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
         weakref.finalize(self, self._listener.remove)
@@ -87,12 +89,13 @@ class SecondOrder(ModelOptimizer):
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Keep the backprops of the loss when the training loop sends them back."""
         found: list[Tensor | None] = [None] * len(tape.uses)
-        scale = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
+        each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
 
         def keep(index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
             def hook(gradients: Sequence[Tensor]) -> None:
                 if gradients[number] is not None:
-                    found[index] = gradients[number].detach().reshape(tape.uses[index].shape) * scale
+                    b = gradients[number].detach().reshape(tape.uses[index].shape)
+                    found[index] = b.to(torch.promote_types(b.dtype, torch.float32))  # scaled or not, no overflow
 
             return hook
 
@@ -101,9 +104,33 @@ class SecondOrder(ModelOptimizer):
                 use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
         factors = self.factors
         assert isinstance(factors, RunningFactors)
-        self._pending.append(lambda: factors.record_backprops(tape, found, count))
+
+        def taken(scale: float) -> None:
+            backprops = [None if b is None else b.mul_(each / scale) for b in found]
+            factors.record_backprops(tape, backprops, count)
+
+        self._pending.append(taken)
 
     # -- for a step
+
+    # torch.amp.GradScaler hands `grad_scale` and `found_inf` over, and leaves the gradients as they are
+    _step_supports_amp_scaling = True
+
+    def _judged(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Take the scale of a `GradScaler` out of gradients, and say on their device whether all are finite."""
+        good = judged(gradients.values(), getattr(self, "grad_scale", None))
+        found = getattr(self, "found_inf", None)
+        return good & (found.to(good.device) == 0) if isinstance(found, Tensor) else good
+
+    def _loss_scale(self) -> float:
+        """What the loss was multiplied by before its backward pass, as far as a `GradScaler` did that."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"{type(self).__name__}: inject=empirical() takes the backprops of the loss, and GradScaler.unscale_ "
+                "was called before the step, so that their scale is unknown; leave unscale_ out or use isotropic()"
+            )
+        return 1.0 if scale is None else float(scale)
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._trained().items() if p.grad is not None}
@@ -124,7 +151,7 @@ class SecondOrder(ModelOptimizer):
         renews = self.schedule.renews(self.steps)
         with self.health.timed("factors"):
             for taken in self._pending:
-                taken()
+                taken(self._loss_scale())
             self._pending.clear()
             if not self.factors.blocks:
                 raise RuntimeError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,3 +53,15 @@ class Part:
 
 
 Term = Outer | Convolved | ConvolvedBack | Rows | Dense | Entrywise | Part
+
+
+def at_least(term: Term, dtype: torch.dtype) -> Term:
+    """The same, with tensors of lower precision in `dtype`: autocast gives the two sides of a term different ones."""
+    if isinstance(term, Part):
+        inner = at_least(term.term, dtype)
+        assert not isinstance(inner, Part)
+        return replace(term, term=inner)
+    held: dict[str, Any] = {f.name: getattr(term, f.name) for f in fields(term) if f.init}
+    low = {k: x for k, x in held.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    changed: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
+    return replace(term, **changed) if any(changed[k] is not x for k, x in low.items()) else term
