@@ -233,7 +233,7 @@ class KFAC(PlainSteps):
         try:
             loss = self._evaluated(replay, adaptive)
             gradients = self._gradients()
-            if not gradients or not _finite(loss, gradients):
+            if not gradients or not _finite(loss, gradients) or self._knows_nothing():
                 if gradients:
                     self._skip()
                 return loss

@@ -42,7 +42,7 @@ class PlainSteps(SecondOrder):
         if is_ordinary:  # the host does not wait: where the batch is bad, the device changes nothing
             before = self._before()
             self._entry, self._inverted = {"step": self._steps, "renewed": False, "inverted": 0}, 0.0
-        elif bool(good):
+        elif bool(good) and not self._knows_nothing():
             self._renew()
         else:
             self._skip()

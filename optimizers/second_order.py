@@ -40,6 +40,7 @@ class SecondOrder(ModelOptimizer):
         self.factors = self._curvature()
         self.schedule = Schedule(arguments["factor_every"], arguments["decompose_every"], arguments["max_overhead"])
         self.generator: torch.Generator | None = None
+        self._was_empty = False  # the batch of the last recorded pass
         self.output_scale: Tensor | None = None  # root mean square of an output entry
         self.output_size = 1.0  # output entries per sample
         # when the last step ended, and seconds by part until then
@@ -66,6 +67,9 @@ class SecondOrder(ModelOptimizer):
         if not outputs or not tape.uses:
             return
         count = outputs[0].shape[0]
+        self._was_empty = not all(x.numel() for x in outputs)
+        if self._was_empty:
+            return
         with torch.no_grad():
             squares = torch.stack([x.detach().float().square().sum() for x in outputs]).sum()
             self.output_size = sum(x.numel() for x in outputs) / count
@@ -140,6 +144,10 @@ class SecondOrder(ModelOptimizer):
         self.skipped += 1
         self._discard()
         self.health.entries.append({"step": self.steps, "accepted": False})
+
+    def _knows_nothing(self) -> bool:
+        """Whether all batches were empty so far."""
+        return self._was_empty and not self.factors.blocks
 
     def _discard(self) -> None:
         """Forget what the forward passes since the last step have shown."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_kfac import assert_same, copied, curvature_of, task, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimizers import EKFAC, KFAC
+from optimizers import EKFAC, KFAC, NaturalGradient
 
 aten = torch.ops.aten
 WAITING = {aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.equal, aten.masked_select}
@@ -100,3 +102,40 @@ def test_a_bad_batch_changes_nothing_at_any_kind_of_step(optimizer: type[KFAC], 
             train(m, o, *batch, 1)
         kinds.add((opt.history[-1]["renewed"], opt.history[-1]["inverted"] > 0))
     assert kinds >= {(False, False), (True, True)}
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient])
+@pytest.mark.parametrize("steps", [0, 3, 29])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_empty_batches(optimizer: type[KFAC], steps: int, reduction: str):
+    """Their gradients are zero, also those of a mean, which itself is no number: momentum goes on, no factor changes."""
+    model, _, x, y = task("mlp")
+    opt, loss = optimizer(model), functools.partial(F.cross_entropy, reduction=reduction)
+    train(model, opt, loss, x, y, steps)
+    for _ in range(2):
+        factors, before = curvature_of(opt), copied(model)
+        train(model, opt, loss, x[:0], y[:0], 1)
+        same = curvature_of(opt)
+        assert all(torch.equal(t, same[k]) for k, t in factors.items() if k.endswith((" rows", " columns")))
+        if not steps:
+            assert_same(copied(model), before)
+    assert opt.skipped == (0 if steps else 2)
+    values = train(model, opt, loss, x, y, 5)
+    assert all(map(math.isfinite, values)) and values[-1] < values[0]
+
+
+@pytest.mark.parametrize("options", [{"adaptive": True}, {"adaptive": False}])
+def test_empty_batches_of_a_closure(options: dict[str, bool]):
+    model, _, x, y = task("mlp")
+    opt = KFAC(model, **options)
+    values = []
+    for size in (0, 64, 0, 64, 0, 64):
+
+        def closure(size: int = size) -> Tensor:
+            opt.zero_grad()
+            value = F.cross_entropy(model(x[:size]), y[:size], reduction="sum")
+            value.backward()
+            return value
+
+        values.append(opt.step(closure).item())
+    assert all(map(math.isfinite, values)) and values[5] < values[3] < values[1]
