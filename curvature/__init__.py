@@ -1,7 +1,6 @@
 """Second-order information for PyTorch: activations and backprops of every layer, and what follows from them."""
 
 from curvature.block import Block
-from curvature.blocks import invert
 from curvature.capture import Listener, Tape, Use, capture
 from curvature.derivatives import Jacobian, residual_jacobian
 from curvature.estimators import (
@@ -23,6 +22,7 @@ from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.laplacian import laplacian
 from curvature.layers import Layout
 from curvature.leastsquares import LeastSquares
+from curvature.linalg import symmetric_eigh, watched
 from curvature.matrices import (
     ekfac,
     empirical_fisher,
@@ -35,6 +35,7 @@ from curvature.matrices import (
 )
 from curvature.matrixfree import MatrixFree
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Space, load
+from curvature.prepared import invert
 from curvature.residualblocks import ResidualBlock, residual_blocks
 from curvature.structure import sample_layouts
 from curvature.wholeblocks import WholeCurvature
@@ -94,6 +95,8 @@ __all__ = [
     "sample_layouts",
     "sampled",
     "spectral_density",
+    "symmetric_eigh",
+    "watched",
     "xdiag",
     "xtrace",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Block:
         self.names = tuple(names)
         self.reason = reason  # why there are no Kronecker factors; "" where there are
         self.updates = 0
-        self.samples = 0  # of the statistics added since the last `fold`
+        self.samples: float = 0  # of the statistics added since the last `fold`
 
     def weight_of_new(self, decay: float, updates: int | None = None) -> float:
         """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
@@ -82,14 +83,33 @@ class Block:
         """Shapes of what is kept."""
         raise NotImplementedError
 
-    def add(self, terms: Sequence[Term], samples: int) -> None:
-        """Add a batch, given the terms of the first parameter; one that is not finite is left out."""
+    def measured(self, terms: Sequence[Term]) -> Any:
+        """Statistics of a batch, a tree of tensors, of the first parameter's terms; None where they do not fit."""
+        raise NotImplementedError
+
+    def take(self, found: Any, samples: int) -> None:
+        """Add what `measured` gave, which is finite."""
         raise NotImplementedError
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
-        """Prepare `solve` of blocks of this class that have statistics, see `curvature.blocks.invert`."""
+        """Prepare `solve` of blocks of this class that have statistics, see `curvature.invert`."""
         raise NotImplementedError
+
+    def multiply(self, times: float) -> None:
+        """Take what was added since the last `fold` as if its vectors had been so many times as long."""
+        self.samples /= times**2
+
+    failures = 0  # of decompositions, in a row
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        """What `solve` uses of a decomposition."""
+        return []
+
+    def without_correlations(self) -> AbstractContextManager[None]:
+        """As if the matrices were zero off their diagonals."""
+        return nullcontext()
 
     def anew(self) -> Block:
         """A block of the same form that has seen nothing."""
@@ -106,14 +126,14 @@ class Block:
     def results(self) -> dict[str, Any]:
         """What `decompose` and `invert` set: plain tensors and numbers."""
         state = self.state()
-        return {k: state[k] for k in self.prepared}
+        return {k: state[k] for k in self.handed_on}
 
     def adopt(self, results: Mapping[str, Any]) -> None:
         """Have the `results` of the same block of another process."""
         for name, value in results.items():
             setattr(self, name, value)
 
-    prepared: tuple[str, ...] = ("inverse",)
+    handed_on: tuple[str, ...] = ("inverse",)  # from the process that decomposes
     kept: tuple[str, ...] = ()  # tensors of a checkpoint, and numbers
     form: tuple[str, ...] = ()  # what the arrangement of the parameters needs
 

@@ -11,7 +11,8 @@ Indices: n sample, t place, g group, i input, o output.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from curvature.arrangement import Arrangement
 from curvature.block import Block
-from curvature.inverses import Inverse, factored, in_eigenbasis
+from curvature.inverses import Inverse, factored, in_eigenbasis, not_zero
 from curvature.moments import Reading, Scheme, diagonal_of, enough, matched, wide
 from curvature.sketch import added, gathered, is_sketch, mixed, scaled, slotted
 from curvature.terms import Term
@@ -62,28 +63,20 @@ class KroneckerBlock(Block):
         form: Any = self.scheme
         self.scheme = Scheme(**form | {"arrangement": Arrangement(**form["arrangement"])})
 
-    def add(self, terms: Sequence[Term], samples: int) -> None:
-        sums = self.moments(terms)
-        if sums:
-            self.take(sums, samples)
-
-    def moments(self, terms: Sequence[Term]) -> Sums:
-        """Those of a batch; none where they are not finite, or the weight is read in another form than before."""
+    def measured(self, terms: Sequence[Term]) -> Any:
         if not all(self.scheme.accepts(t) for t in terms):
-            return {}
-        sums = {
+            return None
+        return {
             reading: (
                 *self.scheme.activations(enough(parts, self.scheme.sharing, self.place)),
                 self.scheme.backprops(parts),
             )
             for reading, parts in self.scheme.readings(terms).items()
         }
-        return sums if all(bool(torch.isfinite(a.sum() + b.sum())) for a, _, b in sums.values()) else {}
 
-    def take(self, sums: Sums, samples: int) -> None:
-        """Add the moments of a batch."""
+    def take(self, found: Any, samples: int) -> None:
         self.samples += samples
-        for reading, (a, number, b) in sums.items():
+        for reading, (a, number, b) in found.items():
             if reading in self.added:
                 other = self.added[reading]
                 a, number, b = added(a, other[0]), number + other[1], added(b, other[2])
@@ -114,7 +107,7 @@ class KroneckerBlock(Block):
 
     def take_sums(self, sums: Mapping[str, Tensor]) -> None:
         self.discard()
-        self.samples = round(float(sums.get("samples", 0)))
+        self.samples = float(sums.get("samples", 0))
         for key in dict.fromkeys(k[:2] for k in sums if k != "samples"):
             a, b = (gathered(x) if x.ndim == 4 else x for x in (sums[key + "a"], sums[key + "b"]))
             if float(sums[key + "number"]):  # read in this way by none
@@ -146,6 +139,20 @@ class KroneckerBlock(Block):
         anew = [b.updates & (b.updates - 1) == 0 for b in blocks]  # at 1, 2, 4, 8, ...: their ranks change ever slower
         for block, found in zip(blocks, factored(pairs, share, before, anew), strict=True):
             block.inverse = found
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        i = self.inverse
+        return [] if i is None else [t for t in (i.rows, i.columns, i.values, *i.shifts) if t is not None]
+
+    @contextmanager
+    def without_correlations(self) -> Iterator[None]:
+        whole = self.rows, self.columns
+        self.rows, self.columns = (None if side is None else diagonal_of(side) for side in whole)
+        try:
+            yield
+        finally:
+            self.rows, self.columns = whole
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
@@ -191,7 +198,7 @@ class DiagonalBlock(Block):
     """The diagonal of one parameter's block: mean over samples of its squared per-sample gradients."""
 
     structure = "diagonal"
-    prepared = ()  # every process can do that
+    handed_on = ()  # every process can do that
     kept = ("values", "inverse")
     form = ("shape", "dtype")
 
@@ -202,16 +209,17 @@ class DiagonalBlock(Block):
         self.inverse: Tensor | None = None
         self.sum: Tensor | None = None
 
-    def add(self, terms: Sequence[Term], samples: int) -> None:
-        """Add the sum over a batch's samples of squared gradients, terms of one number of samples together."""
+    def measured(self, terms: Sequence[Term]) -> Any:
+        """The sum over a batch's samples of squared gradients, terms of one number of samples together."""
         found: dict[int, Tensor] = {}
         for term in terms:
             g = term.gradients().to(self.dtype)
             found[len(g)] = found[len(g)] + g if len(g) in found else g
-        squares = torch.stack([g.square().sum(0) for g in found.values()]).sum(0)
-        if bool(torch.isfinite(squares.sum())):
-            self.samples += samples
-            self.sum = squares if self.sum is None else self.sum + squares
+        return torch.stack([g.square().sum(0) for g in found.values()]).sum(0)
+
+    def take(self, found: Any, samples: int) -> None:
+        self.samples += samples
+        self.sum = found if self.sum is None else self.sum + found
 
     def discard(self) -> None:
         self.sum, self.samples = None, 0
@@ -223,7 +231,7 @@ class DiagonalBlock(Block):
         return {} if self.sum is None else {"sum": self.sum, "samples": self.sum.new_tensor(self.samples)}
 
     def take_sums(self, sums: Mapping[str, Tensor]) -> None:
-        self.sum, self.samples = sums.get("sum"), round(float(sums.get("samples", 0)))
+        self.sum, self.samples = sums.get("sum"), float(sums.get("samples", 0))
 
     def fold(self, decay: float) -> None:
         if self.sum is None or not self.samples:
@@ -251,7 +259,11 @@ class DiagonalBlock(Block):
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         for block in blocks:
-            block.decompose(float(share * block.mean_eigenvalue) + torch.finfo(block.dtype).tiny ** 0.5)
+            block.inverse = 1 / (block.smoothed + share * not_zero(block.mean_eigenvalue))
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        return [] if self.inverse is None else [self.inverse]
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
@@ -275,11 +287,3 @@ class DiagonalBlock(Block):
 
     def describe(self) -> str:
         return "x".join(map(str, self.shape)) or "1"
-
-
-def invert(blocks: Sequence[Block], share: float) -> None:
-    """Prepare `Block.solve` with damping relative to each block's own curvature, see `curvature.inverses.factored`."""
-    seen = [b for b in blocks if b.updates]
-    kinds: list[type[Block]] = list(dict.fromkeys(type(b) for b in seen))
-    for kind in kinds:
-        kind.invert([b for b in seen if type(b) is kind], share)

@@ -19,7 +19,7 @@ from curvature.graph import identity_of, tape_of
 from curvature.squares import squared
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
-from curvature.terms import Dense, Outer, Term, moved
+from curvature.terms import Dense, Outer, Term, at_least, moved
 from curvature.written_out import WrittenOut
 
 CHUNK = 1 << 26  # elements of the rows that go back together
@@ -122,6 +122,8 @@ class Jacobian:
         Args:
             tape: of the forward pass that gave the outputs (N, ...), samples along their first axis.
             vectors: as many for each of the outputs.
+
+        It is in single precision at least, whatever those of the model and of its outputs.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parts = []
@@ -130,9 +132,11 @@ class Jacobian:
                 pairs = zip(outputs, sent, strict=True)
                 values = torch.stack([(x * v).reshape(len(x), -1).sum(1) for x, v in pairs]).sum(0)
             edge = get_gradient_edge(values)
-            parts.append((len(values), _terms(values.detach(), edge, parameters, model, tape)))
+            own = _terms(values.detach(), edge, parameters, model, tape)
+            parts.append((len(values), {k: [at_least(t, torch.float32) for t in terms] for k, terms in own.items()}))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        return Jacobian(_stacked(parts), shapes, outputs[0].new_zeros(()))
+        zero = outputs[0].new_zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32))
+        return Jacobian(_stacked(parts), shapes, zero)
 
     def rows(self) -> dict[str, Tensor]:
         """{name: (M, *shape)}."""
@@ -318,6 +322,7 @@ def _terms(
     else:
         backprops = tape.gradients([edge], [torch.ones_like(values)]) if tape.uses else []
         terms, _ = explained(tape, backprops, plan.layouts, plan.general)
+        terms = {name: [at_least(t, parameters[name].dtype) for t in own] for name, own in terms.items()}
     if plan.general:
         terms |= _one_by_one(values, edge, {name: p for name, p in parameters.items() if name in plan.general})
     return {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvature.blocks import KroneckerBlock
 from curvature.contractions import sum_of
-from curvature.inverses import Inverse, bases, basis, carried
+from curvature.inverses import Inverse, bases, basis, carried, not_zero
 from curvature.moments import Scheme
 from curvature.terms import Term
 from curvature.turned import Basis
@@ -25,7 +25,7 @@ class EigenBlock(KroneckerBlock):
     """
 
     structure = "eigen"
-    prepared = ("inverse", "values", "row_values", "column_values")
+    handed_on = ("inverse", "values", "row_values", "column_values")
     kept = (*KroneckerBlock.kept, "values", "seen", "row_values", "column_values")
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
@@ -36,19 +36,24 @@ class EigenBlock(KroneckerBlock):
         self.column_values: Tensor | None = None  # (g, i)
         # since the last `fold`: squares in the basis, and samples, without those that came before there was one
         self.squares: Tensor | None = None
-        self.turned = 0
+        self.turned: float = 0
 
-    def add(self, terms: Sequence[Term], samples: int) -> None:
-        sums = self.moments(terms)
-        if not sums:
-            return
-        if self.inverse is not None:
-            squares = self._squares(terms, self.inverse)
-            if not bool(torch.isfinite(squares.sum())):
-                return
+    def multiply(self, times: float) -> None:
+        super().multiply(times)
+        self.turned /= times**2
+
+    def measured(self, terms: Sequence[Term]) -> Any:
+        sums = super().measured(terms)
+        if sums is None or self.inverse is None:
+            return None if sums is None else (sums, None)
+        return sums, self._squares(terms, self.inverse)
+
+    def take(self, found: Any, samples: int) -> None:
+        sums, squares = found
+        if squares is not None:
             self.turned += samples
             self.squares = squares if self.squares is None else self.squares + squares
-        self.take(sums, samples)
+        super().take(sums, samples)
 
     def _squares(self, terms: Sequence[Term], inverse: Inverse) -> Tensor:
         """Over the batch's samples, terms of one number of samples together."""
@@ -75,7 +80,7 @@ class EigenBlock(KroneckerBlock):
         own = {k: sums[k] for k in ("squares", "turned") if k in sums}
         super().take_sums({k: x for k, x in sums.items() if k not in own})
         if own:
-            self.squares, self.turned = own["squares"], round(float(own["turned"]))
+            self.squares, self.turned = own["squares"], float(own["turned"])
 
     def discard(self) -> None:
         super().discard()
@@ -111,14 +116,13 @@ class EigenBlock(KroneckerBlock):
     def _inverted(self, damping: float, share: float) -> Tensor:
         assert self.values is not None and self.row_values is not None and self.column_values is not None
         b, a = self.row_values[:, :, None], self.column_values[:, None, :]
-        mean_b, mean_a = b.mean(1, keepdim=True), a.mean(2, keepdim=True)
+        mean_b, mean_a = not_zero(b.mean(1, keepdim=True)), not_zero(a.mean(2, keepdim=True))
         return 1 / (self.values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         found = bases([side for block in blocks for side in (block.rows, block.columns)])
         for block, rows, columns in zip(blocks, found[::2], found[1::2], strict=True):
-            # a layer that nothing reaches has zero gradients too: any finite inverse will do
             block._turn(rows, columns, torch.finfo(block.scheme.dtype).tiny ** 0.5, share)
 
     @property

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from curvature.block import Block
 from curvature.blocks import DiagonalBlock, KroneckerBlock
 from curvature.capture import Tape
 from curvature.eigenblocks import EigenBlock
 from curvature.layers import Layout
+from curvature.linalg import full_precision
 from curvature.moments import Scheme
 from curvature.structure import explained, guesses, joint_bias
 from curvature.terms import Dense, Entrywise, Term
@@ -131,8 +133,18 @@ class RunningFactors(Blocks):
         self.blocks += layer_blocks(tape, terms, taken, self.sharing, self.kind)
         for block in self.blocks:
             block.place = self.place
-            if terms.get(block.names[0]):
-                block.add(terms[block.names[0]], count)
+        with full_precision():
+            measured = [(b, b.measured(terms[b.names[0]])) for b in self.blocks if terms.get(b.names[0])]
+        found = [(block, batch) for block, batch in measured if batch is not None]
+        for (block, batch), is_fine in zip(found, _are_finite([batch for _, batch in found]), strict=True):
+            if is_fine:
+                block.take(batch, count)
+
+
+def _are_finite(batches: Sequence[Any]) -> list[bool]:
+    """Of trees of tensors; the host asks once for all."""
+    sums = [[t.sum().double() for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)] for batch in batches]
+    return torch.stack([torch.stack(own).sum().isfinite() for own in sums]).tolist() if sums else []
 
 
 def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import cholesky_root, eigh, inverse, matmul
+from curvature.linalg import cholesky_root, eigh, inverse, matmul, note
 from curvature.lowrank import LARGE, low_rank
 from curvature.sketch import diagonal_of, is_sketch, spectrum
 
@@ -135,7 +135,8 @@ def carried(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tenso
 
     It is exact if that matrix has nothing else in the old basis; the trace is kept, for orthogonal sides.
     """
-    rows, columns = (n * o if n.ndim == 2 else matmul(n.mT, o).square() for o, n in zip(old, new, strict=True))
+    olds = [torch.diag_embed(o) if o.ndim < n.ndim else o for o, n in zip(old, new, strict=True)]
+    rows, columns = (n * o if n.ndim == 2 else matmul(n.mT, o).square() for o, n in zip(olds, new, strict=True))
     return _right(_transposed(columns), _left(rows, values))
 
 
@@ -193,14 +194,25 @@ def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, bool, Tensor]:
 def _by_largest(side: Tensor, share: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """V and c of the damped inverse of one side (1, d, d), if few eigenvalues stand out."""
     mean = _mean(side)
-    found = low_rank(side[0] / mean, share, None if start is None else start[0])
+    try:
+        found = low_rank(side[0] / mean, share, None if start is None else start[0])
+    except torch.linalg.LinAlgError:  # then by Cholesky
+        note("retried")
+        return None
     return None if found is None else (found[0][None], found[1] / mean)
 
 
 def _mean(sides: Tensor) -> Tensor:
     """Mean eigenvalue of each group, not zero."""
-    # a layer that nothing reaches has zero gradients too: any finite inverse will do
-    return diagonal_of(sides).mean(1).clamp(min=torch.finfo(sides.dtype).tiny ** 0.5)
+    return not_zero(diagonal_of(sides).mean(1))
+
+
+def not_zero(mean: Tensor) -> Tensor:
+    """Mean eigenvalues to divide by, one in the place of zero.
+
+    A layer that nothing reached may get a gradient before its curvature is renewed: its step must not be endless.
+    """
+    return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
 
 
 def _parts(inverse: Inverse | None) -> Iterable[tuple[Tensor | None, Tensor | None]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvature.linalg import cholesky_root, matmul, rounding_of, symmetric_eigh
+from curvature.linalg import cholesky_root, matmul, root_by_ladder, rounding_of, symmetric_eigh
 from curvature.moments import matched
 
 Pair = tuple[Tensor, Tensor]  # B (o, o) and A (i, i), symmetric and positive semi-definite
@@ -83,10 +83,10 @@ def _two(pairs: Sequence[Pair]) -> list[Pair]:
 def _diagonalised(sides: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """W with ``W^T sum(sides) W = I`` and the diagonal of ``W^T sides[0] W``, from 0 to 1."""
     total = sides[0] if len(sides) == 1 else sides[0] + sides[1]
-    root = cholesky_root(total[None])
+    root = cholesky_root(total)
     if root is None:
-        raise ValueError("a factor is not positive semi-definite to working precision")
-    half = torch.linalg.solve_triangular(root[0], sides[0], upper=False)
-    whole = torch.linalg.solve_triangular(root[0], half.mT, upper=False)
+        root = root_by_ladder(total, "a factor")
+    half = torch.linalg.solve_triangular(root, sides[0], upper=False)
+    whole = torch.linalg.solve_triangular(root, half.mT, upper=False)
     values, vectors = symmetric_eigh(whole)
-    return torch.linalg.solve_triangular(root[0].mT, vectors, upper=True), values.clamp(0, 1)
+    return torch.linalg.solve_triangular(root.mT, vectors, upper=True), values.clamp(0, 1)

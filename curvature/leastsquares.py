@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvature.derivatives import Jacobian
-from curvature.linalg import cholesky_root, rounding_of, symmetric_eigh
+from curvature.linalg import cholesky_root, note, rounding_of, symmetric_eigh
 
 CLIP = 5.0  # eigenvalues, and damping, below so many times what rounding makes of zero count as zero
 
@@ -26,6 +26,7 @@ class LeastSquares:
         self.dense = jacobian.to_dense() if jacobian.shape[1] <= jacobian.shape[0] else None
         self.matrix = jacobian.gram() if self.dense is None else self.dense.mT @ self.dense
         self._spectrum: tuple[Tensor, Tensor] | None = None
+        self._root: tuple[float, Tensor | None] = (-1.0, None)  # by Cholesky's algorithm, for the last damping
 
     def solve(self, right: Tensor, damping: float = 0.0, cut: float = 0.0) -> dict[str, Tensor]:
         """The solution for ``right`` (M,), in the shapes of the parameters.
@@ -67,16 +68,32 @@ class LeastSquares:
         """The largest eigenvalue of ``J^T J``."""
         return float(self.spectrum[0][-1])
 
+    def prepare(self, damping: float) -> None:
+        """Decompose for a damping, in place of the first solution with it.
+
+        Raises:
+            torch.linalg.LinAlgError: that failed, however it was tried.
+        """
+        is_large = damping > float(CLIP * rounding_of(self.matrix.trace()))
+        if self._root[0] != damping:
+            root = None
+            if is_large and self._spectrum is None:
+                damped = self.matrix.clone()
+                damped.diagonal().add_(damping)
+                root = cholesky_root(damped)
+                if root is None:
+                    note("retried")
+            self._root = damping, root
+        if self._root[1] is None:
+            _ = self.spectrum
+
     def _solved(self, right: Tensor, damping: float, cut: float = 0.0) -> Tensor:
         right = right.to(self.matrix)  # the values may have another precision than the parameters
-        is_large = damping > float(CLIP * rounding_of(self.matrix.trace()))
-        if is_large and self._spectrum is None:
-            damped = self.matrix.clone()
-            damped.diagonal().add_(damping)
-            root = cholesky_root(damped[None])
-            if root is not None:
-                return torch.cholesky_solve(right[:, None], root[0])[:, 0]
+        self.prepare(damping)
+        if self._root[1] is not None:
+            return torch.cholesky_solve(right[:, None], self._root[1])[:, 0]
         values, vectors = self.spectrum
+        is_large = damping > float(CLIP * rounding_of(self.matrix.trace()))
         kept = (values > torch.maximum(CLIP * rounding_of(values[-1]), cut * values[-1])) | is_large
         inverse = torch.where(kept, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
         return vectors @ (inverse * (vectors.mT @ right))

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # Eigenvalues of singular matrices come out at up to about 4 eps times the largest, at any size that we tried.
 ROUNDING = 10.0
+JITTER = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
+NOTED: ContextVar[Counter[str] | None] = ContextVar("noted", default=None)
 
 
 class NotDefinite(ValueError):
@@ -32,28 +40,88 @@ class NotDefinite(ValueError):
         )
 
 
+@contextmanager
+def watched() -> Iterator[Counter[str]]:
+    """Counts what went wrong inside and was put right.
+
+    "retried": decompositions that took more than one try. "kept": blocks that kept the inverse they had, since no try
+    succeeded. "diagonal": blocks that had none yet, and got the inverse of their diagonal.
+    """
+    counts: Counter[str] = Counter()
+    token = NOTED.set(counts)
+    try:
+        yield counts
+    finally:
+        NOTED.reset(token)
+
+
+def note(what: str) -> None:
+    """Count an event of `watched`."""
+    counts = NOTED.get()
+    if counts is not None:
+        counts[what] += 1
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32, and no bfloat16 in its place: they leave three digits of a product, and damping is less than that."""
+    places: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "ieee"
+        yield
+    finally:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+
+
+def attempted(decompose: Callable[[], Any]) -> Any:
+    """What is computed, a tensor or several, or None where that fails or is not finite."""
+    try:
+        found = decompose()
+    except RuntimeError as error:
+        if not isinstance(error, torch.linalg.LinAlgError) and "cusolver" not in str(error).lower():
+            raise
+        return None
+    tensors = [found] if isinstance(found, Tensor) else list(found)
+    return found if bool(torch.stack([x.isfinite().all() for x in tensors]).all()) else None
+
+
 def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors (columns) of symmetric matrices (..., d, d).
 
-    Tries the matrix as it is, then in float64, then with growing jitter on the diagonal.
+    Where that fails, or its result is not finite, each matrix is tried alone: as it is, in float64, on the CPU, then
+    with growing jitter on the diagonal.
 
     Raises:
         torch.linalg.LinAlgError: nothing of that succeeded.
     """
     symmetric = (matrix + matrix.mT) / 2
     wide = symmetric if symmetric.dtype in (torch.float32, torch.float64) else symmetric.float()
-    eye = torch.eye(wide.shape[-1], dtype=torch.float64, device=wide.device)
-    mean = wide.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].double()
-    for jitter in (None, 0.0, 1e-10, 1e-8, 1e-6, 1e-4):
-        try:
-            tried = wide if jitter is None else wide.double() + jitter * mean * eye
-            values, vectors = torch.linalg.eigh(tried)
-            return values.to(matrix.dtype), vectors.to(matrix.dtype)
-        except torch.linalg.LinAlgError:
-            continue
-    raise torch.linalg.LinAlgError(
-        f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, also in float64 with jitter"
-    )
+    found = attempted(partial(torch.linalg.eigh, wide))
+    if found is None:
+        size = wide.shape[-1]
+        values, vectors = zip(*(_by_ladder(own) for own in wide.reshape(-1, size, size)), strict=True)
+        found = torch.stack(values).reshape(wide.shape[:-1]), torch.stack(vectors).reshape(wide.shape)
+    return found[0].to(matrix.dtype), found[1].to(matrix.dtype)
+
+
+def _by_ladder(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """`symmetric_eigh` of one matrix (d, d), after a first failure."""
+    double = matrix.double()
+    here = double.cpu()
+    mean = here.diagonal().mean().abs()
+    rungs = [matrix, double, here, *(here + share * mean * torch.eye(len(here)) for share in JITTER)]
+    if bool(here.isfinite().all()):
+        for k, rung in enumerate(rungs):
+            found = attempted(partial(torch.linalg.eigh, rung))
+            if found is not None:
+                if k:
+                    note("retried")
+                return found[0].to(matrix), found[1].to(matrix)
+    state = "also in float64, on the CPU and with jitter" if bool(here.isfinite().all()) else "for it is not finite"
+    raise torch.linalg.LinAlgError(f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, {state}")
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,14 +132,24 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 def cholesky_root(matrix: Tensor) -> Tensor | None:
     """Lower triangular roots of symmetric matrices (g, d, d); None where one of them is not positive definite."""
-    root, failed = torch.linalg.cholesky_ex(matrix)
-    return None if bool(failed.any()) else root
+    found = attempted(partial(torch.linalg.cholesky_ex, matrix))
+    return None if found is None or bool(found[1].any()) else found[0]
 
 
 def inverse(matrix: Tensor) -> Tensor:
-    """Inverse of symmetric positive definite matrices (g, d, d), by Cholesky; by eigenvalues where that fails."""
+    """Inverse of symmetric positive definite matrices (g, d, d), by Cholesky.
+
+    Where that fails, in float64, then by eigenvalues.
+
+    Raises:
+        torch.linalg.LinAlgError: these fail too.
+    """
     root = cholesky_root(matrix)
     if root is None:
+        note("retried")
+        double = cholesky_root((matrix + matrix.mT).double() / 2)
+        if double is not None:
+            return torch.cholesky_inverse(double).to(matrix.dtype)
         values, vectors = eigh(matrix)
         largest = values.amax(-1, keepdim=True)
         floor = rounding_of(largest).clamp(min=torch.finfo(values.dtype).tiny)
@@ -113,16 +191,33 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
 
     Raises:
         NotDefinite: not positive definite to working precision.
+        torch.linalg.LinAlgError: positive definite, and Cholesky's algorithm fails all the same, also with jitter.
     """
     damped = matrix.clone()
     damped.diagonal().add_(damping)
-    root, failed = torch.linalg.cholesky_ex(damped)
-    if int(failed):
-        values = torch.linalg.eigvalsh(matrix)
-        raise NotDefinite(what, values, rounding_of(values.abs().max()), damping)
+    root = cholesky_root(damped)
+    if root is None:
+        values = symmetric_eigh(matrix)[0]
+        rounding = rounding_of(values.abs().max())
+        if not bool((values + damping > rounding / ROUNDING).all()):
+            raise NotDefinite(what, values, rounding, damping)
+        return root_by_ladder(damped, what)
     least, largest = _extremes(damped, root)
     damped_values(least - damping, rounding_of(largest), damping, what)
     return root
+
+
+def root_by_ladder(matrix: Tensor, what: str) -> Tensor:
+    """The Cholesky root of one positive definite matrix (d, d), after a first failure."""
+    note("retried")
+    here = matrix.double().cpu()
+    here = (here + here.mT) / 2
+    jitters = (share * here.diagonal().mean() * torch.eye(len(here)) for share in (0.0, *JITTER))
+    roots = (cholesky_root(here + jitter) for jitter in jitters)
+    root = next((root for root in roots if root is not None), None)
+    if root is None:
+        raise torch.linalg.LinAlgError(f"{what}: Cholesky's algorithm failed, also with jitter")
+    return root.to(matrix)
 
 
 def _extremes(matrix: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:

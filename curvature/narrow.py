@@ -20,6 +20,7 @@ from curvature.arrangement import Arrangement
 from curvature.capture import Use
 from curvature.injection import Injection
 from curvature.layers import Layout, Unsupported
+from curvature.linalg import symmetric_eigh
 from curvature.stream import Pass, samples_first
 from curvature.terms import Outer
 
@@ -109,7 +110,7 @@ def _root(W: Tensor, product: Callable[[Tensor], Tensor], head: Head, step: int)
         spread = part[:, None, None, :].expand(-1, *head.index.shape)
         rows.append(product(spread) @ W)
     matrix = torch.stack(list(torch.cat(rows)), 2)  # (n, t, d, d)
-    values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+    values, vectors = symmetric_eigh(matrix)
     least = 10 * torch.finfo(W.dtype).eps * values.abs().amax(-1, keepdim=True)
     return vectors * torch.where(values > least, values.clamp(min=0).rsqrt(), 0)[..., None, :]
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from curvature import likelihoods
 from curvature.likelihoods import Likelihood
+from curvature.linalg import symmetric_eigh
 from curvature.losses import GaussianNLLLoss, Loss, name_of, per_sample_losses, reduction_of, resolve
 from curvature.place import unit_vectors
 
@@ -310,7 +311,7 @@ def _decomposed(loss: Loss, product: Map, output: Tensor, count: int) -> Map:
     columns = [product(unit_vectors(output, count, k, min(k + CHUNK, size))) for k in range(0, size, CHUNK)]
     matrix = torch.cat(columns).reshape(size, count, size).movedim(0, 1)
     finite = matrix.isfinite().all(2).all(1)[:, None, None]
-    values, vectors = torch.linalg.eigh(torch.where(finite, (matrix + matrix.mT) / 2, 0))
+    values, vectors = symmetric_eigh(torch.where(finite, matrix, 0))
     _require_semidefinite(loss, values, size)
     root = torch.where(finite, vectors * values.clamp(min=0).sqrt()[:, None, :], math.nan)
     return lambda eps: torch.einsum("nij,knj->kni", root, eps.reshape(len(eps), count, size)).reshape(eps.shape)

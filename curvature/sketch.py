@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvature.linalg import eigh, matmul
+from curvature.linalg import eigh, matmul, note
 
 RANK = 128  # directions that are kept
 ROWS = 2 * RANK  # of a batch; more are mixed with random signs, which leaves the expected moment as it is
@@ -37,7 +37,7 @@ def added(one: Tensor, other: Tensor) -> Tensor:
         return one + other
     last = (one[:, -1:].square() + other[:, -1:].square()).sqrt()
     both = torch.cat([one[:, :-1], other[:, :-1], last], 1)
-    return merged(both) if both.shape[1] > 2 * ROWS else both
+    return _merged_or(None, both) if both.shape[1] > 2 * ROWS else both
 
 
 def slotted(side: Tensor, rank: int, size: int) -> Tensor:
@@ -65,7 +65,20 @@ def mixed(old: Tensor | None, new: Tensor, weight: float) -> Tensor:
     """``(1 - weight) old + weight new``, or `new` where there is no old one."""
     if not is_sketch(new):
         return new if old is None else old.lerp_(new, weight)
-    return merged(new if old is None else added(scaled(old, 1 - weight), scaled(new, weight)))
+    return _merged_or(old, new if old is None else added(scaled(old, 1 - weight), scaled(new, weight)))
+
+
+def _merged_or(old: Tensor | None, sketch: Tensor) -> Tensor:
+    """`merged`; where the decomposition fails what there was, or a sketch of the trace alone."""
+    try:
+        return merged(sketch)
+    except torch.linalg.LinAlgError:
+        note("diagonal" if old is None else "kept")
+        if old is not None:
+            return old
+        alone = torch.zeros_like(sketch[:, : RANK + 1])
+        alone[:, -1] = (sketch.square().sum() / sketch.shape[2]).sqrt()
+        return alone
 
 
 def merged(sketch: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from curvature.capture import Tape
 from curvature.contractions import Dense, Term
 from curvature.general import general_gradients
 from curvature.structure import Plan, explained, find_layout, noise, rounding, signature_of
+from curvature.terms import at_least
 
 log = logging.getLogger("curvature")
 Alone = Callable[[int], dict[str, Tensor] | None]
@@ -55,11 +56,13 @@ def studied(
         layouts.append(layout)
         certain = certain and only
     terms, failed = explained(tape, backprops, layouts, set())
+    terms = {name: [at_least(t, parameters[name].dtype) for t in parts] for name, parts in terms.items()}
+    low = max((torch.finfo(b.dtype).eps for b in backprops if b is not None), default=0.0) ** 0.5
     uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
     floor = noise(whole)
     for (name, p), g in zip(parameters.items(), whole, strict=True):
         expected = torch.zeros_like(p) if g is None else g
-        if name in terms and name not in uneven and not _sums_to(terms[name], weights, expected, floor):
+        if name in terms and name not in uneven and not _sums_to(terms[name], weights, expected, floor, low):
             failed.add(name)
     n = int(losses.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax())  # a sample that counts
     expected_rows = alone(n)
@@ -69,7 +72,7 @@ def studied(
             for name, parts in terms.items()
             if parts
         }
-        failed |= set(differences(rows, expected_rows))
+        failed |= set(differences(rows, expected_rows, low))
     _note_general(tape, failed)
     kept = {name: parts for name, parts in terms.items() if name not in failed}
     return kept, Plan(signature_of(tape), layouts, failed), certain
@@ -88,22 +91,27 @@ def alone_in(batch: Batch, random: bool) -> Alone:
     return alone
 
 
-def _sums_to(terms: list[Term], weights: Tensor, whole: Tensor, floor: float) -> bool:
+def _sums_to(terms: list[Term], weights: Tensor, whole: Tensor, floor: float, low: float) -> bool:
     """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses."""
     if not terms:
         return bool(whole.norm() <= floor)
+    weights = weights.to(whole.dtype)
     scale = (contractions.norms_squared(terms) * weights.square()).sum().sqrt()
     difference = (contractions.weighted_sum(terms, weights) - whole).norm()
-    return bool(difference <= rounding(whole) * scale + floor)
+    return bool(difference <= max(rounding(whole), low) * scale + floor)
 
 
-def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Names whose gradients differ by more than the rounding of one kernel for one sample and another for many."""
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor], low: float = 0.0) -> list[str]:
+    """Names whose gradients differ by more than the rounding of one kernel for one sample and another for many.
+
+    `low` is the root of the coarsest rounding inside the model, under autocast.
+    """
     floor = noise(expected.values())
     return [
         name
         for name, g in found.items()
-        if not (g - expected[name]).norm() <= 10 * torch.finfo(g.dtype).eps ** 0.5 * expected[name].norm() + floor
+        if not (g - expected[name]).norm()
+        <= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low) * expected[name].norm() + floor
     ]
 
 

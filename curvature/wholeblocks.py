@@ -8,8 +8,10 @@ backprops are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from curvature.derivatives import Jacobian
 from curvature.estimators.solvers import truncated
 from curvature.factors import Blocks, RunningFactors
 from curvature.leastsquares import LeastSquares
-from curvature.linalg import cholesky, symmetric_eigh
+from curvature.linalg import attempted, cholesky
+from curvature.prepared import invert
 
 Named = Mapping[str, Tensor]
 CARRIED = 0.95  # of the last solution, where the next iteration begins
@@ -32,19 +35,19 @@ class WholeBlock(Block):
     """Base: sums up the rows of the passes since the last `fold`. Sub-classes say what is kept of them, and solve."""
 
     form = ("shapes", "trace", "rank", "is_sum")
-    prepared = ()  # every process solves for itself
+    handed_on = ()  # every process solves for itself
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(list(shapes))
         self.shapes, self.is_sum = dict(shapes), is_sum
         self.trace = 0.0
         self.rank = 1  # at most
-        self.count = 1  # what the sum over the last rows is divided by
+        self.count = 1.0  # what the sum over the last rows is divided by
         self.damping: float | None = None
         self.discard()
 
     def discard(self) -> None:
-        self.samples = 0
+        self.samples, self.times = 0, 1.0
         self.new: list[Jacobian] = []
 
     def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
@@ -56,13 +59,16 @@ class WholeBlock(Block):
         """The rows of all passes since the last `fold`."""
         return replace(self.new[0], parts=[part for jacobian in self.new for part in jacobian.parts])
 
+    def multiply(self, times: float) -> None:
+        self.times = times
+
     def fold(self, decay: float) -> None:
         if not self.new:
             return
         whole = self.whole()
         new, trace = self.made(whole)
         if bool(torch.isfinite(trace)):
-            self.count = 1 if self.is_sum else self.samples
+            self.count = (1 if self.is_sum else self.samples) / self.times**2
             self.trace, self.rank = float(trace) / self.count, min(whole.shape)
             self.keep(new, decay)  # a running average has a trace of its own
             self.updates += 1
@@ -87,9 +93,10 @@ class WholeBlock(Block):
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.damping is not None
-        named = dict(zip(self.names, gradients, strict=True))
+        given = dict(zip(self.names, gradients, strict=True))
+        named = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in given.items()}
         found = self.found(named, self.damping)
-        return [found[name].to(g.dtype) for name, g in named.items()]
+        return [found[name].to(g.dtype) for name, g in given.items()]
 
     def decompose(self, damping: float) -> None:
         self.damping = damping
@@ -130,23 +137,41 @@ class Woodbury(WholeBlock):
     """The last batch alone, solved in the smaller of parameter and sample space (Woodbury's identity)."""
 
     structure = "woodbury"
-    problem: LeastSquares | None = None
+    fresh: LeastSquares | None = None  # of the last batch
+    problem: LeastSquares | None = None  # of the last batch that could be decomposed
+    divisor = 1.0  # its `count`
+    squares: Named | None = None  # the diagonal, where none could be
 
     def made(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
         problem = LeastSquares(jacobian)
         return problem, problem.matrix.trace()
 
     def keep(self, new: LeastSquares, decay: float) -> None:
-        self.problem = new
+        self.fresh = new
+
+    def decompose(self, damping: float) -> None:
+        self.damping = damping
+        if self.fresh is not None:
+            self.fresh.prepare(damping * self.count)
+            self.problem, self.divisor, self.fresh = self.fresh, self.count, None
+
+    @contextmanager
+    def without_correlations(self) -> Iterator[None]:
+        assert self.fresh is not None
+        squares, self.fresh = self.fresh.jacobian.squares(), None
+        self.squares = {name: x / self.count for name, x in squares.items()}
+        yield
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
-        assert self.problem is not None
-        scaled = {name: g * self.count for name, g in gradient.items()}
-        return self.problem.precondition(scaled, damping * self.count)
+        if self.problem is None:
+            assert self.squares is not None
+            return {name: g / (self.squares[name] + damping) for name, g in gradient.items()}
+        scaled = {name: g * self.divisor for name, g in gradient.items()}
+        return self.problem.precondition(scaled, damping * self.divisor)
 
     @property
     def is_ready(self) -> bool:
-        return super().is_ready and self.problem is not None
+        return super().is_ready and (self.problem is not None or self.squares is not None)
 
     @property
     def bytes(self) -> int:
@@ -188,7 +213,20 @@ class DenseWhole(WholeBlock):
     def decompose(self, damping: float) -> None:
         assert self.matrix is not None
         self.damping = damping
-        self.root = cholesky(self.matrix, damping, "NaturalGradient: the curvature")
+        is_diagonal = self.matrix.ndim == 1
+        what = "NaturalGradient: the curvature"
+        self.root = (self.matrix + damping).sqrt().diag() if is_diagonal else cholesky(self.matrix, damping, what)
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        return [] if self.root is None else [self.root]
+
+    @contextmanager
+    def without_correlations(self) -> Iterator[None]:
+        assert self.matrix is not None
+        whole, self.matrix = self.matrix, self.matrix.diagonal().clone()
+        yield
+        self.matrix = whole
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
         assert self.root is not None
@@ -207,7 +245,10 @@ class DenseWhole(WholeBlock):
     def condition(self) -> float:
         if self.matrix is None or self.damping is None:
             return math.nan
-        values = symmetric_eigh(self.matrix)[0].clamp(min=0) + self.damping
+        values = attempted(partial(torch.linalg.eigvalsh, self.matrix))
+        if values is None:
+            return math.nan
+        values = values.clamp(min=0) + self.damping
         return float(values[-1] / values[0])
 
 
@@ -264,6 +305,11 @@ class ConjugateGradients(WholeBlock):
         for k, (_, terms) in enumerate(jacobian.parts):
             self.factors.add(tape, dict(terms), samples if k == 0 else 0)
 
+    def multiply(self, times: float) -> None:
+        super().multiply(times)
+        for block in self.factors.blocks:
+            block.multiply(times)
+
     def discard(self) -> None:
         super().discard()
         if hasattr(self, "factors"):
@@ -278,8 +324,7 @@ class ConjugateGradients(WholeBlock):
 
     def decompose(self, damping: float) -> None:
         self.damping = damping
-        for block in self.factors.blocks:
-            block.decompose(damping)
+        invert(self.factors.blocks, 0.0, damping)
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
         jacobian, count = self.jacobian, self.count

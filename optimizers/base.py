@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from optimizers.health import Health
+from optimizers.health import EVENTS, Health
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -30,7 +30,9 @@ class ModelOptimizer(torch.optim.Optimizer):
         self._names: dict[int, str] = {}
         super().__init__(list(model.parameters()), options)  # frozen ones too: they may be thawed
         self.health = Health()
-        self.steps, self.skipped = 0, 0
+        self._steps = self._skipped = 0
+        # of a last step that the host does not know of whether it was taken: how to ask, and what was before
+        self._open: tuple[Callable[[], bool], Any] | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As for any optimizer; all parameters are to be the model's.
@@ -83,14 +85,49 @@ class ModelOptimizer(torch.optim.Optimizer):
             )
 
     @property
+    def steps(self) -> int:
+        """Taken so far."""
+        self._settle()
+        return self._steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._steps = value
+
+    @property
+    def skipped(self) -> int:
+        """Batches that were left out."""
+        self._settle()
+        return self._skipped
+
+    @skipped.setter
+    def skipped(self, value: int) -> None:
+        self._skipped = value
+
+    def _settle(self) -> None:
+        """Ask whether the last step was one, and if not, count it as skipped."""
+        if self._open is None:
+            return
+        (was_taken, before), self._open = self._open, None
+        if not was_taken():
+            self._take_back(before)
+            self._steps -= 1
+            self._skipped += 1
+            self.health.entries[-1] = {"step": self._steps, "accepted": False}
+
+    def _take_back(self, before: Any) -> None:
+        """Restore what the host keeps beside the tensors, which the device has left as they were."""
+
+    @property
     def history(self) -> list[dict[str, Any]]:
         """One dict of plain numbers for each of the last 10,000 steps, for `curvature.plots.training`."""
+        self._settle()
         return self.health.history()
 
     def stats(self) -> dict[str, Any]:
         """How the run goes: the last step's numbers, counts of events, seconds by part."""
         last = self.history[-1] if self.health.entries else {}
-        counts = {name: self.health.counts[name] for name in ("rollbacks", "failures")}
+        counts = {name: self.health.counts[name] for name in ("rollbacks", "failures", *EVENTS)}
         own = {"steps": self.steps, "skipped": self.skipped, **counts}
         return own | last | {"seconds_in": dict(self.health.seconds)}
 

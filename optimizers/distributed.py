@@ -293,7 +293,7 @@ class Workers:
         In their order, which is that of their turns: those whose turns are together go to different processes.
         """
         for block in blocks:
-            if block.prepared and block.names[0] not in self.owners:
+            if block.handed_on and block.names[0] not in self.owners:
                 owner = min(range(len(self.loads)), key=lambda rank: self.loads[rank])
                 self.owners[block.names[0]] = owner
                 self.loads[owner] += block.cost
@@ -309,12 +309,12 @@ class Workers:
     def is_ready(self, block: Block) -> bool:
         """Whether the processes that keep a block can solve with it: all give the same answer."""
         return (
-            block.is_ready if self.width == self.processes.size or not block.prepared else block.names[0] in self.made
+            block.is_ready if self.width == self.processes.size or not block.handed_on else block.names[0] in self.made
         )
 
     def exchange(self, blocks: Sequence[Block]) -> None:
         """Send what was made of blocks to the others that keep them."""
-        shared = [b for b in blocks if b.prepared]
+        shared = [b for b in blocks if b.handed_on]
         self.made |= {b.names[0] for b in shared}
         if self.width == 1 or not shared:
             return
@@ -353,7 +353,7 @@ class Workers:
             return
         column = self.processes.rank % self.width
         for first in range(0, self.processes.size, self.width):
-            theirs = [b for b in blocks if b.prepared and self.owners[b.names[0]] // self.width == first // self.width]
+            theirs = [b for b in blocks if b.handed_on and self.owners[b.names[0]] // self.width == first // self.width]
             names = [name for b in theirs for name in b.names]
             slots = [_Slot(tuple(right[n].shape), right[n].dtype) for n in names]
             is_here = first // self.width == self.processes.rank // self.width

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from curvature import watched
+
 LENGTH = 10_000  # steps that are remembered
+LOG = logging.getLogger(__name__)
+
+# what `curvature.watched` counts
+EVENTS = {
+    "retried": "a decomposition failed and succeeded at another try",
+    "kept": "no decomposition of a block succeeded; it keeps the inverse that it had",
+    "diagonal": "no decomposition of a block succeeded yet; its diagonal stands in",
+}
 
 
 class Health:
@@ -20,6 +31,22 @@ class Health:
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self.entries: deque[dict[str, Any]] = deque(maxlen=LENGTH)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count what goes wrong inside and is put right; the first of a kind is logged."""
+        with watched() as counts:
+            try:
+                yield
+            finally:
+                self.note(counts)
+
+    def note(self, counts: Mapping[str, int]) -> None:
+        """Add counts of `EVENTS`."""
+        for what, number in counts.items():
+            if not self.counts[what]:
+                LOG.warning("%s (counted in stats() as %r from now on)", EVENTS[what], what)
+            self.counts[what] += number
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -20,6 +20,7 @@ from optimizers.updates import are_finite
 
 PLAIN_EVERY = 10, 10  # steps between renewals of the factors, and between inversions of a block
 ADAPTIVE_EVERY = 3, 3  # the same, where few and long steps are taken
+PATIENCE = 3  # so many steps in a row without a decomposition are an error
 ADAPTIVE_VECTORS = 2  # sent back at a renewal, then
 
 
@@ -109,6 +110,7 @@ class KFAC(PlainSteps):
         self.replay: Replay | None = None  # of the batch at hand
         self.residuals: ResidualSteps | None = None  # once a closure has returned such
         self._is_loss = False  # once a closure has returned a loss
+        self._stuck = 0  # steps in a row that were not taken since a decomposition failed
 
     def _records(self) -> bool:
         silent = self.replay is not None and self.replay.silent
@@ -134,11 +136,16 @@ class KFAC(PlainSteps):
             ValueError: residuals, and an argument that has no meaning for them.
         """
         self._listener.reset()
+        if closure is not None and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
+            )
         start, steps = time.perf_counter(), self.steps
-        value = self._loss_step(closure) if self.residuals is None else None
-        if self.residuals is not None:
-            value = self._residual_step(closure, self.residuals)
-        if self.steps > steps:
+        with self.health.watching():
+            value = self._loss_step(closure) if self.residuals is None else None
+            if self.residuals is not None:
+                value = self._residual_step(closure, self.residuals)
+        if self._steps > steps:
             self.health.entries[-1]["seconds"] = time.perf_counter() - start
             if self.residuals is None:
                 self._measure()
@@ -171,6 +178,17 @@ class KFAC(PlainSteps):
         self._plain_step(self._gradients())
         return value
 
+    def _attempted(self, move: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What to remember of a step; none is taken where a decomposition fails, unless that goes on."""
+        try:
+            entry, self._stuck = move(), 0
+            return entry
+        except torch.linalg.LinAlgError:
+            self._stuck += 1
+            if self._stuck == PATIENCE:
+                raise
+            return {"accepted": False, "rollbacks": 0}
+
     # -- with a closure of residuals
 
     def _check_for_residuals(self) -> None:
@@ -196,7 +214,7 @@ class KFAC(PlainSteps):
             if not are_finite(jacobian.transposed(trials.values).values()):  # a root of zero, say
                 self._skip()
                 return loss
-            entry = self._moved(jacobian, trials, residuals)
+            entry = self._attempted(lambda: self._moved(jacobian, trials, residuals))
         finally:
             trials.after.restore()
         self.health.counts["rollbacks"] += entry.pop("rollbacks")
@@ -221,7 +239,7 @@ class KFAC(PlainSteps):
         try:
             loss = self._evaluated(replay, adaptive)
             gradients = self._gradients()
-            if not gradients or not _finite(loss, gradients):
+            if not gradients or not _finite(loss, gradients) or self._knows_nothing():
                 if gradients:
                     self._skip()
                 return loss
@@ -230,7 +248,7 @@ class KFAC(PlainSteps):
                 groups = self._groups(self._solved(gradients))
             with self.health.timed("model"):
                 rates = {name: group["lr"] for name, group in self._options().items()}
-                entry = adaptive.move(replay, loss, gradients, groups, rates)
+                entry = self._attempted(lambda: adaptive.move(replay, loss, gradients, groups, rates))
             for name, group in self._options().items():
                 if group["weight_decay"] and name in gradients and entry["accepted"]:
                     self._trained()[name].mul_(1 - group["lr"] * group["weight_decay"])

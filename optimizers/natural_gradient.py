@@ -93,6 +93,7 @@ class NaturalGradient(KFAC):
         if inject is None:
             inject = isotropic() if loss is None else exact()
         self.solver = solver
+        self._each = 1.0  # what the rows since the last step are to be multiplied by, for `empirical`
         super().__init__(
             model, lr, damping=damping, momentum=momentum, weight_decay=weight_decay, loss=loss, inject=inject,
             adaptive=adaptive, factor_decay=factor_decay, factor_every=1, decompose_every=1, seed=seed,
@@ -114,13 +115,21 @@ class NaturalGradient(KFAC):
             raise ValueError(
                 f"inject: empirical() needs a model that returns one tensor, found {len(outputs)}; use isotropic()"
             )
-        scale = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
+        each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
 
         def sent(gradient: Tensor) -> None:
             handle.remove()  # what goes back now passes here too
-            self.factors.record(tape, outputs, [(gradient * scale).detach()[None]], count)
+            if not self._pending:  # later: times the scale of the loss it may be too much for float16
+                self._each = each
+                self._pending.append(lambda scale: self._multiply(each / scale))
+            with torch.autocast(gradient.device.type, enabled=False):
+                self.factors.record(tape, outputs, [(gradient * (each / self._each)).detach()[None]], count)
 
         handle = outputs[0].register_hook(sent)
+
+    def _multiply(self, times: float) -> None:
+        for block in self.factors.blocks:
+            block.multiply(times)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -158,7 +167,7 @@ class NaturalGradient(KFAC):
                 return loss
             self._renew()
             with self.health.timed("solve"):
-                directions, _ = self._directions(gradients)
+                directions, _ = self._directions(gradients, self._judged(gradients))
             found = self._searched(directions, float(loss), replay)
         finally:
             self.replay = None
@@ -190,7 +199,7 @@ class NaturalGradient(KFAC):
         found = super()._solved({**right, **unused})
         return {name: found[name] for name in right}
 
-    def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    def _directions(self, gradients: Mapping[str, Tensor], good: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """``u = (G + damping)^-1 (g + damping * momentum * last u)`` and ``u^T G u``.
 
         This is the minimum of ``1/2 u^T G u - g^T u + damping/2 ||u - momentum * last u||^2`` (SPRING).

@@ -45,6 +45,7 @@ class Extent:
         """Look at what was added since the last time."""
         if self.added:
             count, entries = self.added["numbers"].tolist()
-            if entries:
-                self.size, self.scale = entries / count, (self.added["squares"] / entries).sqrt()
+            scale = (self.added["squares"] / entries).sqrt()
+            known = scale if self.scale is None else self.scale
+            self.size, self.scale = entries / count, torch.where(scale.isfinite(), scale, known)
         self.discard()

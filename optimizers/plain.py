@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optimizers.second_order import SecondOrder
-from optimizers.updates import adapted, are_finite, inner, loosened, slope_ratio, within_trust
+from optimizers.updates import adapted, inner, loosened, slope_ratio, within_trust
+from optimizers.verdict import told
 
 FIRST_CHANGE = 0.1  # root-mean-square change of an output entry that the first step aims at
 ADAPTATION = 0.3  # how fast the step size follows the slopes
@@ -18,12 +19,13 @@ LENGTH = 0.15  # over the square root of the number of layers, to begin with
 LONGEST = 0.2  # where steps could have gone on for long
 GROWTH = 2.0  # how much more than in recent steps a step may change the outputs
 MEMORY = 0.9  # how fast that is forgotten
+TRUST = "step_size", "longest", "predicted", "last_change"  # what is known of how far to go
 
 
 class PlainSteps(SecondOrder):
     """Base of `KFAC`: steps that need no closure. Arguments as of `SecondOrder`."""
 
-    kept = (*SecondOrder.kept, "step_size", "longest", "predicted", "last_change")
+    kept = (*SecondOrder.kept, *TRUST)
 
     def __init__(self, model: nn.Module, options: dict[str, Any], arguments: dict[str, Any]) -> None:
         super().__init__(model, options, arguments)
@@ -35,28 +37,45 @@ class PlainSteps(SecondOrder):
     def _plain_step(self, gradients: Mapping[str, Tensor]) -> None:
         if not gradients:
             return
-        if not are_finite(gradients.values()):
+        good = self._judged(gradients)
+        is_ordinary, before = self._is_ordinary(), None
+        if is_ordinary:  # the host does not wait: where the batch is bad, the device changes nothing
+            before = self._before()
+            self._entry, self._inverted = {"step": self._steps, "renewed": False, "inverted": 0}, 0.0
+        elif bool(good) and not self._knows_nothing():
+            self._renew()
+        else:
             self._skip()
             return
-        self._renew()
         with self.health.timed("direction"):
-            directions, energy = self._directions(gradients)
+            directions, energy = self._directions(gradients, good)
             size = self._step_size(gradients, directions, energy)
-            self._apply(directions, size)
+            self._apply(directions, size, good)
         self.health.entries.append(self._entry | {"step_size": size, "accepted": True})
-        self.steps += 1
+        self._steps += 1
+        self._open = (told(good), before) if is_ordinary else None
 
-    def _directions(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """``u = (M + damping)^-1 m`` and about ``u^T M u``."""
+    def _before(self) -> tuple[dict[str, Any], list[tuple[dict[str, Any], dict[str, Any]]]]:
+        states = [self.state[p] for p in self._trained().values()]
+        return {name: getattr(self, name) for name in TRUST}, [(state, dict(state)) for state in states]
+
+    def _take_back(self, before: Any) -> None:
+        own, states = before
+        vars(self).update(own)
+        for state, old in states:
+            state.clear()
+            state.update(old)
+
+    def _directions(self, gradients: Mapping[str, Tensor], good: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """``u = (M + damping)^-1 m`` and about ``u^T M u``; of a bad batch's gradients nothing is taken."""
         options, parameters = self._options(), self._trained()
-        means = {
-            name: _running_mean(self.state[parameters[name]], g, options[name]["momentum"])
-            for name, g in gradients.items()
-        }
+        states = [self.state[parameters[name]] for name in gradients]
+        decays = [options[name]["momentum"] for name in gradients]
+        means = dict(zip(gradients, _running_means(states, list(gradients.values()), decays, good), strict=True))
         found = self._solved(means)
         self._slopes = {name: inner(means[name], u).float() for name, u in found.items()}
         energies = [self._energy(u, self._slopes[name], options[name]["damping"]) for name, u in found.items()]
-        return found, torch.stack(energies).sum()
+        return found, torch.stack(energies).nan_to_num(0.0, 0.0, 0.0).sum()  # what overflows is not gone along
 
     @staticmethod
     def _energy(u: Tensor, slope: Tensor, damping: float | None) -> Tensor:
@@ -92,12 +111,12 @@ class PlainSteps(SecondOrder):
         self.last_change = taken if self.last_change is None else torch.maximum(taken, MEMORY * self.last_change)
         return self.step_size
 
-    def _apply(self, directions: Mapping[str, Tensor], size: Tensor) -> None:
+    def _apply(self, directions: Mapping[str, Tensor], size: Tensor, good: Tensor) -> None:
         """Take the step, no layer further than a part of its length. The directions become displacements."""
         options, parameters = self._options(), self._trained()
         assert self.longest is not None
-        for p in parameters.values():
-            self.state[p].pop("displacement", None)
+        last = {name: self.state[p].pop("displacement", None) for name, p in parameters.items()}
+        size = torch.where(good, size, 0)
         joint = {k: tuple(n for n in b.names if n in directions) for b in self.factors.blocks for k in b.names}
         slopes = []
         for names in dict.fromkeys(joint.get(name, (name,)) for name in directions):
@@ -108,17 +127,27 @@ class PlainSteps(SecondOrder):
             for name in names:
                 p, group = parameters[name], options[name]
                 if group["weight_decay"]:
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                displacement = directions[name].mul_((-cut * group["lr"]).to(p.dtype))
+                    p.addcmul_(p, good.to(p.dtype), value=-group["lr"] * group["weight_decay"])
+                displacement = directions[name].mul_((-cut * group["lr"]).to(p.dtype)).nan_to_num_(0.0, 0.0, 0.0)
                 p.add_(displacement)
-                self.state[p]["displacement"] = displacement
+                old = last[name]  # goes on in its memory: it stays where the batch is bad
+                own = displacement if old is None else torch.where(good, displacement, old, out=old)
+                self.state[p]["displacement"] = own
                 slopes.append(cut * group["lr"] * self._slopes[name])
-        self.predicted = -torch.stack(slopes).sum()
+        self.predicted = -torch.stack(slopes).nan_to_num(0.0, 0.0, 0.0).sum()
 
 
-def _running_mean(state: dict[str, Any], gradient: Tensor, decay: float) -> Tensor:
-    """The debiased running mean of a parameter's gradients, kept in its state."""
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"], state["weight"] = torch.zeros_like(gradient), 0.0
-    state["weight"] = decay * state["weight"] + (1 - decay)
-    return state["momentum_buffer"].lerp_(gradient, (1 - decay) / state["weight"])
+def _running_means(
+    states: Sequence[dict[str, Any]], gradients: Sequence[Tensor], decays: Sequence[float], good: Tensor
+) -> list[Tensor]:
+    """The debiased running means of parameters' gradients, kept in their states."""
+    weights = []
+    for state, gradient, decay in zip(states, gradients, decays, strict=True):
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"], state["weight"] = torch.zeros_like(gradient), 0.0
+        state["weight"] = decay * state["weight"] + (1 - decay)
+        weights.append((1 - decay) / state["weight"])
+    means = [state["momentum_buffer"] for state in states]
+    taken = [torch.where(good, g, mean) for g, mean in zip(gradients, means, strict=True)]
+    torch._foreach_lerp_(means, taken, weights)
+    return means

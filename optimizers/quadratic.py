@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvature import symmetric_eigh
+
 GOOD, POOR = 0.75, 0.25  # reduction ratios between which the damping stays
 LEAST = 1e-6  # precision of products that were made in single precision
 SHRINK, GROW = 0.8, 4.0  # factors of the damping: slowly down, quickly up
@@ -32,7 +34,7 @@ class Quadratic:
         matrix = self.curvature + damping * self.norms
         size = matrix.diagonal().abs()
         scale = torch.where(size > 0, size, 1.0).rsqrt()
-        values, vectors = torch.linalg.eigh(scale[:, None] * matrix * scale)
+        values, vectors = symmetric_eigh(scale[:, None] * matrix * scale)
         # directions that are the same to the precision of the products are not told apart
         kept = values > least * values[-1].clamp(min=torch.finfo(values.dtype).tiny)
         inverse = torch.where(kept, 1 / values, torch.zeros_like(values))

@@ -17,6 +17,7 @@ from optimizers.base import ModelOptimizer, check_arguments
 from optimizers.distributed import Processes, Statistics, Team, Workers, rows_of_whole, unwrapped
 from optimizers.outputs import Extent, outputs_of
 from optimizers.schedule import Schedule
+from optimizers.verdict import judged
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
 
@@ -48,9 +49,11 @@ class SecondOrder(ModelOptimizer):
         self.generator: torch.Generator | None = None
         self.outputs = Extent()
         self._distributed = config
+        self._was_empty = False  # the batch of the last recorded pass
         # when the last step ended, and seconds by part until then
         self._last: tuple[float, dict[str, float]] | None = None
-        self._pending: list[Callable[[], None]] = []  # what is known after the loss's own backward pass
+        # what is known after the loss's own backward pass; it takes the factor by which that was scaled
+        self._pending: list[Callable[[float], None]] = []
         me = weakref.ref(self)
         self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
         weakref.finalize(self, self._listener.remove)
@@ -74,13 +77,17 @@ class SecondOrder(ModelOptimizer):
         return RunningFactors(self._arguments["sharing"], self.block)
 
     def _records(self) -> bool:
-        return torch.is_grad_enabled() and self.schedule.renews(self.steps)
+        # whether the last batch was bad makes a difference only where this one would renew the factors
+        return torch.is_grad_enabled() and self.schedule.renews(self._steps) and self.schedule.renews(self.steps)
 
     def _record(self, tape: Tape, output: Any) -> None:
         """Called with every recorded forward pass."""
         outputs = [x for x in outputs_of(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
-        count = outputs[0].shape[0] if outputs else 0
-        if not count or not tape.uses:
+        if not outputs or not tape.uses:
+            return
+        count = outputs[0].shape[0]
+        self._was_empty = not all(x.numel() for x in outputs)
+        if self._was_empty:
             return
         self.outputs.add(outputs, count)
         self.factors.place = self.team.processes.rank, self.team.processes.size
@@ -109,12 +116,13 @@ class SecondOrder(ModelOptimizer):
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Keep the backprops of the loss when the training loop sends them back."""
         found: list[Tensor | None] = [None] * len(tape.uses)
-        scale = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
+        each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
 
         def keep(index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
             def hook(gradients: Sequence[Tensor]) -> None:
                 if gradients[number] is not None:
-                    found[index] = gradients[number].detach().reshape(tape.uses[index].shape) * scale
+                    b = gradients[number].detach().reshape(tape.uses[index].shape)
+                    found[index] = b.to(torch.promote_types(b.dtype, torch.float32))  # scaled or not, no overflow
 
             return hook
 
@@ -123,9 +131,33 @@ class SecondOrder(ModelOptimizer):
                 use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
         factors = self.factors
         assert isinstance(factors, RunningFactors)
-        self._pending.append(lambda: factors.record_backprops(tape, found, count))
+
+        def taken(scale: float) -> None:
+            backprops = [None if b is None else b.mul_(each / scale) for b in found]
+            factors.record_backprops(tape, backprops, count)
+
+        self._pending.append(taken)
 
     # -- for a step
+
+    # torch.amp.GradScaler hands `grad_scale` and `found_inf` over, and leaves the gradients as they are
+    _step_supports_amp_scaling = True
+
+    def _judged(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Take the scale of a `GradScaler` out of gradients, and say on their device whether all are finite."""
+        good = judged(gradients.values(), getattr(self, "grad_scale", None))
+        found = getattr(self, "found_inf", None)
+        return good & (found.to(good.device) == 0) if isinstance(found, Tensor) else good
+
+    def _loss_scale(self) -> float:
+        """What the loss was multiplied by before its backward pass, as far as a `GradScaler` did that."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None and hasattr(self, "found_inf"):
+            raise RuntimeError(
+                f"{type(self).__name__}: inject=empirical() takes the backprops of the loss, and GradScaler.unscale_ "
+                "was called before the step, so that their scale is unknown; leave unscale_ out or use isotropic()"
+            )
+        return 1.0 if scale is None else float(scale)
 
     def _gradients(self) -> dict[str, Tensor]:
         return {name: p.grad for name, p in self._trained().items() if p.grad is not None}
@@ -135,6 +167,14 @@ class SecondOrder(ModelOptimizer):
         self.skipped += 1
         self._discard()
         self.health.entries.append({"step": self.steps, "accepted": False})
+
+    def _knows_nothing(self) -> bool:
+        """Whether all batches were empty so far, on all processes."""
+        found = self._was_empty and not self.factors.blocks
+        if self.team.processes.size > 1:
+            is_new = not self.team.statistics.layout  # the same everywhere
+            found = is_new and self.team.processes.largest([float(not found)]) == [0.0]
+        return found
 
     def _discard(self) -> None:
         """Forget what the forward passes since the last step have shown."""
@@ -148,7 +188,7 @@ class SecondOrder(ModelOptimizer):
         renews = self.schedule.renews(self.steps)
         with self.health.timed("factors"):
             for taken in self._pending:
-                taken()
+                taken(self._loss_scale())
             self._pending.clear()
             if renews and self.team.processes.size > 1:
                 self.team.statistics.launch()  # before all else, as where the backward pass has done so
@@ -162,15 +202,26 @@ class SecondOrder(ModelOptimizer):
                 )
             self.factors.fold(self._arguments["factor_decay"])
             self.outputs.fold()
-        blocks = [b for b in self.factors.blocks if b.updates]
-        self.team.workers.assign(blocks)
-        turns = self.schedule.inverts(self.steps, [b.cost for b in blocks])
-        due = [b for b, turn in zip(blocks, turns, strict=True) if turn or not self.team.workers.is_ready(b)]
+        blocks, due = self._due()
         with self.health.timed("inverses"):
             self._invert([b for b in due if self.team.workers.makes(b)])
             self.team.workers.exchange(due)
         self._entry: dict[str, Any] = {"step": self.steps, "renewed": renews, "inverted": len(due)}
         self._inverted = sum(b.cost for b in due) / sum(b.cost for b in blocks)
+
+    def _due(self) -> tuple[list[Block], list[Block]]:
+        """Blocks that were seen, and those of them whose turn it is to be inverted."""
+        blocks = [b for b in self.factors.blocks if b.updates]
+        workers = self.team.workers
+        workers.assign(blocks)
+        turns = self.schedule.inverts(self.steps, [b.cost for b in blocks])
+        return blocks, [b for b, turn in zip(blocks, turns, strict=True) if turn or not workers.is_ready(b)]
+
+    def _is_ordinary(self) -> bool:
+        """Whether a step has nothing to do for the curvature."""
+        blocks = self.factors.blocks
+        is_quiet = not self._pending and not self.schedule.renews(self.steps) and not any(b.samples for b in blocks)
+        return is_quiet and bool(blocks) and not self._due()[1]
 
     def _measure(self) -> None:
         """Tell the schedule what the step took: what it may choose to do more rarely, and the rest."""
@@ -197,7 +248,7 @@ class SecondOrder(ModelOptimizer):
         for block in blocks:
             damping = given.get(block.names[0])
             if damping is not None:
-                block.decompose(damping)
+                invert([block], SHARE, damping)
 
     def _solved(self, right: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``(M + damping I)^-1`` times some gradients; parameters that no curvature was seen of get the average."""
@@ -253,6 +304,7 @@ class SecondOrder(ModelOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for any optimizer, with the curvature under "curvature": plain tensors and numbers."""
+        self._settle()
         own = {k: getattr(self, k) for k in self.kept} | {"health": self.health.state(), "shapes": self._shapes()}
         own["intervals"] = [self.schedule.factor_every, self.schedule.decompose_every]
         own |= {"output_scale": self.outputs.scale, "output_size": self.outputs.size}
@@ -264,6 +316,7 @@ class SecondOrder(ModelOptimizer):
         state_dict = copy.copy(state_dict)
         own, factors = dict(state_dict.pop("kfac")), state_dict.pop("curvature")
         self._check_shapes(own.pop("shapes"))
+        self._open = None
         super().load_state_dict(state_dict)
         device = next(iter(self._trained().values())).device
         generator, scale = own.pop("generator"), own.pop("output_scale")
@@ -293,7 +346,7 @@ def _start(optimizer: SecondOrder | None) -> Tape | None:
 
 def _done(optimizer: SecondOrder | None, tape: Tape, output: Any) -> None:
     if optimizer is not None:
-        with optimizer.health.timed("capture"):
+        with optimizer.health.timed("capture"), optimizer.health.watching():
             optimizer._record(tape, output)
 
 

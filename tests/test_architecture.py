@@ -37,6 +37,7 @@ LEVELS = {
     "curvature.moments": 2,
     "curvature.block": 2,
     "curvature.blocks": 3,
+    "curvature.prepared": 4,
     "curvature.layers": 1,
     "curvature.capture": 2,
     "curvature.general": 2,

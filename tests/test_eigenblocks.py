@@ -19,8 +19,9 @@ from torch import Tensor, nn
 import curvature.factors
 import curvature.inverses
 from curvature import Block, RunningFactors, contractions, squares
-from curvature.blocks import DiagonalBlock, KroneckerBlock, invert
+from curvature.blocks import DiagonalBlock, KroneckerBlock
 from curvature.eigenblocks import EigenBlock
+from curvature.prepared import invert
 from curvature.terms import Outer, Rows
 from curvature.turned import Basis
 
@@ -141,7 +142,7 @@ def test_terms_of_different_numbers_of_samples():
     with seeded(1):
         draw = lambda n, t, d: torch.randn(n, t, 1, d).double()
         parts = [Outer(draw(n, t, 4), draw(n, t, 3), (3, 4)) for n, t in ((6, 1), (1, 6), (6, 2))]
-    block.add(parts, 6)
+    block.take(block.measured(parts), 6)
     block.fold(DECAY)
     (q,) = basis_of(block)
     each = [torch.cat([p.gradients(), p.b.sum(1)[:, 0, :, None]], 2).flatten(1) @ q for p in parts]
@@ -160,7 +161,7 @@ def test_a_batch_that_reads_the_weight_in_another_way_alone(name: str, limit: in
         values, index = torch.randn(N, 2, shape[1]).double(), torch.randint(shape[0], (N, 2))
         swapped = Outer(torch.randn(N, 2, 1, shape[0]).double(), values[:, :, None], shape[::-1]).transposed()
     for term in (Rows(index, values, shape), swapped):
-        block.add([term], N)
+        block.take(block.measured([term]), N)
         block.fold(0.0)
         close(block.values, diagonals(block.scheme.arrangement.arranged([term.gradients()]), N, basis_of(block)))
 

@@ -8,7 +8,7 @@ Indices: n sample, t place, g group, i input, o output.
 """
 
 from curvature.terms.convolved import Convolved, ConvolvedBack
-from curvature.terms.part import Part, Term, moved
+from curvature.terms.part import Part, Term, at_least, moved
 from curvature.terms.plain import Dense, Entrywise, Outer, Rows
 
-__all__ = ["Convolved", "ConvolvedBack", "Dense", "Entrywise", "Outer", "Part", "Rows", "Term", "moved"]
+__all__ = ["Convolved", "ConvolvedBack", "Dense", "Entrywise", "Outer", "Part", "Rows", "Term", "at_least", "moved"]

@@ -62,3 +62,15 @@ def moved(term: Any, device: torch.device | str) -> Any:
     if not is_dataclass(term) or isinstance(term, type):
         return term
     return replace(term, **{f.name: moved(getattr(term, f.name), device) for f in fields(term)})
+
+
+def at_least(term: Term, dtype: torch.dtype) -> Term:
+    """The same, with tensors of lower precision in `dtype`: autocast gives the two sides of a term different ones."""
+    if isinstance(term, Part):
+        inner = at_least(term.term, dtype)
+        assert not isinstance(inner, Part)
+        return replace(term, term=inner)
+    held: dict[str, Any] = {f.name: getattr(term, f.name) for f in fields(term) if f.init}
+    low = {k: x for k, x in held.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    changed: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
+    return replace(term, **changed) if any(changed[k] is not x for k, x in low.items()) else term

@@ -1,0 +1,42 @@
+"""Whether a batch is fit for a step: decided on the device, told to the host without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+
+def judged(gradients: Iterable[Tensor], scale: Tensor | None = None) -> Tensor:
+    """Divide gradients by a scale, in place, and say whether all of them are finite: a flag () on their device.
+
+    Args:
+        gradients: at least one, on one device.
+        scale: a positive scalar tensor; None: one.
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for g in gradients:
+        kinds.setdefault(g.dtype, []).append(g)
+    device = next(iter(kinds.values()))[0].device
+    bad = torch.zeros((), device=device)
+    inverse = torch.ones((), device=device) if scale is None else scale.double().reciprocal().float().to(device)
+    for alike in kinds.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, bad, inverse)
+    return bad == 0
+
+
+def told(flag: Tensor) -> Callable[[], bool]:
+    """A flag on its way to the host. To call what is returned waits for it."""
+    if not flag.is_cuda:
+        return lambda: bool(flag)
+    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> bool:
+        arrived.synchronize()
+        return bool(host)
+
+    return wait
