@@ -105,6 +105,8 @@ def test_bytes_by_hand(model: ModuleType, costs: Any, network: Any) -> None:
     assert owner.received == pytest.approx(96 + 48 + 200 / 10)
     assert everyone.received == pytest.approx(96 + 200 / 10 + 100 / 10)
     assert (owner.memory, everyone.memory) == (100, 200)
+    uneven = [model.Layer(4, 3), model.Layer(4, 7)]  # 48 and 112 bytes: the rank of the first has more to receive
+    assert model.step(uneven, 5, 2, 0.0, costs, network).ordinary == 160 + 112
     large = model.Layer(2049, 10)
     assert (large.statistics, large.inverses) == (4 * (257 * 2049 + 100), 4 * (128 * 2049 + 100))
     tied = model.Layer(8, 50_000, flat=True)
@@ -193,7 +195,7 @@ def test_kept_rows_are_those_of_the_package(model: ModuleType) -> None:
 
     from curvature.terms import Outer
 
-    for inputs, samples, places in ((5, 64, 32), (5, 15, 100), (40, 64, 1), (4, 40, 9)):
+    for inputs, samples, places in ((5, 64, 32), (5, 15, 100), (40, 64, 1), (4, 41, 9)):
         a, b = torch.zeros(samples, places, 1, inputs), torch.zeros(samples, places, 1, 2)
         (kept,) = curvature.blocks._enough([Outer(a, b, (2, inputs))], "expand")
         assert model.kept_rows(model.Layer(inputs, 2, places), samples) == len(kept) * places

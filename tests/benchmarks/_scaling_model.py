@@ -112,7 +112,7 @@ class Network:
 
         A ring sends the same bytes, with ``2 (p - 1)`` latencies.
         """
-        if ranks == 1 or not size:
+        if not size:
             return 0.0
         return 2 * _rounds(ranks) * self.latency + reduced(size, ranks) / self.bandwidth
 
