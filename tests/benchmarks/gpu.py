@@ -34,7 +34,7 @@ from optimizers import EKFAC, KFAC
 
 WARM = 9  # steps: factors then look for low ranks at update 16 only
 SETTLED = 100  # a step at which KFAC's intervals have their full length
-INTERVAL = 10  # that length
+RARE = 1_000_000  # steps between renewals, to see steps without any
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 LR = 1e-4
 HEAD = (
@@ -87,7 +87,6 @@ class Run:
         self.case, self.precision, self.device = case, precision, case.x.device.type
         self.model = case.make().train()
         self.opt = CONTESTANTS[name](self.model, None, LR)
-        self.counts = {"waits": 0}
 
     def step(self) -> None:
         self.opt.zero_grad()
@@ -107,12 +106,17 @@ class Run:
         if self.is_ours:
             self.opt.steps = SETTLED
 
-    def kind(self) -> str:
-        """Of the last step."""
-        if not self.is_ours:
-            return "ordinary"
-        last = self.opt.health.entries[-1]
-        return "renewing" if last["renewed"] else "inverting" if last["inverted"] else "ordinary"
+    @property
+    def renewed(self) -> bool:
+        return self.is_ours and self.opt.health.entries[-1]["renewed"]
+
+    def rest(self) -> None:
+        """From here on nothing is renewed or inverted."""
+        if self.is_ours:
+            self.opt.schedule.factor_every = self.opt.schedule.decompose_every = RARE
+            self.opt.steps = 10 * RARE + RARE // 3
+            for _ in range(3):  # a block's turn may be just now
+                self.step()
 
     def timed(self, clock: Callable[[], float]) -> float:
         wait(self.device)
@@ -121,45 +125,34 @@ class Run:
         wait(self.device)
         return clock() - start
 
-    def waits(self) -> int | None:
-        """How often an ordinary step waits for the device, None where no step is an ordinary one."""
-        for _ in range(INTERVAL):
-            found = waits_of(self.step, self.device)
-            if self.kind() == "ordinary":
-                return found
-        return None
-
     def check(self) -> None:
         """Refuse figures of a run that did not train."""
         if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
             raise RuntimeError(f"{type(self.opt).__name__}: parameters are not finite")
         if self.is_ours and self.opt.skipped:
             raise RuntimeError(f"{type(self.opt).__name__}: {self.opt.skipped} steps were skipped")
+        if self.is_ours and self.opt.history[-1].get("inverted"):
+            raise RuntimeError(f"{type(self.opt).__name__}: an ordinary step inverted something")
 
 
 @dataclass
 class Result:
-    """Of one contestant: seconds of the steps by kind, peak bytes, waits of an ordinary step."""
+    """Of one contestant: peak bytes, waits of an ordinary step; seconds of all steps, of those that renew, and of steps
+    that neither renew nor invert, taken afterwards."""
 
     model: str
     precision: str
     optimizer: str
     peak: float
-    waits: int | None = None
-    seconds: dict[str, list[float]] = field(default_factory=dict)
+    waits: int = 0
+    seconds: list[float] = field(default_factory=list)
+    renewing: list[float] = field(default_factory=list)
+    ordinary: list[float] = field(default_factory=list)
 
     @property
-    def all(self) -> list[float]:
-        return [s for some in self.seconds.values() for s in some]
-
-    def typical(self, kind: str) -> float | None:
-        return statistics.median(self.seconds[kind]) if kind in self.seconds else None
-
-    @property
-    def share(self) -> float | None:
+    def share(self) -> float:
         """Of the mean step, what ordinary steps have not."""
-        ordinary = self.typical("ordinary")
-        return None if ordinary is None or len(self.seconds) == 1 else 1 - ordinary / statistics.mean(self.all)
+        return 1 - statistics.median(self.ordinary) / statistics.mean(self.seconds)
 
 
 def wait(device: str) -> None:
@@ -213,31 +206,34 @@ def compare(case: Case, precision: str, rounds: int, clock: Callable[[], float])
     runs = {name: Run(name, case, dtype) for name in CONTESTANTS}
     for run in runs.values():
         run.settle()
-    gc.collect()
-    gc.disable()
-    try:
-        for number in range(rounds):
-            names = list(runs)
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                seconds = runs[name].timed(clock)
-                found[name].seconds.setdefault(runs[name].kind(), []).append(seconds)
-    finally:
-        gc.enable()
+    for number in range(rounds):
+        for name in turned(list(runs), number):
+            found[name].seconds.append(runs[name].timed(clock))
+            if runs[name].renewed:
+                found[name].renewing.append(found[name].seconds[-1])
+    for run in runs.values():
+        run.rest()
+    for number in range(max(3, rounds // 4)):
+        for name in turned(list(runs), number):
+            found[name].ordinary.append(runs[name].timed(clock))
     for name, run in runs.items():
-        found[name].waits = run.waits()
+        found[name].waits = waits_of(run.step, run.device)
         run.check()
     return list(found.values())
 
 
+def turned(names: list[str], number: int) -> list[str]:
+    """Each round another one begins."""
+    return names[number % len(names) :] + names[: number % len(names)]
+
+
 def cells(result: Result, base: Result) -> list[str]:
-    shown = lambda value, scale=1.0: "-" if value is None else f"{scale * value:.3g}"
     found = [result.optimizer]
     for of in (statistics.median, statistics.mean):
-        found += [shown(of(result.all), 1e3), f"{of(result.all) / of(base.all):.2f}"]
-    found += [shown(result.typical(kind), 1e3) for kind in ("renewing", "ordinary")]
-    share = "-" if result.share is None else f"{100 * result.share:.0f} %"
-    waits = "-" if result.waits is None else str(result.waits)
-    return [*found, share, f"{result.peak / 1e6:.0f}", waits]
+        found += [f"{1e3 * of(result.seconds):.3g}", f"{of(result.seconds) / of(base.seconds):.2f}"]
+    found += [f"{1e3 * statistics.median(some):.3g}" if some else "-" for some in (result.renewing, result.ordinary)]
+    share = f"{100 * result.share:.0f} %" if result.renewing else "-"
+    return [*found, share, f"{result.peak / 1e6:.0f}", str(result.waits)]
 
 
 def table(results: Sequence[Result]) -> str:
