@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="small networks, as without a GPU")
     parser.add_argument("--only", nargs="+", choices=list(FULL), default=list(FULL))
     parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
-    parser.add_argument("--rounds", type=int, default=40, help="steps that are timed; a multiple of ten")
+    parser.add_argument("--rounds", type=int, default=20, help="steps that are timed; a multiple of ten")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
     parser.add_argument("--json", type=Path)
