@@ -2,7 +2,7 @@
 
     python tests/benchmarks/gpu.py [--device cuda] [--small] [--only resnet vit gpt] [--json gpu.json] [--out gpu.md]
 
-In single precision and under bfloat16 autocast. All contestants train on one batch, each its own copy of the model, in
+In single precision and, on a GPU, under bfloat16 autocast. All contestants train on one batch, each its own copy of the model, in
 turn within a round. Without a GPU, or with --small, the networks are small ones: that shows that it runs, not what it
 costs on a GPU.
 """
@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default=usual, help="DEVICE, or cuda where there is one")
     parser.add_argument("--small", action="store_true", help="small networks, as without a GPU")
     parser.add_argument("--only", nargs="+", choices=list(FULL), default=list(FULL))
-    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
+    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), help="both on a GPU, else fp32")
     parser.add_argument("--rounds", type=int, default=20, help="steps that are timed; a multiple of ten")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
@@ -267,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     warnings.simplefilter("ignore")
+    options.precisions = options.precisions or list(PRECISIONS)[: 2 if options.device.startswith("cuda") else 1]
     small = options.small or not options.device.startswith("cuda")
     options.clock, clock = (time.process_time, "processor") if options.cpu_time else (time.perf_counter, "wall")
     lines, found = [f"{machine(options.device)}{', small networks' if small else ''}, {clock} time\n"], []
