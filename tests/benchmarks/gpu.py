@@ -2,9 +2,9 @@
 
     python tests/benchmarks/gpu.py [--device cuda] [--small] [--only resnet vit gpt] [--json gpu.json] [--out gpu.md]
 
-In single precision and, on a GPU, under bfloat16 autocast. All contestants train on one batch, each its own copy of the model, in
-turn within a round. Without a GPU, or with --small, the networks are small ones: that shows that it runs, not what it
-costs on a GPU.
+In single precision and, on a GPU, under bfloat16 autocast. All contestants train on one batch, each its own copy of the
+model, in turn within a round. Without a GPU, or with --small, the networks are small ones: that shows that
+it runs, not what it costs on a GPU.
 """
 
 from __future__ import annotations
