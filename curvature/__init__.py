@@ -38,7 +38,7 @@ from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Space,
 from curvature.prepared import invert
 from curvature.residualblocks import ResidualBlock, residual_blocks
 from curvature.structure import sample_layouts
-from curvature.wholeblocks import WholeCurvature
+from curvature.wholecurvature import WholeCurvature
 from curvature.written_out import WrittenOut
 
 __all__ = [

@@ -27,6 +27,7 @@ from curvature.terms import Convolved, ConvolvedBack, Entrywise, Outer, Rows, Te
 CHUNK = 1 << 24  # elements of unfolded activations at a time
 ENOUGH = 8  # rows of activations for each column of their moment, in a running mean
 LEAST = 16  # samples that they are of
+WIDE, LONG, PARTS = 256, 512, 4  # a symmetric product of so many columns and rows is computed in so many parts
 
 Whole = Outer | Convolved | ConvolvedBack | Entrywise
 Affine = Whole | Rows  # terms that have a view as a grouped affine map
@@ -350,7 +351,20 @@ def _second(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
     if diagonal or left.shape[2] == 1:
         entries = (left * right).sum(0)
         return entries if diagonal else entries[..., None]
-    return left.permute(1, 2, 0) @ right.transpose(0, 1)
+    rows, columns = left.permute(1, 2, 0), right.transpose(0, 1)
+    is_large = left.shape[0] >= LONG and left.shape[2] >= WIDE
+    return _symmetric(rows, columns) if left is right and is_large else rows @ columns
+
+
+def _symmetric(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, known to be symmetric, (g, d, n) and (g, n, d): three eighths of it are mirrored."""
+    d = left.shape[1]
+    found = left.new_empty(len(left), d, d)
+    ends = [round(k * d / PARTS) for k in range(PARTS + 1)]
+    for start, end in zip(ends, ends[1:], strict=False):
+        found[:, start:end, :end] = left[:, start:end] @ right[:, :, :end]
+        found[:, :start, start:end] = found[:, start:end, :start].mT
+    return found
 
 
 def _by_length(terms: Sequence[Read]) -> list[list[Read]]:

@@ -8,20 +8,20 @@ backprops are kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvature.block import Block
 from curvature.capture import Tape
 from curvature.derivatives import Jacobian
 from curvature.estimators.solvers import truncated
-from curvature.factors import Blocks, RunningFactors
+from curvature.factors import RunningFactors
 from curvature.leastsquares import LeastSquares
 from curvature.linalg import attempted, cholesky
 from curvature.prepared import invert
@@ -369,58 +369,3 @@ class ConjugateGradients(WholeBlock):
         self.factors = RunningFactors()
         device = torch.device("cpu") if self.last is None else self.last.device
         self.factors.load_state_dict(state, device)
-
-
-class WholeCurvature(Blocks):
-    """One block for all parameters.
-
-    Args:
-        model: whose parameters they are.
-        solver: "woodbury", "dense", "diagonal" or "cg".
-        is_sum: whether G is the sum over samples, not the mean.
-    """
-
-    def __init__(self, model: nn.Module, solver: str, is_sum: bool = False) -> None:
-        if solver not in SOLVERS:
-            raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, found {solver!r:.80}")
-        super().__init__()
-        self.blocks: list[WholeBlock] = []  # type: ignore[assignment]
-        self.model, self.kind, self.is_sum = model, SOLVERS[solver], is_sum
-
-    def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
-        """Take the rows of vectors (k, *shape) sent back from the outputs of a recorded pass over `count` samples."""
-        jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
-        block = self.blocks[0] if self.blocks else None
-        if block is None or block.shapes != jacobian.shapes:  # or other parameters are trained now
-            block = self.kind(jacobian.shapes, self.is_sum)
-            self.blocks = [block]
-        block.add_rows(tape, jacobian, count)
-
-    def gather(self, objects: Callable[[Any], Sequence[Any]]) -> None:
-        """Have the rows of all processes: each then solves the whole problem, all alike."""
-        own = self.blocks[0] if self.blocks and self.blocks[0].samples else None
-        known = [x for x in objects(own and (own.shapes, own.samples)) if x is not None]
-        if not known:
-            return
-        shapes, device = known[0][0], next(self.model.parameters()).device
-        rows = own.whole() if own is not None else Jacobian((), shapes, torch.zeros((), device=device))
-        rows, _ = rows.gathered(objects)
-        if own is None:
-            own = self.kind(shapes, self.is_sum)
-            self.blocks = [own]
-        own.new, own.samples = [rows], sum(samples for _, samples in known)
-
-    def holders(self) -> dict[str, Block]:
-        """The blocks of a preconditioner."""
-        inner = [block.factors.holders() for block in self.blocks if isinstance(block, ConjugateGradients)]
-        return inner[0] if inner else {}
-
-    def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-        for block in self.blocks:
-            if isinstance(block, ConjugateGradients):
-                block.factors.complete(states, device)
-
-
-SOLVERS: dict[str, type[WholeBlock]] = {
-    "woodbury": Woodbury, "dense": DenseWhole, "diagonal": DiagonalWhole, "cg": ConjugateGradients,
-}  # fmt: skip

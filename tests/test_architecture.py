@@ -68,15 +68,16 @@ LEVELS = {
     "curvature.leastsquares": 7,
     "curvature.residualblocks": 7,
     "curvature.wholeblocks": 8,
-    "curvature.plots": 9,
-    "curvature": 10,
+    "curvature.wholecurvature": 9,
+    "curvature.plots": 10,
+    "curvature": 11,
 }
 # What a level may import from outside, beside the standard library.
 LIBRARIES = {
     **dict.fromkeys(range(4), {"torch"}),
-    **dict.fromkeys(range(4, 9), {"torch", "numpy", "tqdm"}),
-    9: {"torch", "numpy", "tqdm", "matplotlib"},
-    10: set[str](),
+    **dict.fromkeys(range(4, 10), {"torch", "numpy", "tqdm"}),
+    10: {"torch", "numpy", "tqdm", "matplotlib"},
+    11: set[str](),
 }
 OPTIMIZER_LIBRARIES = {"torch"}
 FILE_LINES, FUNCTION_LINES = 400, 60

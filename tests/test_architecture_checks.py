@@ -43,7 +43,7 @@ def modules(root: Path, **sources: str) -> dict[str, Path]:
         ),
         ("curvature__losses", "from . import linalg", "(level 0) imports curvature.linalg (level 0)"),
         ("curvature__layers__linear", "from ..capture import capture", "(level 1) imports curvature.capture"),
-        ("curvature__capture", "from . import something", "imports curvature (level 10)"),
+        ("curvature__capture", "from . import something", "imports curvature (level 11)"),
         ("curvature__losses", "import numpy.linalg", "imports numpy"),
         ("curvature__matrices", "import matplotlib", "imports matplotlib"),
         ("curvature__plots", "from optimizers import kfac", "knows nothing of the optimizers"),

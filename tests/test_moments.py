@@ -321,3 +321,15 @@ def test_what_has_no_kronecker_factors():
         scheme.readings(mixed)
     with pytest.raises(ValueError, match="sharing"):
         Scheme.of(terms["layer.weight"], [(2, 2)], torch.float64, "shared")
+
+
+@pytest.mark.parametrize("rows, groups, d", [(512, 1, 259), (600, 2, 256), (512, 1, 255), (511, 1, 300)])
+def test_a_large_moment_is_that_of_all_rows(rows: int, groups: int, d: int, monkeypatch):
+    a = torch.randn(rows, groups, d, dtype=torch.float64)
+    calls = []
+    symmetric = curvature.moments._symmetric
+    monkeypatch.setattr(curvature.moments, "_symmetric", lambda *sides: calls.append(1) or symmetric(*sides))
+    found = curvature.moments._second(a, a, False)
+    assert len(calls) == (rows >= 512 and d >= 256)
+    close(found, torch.einsum("ngi,ngj->gij", a, a))
+    close(curvature.moments._second(a, a.flip(0), False), torch.einsum("ngi,ngj->gij", a, a.flip(0)))

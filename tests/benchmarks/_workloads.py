@@ -33,11 +33,11 @@ class Workload:
 
 
 class Block(nn.Module):
-    """Transformer block, norm first: causal self-attention from plain Linear layers, then a GELU layer of width 4 d."""
+    """Transformer block, norm first: self-attention from plain Linear layers, then a GELU layer of width 4 d."""
 
-    def __init__(self, d: int, heads: int) -> None:
+    def __init__(self, d: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
         self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
         self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
@@ -45,7 +45,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, t, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).reshape(n, t, d))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
