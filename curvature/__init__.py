@@ -2,6 +2,7 @@
 
 from curvature.blocks import Block, invert
 from curvature.capture import Listener, Tape, Use, capture
+from curvature.compiled import Eagerly, unwrapped
 from curvature.derivatives import Jacobian, residual_jacobian
 from curvature.estimators import (
     conjugate_gradient,
@@ -45,6 +46,7 @@ __all__ = [
     "Blocks",
     "Dense",
     "Diagonal",
+    "Eagerly",
     "EigenKronecker",
     "Injection",
     "Jacobian",
@@ -93,6 +95,7 @@ __all__ = [
     "sample_layouts",
     "sampled",
     "spectral_density",
+    "unwrapped",
     "xdiag",
     "xtrace",
 ]

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from curvature.compiled import HOLDS, Eagerly, is_within_compiled, unwrapped
 from curvature.contractions import Term
 from curvature.layers import RULES, Call, Layout, Rule, Unsupported, rewritten
 from curvature.layers.normalisation import uses_running_statistics
@@ -271,12 +272,19 @@ class Listener:
 
     `start` is asked before every forward pass for the tape to record on (None: do not record); `done` gets the tape and
     the output after it, not after an exception. A copy or a pickle of the module gets inert hooks.
+
+    What is recorded runs uncompiled. A root that ``torch.compile`` returned sees to it when it is called; the hooks of
+    others are compiled with them and do nothing, so `expect` has to say before the call that it will be recorded.
     """
 
     def __init__(self, model: nn.Module, start: Callable[[], Tape | None], done: Callable[[Tape, Any], None]) -> None:
         self.model = weakref.ref(model)
         self.start, self.done = start, done
         self.running: list[Recorder | None] = []
+        self.eagerly = Eagerly()
+        self.is_wrapper = unwrapped(model) is not model
+        self.missed = False  # whether a forward pass was compiled since `expect`
+        self.is_compiled = True  # whether the next one may be, as far as is known
         self.handles = [
             model.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.leave, always_call=True),
@@ -285,34 +293,52 @@ class Listener:
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Listener,)
 
+    def expect(self, wanted: bool) -> None:
+        """Say whether the next forward passes, if with gradients, will be recorded."""
+        self.is_compiled |= self.missed
+        self.missed = False
+        HOLDS.put(self, wanted and self.is_compiled and not self.is_wrapper)
+
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.missed = True
+            return
         if not hasattr(self, "model") or module is not self.model():
             return
         tape = None if any(self.running) else self.start()  # a root that calls itself records once
-        recorder = None if tape is None else Recorder(tape, module)
+        recorder = None if tape is None else Recorder(tape, unwrapped(module))
         self.running.append(recorder)
         if recorder is not None:
+            self.is_compiled = is_within_compiled()
+            self.eagerly.__enter__()
             recorder.mark([args, kwargs])
             recorder.__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not hasattr(self, "model") or module is not self.model() or not self.running:
+        if torch.compiler.is_compiling() or not hasattr(self, "model"):
+            return
+        if module is not self.model() or not self.running:
             return
         recorder = self.running.pop()
         if recorder is not None:
-            recorder.__exit__(None, None, None)
+            self._left(recorder)
             if output is not None:  # what always_call passes after an exception
                 self.done(recorder.tape, output)
+
+    def _left(self, recorder: Recorder) -> None:
+        recorder.__exit__(None, None, None)
+        self.eagerly.__exit__()
 
     def reset(self) -> None:
         """Leave what an interrupt of the forward pass left entered: torch calls no hook after one."""
         while self.running:
             recorder = self.running.pop()
             if recorder is not None:
-                recorder.__exit__(None, None, None)
+                self._left(recorder)
 
     def remove(self) -> None:
         self.reset()
+        self.expect(False)
         for handle in self.handles:
             handle.remove()
 
@@ -329,14 +355,21 @@ def capture(model: nn.Module) -> Iterator[Tape]:
     Parameters that do not require a gradient are not recorded. The hooks are gone when the context ends, also after
     an exception; the activations are views of the tensors that the layers received.
 
+    A model that is compiled (``torch.compile``), as a whole or in parts, runs uncompiled inside the context, as does
+    everything else.
+
     Raises:
         TypeError: `model` is not a module.
+        RuntimeError: it was compiled inside the context.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    tape = Tape(model)
-    listener = Listener(model, lambda: tape, lambda tape, output: None)
+    tape = Tape(unwrapped(model))
+    listener = Listener(unwrapped(model), lambda: tape, lambda tape, output: None)
+    listener.expect(True)
     try:
         yield tape
     finally:
         listener.remove()
+    if listener.missed:
+        raise RuntimeError("capture: the model ran compiled; call torch.compile before the context begins, not in it")

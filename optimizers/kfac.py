@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature import Injection, Jacobian, isotropic
+from curvature import Eagerly, Injection, Jacobian, isotropic
 from optimizers.adaptive import Adaptive
 from optimizers.base import check_flag
 from optimizers.plain import PlainSteps
@@ -106,6 +107,7 @@ class KFAC(PlainSteps):
         self.replay: Replay | None = None  # of the batch at hand
         self.residuals: ResidualSteps | None = None  # once a closure has returned such
         self._is_loss = False  # once a closure has returned a loss
+        self._expect()
 
     def _records(self) -> bool:
         silent = self.replay is not None and self.replay.silent
@@ -132,14 +134,21 @@ class KFAC(PlainSteps):
         """
         self._listener.reset()
         start, steps = time.perf_counter(), self.steps
-        value = self._loss_step(closure) if self.residuals is None else None
-        if self.residuals is not None:
-            value = self._residual_step(closure, self.residuals)
+        with Eagerly() if self._differentiates(closure) else nullcontext():
+            value = self._loss_step(closure) if self.residuals is None else None
+            if self.residuals is not None:
+                value = self._residual_step(closure, self.residuals)
         if self.steps > steps:
             self.health.entries[-1]["seconds"] = time.perf_counter() - start
             if self.residuals is None:
                 self._measure()
+        self._expect()
         return value
+
+    def _differentiates(self, closure: Callable[[], Any] | None) -> bool:
+        """Whether the closure's model may be looked into or differentiated twice, which compiled code cannot be."""
+        repeats = self.adaptive is not None or self._arguments.get("line_search", False)
+        return closure is not None and (repeats or not self._is_loss)
 
     def _loss_step(self, closure: Callable[[], Any] | None) -> Any:
         """A step with a loss; where a first closure returns residuals instead, only that is kept."""

@@ -57,6 +57,11 @@ class SecondOrder(ModelOptimizer):
     def _records(self) -> bool:
         return torch.is_grad_enabled() and self.schedule.renews(self.steps)
 
+    def _expect(self) -> None:
+        """Compiled models are to run uncompiled until the next step, if that renews the factors."""
+        with torch.enable_grad():
+            self._listener.expect(self._records())
+
     def _record(self, tape: Tape, output: Any) -> None:
         """Called with every recorded forward pass."""
         outputs = [x for x in _outputs(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
@@ -234,6 +239,7 @@ class SecondOrder(ModelOptimizer):
         if generator is not None:
             self.generator = torch.Generator(device)
             self.generator.set_state(generator.cpu())
+        self._expect()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SecondOrder:
         """A copy that trains a copy of the model (the same copy, where both are copied together)."""
