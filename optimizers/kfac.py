@@ -16,7 +16,7 @@ from optimizers.base import check_flag
 from optimizers.plain import PlainSteps
 from optimizers.replay import Replay, State
 from optimizers.residuals import FoundResiduals, ResidualSteps, Trials, described, refuse_arguments, without_residuals
-from optimizers.updates import are_finite
+from optimizers.updates import Move, are_finite, take
 
 PLAIN_EVERY = 10, 10  # steps between renewals of the factors, and between inversions of a block
 ADAPTIVE_EVERY = 3, 3  # the same, where few and long steps are taken
@@ -132,6 +132,15 @@ class KFAC(PlainSteps):
                 residuals, and the other way round.
             ValueError: residuals, and an argument that has no meaning for them.
         """
+        value, move = self._prepared(closure)
+        if move is not None:
+            take(move)  # this is what torch.compile(opt.step) compiles
+        return value
+
+    @torch._disable_dynamo
+    def _prepared(self, closure: Callable[[], Any] | None) -> tuple[Any, Move | None]:
+        """All of a step but, in a plain one, the last thing to do."""
+        self._move = None
         self._listener.reset()
         start, steps = time.perf_counter(), self.steps
         with Eagerly() if self._differentiates(closure) else nullcontext():
@@ -143,7 +152,8 @@ class KFAC(PlainSteps):
             if self.residuals is None:
                 self._measure()
         self._expect()
-        return value
+        move, self._move = self._move, None
+        return value, move
 
     def _differentiates(self, closure: Callable[[], Any] | None) -> bool:
         """Whether the closure's model may be looked into or differentiated twice, which compiled code cannot be."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from optimizers.second_order import SecondOrder
-from optimizers.updates import adapted, are_finite, inner, loosened, slope_ratio, within_trust
+from optimizers.updates import Move, adapted, are_finite, inner, loosened, slope_ratio
 
 FIRST_CHANGE = 0.1  # root-mean-square change of an output entry that the first step aims at
 ADAPTATION = 0.3  # how fast the step size follows the slopes
@@ -31,6 +31,7 @@ class PlainSteps(SecondOrder):
         self.longest: Tensor | None = None  # relative length that a layer's step may have
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
+        self._move: Move | None = None  # what is left to do of a step
 
     def _plain_step(self, gradients: Mapping[str, Tensor]) -> None:
         if not gradients:
@@ -42,7 +43,7 @@ class PlainSteps(SecondOrder):
         with self.health.timed("direction"):
             directions, energy = self._directions(gradients)
             size = self._step_size(gradients, directions, energy)
-            self._apply(directions, size)
+            self._move = self._planned(directions, size)
         self.health.entries.append(self._entry | {"step_size": size, "accepted": True})
         self.steps += 1
 
@@ -92,28 +93,30 @@ class PlainSteps(SecondOrder):
         self.last_change = taken if self.last_change is None else torch.maximum(taken, MEMORY * self.last_change)
         return self.step_size
 
-    def _apply(self, directions: Mapping[str, Tensor], size: Tensor) -> None:
-        """Take the step, no layer further than a part of its length. The directions become displacements."""
+    def _planned(self, directions: Mapping[str, Tensor], size: Tensor) -> Move:
+        """The step, no layer further than a part of its length. The directions become displacements."""
         options, parameters = self._options(), self._trained()
         assert self.longest is not None
         for p in parameters.values():
             self.state[p].pop("displacement", None)
         joint = {k: tuple(n for n in b.names if n in directions) for b in self.factors.blocks for k in b.names}
-        slopes = []
+        # tensors, since compiled code takes every other number for a constant
+        number = lambda x: torch.tensor(x, dtype=torch.float64)
+        numbers = {id(g): (number(g["lr"]), number(1 - g["lr"] * g["weight_decay"])) for g in self.param_groups}
+        self.predicted = torch.zeros_like(size)
+        move = Move([], [], [], [], [], [], size, self.longest, self.predicted)
         for names in dict.fromkeys(joint.get(name, (name,)) for name in directions):
-            length = torch.stack([inner(directions[k], directions[k]).float() for k in names]).sum().sqrt()
-            # a tensor counts for at least one, so that parameters that start at zero can leave it
-            own = torch.stack([inner(parameters[k], parameters[k]).float().clamp(min=1) for k in names]).sum().sqrt()
-            cut = within_trust(size, length, own, self.longest)
+            move.layers.append(len(names))
             for name in names:
-                p, group = parameters[name], options[name]
-                if group["weight_decay"]:
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                displacement = directions[name].mul_((-cut * group["lr"]).to(p.dtype))
-                p.add_(displacement)
-                self.state[p]["displacement"] = displacement
-                slopes.append(cut * group["lr"] * self._slopes[name])
-        self.predicted = -torch.stack(slopes).sum()
+                group = options[name]
+                move.parameters.append(parameters[name])
+                move.directions.append(directions[name])
+                move.slopes.append(self._slopes[name])
+                rate, kept = numbers[id(group)]
+                move.rates.append(rate)
+                move.kept.append(kept if group["weight_decay"] else None)
+                self.state[parameters[name]]["displacement"] = directions[name]
+        return move
 
 
 def _running_mean(state: dict[str, Any], gradient: Tensor, decay: float) -> Tensor:

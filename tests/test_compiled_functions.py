@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_compiled import assert_close, batch, clean, draw, net  # noqa: F401 (clean is used by every test)
+from test_compiled import assert_close, batch, clean, draw, net  # noqa: F401 (clean is a fixture)
 from torch import Tensor, nn
 
 import curvature
