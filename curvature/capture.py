@@ -7,6 +7,7 @@ entered and left by hooks on the root module: nothing is active outside ``with c
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,12 @@ from curvature.layers import RULES, Call, Layout, Rule, Unsupported, rewritten
 from curvature.layers.normalisation import uses_running_statistics
 
 TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
+LOSSES = {
+    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.soft_margin_loss,
+    F.multilabel_soft_margin_loss, F.multilabel_margin_loss, F.multi_margin_loss, F.hinge_embedding_loss,
+    F.cosine_embedding_loss, F.margin_ranking_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
+}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -100,7 +107,8 @@ class Use:
 class Tape:
     """What a capture recorded. `uses` are in the order of the forward pass.
 
-    `mixing` names the modules whose output for one sample depends on the others (BatchNorm in training mode).
+    `mixing` names the modules whose output for one sample depends on the others (BatchNorm in training mode). `samples`
+    is the length of the model's inputs, `losses` are the calls of loss functions inside: function and arguments.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
@@ -108,6 +116,8 @@ class Tape:
         self.uses: list[Use] = []
         self.parameters = {name: Node(p, frozenset([name])) for name, p in named if p.requires_grad}
         self.mixing: list[str] = []
+        self.samples: int | None = None
+        self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Send vectors back from the output.
@@ -185,6 +195,8 @@ class Recorder(TorchFunctionMode):
             found += tensors_in(kwargs.values())
         if func is F.batch_norm:
             self._note_mixing(args, kwargs)
+        elif func in LOSSES and torch.is_grad_enabled() and any(x in self.data and x.requires_grad for x in found):
+            self.tape.losses.append((func, args, kwargs))
         if not torch.is_grad_enabled() or not any(id(x) in self.nodes for x in found):
             out = func(*args, **kwargs)
             if any(x in self.data for x in found):
@@ -282,6 +294,7 @@ class Listener:
         self.start, self.done = start, done
         self.running: list[Recorder | None] = []
         self.eagerly = Eagerly()
+        self.raised: BaseException | None = None  # what was being handled when the forward pass began
         self.is_wrapper = unwrapped(model) is not model
         self.missed = False  # whether a forward pass was compiled since `expect`
         self.is_compiled = True  # whether the next one may be, as far as is known
@@ -312,6 +325,8 @@ class Listener:
             self.is_compiled = is_within_compiled()
             self.eagerly.__enter__()
             recorder.mark([args, kwargs])
+            recorder.tape.samples = next((len(x) for x in tensors_in([args, kwargs]) if x.ndim), None)
+            self.raised = sys.exc_info()[1]
             recorder.__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -322,7 +337,7 @@ class Listener:
         recorder = self.running.pop()
         if recorder is not None:
             self._left(recorder)
-            if output is not None:  # what always_call passes after an exception
+            if output is not None or sys.exc_info()[1] is self.raised:  # None is what always_call passes after one
                 self.done(recorder.tape, output)
 
     def _left(self, recorder: Recorder) -> None:

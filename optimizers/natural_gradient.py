@@ -13,6 +13,7 @@ from curvature import Injection, Jacobian, LeastSquares, Tape, WholeCurvature, e
 from optimizers.base import check_flag
 from optimizers.curves import Curves, Point
 from optimizers.kfac import KFAC
+from optimizers.places import samples_first
 from optimizers.quadratic import GROW, next_damping
 from optimizers.replay import Replay
 from optimizers.residuals import ResidualSteps, Trials, loss_of
@@ -104,15 +105,18 @@ class NaturalGradient(KFAC):
 
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Send the gradient of the loss at the output back once more, sample by sample, when it arrives there."""
-        if len(outputs) > 1:
+        if len(outputs) != 1:
             raise ValueError(
-                f"inject: empirical() needs a model that returns one tensor, found {len(outputs)}; use isotropic()"
+                "inject: rows of empirical() need a model that returns one tensor, or gives a loss function of torch "
+                f"one, found {len(outputs)}; return the output, and use isotropic() if there are several"
             )
         scale = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
 
         def sent(gradient: Tensor) -> None:
             handle.remove()  # what goes back now passes here too
-            self.factors.record(tape, outputs, [(gradient * scale).detach()[None]], count)
+            with torch.enable_grad():
+                output = samples_first(outputs[0], count)
+            self.factors.record(tape, [output], [samples_first(gradient * scale, count).detach()[None]], count)
 
         handle = outputs[0].register_hook(sent)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
 from optimizers.base import ModelOptimizer, check_arguments
+from optimizers.places import SUBSTITUTE, Places, note_once, places_of
 from optimizers.schedule import Schedule
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
@@ -39,6 +40,7 @@ class SecondOrder(ModelOptimizer):
         self.factors = self._curvature()
         self.schedule = Schedule(arguments["factor_every"], arguments["decompose_every"], arguments["max_overhead"])
         self.generator: torch.Generator | None = None
+        self._substitute = ""  # what is done in place of `inject`, and why
         self.output_scale: Tensor | None = None  # root mean square of an output entry
         self.output_size = 1.0  # output entries per sample
         # when the last step ended, and seconds by part until then
@@ -64,16 +66,21 @@ class SecondOrder(ModelOptimizer):
 
     def _record(self, tape: Tape, output: Any) -> None:
         """Called with every recorded forward pass."""
-        outputs = [x for x in _outputs(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
-        if not outputs or not tape.uses:
+        if not tape.uses:
             return
-        count = outputs[0].shape[0]
+        places = places_of(tape, output)
+        outputs, count = places.tensors, places.count
+        if not count:
+            return
+        if not outputs:
+            self._record_without_outputs(tape, places)
+            return
         with torch.no_grad():
             squares = torch.stack([x.detach().float().square().sum() for x in outputs]).sum()
             self.output_size = sum(x.numel() for x in outputs) / count
             self.output_scale = (squares / (count * self.output_size)).sqrt()
         if self.inject == empirical():
-            self._listen_to_backward(tape, outputs, count)
+            self._listen_to_backward(tape, places.sources, count)
             return
         if self.generator is None:
             self.generator = torch.Generator(outputs[0].device).manual_seed(self._arguments["seed"])
@@ -82,9 +89,25 @@ class SecondOrder(ModelOptimizer):
                 f"{type(self).__name__}: the model returned {len(outputs)} tensors, and loss= is of one; leave loss "
                 "out (isotropic())"
             )
-        vectors = [self.inject.vectors(x.detach(), self.loss, generator=self.generator).to(x.dtype) for x in outputs]
+        vectors = [
+            self.inject.vectors(x.detach(), self.loss, y, generator=self.generator).to(x.dtype)
+            for x, y in zip(outputs, places.targets, strict=True)
+        ]
         with torch.autocast(outputs[0].device.type, enabled=False):
             self.factors.record(tape, outputs, vectors, count)
+
+    def _record_without_outputs(self, tape: Tape, places: Places) -> None:
+        """Of a model that returned only its loss, made of no function that is known."""
+        if not isinstance(self.inject, type(isotropic()) | type(empirical())):
+            raise ValueError(
+                f"{type(self).__name__}: the model returned no tensor that {self.inject!r} can be sent back from, and "
+                "called no loss function of torch; return its output beside the loss"
+            )
+        self.output_size, self.output_scale = 1.0, places.scale
+        if self.inject != empirical():
+            self._substitute = SUBSTITUTE
+            note_once(SUBSTITUTE)
+        self._listen_to_backward(tape, [], places.count)
 
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Keep the backprops of the loss when the training loop sends them back."""
@@ -203,7 +226,8 @@ class SecondOrder(ModelOptimizer):
         rows.append(("momentum and displacement", "", "", f"{2 * momenta:.2f}", ""))
         rows.append(("in all", "", "", f"{total + 2 * momenta:.2f}", "kept between steps"))
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, self._substitute] if self._substitute else lines)
 
     def stats(self) -> dict[str, Any]:
         """How the run goes: the last step's numbers, counts of events, seconds by part, conditions of the factors.
@@ -259,15 +283,6 @@ def _done(optimizer: SecondOrder | None, tape: Tape, output: Any) -> None:
     if optimizer is not None:
         with optimizer.health.timed("capture"):
             optimizer._record(tape, output)
-
-
-def _outputs(output: Any) -> list[Tensor]:
-    """The tensors that vectors are injected at: the logits, or every tensor of a sequence or mapping."""
-    output = getattr(output, "logits", output)
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return [x for value in values for x in _outputs(value)]
 
 
 def _typical(blocks: Sequence[Block]) -> Tensor:
