@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.compiled import Eagerly, unwrapped
+from curvature.compiled import Plainly, unwrapped
 from curvature.losses import joined, per_sample_losses, reduction_of, resolve
 
 Loss = Callable[[Any, Any], Tensor]
@@ -151,7 +151,7 @@ def preserved(model: nn.Module) -> Iterator[Callable[[], bool]]:
 
     start = states()
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad(), Eagerly():
+        with torch.random.fork_rng(devices), torch.enable_grad(), Plainly():
             yield lambda: any(not torch.equal(a, b) for a, b in zip(start, states(), strict=True))
     finally:
         with torch.no_grad():

@@ -23,18 +23,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from curvature.compiled import HOLDS, Eagerly, is_within_compiled, unwrapped
+from curvature.compiled import HOLDS, Plainly, is_within_compiled, unwrapped
 from curvature.contractions import Term
 from curvature.layers import RULES, Call, Layout, Rule, Unsupported, rewritten
 from curvature.layers.normalisation import uses_running_statistics
+from curvature.lossfunctions import LOSSES
+from curvature.parts import Parts
 
 TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
-LOSSES = {
-    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.soft_margin_loss,
-    F.multilabel_soft_margin_loss, F.multilabel_margin_loss, F.multi_margin_loss, F.hinge_embedding_loss,
-    F.cosine_embedding_loss, F.margin_ranking_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
-}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -280,7 +276,7 @@ def opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 class Listener:
-    """Hooks on a root module that record its forward passes.
+    """Hooks on a root module that record its forward passes; with `inside` also on what is inside, until it is called.
 
     `start` is asked before every forward pass for the tape to record on (None: do not record); `done` gets the tape and
     the output after it, not after an exception. A copy or a pickle of the module gets inert hooks.
@@ -289,15 +285,21 @@ class Listener:
     others are compiled with them and do nothing, so `expect` has to say before the call that it will be recorded.
     """
 
-    def __init__(self, model: nn.Module, start: Callable[[], Tape | None], done: Callable[[Tape, Any], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        start: Callable[[], Tape | None],
+        done: Callable[[Tape, Any], None],
+        inside: bool = False,
+    ) -> None:
         self.model = weakref.ref(model)
+        self.parts = Parts(model if inside else nn.Module(), self.enter, self.leave)
         self.start, self.done = start, done
         self.running: list[Recorder | None] = []
-        self.eagerly = Eagerly()
+        self.plainly = Plainly()
         self.raised: BaseException | None = None  # what was being handled when the forward pass began
         self.is_wrapper = unwrapped(model) is not model
-        self.missed = False  # whether a forward pass was compiled since `expect`
-        self.is_compiled = True  # whether the next one may be, as far as is known
+        self.missed, self.is_compiled = False, True  # whether passes were compiled since `expect`; may be, henceforth
         self.handles = [
             model.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.leave, always_call=True),
@@ -309,30 +311,34 @@ class Listener:
     def expect(self, wanted: bool) -> None:
         """Say whether the next forward passes, if with gradients, will be recorded."""
         self.is_compiled |= self.missed
-        self.missed = False
+        self.missed, self.parts.seen = False, ""
         HOLDS.put(self, wanted and self.is_compiled and not self.is_wrapper)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             self.missed = True
             return
-        if not hasattr(self, "model") or module is not self.model():
+        if not self._hears(module):
             return
-        tape = None if any(self.running) else self.start()  # a root that calls itself records once
-        recorder = None if tape is None else Recorder(tape, unwrapped(module))
+        is_part = module in self.parts.modules
+        within = self.running if is_part else any(self.running)  # a root that calls itself records once
+        tape = None if within else self.start()
+        recorder = None if tape is None else Recorder(tape, unwrapped(self.model()))
+        if recorder is not None and is_part:
+            self.parts.begin(module, list(tensors_in([args, kwargs])))
+        elif recorder is not None:
+            self.parts.remove()
         self.running.append(recorder)
         if recorder is not None:
             self.is_compiled = is_within_compiled()
-            self.eagerly.__enter__()
+            self.plainly.__enter__()
             recorder.mark([args, kwargs])
             recorder.tape.samples = next((len(x) for x in tensors_in([args, kwargs]) if x.ndim), None)
             self.raised = sys.exc_info()[1]
             recorder.__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not hasattr(self, "model"):
-            return
-        if module is not self.model() or not self.running:
+        if torch.compiler.is_compiling() or not self._hears(module) or not self.running:
             return
         recorder = self.running.pop()
         if recorder is not None:
@@ -340,9 +346,12 @@ class Listener:
             if output is not None or sys.exc_info()[1] is self.raised:  # None is what always_call passes after one
                 self.done(recorder.tape, output)
 
+    def _hears(self, module: nn.Module) -> bool:
+        return hasattr(self, "model") and (module is self.model() or module in self.parts.modules)
+
     def _left(self, recorder: Recorder) -> None:
         recorder.__exit__(None, None, None)
-        self.eagerly.__exit__()
+        self.plainly.__exit__()
 
     def reset(self) -> None:
         """Leave what an interrupt of the forward pass left entered: torch calls no hook after one."""
@@ -354,6 +363,7 @@ class Listener:
     def remove(self) -> None:
         self.reset()
         self.expect(False)
+        self.parts.remove()
         for handle in self.handles:
             handle.remove()
 

@@ -10,8 +10,10 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils import checkpoint
 
 FORCED = "force_eager"
+FUNCTION = "CheckpointFunction"  # what makes a checkpoint reentrant
 WRAPPER = "compile_wrapper"  # the function in which torch calls what it has compiled
 
 
@@ -43,6 +45,32 @@ class Eagerly:
         forced = self.forced.pop()
         if forced is not None and forced.stance is _stance():  # somebody else's is not ours to end
             forced.__exit__(None, None, None)
+
+
+class Plainly(Eagerly):
+    """`Eagerly`, and activation checkpointing is not reentrant, which would run the forward pass without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def __enter__(self) -> Plainly:
+        super().__enter__()
+        self.kept.append(getattr(checkpoint, FUNCTION))
+        setattr(checkpoint, FUNCTION, NotReentrant)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(checkpoint, FUNCTION, self.kept.pop())
+        super().__exit__(*exception)
+
+
+class NotReentrant:
+    """In place of ``torch.utils.checkpoint.CheckpointFunction``."""
+
+    @staticmethod
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
 
 def _stance() -> Any:

@@ -47,7 +47,7 @@ class SecondOrder(ModelOptimizer):
         self._last: tuple[float, dict[str, float]] | None = None
         self._pending: list[Callable[[], None]] = []  # what is known after the loss's own backward pass
         me = weakref.ref(self)
-        self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
+        self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output), True)
         weakref.finalize(self, self._listener.remove)
 
     # -- capture
