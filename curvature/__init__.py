@@ -2,6 +2,7 @@
 
 from curvature.block import Block
 from curvature.capture import Listener, Tape, Use, capture
+from curvature.compiled import Eagerly, unwrapped
 from curvature.derivatives import Jacobian, residual_jacobian
 from curvature.estimators import (
     conjugate_gradient,
@@ -47,6 +48,7 @@ __all__ = [
     "Blocks",
     "Dense",
     "Diagonal",
+    "Eagerly",
     "EigenKronecker",
     "Injection",
     "Jacobian",
@@ -96,6 +98,7 @@ __all__ = [
     "sampled",
     "spectral_density",
     "symmetric_eigh",
+    "unwrapped",
     "watched",
     "xdiag",
     "xtrace",

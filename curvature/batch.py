@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.compiled import Plainly, unwrapped
 from curvature.losses import joined, per_sample_losses, reduction_of, resolve
 
 Loss = Callable[[Any, Any], Tensor]
@@ -76,6 +77,7 @@ class Batch:
             TypeError: `model` is no module, `loss` not callable, or `x` holds no tensor.
             ValueError: the loss has no scalar reduction, no parameter requires a gradient, or sizes disagree.
         """
+        model = unwrapped(model)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
         loss = usable(loss)
@@ -137,7 +139,7 @@ class Batch:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Leave buffers, random state and gradient mode as they were, also after an exception.
+    """Leave buffers, random state and gradient mode as they were, also after an exception; nothing runs compiled.
 
     Yields a function that says whether random numbers were drawn since, on the CPU or on the model's devices.
     """
@@ -149,7 +151,7 @@ def preserved(model: nn.Module) -> Iterator[Callable[[], bool]]:
 
     start = states()
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with torch.random.fork_rng(devices), torch.enable_grad(), Plainly():
             yield lambda: any(not torch.equal(a, b) for a, b in zip(start, states(), strict=True))
     finally:
         with torch.no_grad():

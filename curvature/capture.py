@@ -7,6 +7,7 @@ entered and left by hooks on the root module: nothing is active outside ``with c
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +23,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from curvature.compiled import HOLDS, Plainly, is_within_compiled, unwrapped
 from curvature.contractions import Term
 from curvature.layers import RULES, Call, Layout, Rule, Unsupported, rewritten
 from curvature.layers.normalisation import uses_running_statistics
+from curvature.lossfunctions import LOSSES
+from curvature.parts import Parts
 
 TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
 
@@ -99,7 +103,8 @@ class Use:
 class Tape:
     """What a capture recorded. `uses` are in the order of the forward pass.
 
-    `mixing` names the modules whose output for one sample depends on the others (BatchNorm in training mode).
+    `mixing` names the modules whose output for one sample depends on the others (BatchNorm in training mode). `samples`
+    is the length of the model's inputs, `losses` are the calls of loss functions inside: function and arguments.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
@@ -107,6 +112,8 @@ class Tape:
         self.uses: list[Use] = []
         self.parameters = {name: Node(p, frozenset([name])) for name, p in named if p.requires_grad}
         self.mixing: list[str] = []
+        self.samples: int | None = None
+        self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Send vectors back from the output.
@@ -185,6 +192,8 @@ class Recorder(TorchFunctionMode):
             found += tensors_in(kwargs.values())
         if func is F.batch_norm:
             self._note_mixing(args, kwargs)
+        elif func in LOSSES and torch.is_grad_enabled() and any(x in self.data and x.requires_grad for x in found):
+            self.tape.losses.append((func, args, kwargs))
         for x in found:
             if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.nodes:
                 self._find(x)
@@ -278,16 +287,30 @@ def opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 class Listener:
-    """Hooks on a root module that record its forward passes.
+    """Hooks on a root module that record its forward passes; with `inside` also on what is inside, until it is called.
 
     `start` is asked before every forward pass for the tape to record on (None: do not record); `done` gets the tape and
     the output after it, not after an exception. A copy or a pickle of the module gets inert hooks.
+
+    What is recorded runs uncompiled. A root that ``torch.compile`` returned sees to it when it is called; the hooks of
+    others are compiled with them and do nothing, so `expect` has to say before the call that it will be recorded.
     """
 
-    def __init__(self, model: nn.Module, start: Callable[[], Tape | None], done: Callable[[Tape, Any], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        start: Callable[[], Tape | None],
+        done: Callable[[Tape, Any], None],
+        inside: bool = False,
+    ) -> None:
         self.model = weakref.ref(model)
+        self.parts = Parts(model if inside else nn.Module(), self.enter, self.leave)
         self.start, self.done = start, done
         self.running: list[Recorder | None] = []
+        self.plainly = Plainly()
+        self.raised: BaseException | None = None  # what was being handled when the forward pass began
+        self.is_wrapper = unwrapped(model) is not model
+        self.missed, self.is_compiled = False, True  # whether passes were compiled since `expect`; may be, henceforth
         self.handles = [
             model.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.leave, always_call=True),
@@ -296,34 +319,62 @@ class Listener:
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Listener,)
 
+    def expect(self, wanted: bool) -> None:
+        """Say whether the next forward passes, if with gradients, will be recorded."""
+        self.is_compiled |= self.missed
+        self.missed, self.parts.seen = False, ""
+        HOLDS.put(self, wanted and self.is_compiled and not self.is_wrapper)
+
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not hasattr(self, "model") or module is not self.model():
+        if torch.compiler.is_compiling():
+            self.missed = True
             return
-        tape = None if any(self.running) else self.start()  # a root that calls itself records once
-        recorder = None if tape is None else Recorder(tape, module)
+        if not self._hears(module):
+            return
+        is_part = module in self.parts.modules
+        within = self.running if is_part else any(self.running)  # a root that calls itself records once
+        tape = None if within else self.start()
+        recorder = None if tape is None else Recorder(tape, unwrapped(self.model()))
+        if recorder is not None and is_part:
+            self.parts.begin(module, list(tensors_in([args, kwargs])))
+        elif recorder is not None:
+            self.parts.remove()
         self.running.append(recorder)
         if recorder is not None:
+            self.is_compiled = is_within_compiled()
+            self.plainly.__enter__()
             recorder.mark([args, kwargs])
+            recorder.tape.samples = next((len(x) for x in tensors_in([args, kwargs]) if x.ndim), None)
+            self.raised = sys.exc_info()[1]
             recorder.__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not hasattr(self, "model") or module is not self.model() or not self.running:
+        if torch.compiler.is_compiling() or not self._hears(module) or not self.running:
             return
         recorder = self.running.pop()
         if recorder is not None:
-            recorder.__exit__(None, None, None)
-            if output is not None:  # what always_call passes after an exception
+            self._left(recorder)
+            if output is not None or sys.exc_info()[1] is self.raised:  # None is what always_call passes after one
                 self.done(recorder.tape, output)
+
+    def _hears(self, module: nn.Module) -> bool:
+        return hasattr(self, "model") and (module is self.model() or module in self.parts.modules)
+
+    def _left(self, recorder: Recorder) -> None:
+        recorder.__exit__(None, None, None)
+        self.plainly.__exit__()
 
     def reset(self) -> None:
         """Leave what an interrupt of the forward pass left entered: torch calls no hook after one."""
         while self.running:
             recorder = self.running.pop()
             if recorder is not None:
-                recorder.__exit__(None, None, None)
+                self._left(recorder)
 
     def remove(self) -> None:
         self.reset()
+        self.expect(False)
+        self.parts.remove()
         for handle in self.handles:
             handle.remove()
 
@@ -340,14 +391,21 @@ def capture(model: nn.Module) -> Iterator[Tape]:
     Parameters that do not require a gradient are not recorded. The hooks are gone when the context ends, also after
     an exception; the activations are views of the tensors that the layers received.
 
+    A model that is compiled (``torch.compile``), as a whole or in parts, runs uncompiled inside the context, as does
+    everything else.
+
     Raises:
         TypeError: `model` is not a module.
+        RuntimeError: it was compiled inside the context.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    tape = Tape(model)
-    listener = Listener(model, lambda: tape, lambda tape, output: None)
+    tape = Tape(unwrapped(model))
+    listener = Listener(unwrapped(model), lambda: tape, lambda tape, output: None)
+    listener.expect(True)
     try:
         yield tape
     finally:
         listener.remove()
+    if listener.missed:
+        raise RuntimeError("capture: the model ran compiled; call torch.compile before the context begins, not in it")

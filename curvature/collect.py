@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from curvature.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum, KroneckerSum, Range, RowSums, rows_of
+from curvature.compiled import unwrapped
 from curvature.contractions import pieces
 from curvature.injection import SEED, Injection
 from curvature.moments import Scheme
@@ -40,6 +41,7 @@ def space_of(model: nn.Module) -> Space:
         TypeError: `model` is no module.
         ValueError: no parameter requires a gradient.
     """
+    model = unwrapped(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}

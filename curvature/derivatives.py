@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from curvature import contractions
 from curvature.batch import preserved
 from curvature.capture import Tape
+from curvature.compiled import unwrapped
 from curvature.graph import identity_of, tape_of
 from curvature.squares import squared
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
@@ -106,6 +107,7 @@ class Jacobian:
         """
         if values.ndim != 1 or not len(values):
             raise ValueError(f"values: expected shape (M,), M at least 1, found {tuple(values.shape)}")
+        model = unwrapped(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError(NOTHING)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature.batch import logits, preserved
+from curvature.compiled import unwrapped
 from curvature.formulas import NORMS, MixesSamples
 from curvature.graph import leaves_of
 from curvature.structure import noise, rounding
@@ -49,7 +50,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
         ValueError: a shape does not fit, `weights` is not symmetric, or samples are not apart: a BatchNorm in training
             mode, or what the first call at a shape finds by running two samples alone.
     """
-    form = Form(_checked(model, x, weights))
+    form, model = Form(_checked(model, x, weights)), unwrapped(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.enable_grad():

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from curvature.accumulators import Chunk, Terms
 from curvature.batch import Batch, Loss, mapped, preserved, usable
 from curvature.capture import capture
+from curvature.compiled import unwrapped
 from curvature.contractions import gradients
 from curvature.injection import Injection
 from curvature.losses import is_entrywise, reduction_of, sample_masses
@@ -45,6 +46,7 @@ class Source:
 
     def __post_init__(self) -> None:
         """What can be refused before the first batch is."""
+        object.__setattr__(self, "model", unwrapped(self.model))
         if self.loss is not None:
             usable(self.loss)
         require_pairs(self.data)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from curvature import Block
+from curvature import Block, unwrapped
 from optimizers.base import check_range
 
 BUCKET = 1 << 23  # entries of a flat buffer that is sent at once
@@ -49,15 +49,16 @@ class Distributed:
         return self  # a process group is a thing of the outside world
 
 
-def unwrapped(model: Any, distributed: Distributed | None) -> tuple[Any, Distributed]:
+def trained_by(model: Any, distributed: Distributed | None) -> tuple[Any, Distributed]:
     """The user's own module, and the processes that train it."""
     config = Distributed() if distributed is None else distributed
     if not isinstance(config, Distributed):
         raise TypeError(f"distributed: expected optimizers.Distributed(...), found {distributed!r:.80}")
+    model = unwrapped(model)
     if isinstance(model, DistributedDataParallel):
         if config.group is None:
             config = Distributed(model.process_group, config.gradient_worker_fraction)
-        model = model.module
+        model = unwrapped(model.module)
     return model, config
 
 
@@ -363,7 +364,7 @@ class Workers:
 
 
 def rows_of_whole(
-    draw: Callable[[Tensor, torch.Generator], Tensor], output: Tensor, processes: Processes, seed: int
+    draw: Callable[[Tensor, Any, torch.Generator], Tensor], output: Tensor, target: Any, processes: Processes, seed: int
 ) -> Tensor:
     """Random vectors (k, N, ...) for this process's part of the batch, as one process draws them for the whole.
 
@@ -373,12 +374,13 @@ def rows_of_whole(
     rank, size = processes.rank, processes.size
     generator = torch.Generator(output.device)
     if size > 1 and size * output.numel() > BUCKET:
-        return draw(output, generator.manual_seed(seed + rank))
+        return draw(output, target, generator.manual_seed(seed + rank))
     generator.manual_seed(seed)
     if size == 1:
-        return draw(output, generator)
-    whole = output.repeat(size, *[1] * (output.ndim - 1))
-    return draw(whole, generator)[:, rank * len(output) : (rank + 1) * len(output)]
+        return draw(output, target, generator)
+    repeated = lambda x: x.repeat(size, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
+    found = draw(repeated(output), repeated(target), generator)
+    return found[:, rank * len(output) : (rank + 1) * len(output)]
 
 
 @dataclass(frozen=True)

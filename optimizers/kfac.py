@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature import Injection, Jacobian, isotropic
+from curvature import Eagerly, Injection, Jacobian, isotropic
 from optimizers.adaptive import Adaptive
 from optimizers.base import check_flag
 from optimizers.distributed import Distributed
 from optimizers.plain import PlainSteps
 from optimizers.replay import Replay, State
 from optimizers.residuals import FoundResiduals, ResidualSteps, Trials, described, refuse_arguments, without_residuals
-from optimizers.updates import are_finite
+from optimizers.updates import Move, are_finite, take
 
 PLAIN_EVERY = 10, 10  # steps between renewals of the factors, and between inversions of a block
 ADAPTIVE_EVERY = 3, 3  # the same, where few and long steps are taken
@@ -111,6 +112,7 @@ class KFAC(PlainSteps):
         self.residuals: ResidualSteps | None = None  # once a closure has returned such
         self._is_loss = False  # once a closure has returned a loss
         self._stuck = 0  # steps in a row that were not taken since a decomposition failed
+        self._expect()
 
     def _records(self) -> bool:
         silent = self.replay is not None and self.replay.silent
@@ -135,13 +137,22 @@ class KFAC(PlainSteps):
                 residuals, and the other way round.
             ValueError: residuals, and an argument that has no meaning for them.
         """
+        value, move = self._prepared(closure)
+        if move is not None:
+            take(move)  # this is what torch.compile(opt.step) compiles
+        return value
+
+    @torch._disable_dynamo
+    def _prepared(self, closure: Callable[[], Any] | None) -> tuple[Any, Move | None]:
+        """All of a step but, in a plain one, the last thing to do."""
+        self._move = None
         self._listener.reset()
         if closure is not None and hasattr(self, "found_inf"):
             raise RuntimeError(
                 f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
             )
         start, steps = time.perf_counter(), self.steps
-        with self.health.watching():
+        with self.health.watching(), Eagerly() if self._differentiates(closure) else nullcontext():
             value = self._loss_step(closure) if self.residuals is None else None
             if self.residuals is not None:
                 value = self._residual_step(closure, self.residuals)
@@ -149,7 +160,14 @@ class KFAC(PlainSteps):
             self.health.entries[-1]["seconds"] = time.perf_counter() - start
             if self.residuals is None:
                 self._measure()
-        return value
+        self._expect()
+        move, self._move = self._move, None
+        return value, move
+
+    def _differentiates(self, closure: Callable[[], Any] | None) -> bool:
+        """Whether the closure's model may be looked into or differentiated twice, which compiled code cannot be."""
+        repeats = self.adaptive is not None or self._arguments.get("line_search", False)
+        return closure is not None and (repeats or not self._is_loss)
 
     def _loss_step(self, closure: Callable[[], Any] | None) -> Any:
         """A step with a loss; where a first closure returns residuals instead, only that is kept."""

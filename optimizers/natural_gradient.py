@@ -14,6 +14,7 @@ from optimizers.base import check_flag
 from optimizers.curves import Curves, Point
 from optimizers.distributed import Distributed
 from optimizers.kfac import KFAC
+from optimizers.places import samples_first
 from optimizers.quadratic import GROW, next_damping
 from optimizers.replay import Replay
 from optimizers.residuals import ResidualSteps, Trials, loss_of
@@ -111,9 +112,10 @@ class NaturalGradient(KFAC):
 
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Send the gradient of the loss at the output back once more, sample by sample, when it arrives there."""
-        if len(outputs) > 1:
+        if len(outputs) != 1:
             raise ValueError(
-                f"inject: empirical() needs a model that returns one tensor, found {len(outputs)}; use isotropic()"
+                "inject: rows of empirical() need a model that returns one tensor, or gives a loss function of torch "
+                f"one, found {len(outputs)}; return the output, and use isotropic() if there are several"
             )
         each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
 
@@ -122,8 +124,11 @@ class NaturalGradient(KFAC):
             if not self._pending:  # later: times the scale of the loss it may be too much for float16
                 self._each = each
                 self._pending.append(lambda scale: self._multiply(each / scale))
+            with torch.enable_grad():
+                output = samples_first(outputs[0], count)
+            vectors = samples_first(gradient * (each / self._each), count).detach()[None]
             with torch.autocast(gradient.device.type, enabled=False):
-                self.factors.record(tape, outputs, [(gradient * (each / self._each)).detach()[None]], count)
+                self.factors.record(tape, [output], [vectors], count)
 
         handle = outputs[0].register_hook(sent)
 

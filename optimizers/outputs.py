@@ -1,21 +1,11 @@
-"""The tensors that a model returns: where vectors are sent back from, and how large they are."""
+"""How large the outputs of a model are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def outputs_of(output: Any) -> list[Tensor]:
-    """The tensors that vectors are injected at: the logits, or every tensor of a sequence or mapping."""
-    output = getattr(output, "logits", output)
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return [x for value in values for x in outputs_of(value)]
 
 
 class Extent:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from optimizers.second_order import SecondOrder
-from optimizers.updates import adapted, inner, loosened, slope_ratio, within_trust
+from optimizers.updates import Move, adapted, inner, loosened, slope_ratio
 from optimizers.verdict import told
 
 FIRST_CHANGE = 0.1  # root-mean-square change of an output entry that the first step aims at
@@ -33,6 +33,7 @@ class PlainSteps(SecondOrder):
         self.longest: Tensor | None = None  # relative length that a layer's step may have
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
+        self._move: Move | None = None  # what is left to do of a step
 
     def _plain_step(self, gradients: Mapping[str, Tensor]) -> None:
         if not gradients:
@@ -50,7 +51,7 @@ class PlainSteps(SecondOrder):
         with self.health.timed("direction"):
             directions, energy = self._directions(gradients, good)
             size = self._step_size(gradients, directions, energy)
-            self._apply(directions, size, good)
+            self._move = self._planned(directions, size, good)
         self.health.entries.append(self._entry | {"step_size": size, "accepted": True})
         self._steps += 1
         self._open = (told(good), before) if is_ordinary else None
@@ -111,30 +112,31 @@ class PlainSteps(SecondOrder):
         self.last_change = taken if self.last_change is None else torch.maximum(taken, MEMORY * self.last_change)
         return self.step_size
 
-    def _apply(self, directions: Mapping[str, Tensor], size: Tensor, good: Tensor) -> None:
-        """Take the step, no layer further than a part of its length. The directions become displacements."""
+    def _planned(self, directions: Mapping[str, Tensor], size: Tensor, good: Tensor) -> Move:
+        """The step, no layer further than a part of its length. The directions become displacements."""
         options, parameters = self._options(), self._trained()
         assert self.longest is not None
         last = {name: self.state[p].pop("displacement", None) for name, p in parameters.items()}
-        size = torch.where(good, size, 0)
         joint = {k: tuple(n for n in b.names if n in directions) for b in self.factors.blocks for k in b.names}
-        slopes = []
+        # tensors, since compiled code takes every other number for a constant
+        number = lambda x: torch.tensor(x, dtype=torch.float64)
+        numbers = {id(g): (number(g["lr"]), number(1 - g["lr"] * g["weight_decay"])) for g in self.param_groups}
+        self.predicted = torch.zeros_like(size)
+        move = Move([], [], [], [], [], [], [], size, self.longest, self.predicted, good)
         for names in dict.fromkeys(joint.get(name, (name,)) for name in directions):
-            length = torch.stack([inner(directions[k], directions[k]).float() for k in names]).sum().sqrt()
-            # a tensor counts for at least one, so that parameters that start at zero can leave it
-            own = torch.stack([inner(parameters[k], parameters[k]).float().clamp(min=1) for k in names]).sum().sqrt()
-            cut = within_trust(size, length, own, self.longest)
+            move.layers.append(len(names))
             for name in names:
-                p, group = parameters[name], options[name]
-                if group["weight_decay"]:
-                    p.addcmul_(p, good.to(p.dtype), value=-group["lr"] * group["weight_decay"])
-                displacement = directions[name].mul_((-cut * group["lr"]).to(p.dtype)).nan_to_num_(0.0, 0.0, 0.0)
-                p.add_(displacement)
-                old = last[name]  # goes on in its memory: it stays where the batch is bad
-                own = displacement if old is None else torch.where(good, displacement, old, out=old)
-                self.state[p]["displacement"] = own
-                slopes.append(cut * group["lr"] * self._slopes[name])
-        self.predicted = -torch.stack(slopes).nan_to_num(0.0, 0.0, 0.0).sum()
+                group, p = options[name], parameters[name]
+                move.parameters.append(p)
+                move.directions.append(directions[name])
+                move.last.append(last[name])
+                move.slopes.append(self._slopes[name])
+                rate, kept = numbers[id(group)]
+                move.rates.append(rate)
+                move.kept.append(kept if group["weight_decay"] else None)
+                # it goes on in the memory of the last: that stays as it is where the batch is bad
+                self.state[p]["displacement"] = directions[name] if last[name] is None else last[name]
+        return move
 
 
 def _running_means(

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
 from optimizers.base import ModelOptimizer, check_arguments
-from optimizers.distributed import Processes, Statistics, Team, Workers, rows_of_whole, unwrapped
-from optimizers.outputs import Extent, outputs_of
+from optimizers.distributed import Processes, Statistics, Team, Workers, rows_of_whole, trained_by
+from optimizers.outputs import Extent
+from optimizers.places import SUBSTITUTE, Places, note_once, places_of
 from optimizers.schedule import Schedule
 from optimizers.verdict import judged
 
@@ -38,7 +39,7 @@ class SecondOrder(ModelOptimizer):
             raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
         if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
             raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
-        model, config = unwrapped(model, arguments["distributed"])
+        model, config = trained_by(model, arguments["distributed"])
         if self.whole and config.gradient_worker_fraction < 1:
             raise ValueError(f"gradient_worker_fraction: expected 1, {type(self).__name__} {self.whole}")
         super().__init__(model, options)
@@ -50,12 +51,13 @@ class SecondOrder(ModelOptimizer):
         self.outputs = Extent()
         self._distributed = config
         self._was_empty = False  # the batch of the last recorded pass
+        self._substitute = ""  # what is done in place of `inject`, and why
         # when the last step ended, and seconds by part until then
         self._last: tuple[float, dict[str, float]] | None = None
         # what is known after the loss's own backward pass; it takes the factor by which that was scaled
         self._pending: list[Callable[[float], None]] = []
         me = weakref.ref(self)
-        self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
+        self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output), True)
         weakref.finalize(self, self._listener.remove)
 
     # -- processes
@@ -80,38 +82,59 @@ class SecondOrder(ModelOptimizer):
         # whether the last batch was bad makes a difference only where this one would renew the factors
         return torch.is_grad_enabled() and self.schedule.renews(self._steps) and self.schedule.renews(self.steps)
 
+    def _expect(self) -> None:
+        """Compiled models are to run uncompiled until the next step, if that renews the factors."""
+        with torch.enable_grad():
+            self._listener.expect(self._records())
+
     def _record(self, tape: Tape, output: Any) -> None:
         """Called with every recorded forward pass."""
-        outputs = [x for x in outputs_of(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
-        if not outputs or not tape.uses:
+        if not tape.uses:
             return
-        count = outputs[0].shape[0]
-        self._was_empty = not all(x.numel() for x in outputs)
-        if self._was_empty:
+        places = places_of(tape, output)
+        outputs, count = places.tensors, places.count
+        self._was_empty = bool(outputs) and not all(x.numel() for x in outputs)
+        if not count or self._was_empty:
+            return
+        self.factors.place = self.team.processes.rank, self.team.processes.size
+        if not outputs:
+            self._record_without_outputs(tape, places)
             return
         self.outputs.add(outputs, count)
-        self.factors.place = self.team.processes.rank, self.team.processes.size
         if self.inject == empirical():
-            self._listen_to_backward(tape, outputs, count)
+            self._listen_to_backward(tape, places.sources, count)
             return
         if len(outputs) > 1 and self.loss is not None:
             raise ValueError(
                 f"{type(self).__name__}: the model returned {len(outputs)} tensors, and loss= is of one; leave loss "
                 "out (isotropic())"
             )
-        vectors = [self._vectors(x.detach()) for x in outputs]
+        vectors = [self._vectors(x.detach(), y) for x, y in zip(outputs, places.targets, strict=True)]
         with torch.autocast(outputs[0].device.type, enabled=False):
             self.factors.record(tape, outputs, vectors, count)
         if self.team.processes.size > 1:
-            for x in outputs:
+            for x in places.sources:
                 x.register_hook(lambda _: self.team.statistics.launch())
 
-    def _vectors(self, output: Tensor) -> Tensor:
+    def _vectors(self, output: Tensor, target: Any) -> Tensor:
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(self._arguments["seed"])
         seed = int(torch.randint(1 << 62, (), generator=self.generator))
-        draw = lambda x, generator: self.inject.vectors(x, self.loss, generator=generator)
-        return rows_of_whole(draw, output, self.team.processes, seed).to(output.dtype)
+        draw = lambda x, y, generator: self.inject.vectors(x, self.loss, y, generator=generator)
+        return rows_of_whole(draw, output, target, self.team.processes, seed).to(output.dtype)
+
+    def _record_without_outputs(self, tape: Tape, places: Places) -> None:
+        """Of a model that returned only its loss, made of no function that is known."""
+        if not isinstance(self.inject, type(isotropic()) | type(empirical())):
+            raise ValueError(
+                f"{type(self).__name__}: the model returned no tensor that {self.inject!r} can be sent back from, and "
+                "called no loss function of torch; return its output beside the loss"
+            )
+        self.outputs.add([places.scale.expand(places.count)], places.count)
+        if self.inject != empirical():
+            self._substitute = SUBSTITUTE
+            note_once(SUBSTITUTE)
+        self._listen_to_backward(tape, [], places.count)
 
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Keep the backprops of the loss when the training loop sends them back."""
@@ -289,7 +312,8 @@ class SecondOrder(ModelOptimizer):
         rows.append(("momentum and displacement", "", "", f"{2 * momenta:.2f}", ""))
         rows.append(("in all", "", "", f"{total + 2 * momenta:.2f}", "kept between steps"))
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, self._substitute] if self._substitute else lines)
 
     def stats(self) -> dict[str, Any]:
         """How the run goes: the last step's numbers, counts of events, seconds by part, conditions of the factors.
@@ -329,6 +353,7 @@ class SecondOrder(ModelOptimizer):
         if generator is not None:
             self.generator = torch.Generator()
             self.generator.set_state(generator.cpu())
+        self._expect()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SecondOrder:
         """A copy that trains a copy of the model (the same copy, where both are copied together)."""

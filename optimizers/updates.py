@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,48 @@ def within_trust(step: Tensor, length: Tensor, size: Tensor, relative: Tensor) -
         relative: largest length as a fraction of `size`.
     """
     return torch.minimum(step, relative * size / length.clamp(min=torch.finfo(step.dtype).tiny))
+
+
+class Move(NamedTuple):
+    """A step of the parameters: for each of them its direction, slope of the loss along it, lr, and what decay leaves.
+
+    `layers` says how many of them belong together, in this order; `predicted` is filled in.
+    """
+
+    parameters: list[Tensor]
+    directions: list[Tensor]
+    last: list[Tensor | None]
+    slopes: list[Tensor]
+    rates: list[Tensor]
+    kept: list[Tensor | None]
+    layers: list[int]
+    size: Tensor
+    longest: Tensor
+    predicted: Tensor
+    good: Tensor
+
+
+def take(move: Move) -> None:
+    """Decay and move the parameters. The directions become displacements; `predicted` the slope along all of them."""
+    slopes, start = [], 0
+    size = torch.where(move.good, move.size, 0)
+    for count in move.layers:
+        layer = range(start, start + count)
+        start += count
+        lengths = [inner(move.directions[k], move.directions[k]).float() for k in layer]
+        # a tensor counts for at least one, so that parameters that start at zero can leave it
+        own = [inner(move.parameters[k], move.parameters[k]).float().clamp(min=1) for k in layer]
+        cut = within_trust(size, torch.stack(lengths).sum().sqrt(), torch.stack(own).sum().sqrt(), move.longest)
+        for k in layer:
+            p, rate = move.parameters[k], cut * move.rates[k].to(cut.dtype)
+            if (kept := move.kept[k]) is not None:
+                p.mul_(torch.where(move.good, kept.to(p.dtype), 1))
+            displacement = move.directions[k].mul_(-rate.to(p.dtype)).nan_to_num_(0.0, 0.0, 0.0)
+            p.add_(displacement)
+            if (last := move.last[k]) is not None:
+                last.copy_(torch.where(move.good, displacement, last))
+            slopes.append(rate * move.slopes[k])
+    move.predicted.copy_(-torch.stack(slopes).nan_to_num(0.0, 0.0, 0.0).sum())
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:

@@ -22,6 +22,9 @@ PACKAGES = ("curvature", "optimizers")
 LEVELS = {
     "curvature.arrangement": 0,
     "curvature.contractions": 1,
+    "curvature.compiled": 0,
+    "curvature.parts": 0,
+    "curvature.lossfunctions": 0,
     "curvature.likelihoods": 0,
     "curvature.inverses": 2,
     "curvature.lowrank": 1,

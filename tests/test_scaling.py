@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-import curvature.blocks
 import curvature.factors
+import curvature.moments
 import curvature.sketch
 from optimizers.schedule import Schedule
 
@@ -54,7 +54,7 @@ def networks(model: ModuleType) -> list[list[Any]]:
 def test_sizes_are_those_of_the_package(model: ModuleType) -> None:
     assert model.LARGEST == curvature.factors.MAX_SIZE
     assert (model.RANK, model.ROWS) == (curvature.sketch.RANK, curvature.sketch.ROWS)
-    assert (model.ENOUGH, model.LEAST) == (curvature.blocks.ENOUGH, curvature.blocks.LEAST)
+    assert (model.ENOUGH, model.LEAST) == (curvature.moments.ENOUGH, curvature.moments.LEAST)
 
 
 @pytest.mark.parametrize("interval", [1, 3, 10])
@@ -197,7 +197,7 @@ def test_kept_rows_are_those_of_the_package(model: ModuleType) -> None:
 
     for inputs, samples, places in ((5, 64, 32), (5, 15, 100), (40, 64, 1), (4, 41, 9)):
         a, b = torch.zeros(samples, places, 1, inputs), torch.zeros(samples, places, 1, 2)
-        (kept,) = curvature.blocks._enough([Outer(a, b, (2, inputs))], "expand")
+        (kept,) = curvature.moments.enough([Outer(a, b, (2, inputs))], "expand")
         assert model.kept_rows(model.Layer(inputs, 2, places), samples) == len(kept) * places
 
 
