@@ -184,6 +184,7 @@ class Recorder(TorchFunctionMode):
         self.nodes = {id(node.tensor): node for node in tape.parameters.values()}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self.data = WeakIdKeyDictionary()  # tensors that depend on the model's input
+        self.handled = sys.exc_info()[1]  # an exception from before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -308,7 +309,6 @@ class Listener:
         self.start, self.done = start, done
         self.running: list[Recorder | None] = []
         self.plainly = Plainly()
-        self.raised: BaseException | None = None  # what was being handled when the forward pass began
         self.is_wrapper = unwrapped(model) is not model
         self.missed, self.is_compiled = False, True  # whether passes were compiled since `expect`; may be, henceforth
         self.handles = [
@@ -345,7 +345,6 @@ class Listener:
             self.plainly.__enter__()
             recorder.mark([args, kwargs])
             recorder.tape.samples = next((len(x) for x in tensors_in([args, kwargs]) if x.ndim), None)
-            self.raised = sys.exc_info()[1]
             recorder.__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -354,7 +353,7 @@ class Listener:
         recorder = self.running.pop()
         if recorder is not None:
             self._left(recorder)
-            if output is not None or sys.exc_info()[1] is self.raised:  # None is what always_call passes after one
+            if output is not None or sys.exc_info()[1] is recorder.handled:  # None is what always_call passes after one
                 self.done(recorder.tape, output)
 
     def _hears(self, module: nn.Module) -> bool:

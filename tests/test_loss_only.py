@@ -205,8 +205,8 @@ def test_an_error_in_the_forward_pass_is_no_output():
     try:
         raise KeyError
     except KeyError:
-        with pytest.raises(RuntimeError):
-            model(torch.zeros(3, 4).double(), torch.zeros(3).long())
+        with pytest.raises(ValueError, match="batch"):
+            model(batch(0)[0], torch.zeros(7).long())
         assert not opt.factors.blocks
         loss(*batch(0)).backward()
     assert len(opt.factors.blocks) == 2
@@ -221,6 +221,12 @@ def test_passes_that_are_not_trained_on(optimizer: Any):
     opt = optimizer(model)
     values = train(opt, lambda x, y: (model(x), model(x, y))[1])
     assert values == trained(optimizer, entropy) and "empirical" not in opt.report()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+def test_outputs_in_dataclasses(optimizer: Any):
+    model = Raw(lambda m, x: Outer("", Inner({"z": m.inner(x)})), inner=network())
+    assert train(optimizer(model), lambda x, y: entropy(model(x).inner.value["z"], y)) == trained(optimizer, entropy)
 
 
 def test_outputs_beside_the_loss_are_taken():
