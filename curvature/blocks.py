@@ -51,6 +51,18 @@ class Block:
         """Forget what was added since the last `fold`."""
         raise NotImplementedError
 
+    gathered: tuple[str, ...] = ("samples",)  # what is added to until `fold`
+
+    def cut(self) -> dict[str, Any]:
+        """Take out what was added since the last `fold`."""
+        found = {name: getattr(self, name) for name in self.gathered}
+        self.discard()
+        return found
+
+    def join(self, found: dict[str, Any]) -> None:
+        """Add what was `cut` out."""
+        raise NotImplementedError
+
     def fold(self, decay: float) -> None:
         """Move what was added since the last time into the running average."""
         raise NotImplementedError
@@ -145,6 +157,7 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     kept: tuple[str, ...] = ("rows", "columns")
     form = ("scheme",)
+    gathered = ("samples", "sums")
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names)
@@ -189,6 +202,9 @@ class KroneckerBlock(Block):
                 other = self.sums[reading]
                 a, number, b = added(a, other[0]), number + other[1], added(b, other[2])
             self.sums[reading] = a, number, b
+
+    def join(self, found: dict[str, Any]) -> None:
+        self.take(found["sums"], found["samples"])
 
     def discard(self) -> None:
         self.sums, self.samples = {}, 0
@@ -283,6 +299,7 @@ class DiagonalBlock(Block):
     structure = "diagonal"
     kept = ("values", "inverse")
     form = ("shape", "dtype")
+    gathered = ("samples", "sum")
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
         super().__init__([name], reason)
@@ -299,8 +316,12 @@ class DiagonalBlock(Block):
             found[len(g)] = found[len(g)] + g if len(g) in found else g
         squares = torch.stack([g.square().sum(0) for g in found.values()]).sum(0)
         if bool(torch.isfinite(squares.sum())):
-            self.samples += samples
-            self.sum = squares if self.sum is None else self.sum + squares
+            self.join({"sum": squares, "samples": samples})
+
+    def join(self, found: dict[str, Any]) -> None:
+        self.samples += found["samples"]
+        own, new = self.sum, found["sum"]
+        self.sum = new if own is None else own if new is None else own + new
 
     def discard(self) -> None:
         self.sum, self.samples = None, 0

@@ -26,6 +26,7 @@ class EigenBlock(KroneckerBlock):
 
     structure = "eigen"
     kept = (*KroneckerBlock.kept, "values", "seen", "row_values", "column_values")
+    gathered = (*KroneckerBlock.gathered, "squares", "turned")
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names, scheme)
@@ -45,9 +46,17 @@ class EigenBlock(KroneckerBlock):
             squares = self._squares(terms, self.inverse)
             if not bool(torch.isfinite(squares.sum())):
                 return
-            self.turned += samples
-            self.squares = squares if self.squares is None else self.squares + squares
+            self._take_squares(squares, samples)
         self.take(sums, samples)
+
+    def _take_squares(self, squares: Tensor, samples: int) -> None:
+        self.turned += samples
+        self.squares = squares if self.squares is None else self.squares + squares
+
+    def join(self, found: dict[str, Any]) -> None:
+        super().join(found)
+        if found["squares"] is not None:
+            self._take_squares(found["squares"], found["turned"])
 
     def _squares(self, terms: Sequence[Term], inverse: Inverse) -> Tensor:
         """Over the batch's samples, terms of one number of samples together."""

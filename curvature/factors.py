@@ -62,6 +62,15 @@ class Blocks:
         for block in self.blocks:
             block.discard()
 
+    def cut(self) -> list[tuple[Block, dict[str, Any]]]:
+        """Take out what was added since the last `fold`."""
+        return [(block, block.cut()) for block in self.blocks]
+
+    def join(self, parts: Iterable[tuple[Block, dict[str, Any]]]) -> None:
+        """Add what was `cut` out."""
+        for block, found in parts:
+            block.join(found)
+
     def fold(self, decay: float) -> None:
         """Take what was added since the last time into the averages."""
         for block in self.blocks:

@@ -31,6 +31,7 @@ class WholeBlock(Block):
     """Base: sums up the rows of the passes since the last `fold`. Sub-classes say what is kept of them, and solve."""
 
     form = ("shapes", "trace", "rank", "is_sum")
+    gathered = ("samples", "new")
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(list(shapes))
@@ -43,17 +44,20 @@ class WholeBlock(Block):
 
     def discard(self) -> None:
         self.samples = 0
-        self.new: list[tuple[Tape, Jacobian]] = []
+        self.new: list[tuple[Tape, Jacobian, int]] = []
 
     def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
         """Add a pass over so many samples."""
-        self.new.append((tape, jacobian))
-        self.samples += samples
+        self.join({"new": [(tape, jacobian, samples)], "samples": samples})
+
+    def join(self, found: dict[str, Any]) -> None:
+        self.new = self.new + found["new"]
+        self.samples += found["samples"]
 
     def fold(self, decay: float) -> None:
         if not self.new:
             return
-        parts = [part for _, jacobian in self.new for part in jacobian.parts]
+        parts = [part for _, jacobian, _ in self.new for part in jacobian.parts]
         whole = Jacobian(parts, self.shapes, self.new[0][1].zero)
         new, trace = self.made(whole)
         if bool(torch.isfinite(trace)):
@@ -251,10 +255,11 @@ class ConjugateGradients(WholeBlock):
         super().__init__(shapes, is_sum)
         self.factors = RunningFactors()
 
-    def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
-        super().add_rows(tape, jacobian, samples)
-        for k, (_, terms) in enumerate(jacobian.parts):
-            self.factors.add(tape, dict(terms), samples if k == 0 else 0)
+    def fold(self, decay: float) -> None:
+        for tape, jacobian, samples in self.new:
+            for k, (_, terms) in enumerate(jacobian.parts):
+                self.factors.add(tape, dict(terms), samples if k == 0 else 0)
+        super().fold(decay)
 
     def discard(self) -> None:
         super().discard()

@@ -112,6 +112,7 @@ class NaturalGradient(KFAC):
 
         def sent(gradient: Tensor) -> None:
             handle.remove()  # what goes back now passes here too
+            self.passes.begin(self.factors)
             self.factors.record(tape, outputs, [(gradient * scale).detach()[None]], count)
 
         handle = outputs[0].register_hook(sent)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
 from optimizers.base import ModelOptimizer, check_arguments
+from optimizers.passes import Passes
 from optimizers.schedule import Schedule
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
@@ -44,6 +45,8 @@ class SecondOrder(ModelOptimizer):
         # when the last step ended, and seconds by part until then
         self._last: tuple[float, dict[str, float]] | None = None
         self._pending: list[Callable[[], None]] = []  # what is known after the loss's own backward pass
+        self._sent: list[list[Tensor | None]] = []  # by it
+        self.passes = Passes()
         me = weakref.ref(self)
         self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output))
         weakref.finalize(self, self._listener.remove)
@@ -65,9 +68,10 @@ class SecondOrder(ModelOptimizer):
         count = outputs[0].shape[0]
         with torch.no_grad():
             squares = torch.stack([x.detach().float().square().sum() for x in outputs]).sum()
-            self.output_size = sum(x.numel() for x in outputs) / count
-            self.output_scale = (squares / (count * self.output_size)).sqrt()
+            size = sum(x.numel() for x in outputs) / count
+            facts = {"output_size": size, "output_scale": (squares / (count * size)).sqrt()}
         if self.inject == empirical():
+            vars(self).update(facts)
             self._listen_to_backward(tape, outputs, count)
             return
         if self.generator is None:
@@ -78,7 +82,7 @@ class SecondOrder(ModelOptimizer):
                 "out (isotropic())"
             )
         vectors = [self.inject.vectors(x.detach(), self.loss, generator=self.generator).to(x.dtype) for x in outputs]
-        with torch.autocast(outputs[0].device.type, enabled=False):
+        with torch.autocast(outputs[0].device.type, enabled=False), self.passes.recording(self.factors, outputs, facts):
             self.factors.record(tape, outputs, vectors, count)
 
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
@@ -98,12 +102,22 @@ class SecondOrder(ModelOptimizer):
                 use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
         factors = self.factors
         assert isinstance(factors, RunningFactors)
+        self._sent.append(found)
         self._pending.append(lambda: factors.record_backprops(tape, found, count))
 
     # -- for a step
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._trained().items() if p.grad is not None}
+        found = {name: p.grad for name, p in self._trained().items() if p.grad is not None}
+        return {name: g.to_dense() if g.layout != torch.strided else g for name, g in found.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for any optimizer; what passes have shown whose gradients these were is forgotten when new ones arrive."""
+        self._listener.reset()
+        super().zero_grad(set_to_none)
+        self.passes.zero()
+        for found in self._sent:
+            found[:] = [None] * len(found)
 
     def _skip(self) -> None:
         """Leave a batch out that is not finite."""
@@ -114,15 +128,19 @@ class SecondOrder(ModelOptimizer):
     def _discard(self) -> None:
         """Forget what the forward passes since the last step have shown."""
         self._pending.clear()
+        self._sent.clear()
+        self.passes.forget()
         self.factors.discard()
 
     def _renew(self) -> None:
         """Take new statistics into the factors, and invert the blocks whose turn it is."""
         renews = self.schedule.renews(self.steps)
         with self.health.timed("factors"):
+            vars(self).update(self.passes.settle(self.factors))
             for taken in self._pending:
                 taken()
             self._pending.clear()
+            self._sent.clear()
             if not self.factors.blocks:
                 raise RuntimeError(
                     f"{type(self).__name__}.step: no forward pass of the model was seen; call the model that the "
