@@ -157,7 +157,7 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     kept: tuple[str, ...] = ("rows", "columns")
     form = ("scheme",)
-    gathered = ("samples", "sums")
+    gathered: tuple[str, ...] = ("samples", "sums")
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names)

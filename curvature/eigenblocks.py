@@ -26,7 +26,7 @@ class EigenBlock(KroneckerBlock):
 
     structure = "eigen"
     kept = (*KroneckerBlock.kept, "values", "seen", "row_values", "column_values")
-    gathered = (*KroneckerBlock.gathered, "squares", "turned")
+    gathered: tuple[str, ...] = (*KroneckerBlock.gathered, "squares", "turned")
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names, scheme)

@@ -107,7 +107,9 @@ class RunningFactors(Blocks):
             sent = [v[k] for v in vectors]
             backprops = tape.gradients(outputs, sent)
             terms, failed = explained(tape, backprops, _layouts(tape, count), set())
-            self.add(tape, terms | self._plain(tape, outputs, sent, sorted(failed)), count if k == 0 else 0)
+            hidden = {name for name, node in tape.parameters.items() if not node.uses}  # in a scripted module, say
+            left = sorted(failed | hidden)
+            self.add(tape, terms | self._plain(tape, outputs, sent, left), count if k == 0 else 0)
 
     def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
         """The gradient of the whole batch, for parameters that no rule explains."""

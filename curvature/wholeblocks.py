@@ -99,7 +99,7 @@ class WholeBlock(Block):
 
     @property
     def mean_eigenvalue(self) -> Tensor:
-        return torch.tensor(self.trace / self.dimension)
+        return torch.tensor(self.trace / self.dimension, device="cpu")
 
     @property
     def dimension(self) -> int:
@@ -339,7 +339,7 @@ class WholeCurvature(Blocks):
     """
 
     def __init__(self, model: nn.Module, solver: str, is_sum: bool = False) -> None:
-        if solver not in SOLVERS:
+        if not isinstance(solver, str) or solver not in SOLVERS:
             raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, found {solver!r:.80}")
         super().__init__()
         self.model, self.kind, self.is_sum = model, SOLVERS[solver], is_sum

@@ -32,6 +32,10 @@ class PlainSteps(SecondOrder):
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
 
+    def _blank(self, p: Tensor) -> dict[str, Any]:
+        """The state of a parameter that has seen nothing yet, see `optimizers.checkpoints`."""
+        return {"momentum_buffer": torch.zeros_like(p), "weight": 0.0, "displacement": torch.zeros_like(p)}
+
     def _plain_step(self, gradients: Mapping[str, Tensor]) -> None:
         if not gradients:
             return

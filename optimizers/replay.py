@@ -263,7 +263,7 @@ def _products(
     """
     found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
-    total = torch.zeros(len(changes), len(changes), dtype=torch.float64)
+    total = torch.zeros(len(changes), len(changes), dtype=torch.float64, device="cpu")
     if not live:
         return total
     moved = [[*change, *d] for change, d in zip(changes, direct, strict=True)]
@@ -314,11 +314,12 @@ def _spread(change: Tensor | None, like: Tensor, stride: int) -> Tensor:
 
 def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Tensor:
     """Inner products of one set of tensors with another, all of one shape; None is zero."""
-    total = torch.zeros(len(rows), len(columns), dtype=torch.float64)
+    total = torch.zeros(len(rows), len(columns), dtype=torch.float64, device="cpu")
     left, right = ([k for k, x in enumerate(side) if x is not None] for side in (rows, columns))
     if left and right:
         other = torch.stack([x.flatten() for x in columns if x is not None])
         own = torch.stack([x.flatten() for x in rows if x is not None])
         wide = torch.promote_types(other.dtype, torch.float32)
-        total[torch.tensor(left)[:, None], torch.tensor(right)] = (own.to(wide) @ other.to(wide).T).double().cpu()
+        found = (own.to(wide) @ other.to(wide).T).double().cpu()
+        total[torch.tensor(left, device="cpu")[:, None], torch.tensor(right, device="cpu")] = found
     return total

@@ -6,13 +6,14 @@ import copy
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
-from optimizers.base import ModelOptimizer, check_arguments
+from optimizers.base import ModelOptimizer, check_arguments, check_whole
 from optimizers.passes import Passes
 from optimizers.schedule import Schedule
 
@@ -27,9 +28,13 @@ class SecondOrder(ModelOptimizer):
     def __init__(self, model: nn.Module, options: dict[str, Any], arguments: dict[str, Any]) -> None:
         check_arguments(model, options | arguments)
         for name in ("factor_every", "decompose_every"):
-            if not isinstance(arguments[name], int) or arguments[name] < 1:
-                raise ValueError(f"{name}: expected a whole number of steps, at least 1, found {arguments[name]!r}")
+            check_whole(name, arguments[name], 1, 10**9)
+        check_whole("seed", arguments["seed"], -(2**63), 2**64 - 1)
         inject, loss = arguments["inject"], arguments["loss"]
+        if loss is not None and (isinstance(loss, type) or not callable(loss)):
+            raise TypeError(
+                f"loss: expected a loss module as in nn.CrossEntropyLoss(), or a function, found {loss!r:.80}"
+            )
         if not isinstance(inject, Injection):
             raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
         if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
@@ -210,7 +215,9 @@ class SecondOrder(ModelOptimizer):
             seen |= set(block.names)
         for name, p in self.model.named_parameters():
             if name not in seen:
-                why = "needs a first forward pass" if p.requires_grad else "does not require a gradient"
+                given = {id(q) for group in self.param_groups for q in group["params"]}
+                why = "needs a first forward pass" if id(p) in given else "in no parameter group: use add_param_group"
+                why = why if p.requires_grad else "does not require a gradient"
                 rows.append((name, "nothing yet" if p.requires_grad else "not trained", "", "", why))
         momenta = sum(p.numel() * p.element_size() for p in self._trained().values()) / 1e6
         rows.append(("momentum and displacement", "", "", f"{2 * momenta:.2f}", ""))
@@ -229,42 +236,54 @@ class SecondOrder(ModelOptimizer):
 
     kept: tuple[str, ...] = ("steps", "skipped", "output_scale", "output_size")
 
-    def state_dict(self) -> dict[str, Any]:
-        """As for any optimizer, with the curvature under "curvature": plain tensors and numbers."""
+    def _state(self) -> dict[str, Any]:
+        """That of any optimizer, with the curvature under "curvature" and all else under "kfac"."""
+        own = torch.optim.Optimizer.state_dict(self)
+        return own | {"curvature": self.factors.state_dict(), "kfac": self._whole()}
+
+    def _whole(self) -> dict[str, Any]:
+        """What belongs to no parameter alone, but for the curvature."""
         own = {k: getattr(self, k) for k in self.kept} | {"health": self.health.state(), "shapes": self._shapes()}
         own["intervals"] = [self.schedule.factor_every, self.schedule.decompose_every]
         own["generator"] = None if self.generator is None else self.generator.get_state()
-        return super().state_dict() | {"curvature": self.factors.state_dict(), "kfac": own}
+        return own
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a `state_dict` of an optimizer over the same parameters; tensors move to the parameters' device."""
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        """Take what `_state` gave; tensors move to the parameters' device."""
         state_dict = copy.copy(state_dict)
         own, factors = dict(state_dict.pop("kfac")), state_dict.pop("curvature")
         self._check_shapes(own.pop("shapes"))
-        super().load_state_dict(state_dict)
-        device = next(iter(self._trained().values())).device
+        torch.optim.Optimizer.load_state_dict(self, state_dict)
+        self._discard()
+        device = next(p for group in self.param_groups for p in group["params"]).device
         generator = own.pop("generator")
         self.health.restore(own.pop("health"))
         self.schedule.factor_every, self.schedule.decompose_every = own.pop("intervals")
         for name, value in own.items():
             setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
         self.factors.load_state_dict(factors, device)
-        if generator is not None:
-            self.generator = torch.Generator(device)
-            self.generator.set_state(generator.cpu())
+        self.generator = None if generator is None else torch.Generator(device)
+        if self.generator is not None:
+            try:
+                self.generator.set_state(generator.cpu())
+            except RuntimeError:  # of another kind of device
+                self.generator.manual_seed(self._arguments["seed"] + self.steps)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SecondOrder:
-        """A copy that trains a copy of the model (the same copy, where both are copied together)."""
-        new = type(self)(copy.deepcopy(self.model, memo), **copy.deepcopy(self._arguments, memo))
-        memo[id(self)] = new
-        new.param_groups = [g | {"params": [memo[id(p)] for p in g["params"]]} for g in self.param_groups]
-        new.defaults = copy.deepcopy(self.defaults)
-        new.load_state_dict(copy.deepcopy(self.state_dict()))
-        return new
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle trains a copy of the model (the same, where both are copied or pickled together)."""
+        groups = [dict(group) for group in self.param_groups]
+        return _again, (type(self), self.model, self._arguments, groups, self.defaults, self.state_dict())
+
+
+def _again(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: Any, state: dict[str, Any]) -> Any:
+    new = kind(model, **arguments)
+    new.param_groups, new.defaults = groups, defaults
+    new.load_state_dict(state)
+    return new
 
 
 def _start(optimizer: SecondOrder | None) -> Tape | None:
-    return Tape(optimizer.model) if optimizer is not None and optimizer._records() else None
+    return Tape(optimizer.model, optimizer._there()) if optimizer is not None and optimizer._records() else None
 
 
 def _done(optimizer: SecondOrder | None, tape: Tape, output: Any) -> None:
@@ -278,6 +297,8 @@ def _outputs(output: Any) -> list[Tensor]:
     output = getattr(output, "logits", output)
     if isinstance(output, Tensor):
         return [output]
+    if is_dataclass(output) and not isinstance(output, type):
+        output = [getattr(output, field.name) for field in fields(output)]
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
     return [x for value in values for x in _outputs(value)]
 
@@ -285,6 +306,6 @@ def _outputs(output: Any) -> list[Tensor]:
 def _typical(blocks: Sequence[Block]) -> Tensor:
     """Mean eigenvalue over all blocks together."""
     if not blocks:
-        return torch.ones(())
+        return torch.ones((), device="cpu")
     traces = torch.stack([b.mean_eigenvalue.float() * b.dimension for b in blocks])
     return (traces.sum() / sum(b.dimension for b in blocks)).clamp(min=torch.finfo(torch.float32).tiny)
