@@ -216,6 +216,7 @@ class DiagonalWhole(WholeBlock):
     def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         found = jacobian.squares()
         values = torch.cat([found[name].flatten() for name in self.names])
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values, values.sum()
 
     def keep(self, new: Tensor, decay: float) -> None:

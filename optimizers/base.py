@@ -172,6 +172,10 @@ def check_range(name: str, value: Any, low: float, high: float, open_end: bool =
     is_tensor = isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
     if isinstance(value, bool) or not (is_tensor or isinstance(value, Real)):
         raise TypeError(f"{name}: expected a number, found {value!r:.80} ({type(value).__name__})")
-    value = float(value)
-    if not low <= value <= high or (open_end and value == high):
-        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if open_end else ''}, found {value}")
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf
+    if not low <= value <= high or value == math.inf or (open_end and value == high):
+        is_open = open_end or high == math.inf
+        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if is_open else ''}, found {value}")

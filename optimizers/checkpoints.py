@@ -109,7 +109,7 @@ def _by_name(opt: ModelOptimizer, state: State) -> dict[str, State]:
     if sizes[0] != sizes[1]:
         raise ValueError(f"state_dict: its parameter groups have {sizes[0]} parameters, those here {sizes[1]}")
     for group in state["param_groups"]:
-        absent = sorted(opt.defaults.keys() - group.keys())
+        absent = sorted({"lr", "damping", "momentum", "weight_decay"} - group.keys())
         if absent:
             raise ValueError(f"state_dict: damaged; a parameter group has no {absent[0]!r}, found {sorted(group)}")
         check_numbers(group)
@@ -201,9 +201,7 @@ def _upgraded(whole: State, own: State) -> State:
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ValueError(f"state_dict: damaged; expected a version, 1 to {VERSION}, found {version!r:.80}")
     if version > VERSION:
-        raise ValueError(
-            f"state_dict: of version {version}, and this code reads 1 to {VERSION}; it was saved by newer code"
-        )
+        raise ValueError(f"state_dict: of version {version}, saved by newer code; this reads 1 to {VERSION}")
     for upgrade in UPGRADES[version - 1 :]:
         whole = upgrade(whole, own)
     return whole

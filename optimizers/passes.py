@@ -83,3 +83,16 @@ class Passes:
 
     def forget(self) -> None:
         self.step, self.last, self.arrived, self.is_old, self.facts = object(), None, False, False, {}
+
+
+def is_checkpointed(outputs: Sequence[Tensor]) -> bool:
+    """Whether parts of a graph come about only in ``.backward()``: those of ``checkpoint(..., use_reentrant=True)``."""
+    todo, seen = [x.grad_fn for x in outputs], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            todo += [other for other, _ in node.next_functions]
+    return False

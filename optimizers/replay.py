@@ -122,7 +122,11 @@ class Replay:
         self.calls.clear()
         old = {p: p.grad for p in self.model.parameters()}
         sent_back: list[Tensor] = []
-        hooks = [p.register_post_accumulate_grad_hook(sent_back.append) for p in old if p.requires_grad]
+        hooks = [
+            p.register_post_accumulate_grad_hook(sent_back.append)
+            for p in old
+            if p.requires_grad and not nn.parameter.is_lazy(p)
+        ]
         hooks += [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
 from optimizers.base import ModelOptimizer, check_arguments, check_whole
-from optimizers.passes import Passes
+from optimizers.passes import Passes, is_checkpointed
 from optimizers.schedule import Schedule
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
@@ -43,7 +43,8 @@ class SecondOrder(ModelOptimizer):
         self._arguments = arguments
         self.loss, self.inject = loss, inject
         self.factors = self._curvature()
-        self.schedule = Schedule(arguments["factor_every"], arguments["decompose_every"], arguments["max_overhead"])
+        intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
+        self.schedule = Schedule(*intervals, arguments["max_overhead"])
         self.generator: torch.Generator | None = None
         self.output_scale: Tensor | None = None  # root mean square of an output entry
         self.output_size = 1.0  # output entries per sample
@@ -68,6 +69,12 @@ class SecondOrder(ModelOptimizer):
     def _record(self, tape: Tape, output: Any) -> None:
         """Called with every recorded forward pass."""
         outputs = [x for x in _outputs(output) if x.is_floating_point() and x.requires_grad and x.ndim > 0]
+        hidden = [name for name, node in tape.parameters.items() if not node.uses]
+        if hidden and is_checkpointed(outputs):
+            raise RuntimeError(
+                f"{type(self).__name__}: {hidden[0]} is read within checkpoint(..., use_reentrant=True), where no "
+                "curvature is seen; pass use_reentrant=False"
+            )
         if not outputs or not tape.uses:
             return
         count = outputs[0].shape[0]
@@ -80,7 +87,7 @@ class SecondOrder(ModelOptimizer):
             self._listen_to_backward(tape, outputs, count)
             return
         if self.generator is None:
-            self.generator = torch.Generator(outputs[0].device).manual_seed(self._arguments["seed"])
+            self.generator = torch.Generator(outputs[0].device).manual_seed(int(self._arguments["seed"]))
         if len(outputs) > 1 and self.loss is not None:
             raise ValueError(
                 f"{type(self).__name__}: the model returned {len(outputs)} tensors, and loss= is of one; leave loss "
@@ -267,7 +274,7 @@ class SecondOrder(ModelOptimizer):
             try:
                 self.generator.set_state(generator.cpu())
             except RuntimeError:  # of another kind of device
-                self.generator.manual_seed(self._arguments["seed"] + self.steps)
+                self.generator.manual_seed(int(self._arguments["seed"]) + self.steps)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle trains a copy of the model (the same, where both are copied or pickled together)."""
