@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from curvature import contractions
 from curvature.batch import preserved
 from curvature.capture import Tape
 from curvature.graph import identity_of, tape_of
+from curvature.moments import wide
 from curvature.squares import products
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
@@ -128,7 +130,8 @@ class Jacobian:
             edge = get_gradient_edge(values)
             parts.append((len(values), _terms(values.detach(), edge, parameters, model, tape)))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        return Jacobian(_stacked(parts), shapes, outputs[0].new_zeros(()))
+        zero = outputs[0].new_zeros((), dtype=wide(outputs[0].dtype))
+        return Jacobian([(n, _widened(terms)) for n, terms in _stacked(parts)], shapes, zero)
 
     def rows(self) -> dict[str, Tensor]:
         """{name: (M, *shape)}."""
@@ -295,6 +298,21 @@ def _terms(
     return {
         name: terms.get(name) or [Dense(p.detach().new_zeros(len(values), *p.shape))] for name, p in parameters.items()
     }
+
+
+def _widened(terms: Mapping[str, Sequence[Term]]) -> dict[str, list[Term]]:
+    """In single precision at least, which products of rows need."""
+    return {name: [_wide_term(term) for term in own] for name, own in terms.items()}
+
+
+def _wide_term(term: Any) -> Any:
+    found = {}
+    for name, x in ((f.name, getattr(term, f.name)) for f in fields(term)):
+        if is_dataclass(x):
+            found[name] = _wide_term(x)
+        elif isinstance(x, Tensor) and x.is_floating_point() and x.dtype != wide(x.dtype):
+            found[name] = x.to(wide(x.dtype))
+    return replace(term, **found) if found else term
 
 
 def _row(edge: GradientEdge, values: Tensor, n: int, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

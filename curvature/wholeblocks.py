@@ -21,6 +21,7 @@ from curvature.estimators.solvers import truncated
 from curvature.factors import Blocks, RunningFactors
 from curvature.leastsquares import LeastSquares
 from curvature.linalg import cholesky, symmetric_eigh
+from curvature.moments import wide
 
 Named = Mapping[str, Tensor]
 CARRIED = 0.95  # of the last solution, where the next iteration begins
@@ -82,7 +83,7 @@ class WholeBlock(Block):
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.damping is not None
         named = dict(zip(self.names, gradients, strict=True))
-        found = self.found(named, self.damping)
+        found = self.found({name: g.to(wide(g.dtype)) for name, g in named.items()}, self.damping)
         return [found[name].to(g.dtype) for name, g in named.items()]
 
     def decompose(self, damping: float) -> None:
@@ -216,7 +217,7 @@ class DiagonalWhole(WholeBlock):
     def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         found = jacobian.squares()
         values = torch.cat([found[name].flatten() for name in self.names])
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        values = values.to(wide(values.dtype))
         return values, values.sum()
 
     def keep(self, new: Tensor, decay: float) -> None:

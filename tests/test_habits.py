@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import habits_functions  # noqa: F401
 import habits_loops  # noqa: F401
 import habits_models  # noqa: F401
 import habits_objects  # noqa: F401
