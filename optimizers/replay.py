@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Call:
 
     def cut(self, stride: int) -> tuple[Any, Any] | None:
         """The arguments for every stride-th sample; None where their output may depend on the others or on chance."""
-        tensors = [x for x in pytree.tree_leaves((self.args, self.kwargs, self.output)) if isinstance(x, Tensor)]
+        tensors = [x for x in _leaves((self.args, self.kwargs, self.output)) if isinstance(x, Tensor)]
         counts = {len(x) if x.ndim else 0 for x in tensors}
         if stride == 1 or self.is_joint or self.is_changed or len(counts) != 1 or counts == {0}:
             return None
@@ -210,7 +211,7 @@ class Replay:
                 outputs = _floats(output)
                 for moved, rows in zip(changes, output_changes(outputs, parameters, directions), strict=True):
                     moved += rows
-                shown.append(pytree.tree_map(_leaf, output if call.is_changed else call.output))
+                shown.append(_mapped(_leaf, output if call.is_changed else call.output))
                 leaves += _floats(shown[-1])
                 strides += [step] * len(outputs)
         direct = [[d.get(name) for name in parameters] for d in directions]
@@ -244,7 +245,7 @@ class Replay:
         own = self.model.__dict__.get("forward")
         try:
             with self._again(), torch.enable_grad(), WithoutBackward():
-                queue = iter([pytree.tree_map(cloned, output) for output in shown])
+                queue = iter([_mapped(cloned, output) for output in shown])
                 self.model.forward = lambda *args, **kwargs: next(queue)
                 return self.closure()
         except RuntimeError as error:
@@ -303,7 +304,27 @@ def _leaf(value: Any) -> Any:
 
 
 def _floats(output: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in _leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A copy with other leaves; dataclasses and objects with logits are gone into, which torch's own does not."""
+
+    def one(x: Any) -> Any:
+        if not (is_dataclass(x) or hasattr(x, "logits")) or isinstance(x, type):
+            return function(x)
+        new = copy.copy(x)
+        for name in [f.name for f in fields(x)] if is_dataclass(x) else list(vars(x)):
+            object.__setattr__(new, name, _mapped(function, getattr(x, name)))
+        return new
+
+    return pytree.tree_map(one, tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(found.append, tree)
+    return found
 
 
 def _spread(change: Tensor | None, like: Tensor, stride: int) -> Tensor:

@@ -50,7 +50,7 @@ RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-@loop_habit
+@habit
 def outputs_of_all_kinds(make: Make) -> None:
     plain = reference(make)
     for wrapped, unwrapped in RETURNS.values():
