@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as checkpointing
 from torch.utils.weak import WeakIdKeyDictionary
 
 from curvature.contractions import Term
@@ -167,6 +168,17 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value.values())
 
 
+def _checkpointed(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """Reentrant checkpointing in the other way, whose graph is there before the backward pass."""
+    if not any(x.requires_grad for x in tensors_in(args)):  # then it has no gradients
+        return REENTRANT.apply(function, preserve, *args)
+    return checkpointing.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+
+REENTRANT = checkpointing.CheckpointFunction
+RECORDED = types.SimpleNamespace(apply=_checkpointed)
+
+
 class Recorder(TorchFunctionMode):
     """The mode that is on during the forward pass of the root module."""
 
@@ -176,6 +188,16 @@ class Recorder(TorchFunctionMode):
         self.nodes = {id(node.tensor): node for node in tape.parameters.values()}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self.data = WeakIdKeyDictionary()  # tensors that depend on the model's input
+        self.outside: list[Any] = []  # what stood for checkpointing when the mode was entered
+
+    def __enter__(self) -> Recorder:
+        self.outside.append(checkpointing.CheckpointFunction)
+        checkpointing.CheckpointFunction = RECORDED  # type: ignore[assignment, misc]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        checkpointing.CheckpointFunction = self.outside.pop()  # type: ignore[misc]
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -95,8 +95,8 @@ SCHEDULERS: dict[str, Any] = {
 def schedulers(make: Make) -> None:
     """What they set is what is used: as if set by hand; the momentum too."""
     for name, schedule in SCHEDULERS.items():
-        model, other = net(), net()
-        opt, same = make(model), make(other)
+        model, other, third = net(), net(), net()
+        opt, same, rates = make(model), make(other), make(third)
         scheduler, seen = schedule(opt), []
         for _ in range(6):
             group = opt.param_groups[0]
@@ -105,8 +105,10 @@ def schedulers(make: Make) -> None:
             scheduler.step(*([loss] if name == "plateau" else []))
         for lr, momentum in seen:
             same.param_groups[0].update(lr=lr, momentum=momentum)
-            train(other, same, 1)
+            rates.param_groups[0].update(lr=lr)
+            train(other, same, 1), train(third, rates, 1)
         assert_same(model, other)
+        assert torch.equal(flat(model), flat(third)) == (name != "one cycle")
         assert len(set(seen)) > 2 and not torch.equal(flat(model), flat(reference(make, 6))), name
 
 

@@ -29,7 +29,8 @@ from habits import (
 )
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 
 @dataclass
@@ -167,14 +168,16 @@ def sequences_of_all_lengths(make: Make) -> None:
 
 @loop_habit
 def activation_checkpointing(make: Make) -> None:
-    """Equal to the model without; the older way, in which gradients come about only in a backward pass, is refused."""
-    model = Raw(lambda m, x: checkpoint(m.net, x, use_reentrant=False), net=net())
-    train(model, make(model))
-    assert_close(model, reference(make), 1e-5)
-    model = Raw(lambda m, x: m.head(checkpoint(m.net, x, use_reentrant=True)), net=net(), head=nn.Linear(3, 3))
-    opt = make(model)
+    """Equal to the model without, in both of its ways; also where recorded and other steps alternate."""
+    plain = reference(make, 13)
+    for reentrant in (False, True):
+        model = Raw(lambda m, x, r=reentrant: checkpoint(m.net, x, use_reentrant=r), net=net())
+        train(model, make(model), 13, X.clone().requires_grad_())
+        assert_close(model, plain, 1e-5)
+        assert checkpoints.CheckpointFunction is CheckpointFunction
+    model = Raw(lambda m, x: CheckpointFunction.apply(m.net, True, x), net=net())
     with pytest.raises(RuntimeError, match=r"net.0.weight is read within checkpoint.*use_reentrant=False"):
-        train(model, opt, x=X.clone().requires_grad_())
+        train(model, make(model), x=X.clone().requires_grad_())
     assert torch._C._len_torch_function_stack() == 0
 
 
@@ -301,7 +304,10 @@ def scripted_modules(make: Make) -> None:
             make(whole)
         assert not whole._forward_hooks
     model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(net()))
-    checked(make, model, fall=1.0)
+    before = copied(model)
+    opt = make(model)
+    train(model, opt)
+    assert moved(model, before) == set(before) and "nothing yet" not in opt.report()
 
 
 @habit
