@@ -33,6 +33,18 @@ class Block:
         """Forget what was added since the last `fold`."""
         raise NotImplementedError
 
+    waiting: tuple[str, ...] = ("samples",)  # what is added to until `fold`
+
+    def cut(self) -> dict[str, Any]:
+        """Take out what was added since the last `fold`."""
+        found = {name: getattr(self, name) for name in self.waiting}
+        self.discard()
+        return found
+
+    def join(self, found: dict[str, Any]) -> None:
+        """Add what was `cut` out."""
+        raise NotImplementedError
+
     def fold(self, decay: float) -> None:
         """Move what was added since the last time into the running average."""
         raise NotImplementedError
@@ -87,7 +99,7 @@ class Block:
         """Statistics of a batch, a tree of tensors, of the first parameter's terms; None where they do not fit."""
         raise NotImplementedError
 
-    def take(self, found: Any, samples: int) -> None:
+    def take(self, found: Any, samples: float) -> None:
         """Add what `measured` gave, which is finite."""
         raise NotImplementedError
 

@@ -42,6 +42,7 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     kept: tuple[str, ...] = ("rows", "columns")
     form = ("scheme",)
+    waiting: tuple[str, ...] = ("samples", "added")
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names)
@@ -74,13 +75,16 @@ class KroneckerBlock(Block):
             for reading, parts in self.scheme.readings(terms).items()
         }
 
-    def take(self, found: Any, samples: int) -> None:
+    def take(self, found: Any, samples: float) -> None:
         self.samples += samples
         for reading, (a, number, b) in found.items():
             if reading in self.added:
                 other = self.added[reading]
                 a, number, b = added(a, other[0]), number + other[1], added(b, other[2])
             self.added[reading] = a, number, b
+
+    def join(self, found: dict[str, Any]) -> None:
+        KroneckerBlock.take(self, found["added"], found["samples"])
 
     def discard(self) -> None:
         self.added, self.samples = {}, 0
@@ -201,6 +205,7 @@ class DiagonalBlock(Block):
     handed_on = ()  # every process can do that
     kept = ("values", "inverse")
     form = ("shape", "dtype")
+    waiting = ("samples", "sum")
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
         super().__init__([name], reason)
@@ -217,9 +222,13 @@ class DiagonalBlock(Block):
             found[len(g)] = found[len(g)] + g if len(g) in found else g
         return torch.stack([g.square().sum(0) for g in found.values()]).sum(0)
 
-    def take(self, found: Any, samples: int) -> None:
+    def take(self, found: Any, samples: float) -> None:
         self.samples += samples
         self.sum = found if self.sum is None else self.sum + found
+
+    def join(self, found: dict[str, Any]) -> None:
+        if found["sum"] is not None:
+            self.take(found["sum"], found["samples"])
 
     def discard(self) -> None:
         self.sum, self.samples = None, 0

@@ -122,12 +122,13 @@ class Jacobian:
         """For each of the vectors (k, N, ...) the Jacobian (N, P) of the samples' ``<output, vector>``.
 
         Args:
-            tape: of the forward pass that gave the outputs (N, ...), samples along their first axis.
+            tape: of the forward pass that gave the outputs (N, ...), samples along their first axis. P are the
+                parameters that it was made for.
             vectors: as many for each of the outputs.
 
         It is in single precision at least, whatever those of the model and of its outputs.
         """
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in model.named_parameters() if name in tape.parameters}
         parts = []
         for sent in zip(*vectors, strict=True):
             with torch.enable_grad():

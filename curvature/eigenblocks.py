@@ -27,6 +27,7 @@ class EigenBlock(KroneckerBlock):
     structure = "eigen"
     handed_on = ("inverse", "values", "row_values", "column_values")
     kept = (*KroneckerBlock.kept, "values", "seen", "row_values", "column_values")
+    waiting = (*KroneckerBlock.waiting, "squares", "turned")
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names, scheme)
@@ -48,12 +49,20 @@ class EigenBlock(KroneckerBlock):
             return None if sums is None else (sums, None)
         return sums, self._squares(terms, self.inverse)
 
-    def take(self, found: Any, samples: int) -> None:
+    def take(self, found: Any, samples: float) -> None:
         sums, squares = found
         if squares is not None:
-            self.turned += samples
-            self.squares = squares if self.squares is None else self.squares + squares
+            self._take_squares(squares, samples)
         super().take(sums, samples)
+
+    def _take_squares(self, squares: Tensor, samples: float) -> None:
+        self.turned += samples
+        self.squares = squares if self.squares is None else self.squares + squares
+
+    def join(self, found: dict[str, Any]) -> None:
+        super().join(found)
+        if found["squares"] is not None:
+            self._take_squares(found["squares"], found["turned"])
 
     def _squares(self, terms: Sequence[Term], inverse: Inverse) -> Tensor:
         """Over the batch's samples, terms of one number of samples together."""

@@ -79,6 +79,15 @@ class Blocks:
         for block in self.blocks:
             block.discard()
 
+    def cut(self) -> list[tuple[Block, dict[str, Any]]]:
+        """Take out what was added since the last `fold`."""
+        return [(block, block.cut()) for block in self.blocks]
+
+    def join(self, parts: Iterable[tuple[Block, dict[str, Any]]]) -> None:
+        """Add what was `cut` out."""
+        for block, found in parts:
+            block.join(found)
+
     def fold(self, decay: float) -> None:
         """Take what was added since the last time into the averages."""
         for block in self.blocks:
@@ -115,7 +124,9 @@ class RunningFactors(Blocks):
             sent = [v[k] for v in vectors]
             backprops = tape.gradients(outputs, sent)
             terms, failed = explained(tape, backprops, _layouts(tape, count), set())
-            self.add(tape, terms | self._plain(tape, outputs, sent, sorted(failed)), count if k == 0 else 0)
+            hidden = {name for name, node in tape.parameters.items() if not node.uses}  # in a scripted module, say
+            left = sorted(failed | hidden)
+            self.add(tape, terms | self._plain(tape, outputs, sent, left), count if k == 0 else 0)
 
     def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
         """The gradient of the whole batch, for parameters that no rule explains."""

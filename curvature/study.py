@@ -44,7 +44,7 @@ def studied(
     Returns the terms, the plan, and whether the batch left no doubt about it (a sample without gradient does).
     """
     generator = torch.Generator().manual_seed(0)
-    weights = (0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64)).to(losses)
+    weights = (0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64, device="cpu")).to(losses)
     outputs = [losses if edge is None else edge]
     backprops = tape.gradients(outputs, [torch.ones_like(losses)])
     parameters = {name: node.tensor for name, node in tape.parameters.items()}

@@ -24,6 +24,7 @@ from curvature.estimators.solvers import truncated
 from curvature.factors import RunningFactors
 from curvature.leastsquares import LeastSquares
 from curvature.linalg import attempted, cholesky
+from curvature.moments import wide
 from curvature.prepared import invert
 
 Named = Mapping[str, Tensor]
@@ -36,6 +37,7 @@ class WholeBlock(Block):
 
     form = ("shapes", "trace", "rank", "is_sum")
     handed_on = ()  # every process solves for itself
+    waiting = ("samples", "new")
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(list(shapes))
@@ -52,8 +54,11 @@ class WholeBlock(Block):
 
     def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
         """Add a pass over so many samples."""
-        self.new.append(jacobian)
-        self.samples += samples
+        self.join({"new": [jacobian], "samples": samples})
+
+    def join(self, found: dict[str, Any]) -> None:
+        self.new = self.new + found["new"]
+        self.samples += found["samples"]
 
     def whole(self) -> Jacobian:
         """The rows of all passes since the last `fold`."""
@@ -94,7 +99,7 @@ class WholeBlock(Block):
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.damping is not None
         given = dict(zip(self.names, gradients, strict=True))
-        named = {name: g.to(torch.promote_types(g.dtype, torch.float32)) for name, g in given.items()}
+        named = {name: g.to(wide(g.dtype)) for name, g in given.items()}
         found = self.found(named, self.damping)
         return [found[name].to(g.dtype) for name, g in given.items()]
 
@@ -112,7 +117,7 @@ class WholeBlock(Block):
 
     @property
     def mean_eigenvalue(self) -> Tensor:
-        return torch.tensor(self.trace / self.dimension)
+        return torch.tensor(self.trace / self.dimension, device="cpu")
 
     @property
     def dimension(self) -> int:
@@ -262,6 +267,7 @@ class DiagonalWhole(WholeBlock):
     def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         found = jacobian.squares()
         values = torch.cat([found[name].flatten() for name in self.names])
+        values = values.to(wide(values.dtype))
         return values, values.sum()
 
     def keep(self, new: Tensor, decay: float) -> None:
@@ -304,6 +310,14 @@ class ConjugateGradients(WholeBlock):
         super().add_rows(tape, jacobian, samples)
         for k, (_, terms) in enumerate(jacobian.parts):
             self.factors.add(tape, dict(terms), samples if k == 0 else 0)
+
+    def cut(self) -> dict[str, Any]:
+        inner = self.factors.cut()
+        return super().cut() | {"inner": inner}
+
+    def join(self, found: dict[str, Any]) -> None:
+        super().join(found)
+        self.factors.join(found.get("inner", ()))
 
     def multiply(self, times: float) -> None:
         super().multiply(times)

@@ -25,7 +25,7 @@ class WholeCurvature(Blocks):
     """
 
     def __init__(self, model: nn.Module, solver: str, is_sum: bool = False) -> None:
-        if solver not in SOLVERS:
+        if not isinstance(solver, str) or solver not in SOLVERS:
             raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, found {solver!r:.80}")
         super().__init__()
         self.blocks: list[WholeBlock] = []  # type: ignore[assignment]

@@ -59,7 +59,7 @@ class Adaptive:
         last = {name: d for name, d in self.last.items() if name in gradients and rates[name] > 0}
         directions = [*groups, last] if last else list(groups)
         model = Quadratic(
-            torch.tensor([_inner(d, gradients) for d in directions], dtype=torch.float64),
+            torch.tensor([_inner(d, gradients) for d in directions], dtype=torch.float64, device="cpu"),
             replay.curvatures(directions, STRIDE),
             _norms(groups, last),
         )
@@ -69,7 +69,7 @@ class Adaptive:
         if last.keys() == self.last.keys() and last:
             self._learn(float(model.slopes[-1]), float(model.curvature[-1, -1]))
         if self.damping < 0:
-            whole = torch.ones(len(directions), dtype=torch.float64)
+            whole = torch.ones(len(directions), dtype=torch.float64, device="cpu")
             norm = float(whole @ model.norms @ whole)
             self.damping = FIRST * max(float(whole @ model.curvature @ whole), 1e-30) / max(norm, 1e-30)
         return self._searched(replay, model, directions, lr, entry | {"groups": len(groups)})
@@ -170,8 +170,9 @@ def _scaled(move: Named, rates: Mapping[str, float]) -> dict[str, Tensor]:
 def _norms(groups: Sequence[Named], last: Named) -> Tensor:
     """Inner products of the directions; those of groups share no parameter."""
     own = [_inner(d, d) for d in groups]
-    matrix = torch.diag(torch.tensor([*own, _inner(last, last)], dtype=torch.float64))
-    matrix[-1, :-1] = matrix[:-1, -1] = torch.tensor([_inner(d, last) for d in groups], dtype=torch.float64)
+    exact: Any = {"dtype": torch.float64, "device": "cpu"}
+    matrix = torch.diag(torch.tensor([*own, _inner(last, last)], **exact))
+    matrix[-1, :-1] = matrix[:-1, -1] = torch.tensor([_inner(d, last) for d in groups], **exact)
     return matrix if last else matrix[:-1, :-1]
 
 

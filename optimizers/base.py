@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -39,8 +40,12 @@ class ModelOptimizer(torch.optim.Optimizer):
         """As for any optimizer; all parameters are to be the model's.
 
         Raises:
-            ValueError: one is not: there is no curvature for it.
+            TypeError: not a dict with parameters; an option of the wrong type.
+            ValueError: a parameter is none of the model's: there is no curvature for it; an option is out of range.
         """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f'param_group: expected a dict with "params", found {param_group!r:.80}')
+        check_numbers(param_group)
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
         self._names = {id(p): name for name, p in self.model.named_parameters()}
@@ -68,12 +73,28 @@ class ModelOptimizer(torch.optim.Optimizer):
         """Parameters by name that require a gradient now."""
         return {self._names[id(p)]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
 
+    def _there(self) -> dict[str, nn.Parameter]:
+        """Parameters of the model that are trained, by the names that they have now.
+
+        Others stand in for them during `torch.func.functional_call`.
+        """
+        now = dict(self.model.named_parameters())
+        self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
+        given = {self._names[id(p)] for group in self.param_groups for p in group["params"]}
+        return {name: p for name, p in now.items() if name in given and p.requires_grad}
+
     def _options(self) -> dict[str, dict[str, Any]]:
-        return {self._names[id(p)]: group for group in self.param_groups for p in group["params"]}
+        """Groups by name of their parameters; what a scheduler keeps as a tensor is a number here."""
+        found: dict[str, dict[str, Any]] = {}
+        for group in self.param_groups:
+            plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            found |= dict.fromkeys([self._names[id(p)] for p in group["params"]], plain)
+        return found
 
     def _shared(self, name: str) -> Any:
         """An option of which there can be one only."""
-        found = list(dict.fromkeys(group[name] for group in self.param_groups))
+        options = [group[name] for group in self.param_groups]
+        found = list(dict.fromkeys(float(value) if isinstance(value, Tensor) else value for value in options))
         if len(found) > 1:
             raise ValueError(f"{name}: all parameters are solved for together, found {found} in the parameter groups")
         return found[0]
@@ -141,6 +162,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         return ", ".join([*own, parts] if parts else own)
 
 
+OPTIONAL = "damping", "max_overhead"  # may be None
 RANGES = (
     ("lr", 0.0, math.inf, False),
     ("momentum", 0.0, 1.0, True),
@@ -160,15 +182,38 @@ def check_arguments(model: Any, arguments: dict[str, Any]) -> None:
     """Refuse what is no module, and numbers out of their range."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"model: found {type(model).__name__}, which runs where none of its layers is seen; pass the module that "
+            "was scripted or traced"
+        )
+    check_numbers(arguments)
+
+
+def check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Refuse numbers out of their range, those in a parameter group as well as arguments."""
     for name, low, high, open_end in RANGES:
-        value = arguments.get(name)
-        if value is not None:
-            check_range(name, value, low, high, open_end)
+        if name in arguments and not (arguments[name] is None and name in OPTIONAL):
+            check_range(name, arguments[name], low, high, open_end)
+
+
+def check_whole(name: str, value: Any, low: int, high: int) -> None:
+    """Refuse what is no whole number from low to high."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected a whole number, found {value!r:.80}")
+    if not low <= int(value) <= high:
+        raise ValueError(f"{name}: expected a whole number from {low} to {high}, found {value}")
 
 
 def check_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:
-    """Refuse what is no number from low to high."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: expected a number, found {type(value).__name__}")
-    if not low <= value <= high or (open_end and value == high):
-        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if open_end else ''}, found {value}")
+    """Refuse what is no number from low to high; a tensor of one entry is one."""
+    is_tensor = isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+    if isinstance(value, bool) or not (is_tensor or isinstance(value, Real)):
+        raise TypeError(f"{name}: expected a number, found {value!r:.80} ({type(value).__name__})")
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf
+    if not low <= value <= high or value == math.inf or (open_end and value == high):
+        is_open = open_end or high == math.inf
+        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if is_open else ''}, found {value}")

@@ -214,7 +214,13 @@ class Statistics:
         zeros = lambda key: torch.zeros(layout[key][0], dtype=layout[key][1], device=device)
         return self.processes.total([found[key] if key in found else zeros(key) for key in layout])
 
-    def cancel(self) -> None:
+    def cut(self) -> None:
+        """What is sent is no part of what can be taken out."""
+
+    def join(self, found: None) -> None:
+        """See `cut`."""
+
+    def discard(self) -> None:
         """Forget what was sent."""
         if self.begun is not None:
             self.begun()

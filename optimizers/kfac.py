@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from curvature import Eagerly, Injection, Jacobian, isotropic
 from optimizers.adaptive import Adaptive
-from optimizers.base import check_flag
+from optimizers.base import check_flag, check_numbers
+from optimizers.checkpoints import packed, unpacked
 from optimizers.distributed import Distributed
 from optimizers.plain import PlainSteps
 from optimizers.replay import Replay, State
@@ -137,6 +138,9 @@ class KFAC(PlainSteps):
                 residuals, and the other way round.
             ValueError: residuals, and an argument that has no meaning for them.
         """
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         value, move = self._prepared(closure)
         if move is not None:
             take(move)  # this is what torch.compile(opt.step) compiles
@@ -145,6 +149,12 @@ class KFAC(PlainSteps):
     @torch._disable_dynamo
     def _prepared(self, closure: Callable[[], Any] | None) -> tuple[Any, Move | None]:
         """All of a step but, in a plain one, the last thing to do."""
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure: expected a function that computes the loss, found {type(closure).__name__}")
+        for group in self.param_groups:
+            check_numbers(group)
+        if closure is None and self._is_at_rest():
+            return None, None
         self._move = None
         self._listener.reset()
         if closure is not None and hasattr(self, "found_inf"):
@@ -168,6 +178,11 @@ class KFAC(PlainSteps):
         """Whether the closure's model may be looked into or differentiated twice, which compiled code cannot be."""
         repeats = self.adaptive is not None or self._arguments.get("line_search", False)
         return closure is not None and (repeats or not self._is_loss)
+
+    def _is_at_rest(self) -> bool:
+        """Whether nothing could move: `torch.distributed.checkpoint` takes such a step to see what the state holds."""
+        is_unable = self.adaptive is not None or not self.factors.blocks
+        return self.residuals is None and is_unable and not any(group["lr"] for group in self.param_groups)
 
     def _loss_step(self, closure: Callable[[], Any] | None) -> Any:
         """A step with a loss; where a first closure returns residuals instead, only that is kept."""
@@ -310,18 +325,40 @@ class KFAC(PlainSteps):
         """A table of every parameter: how it is preconditioned, factor shapes, and why where it falls back."""
         return super().report() if self.residuals is None else described(self.residuals.blocks, self.model)
 
+    def _kind(self) -> dict[str, Any]:
+        """What a state must have in common with an optimizer that takes it."""
+        own = {"adaptive": self.adaptive is not None, "sharing": self._arguments["sharing"]}
+        return {"curvature": self.block, **own}
+
+    def _blank(self, p: Tensor) -> dict[str, Any]:
+        return {} if self.adaptive is not None else super()._blank(p)
+
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self.adaptive is not None:
-            state["kfac"]["adaptive"] = vars(self.adaptive).copy()
-        if self.residuals is not None:
-            state["kfac"]["residuals"] = self.residuals.state()
-        return state
+        """As for any optimizer: tensors, numbers and strings; see `optimizers.checkpoints` for the form."""
+        return packed(self, self._state(), self._kind(), self._blank)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a `state_dict`, also one of earlier code; its tensors are copied, to device and dtype of the parameters.
+
+        Raises:
+            TypeError: not a dict.
+            ValueError: it is of another optimizer, model or choice of `adaptive`, `sharing` or `solver`, of newer code,
+                or damaged; what was found is said, and nothing was changed.
+        """
+        self._restore(unpacked(self, state_dict, self._kind(), self._whole()))
+
+    def _whole(self) -> dict[str, Any]:
+        state = super()._whole()
+        if self.adaptive is not None:
+            state["adaptive"] = vars(self.adaptive).copy()
+        if self.residuals is not None:
+            state["residuals"] = self.residuals.state()
+        return state
+
+    def _restore(self, state_dict: dict[str, Any]) -> None:
         own = dict(state_dict["kfac"])
         adaptive, residuals = dict(own.pop("adaptive", {})), own.pop("residuals", None)
-        super().load_state_dict(state_dict | {"kfac": own})
+        super()._restore(state_dict | {"kfac": own})
         self.residuals = None if residuals is None else ResidualSteps()
         if self.residuals is not None:
             self.residuals.restore(residuals, self._trained())

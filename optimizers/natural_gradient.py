@@ -93,6 +93,8 @@ class NaturalGradient(KFAC):
         check_flag("line_search", line_search)
         if inject is None:
             inject = isotropic() if loss is None else exact()
+        if adaptive is True and line_search:
+            raise ValueError("line_search: adaptive=True finds the step size itself; choose one of the two")
         self.solver = solver
         self._each = 1.0  # what the rows since the last step are to be multiplied by, for `empirical`
         super().__init__(
@@ -100,12 +102,18 @@ class NaturalGradient(KFAC):
             adaptive=adaptive, factor_decay=factor_decay, factor_every=1, decompose_every=1, seed=seed,
             distributed=distributed,
         )  # fmt: skip
-        if adaptive and line_search:
-            raise ValueError("line_search: adaptive=True finds the step size itself; choose one of the two")
         self._arguments = {
             "solver": solver, "loss": loss, "inject": inject, "adaptive": adaptive, "line_search": line_search,
             "factor_decay": factor_decay, "seed": seed, "distributed": distributed,
         }  # fmt: skip
+
+    def _kind(self) -> dict[str, Any]:
+        return {"curvature": self.solver, "adaptive": self.adaptive is not None}
+
+    def _blank(self, p: Tensor) -> dict[str, Any]:
+        has_momentum = any(group["momentum"] for group in self.param_groups)
+        names = ["displacement", "direction"] if has_momentum else ["displacement"]
+        return {} if self.adaptive is not None else {name: torch.zeros_like(p) for name in names}
 
     def _curvature(self) -> WholeCurvature:
         return WholeCurvature(self.model, self.solver, getattr(self.loss, "reduction", "mean") == "sum")
@@ -121,6 +129,7 @@ class NaturalGradient(KFAC):
 
         def sent(gradient: Tensor) -> None:
             handle.remove()  # what goes back now passes here too
+            self.passes.begin(self._stores())
             if not self._pending:  # later: times the scale of the loss it may be too much for float16
                 self._each = each
                 self._pending.append(lambda scale: self._multiply(each / scale))
@@ -153,7 +162,7 @@ class NaturalGradient(KFAC):
             ValueError: what it returns is neither a scalar nor (M,), or was computed without gradients.
             RuntimeError: no closure, and the model was never called with gradients enabled.
         """
-        return super().step(closure)
+        return self._step(closure)
 
     # -- steps of a loss
 

@@ -23,7 +23,15 @@ class Extent:
     def add(self, outputs: Sequence[Tensor], count: int) -> None:
         squares = torch.stack([x.detach().float().square().sum() for x in outputs]).sum()
         own = {"squares": squares, "numbers": squares.new_tensor([count, sum(x.numel() for x in outputs)])}
-        self.added = {k: self.added[k] + x if k in self.added else x for k, x in own.items()}
+        self.join(own)
+
+    def cut(self) -> dict[str, Tensor]:
+        found = self.added
+        self.discard()
+        return found
+
+    def join(self, found: dict[str, Tensor]) -> None:
+        self.added = self.added | {k: self.added[k] + x if k in self.added else x for k, x in found.items()}
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         return self.added

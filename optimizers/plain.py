@@ -35,6 +35,10 @@ class PlainSteps(SecondOrder):
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
         self._move: Move | None = None  # what is left to do of a step
 
+    def _blank(self, p: Tensor) -> dict[str, Any]:
+        """The state of a parameter that has seen nothing yet, see `optimizers.checkpoints`."""
+        return {"momentum_buffer": torch.zeros_like(p), "weight": 0.0, "displacement": torch.zeros_like(p)}
+
     def _plain_step(self, gradients: Mapping[str, Tensor]) -> None:
         if not gradients:
             return
@@ -120,7 +124,8 @@ class PlainSteps(SecondOrder):
         joint = {k: tuple(n for n in b.names if n in directions) for b in self.factors.blocks for k in b.names}
         # tensors, since compiled code takes every other number for a constant
         number = lambda x: torch.tensor(x, dtype=torch.float64)
-        numbers = {id(g): (number(g["lr"]), number(1 - g["lr"] * g["weight_decay"])) for g in self.param_groups}
+        groups = {id(g): g for g in options.values()}
+        numbers = {k: (number(g["lr"]), number(1 - g["lr"] * g["weight_decay"])) for k, g in groups.items()}
         self.predicted = torch.zeros_like(size)
         move = Move([], [], [], [], [], [], [], size, self.longest, self.predicted, good)
         for names in dict.fromkeys(joint.get(name, (name,)) for name in directions):

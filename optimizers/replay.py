@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Call:
 
     def cut(self, stride: int) -> tuple[Any, Any] | None:
         """The arguments for every stride-th sample; None where their output may depend on the others or on chance."""
-        tensors = [x for x in pytree.tree_leaves((self.args, self.kwargs, self.output)) if isinstance(x, Tensor)]
+        tensors = [x for x in _leaves((self.args, self.kwargs, self.output)) if isinstance(x, Tensor)]
         counts = {len(x) if x.ndim else 0 for x in tensors}
         if stride == 1 or self.is_joint or self.is_changed or len(counts) != 1 or counts == {0}:
             return None
@@ -125,7 +126,11 @@ class Replay:
         self.calls.clear()
         old = {p: p.grad for p in self.model.parameters()}
         sent_back: list[Tensor] = []
-        hooks = [p.register_post_accumulate_grad_hook(sent_back.append) for p in old if p.requires_grad]
+        hooks = [
+            p.register_post_accumulate_grad_hook(sent_back.append)
+            for p in old
+            if p.requires_grad and not nn.parameter.is_lazy(p)
+        ]
         hooks += [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end),
@@ -209,7 +214,7 @@ class Replay:
                 outputs = _floats(output)
                 for moved, rows in zip(changes, output_changes(outputs, parameters, directions), strict=True):
                     moved += rows
-                shown.append(pytree.tree_map(_leaf, output if call.is_changed else call.output))
+                shown.append(_mapped(_leaf, output if call.is_changed else call.output))
                 leaves += _floats(shown[-1])
                 strides += [step] * len(outputs)
         direct = [[d.get(name) for name in parameters] for d in directions]
@@ -244,7 +249,7 @@ class Replay:
         own = self.model.__dict__.get("forward")
         try:
             with self._again(), torch.enable_grad(), WithoutBackward():
-                queue = iter([pytree.tree_map(cloned, output) for output in shown])
+                queue = iter([_mapped(cloned, output) for output in shown])
                 self.model.forward = lambda *args, **kwargs: next(queue)
                 return self.closure()
         except RuntimeError as error:
@@ -267,7 +272,7 @@ def _products(
     """
     found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
-    total = torch.zeros(len(changes), len(changes), dtype=torch.float64)
+    total = torch.zeros(len(changes), len(changes), dtype=torch.float64, device="cpu")
     if not live:
         return total
     moved = [[*change, *d] for change, d in zip(changes, direct, strict=True)]
@@ -303,7 +308,27 @@ def _leaf(value: Any) -> Any:
 
 
 def _floats(output: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in _leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A copy with other leaves; dataclasses and objects with logits are gone into, which torch's own does not."""
+
+    def one(x: Any) -> Any:
+        if not (is_dataclass(x) or hasattr(x, "logits")) or isinstance(x, type):
+            return function(x)
+        new = copy.copy(x)
+        for name in [f.name for f in fields(x)] if is_dataclass(x) else list(vars(x)):
+            object.__setattr__(new, name, _mapped(function, getattr(x, name)))
+        return new
+
+    return pytree.tree_map(one, tree)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(found.append, tree)
+    return found
 
 
 def _spread(change: Tensor | None, like: Tensor, stride: int) -> Tensor:
@@ -318,11 +343,12 @@ def _spread(change: Tensor | None, like: Tensor, stride: int) -> Tensor:
 
 def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Tensor:
     """Inner products of one set of tensors with another, all of one shape; None is zero."""
-    total = torch.zeros(len(rows), len(columns), dtype=torch.float64)
+    total = torch.zeros(len(rows), len(columns), dtype=torch.float64, device="cpu")
     left, right = ([k for k, x in enumerate(side) if x is not None] for side in (rows, columns))
     if left and right:
         other = torch.stack([x.flatten() for x in columns if x is not None])
         own = torch.stack([x.flatten() for x in rows if x is not None])
         wide = torch.promote_types(other.dtype, torch.float32)
-        total[torch.tensor(left)[:, None], torch.tensor(right)] = (own.to(wide) @ other.to(wide).T).double().cpu()
+        found = (own.to(wide) @ other.to(wide).T).double().cpu()
+        total[torch.tensor(left, device="cpu")[:, None], torch.tensor(right, device="cpu")] = found
     return total

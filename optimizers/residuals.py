@@ -128,8 +128,8 @@ class Subspace:
     def __init__(self, jacobian: Jacobian, groups: Sequence[Sequence[str]]) -> None:
         self.jacobian, self.groups = jacobian, groups
         self.directions: list[Named] = []
-        self.columns = torch.zeros(jacobian.shape[0], 0, dtype=torch.float64)
-        self.curvature = self.norms = torch.zeros(0, 0, dtype=torch.float64)
+        self.columns = torch.zeros(jacobian.shape[0], 0, dtype=torch.float64, device="cpu")
+        self.curvature = self.norms = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
         self.dtype = torch.float64
 
     def add(self, direction: Named) -> None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
-from optimizers.base import ModelOptimizer, check_arguments
+from optimizers.base import ModelOptimizer, check_arguments, check_whole
 from optimizers.distributed import Processes, Statistics, Team, Workers, rows_of_whole, trained_by
 from optimizers.outputs import Extent
+from optimizers.passes import Passes
 from optimizers.places import SUBSTITUTE, Places, note_once, places_of
 from optimizers.schedule import Schedule
 from optimizers.verdict import judged
@@ -32,9 +33,13 @@ class SecondOrder(ModelOptimizer):
     def __init__(self, model: nn.Module, options: dict[str, Any], arguments: dict[str, Any]) -> None:
         check_arguments(model, options | arguments)
         for name in ("factor_every", "decompose_every"):
-            if not isinstance(arguments[name], int) or arguments[name] < 1:
-                raise ValueError(f"{name}: expected a whole number of steps, at least 1, found {arguments[name]!r}")
+            check_whole(name, arguments[name], 1, 10**9)
+        check_whole("seed", arguments["seed"], -(2**63), 2**64 - 1)
         inject, loss = arguments["inject"], arguments["loss"]
+        if loss is not None and (isinstance(loss, type) or not callable(loss)):
+            raise TypeError(
+                f"loss: expected a loss module as in nn.CrossEntropyLoss(), or a function, found {loss!r:.80}"
+            )
         if not isinstance(inject, Injection):
             raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
         if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
@@ -46,7 +51,8 @@ class SecondOrder(ModelOptimizer):
         self._arguments = arguments
         self.loss, self.inject = loss, inject
         self.factors = self._curvature()
-        self.schedule = Schedule(arguments["factor_every"], arguments["decompose_every"], arguments["max_overhead"])
+        intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
+        self.schedule = Schedule(*intervals, arguments["max_overhead"])
         self.generator: torch.Generator | None = None
         self.outputs = Extent()
         self._distributed = config
@@ -56,6 +62,8 @@ class SecondOrder(ModelOptimizer):
         self._last: tuple[float, dict[str, float]] | None = None
         # what is known after the loss's own backward pass; it takes the factor by which that was scaled
         self._pending: list[Callable[[float], None]] = []
+        self._sent: list[list[Tensor | None]] = []  # by it
+        self.passes = Passes()
         me = weakref.ref(self)
         self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output), True)
         weakref.finalize(self, self._listener.remove)
@@ -67,10 +75,13 @@ class SecondOrder(ModelOptimizer):
         """The processes that train the model together, known once they are needed."""
         processes = Processes(self._distributed, next(self.model.parameters()).device)
         workers = Workers(processes, self._distributed.gradient_worker_fraction)
-        return Team(processes, workers, Statistics(processes, self._holders, self.factors.complete))
+        factors, outputs = self.factors, self.outputs
+        statistics = Statistics(processes, lambda: factors.holders() | {"": outputs}, factors.complete)
+        return Team(processes, workers, statistics)
 
-    def _holders(self) -> dict[str, Any]:
-        return self.factors.holders() | {"": self.outputs}
+    def _stores(self) -> tuple[Blocks, Extent, Statistics]:
+        """What forward passes are recorded into."""
+        return self.factors, self.outputs, self.team.statistics
 
     # -- capture
 
@@ -100,8 +111,8 @@ class SecondOrder(ModelOptimizer):
         if not outputs:
             self._record_without_outputs(tape, places)
             return
-        self.outputs.add(outputs, count)
         if self.inject == empirical():
+            self.outputs.add(outputs, count)
             self._listen_to_backward(tape, places.sources, count)
             return
         if len(outputs) > 1 and self.loss is not None:
@@ -110,7 +121,9 @@ class SecondOrder(ModelOptimizer):
                 "out (isotropic())"
             )
         vectors = [self._vectors(x.detach(), y) for x, y in zip(outputs, places.targets, strict=True)]
-        with torch.autocast(outputs[0].device.type, enabled=False):
+        device = outputs[0].device.type
+        with torch.autocast(device, enabled=False), self.passes.recording(self._stores(), places.sources):
+            self.outputs.add(outputs, count)
             self.factors.record(tape, outputs, vectors, count)
         if self.team.processes.size > 1:
             for x in places.sources:
@@ -118,7 +131,7 @@ class SecondOrder(ModelOptimizer):
 
     def _vectors(self, output: Tensor, target: Any) -> Tensor:
         if self.generator is None:
-            self.generator = torch.Generator().manual_seed(self._arguments["seed"])
+            self.generator = torch.Generator().manual_seed(int(self._arguments["seed"]))
         seed = int(torch.randint(1 << 62, (), generator=self.generator))
         draw = lambda x, y, generator: self.inject.vectors(x, self.loss, y, generator=generator)
         return rows_of_whole(draw, output, target, self.team.processes, seed).to(output.dtype)
@@ -159,6 +172,7 @@ class SecondOrder(ModelOptimizer):
             backprops = [None if b is None else b.mul_(each / scale) for b in found]
             factors.record_backprops(tape, backprops, count)
 
+        self._sent.append(found)
         self._pending.append(taken)
 
     # -- for a step
@@ -183,7 +197,16 @@ class SecondOrder(ModelOptimizer):
         return 1.0 if scale is None else float(scale)
 
     def _gradients(self) -> dict[str, Tensor]:
-        return {name: p.grad for name, p in self._trained().items() if p.grad is not None}
+        found = {name: p.grad for name, p in self._trained().items() if p.grad is not None}
+        return {name: g.to_dense() if g.layout != torch.strided else g for name, g in found.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As for any optimizer; what passes have shown whose gradients these were is forgotten when new ones arrive."""
+        self._listener.reset()
+        super().zero_grad(set_to_none)
+        self.passes.zero()
+        for found in self._sent:
+            found[:] = [None] * len(found)
 
     def _skip(self) -> None:
         """Leave a batch out that is not finite."""
@@ -202,7 +225,9 @@ class SecondOrder(ModelOptimizer):
     def _discard(self) -> None:
         """Forget what the forward passes since the last step have shown."""
         self._pending.clear()
-        self.team.statistics.cancel()
+        self._sent.clear()
+        self.passes.forget()
+        self.team.statistics.discard()
         self.outputs.discard()
         self.factors.discard()
 
@@ -210,9 +235,11 @@ class SecondOrder(ModelOptimizer):
         """Take new statistics into the factors, and invert the blocks whose turn it is."""
         renews = self.schedule.renews(self.steps)
         with self.health.timed("factors"):
+            self.passes.settle(self._stores())
             for taken in self._pending:
                 taken(self._loss_scale())
             self._pending.clear()
+            self._sent.clear()
             if renews and self.team.processes.size > 1:
                 self.team.statistics.launch()  # before all else, as where the backward pass has done so
                 self.team.processes.check_alike(self._gradients())
@@ -306,7 +333,9 @@ class SecondOrder(ModelOptimizer):
             seen |= set(block.names)
         for name, p in self.model.named_parameters():
             if name not in seen:
-                why = "needs a first forward pass" if p.requires_grad else "does not require a gradient"
+                given = {id(q) for group in self.param_groups for q in group["params"]}
+                why = "needs a first forward pass" if id(p) in given else "in no parameter group: use add_param_group"
+                why = why if p.requires_grad else "does not require a gradient"
                 rows.append((name, "nothing yet" if p.requires_grad else "not trained", "", "", why))
         momenta = sum(p.numel() * p.element_size() for p in self._trained().values()) / 1e6
         rows.append(("momentum and displacement", "", "", f"{2 * momenta:.2f}", ""))
@@ -326,23 +355,29 @@ class SecondOrder(ModelOptimizer):
 
     kept: tuple[str, ...] = ("steps", "skipped")
 
-    def state_dict(self) -> dict[str, Any]:
-        """As for any optimizer, with the curvature under "curvature": plain tensors and numbers."""
+    def _state(self) -> dict[str, Any]:
+        """That of any optimizer, with the curvature under "curvature" and all else under "kfac"."""
         self._settle()
+        own = torch.optim.Optimizer.state_dict(self)
+        return own | {"curvature": self.factors.state_dict(), "kfac": self._whole()}
+
+    def _whole(self) -> dict[str, Any]:
+        """What belongs to no parameter alone, but for the curvature."""
         own = {k: getattr(self, k) for k in self.kept} | {"health": self.health.state(), "shapes": self._shapes()}
         own["intervals"] = [self.schedule.factor_every, self.schedule.decompose_every]
         own |= {"output_scale": self.outputs.scale, "output_size": self.outputs.size}
         own["generator"] = None if self.generator is None else self.generator.get_state()
-        return super().state_dict() | {"curvature": self.factors.state_dict(), "kfac": own}
+        return own
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a `state_dict` of an optimizer over the same parameters; tensors move to the parameters' device."""
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        """Take what `_state` gave; tensors move to the parameters' device."""
         state_dict = copy.copy(state_dict)
         own, factors = dict(state_dict.pop("kfac")), state_dict.pop("curvature")
         self._check_shapes(own.pop("shapes"))
         self._open = None
-        super().load_state_dict(state_dict)
-        device = next(iter(self._trained().values())).device
+        torch.optim.Optimizer.load_state_dict(self, state_dict)
+        self._discard()
+        device = next(p for group in self.param_groups for p in group["params"]).device
         generator, scale = own.pop("generator"), own.pop("output_scale")
         self.outputs.scale, self.outputs.size = None if scale is None else scale.to(device), own.pop("output_size")
         self.health.restore(own.pop("health"))
@@ -350,23 +385,29 @@ class SecondOrder(ModelOptimizer):
         for name, value in own.items():
             setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
         self.factors.load_state_dict(factors, device)
-        if generator is not None:
-            self.generator = torch.Generator()
-            self.generator.set_state(generator.cpu())
+        self.generator = None if generator is None else torch.Generator()
+        if self.generator is not None:
+            try:
+                self.generator.set_state(generator.cpu())
+            except RuntimeError:  # of another kind of device
+                self.generator.manual_seed(int(self._arguments["seed"]) + self.steps)
         self._expect()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SecondOrder:
-        """A copy that trains a copy of the model (the same copy, where both are copied together)."""
-        new = type(self)(copy.deepcopy(self.model, memo), **copy.deepcopy(self._arguments, memo))
-        memo[id(self)] = new
-        new.param_groups = [g | {"params": [memo[id(p)] for p in g["params"]]} for g in self.param_groups]
-        new.defaults = copy.deepcopy(self.defaults)
-        new.load_state_dict(copy.deepcopy(self.state_dict()))
-        return new
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle trains a copy of the model (the same, where both are copied or pickled together)."""
+        groups = [dict(group) for group in self.param_groups]
+        return _again, (type(self), self.model, self._arguments, groups, self.defaults, self.state_dict())
+
+
+def _again(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: Any, state: dict[str, Any]) -> Any:
+    new = kind(model, **arguments)
+    new.param_groups, new.defaults = groups, defaults
+    new.load_state_dict(state)
+    return new
 
 
 def _start(optimizer: SecondOrder | None) -> Tape | None:
-    return Tape(optimizer.model) if optimizer is not None and optimizer._records() else None
+    return Tape(optimizer.model, optimizer._there()) if optimizer is not None and optimizer._records() else None
 
 
 def _done(optimizer: SecondOrder | None, tape: Tape, output: Any) -> None:
@@ -378,6 +419,6 @@ def _done(optimizer: SecondOrder | None, tape: Tape, output: Any) -> None:
 def _typical(blocks: Sequence[Block]) -> Tensor:
     """Mean eigenvalue over all blocks together."""
     if not blocks:
-        return torch.ones(())
+        return torch.ones((), device="cpu")
     traces = torch.stack([b.mean_eigenvalue.float() * b.dimension for b in blocks])
     return (traces.sum() / sum(b.dimension for b in blocks)).clamp(min=torch.finfo(torch.float32).tiny)

@@ -200,10 +200,10 @@ def test_a_batch_that_is_not_finite_changes_nothing(bad: float):
     model, loss, x, y = task("mlp")
     opt = KFAC(model, adaptive=True)
     train(model, opt, loss, x, y, 3)
-    before, factors = copied(model), opt.state_dict()["curvature"]
+    before, factors = copied(model), opt.factors.state_dict()
     opt.step(closure_of(model, opt, loss, x * bad, y))
     assert_same(copied(model), before)
-    after = opt.state_dict()["curvature"]
+    after = opt.factors.state_dict()
     assert all(torch.equal(after[k]["rows"], factors[k]["rows"]) for k in factors) and opt.skipped == 1
     assert math.isfinite(train(model, opt, loss, x, y, 2)[-1])
 

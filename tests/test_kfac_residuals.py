@@ -202,7 +202,7 @@ def test_residuals_that_are_not_finite_change_nothing():
     model, closure = problem()
     opt = KFAC(model)
     opt.step(closure)
-    before, state = arranged(model), copy.deepcopy(opt.state_dict()["kfac"]["residuals"])
+    before, state = arranged(model), copy.deepcopy(opt.residuals.state())
     assert math.isnan(opt.step(lambda: closure() * math.nan).item())
     assert opt.skipped == 1 and opt.steps == 1 and torch.equal(arranged(model), before)
     assert opt.residuals is not None and opt.residuals.damping == state["damping"]

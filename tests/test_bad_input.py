@@ -1,0 +1,186 @@
+"""Arguments of the wrong type or out of range: refused by name, saying what is accepted, with nothing registered."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import curvature
+from optimizers import EKFAC, KFAC, NaturalGradient
+
+MAKERS: dict[str, Callable[..., KFAC]] = {
+    "KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient,
+    "KFAC-adaptive": functools.partial(KFAC, adaptive=True),
+}  # fmt: skip
+X, Y = torch.ones(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+
+NO_NUMBERS = ["1", [1.0], {}, True, 1j, torch.ones(2), torch.tensor(1), np.ones(2), np.bool_(True), object()]
+NO_WHOLE = ["1", 1.5, 1.0, True, [1], torch.tensor(1), math.nan]
+NO_RANGE = [-1, -1e-9, math.nan, math.inf, -math.inf, torch.tensor(math.nan), np.float64(-1.0), 10**400]
+NO_FLAG = [None, 0, 1, "yes", torch.tensor(True), np.bool_(True)]
+BAD: dict[str, list[Any]] = {
+    "lr": [None, *NO_NUMBERS, *NO_RANGE],
+    "damping": [*NO_NUMBERS, *NO_RANGE],
+    "momentum": [None, *NO_NUMBERS, *NO_RANGE, 1, 1.5],
+    "weight_decay": [None, *NO_NUMBERS, *NO_RANGE],
+    "factor_decay": [None, *NO_NUMBERS, *NO_RANGE, 1.0],
+    "loss": ["mse", 3, nn.MSELoss, torch.ones(())],
+    "inject": ["isotropic", 3, curvature.isotropic, curvature.exact],
+    "seed": [None, *NO_WHOLE, 2**64],
+    "adaptive": NO_FLAG,
+}
+LAYERS = {
+    "sharing": [None, 3, "both", ["expand"], True],
+    "factor_every": [*NO_WHOLE, 0, -1],
+    "decompose_every": [*NO_WHOLE, 0, -1],
+    "max_overhead": [*NO_NUMBERS, *NO_RANGE, 0],
+}
+WHOLE = {"solver": [None, 3, "lu", ["cg"], True], "line_search": NO_FLAG}
+OWN = {"KFAC": BAD | LAYERS, "EKFAC": BAD | LAYERS, "NaturalGradient": BAD | WHOLE}
+CELLS = [(maker, name) for maker, table in OWN.items() for name in table]
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def assert_untouched(model: nn.Module) -> None:
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.parametrize("maker, name", CELLS)
+def test_arguments(maker: str, name: str):
+    model = network()
+    for value in OWN[maker][name]:
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*(expected|choose|needs)") as found:
+            MAKERS[maker](model, **{name: value})
+        assert "found" in str(found.value) or "choose" in str(found.value) or "needs" in str(found.value)
+        assert_untouched(model)
+
+
+GOOD: dict[str, list[Any]] = {
+    "lr": [0, 1, 0.5, np.float64(0.5), np.float32(0.5), np.int64(1), torch.tensor(0.5)],
+    "damping": [None, 0.0, 1, np.float32(0.1)],
+    "momentum": [0, 0.99, np.float64(0.5)],
+    "seed": [0, -1, np.int64(3), 2**63],
+    "loss": [None, nn.CrossEntropyLoss(), F.cross_entropy],
+}
+
+
+@pytest.mark.parametrize("maker", OWN)
+def test_arguments_that_are_accepted(maker: str):
+    for name, values in GOOD.items():
+        for value in values:
+            model = network()
+            if maker == "NaturalGradient" and name == "damping" and value == 0:
+                continue  # which residuals may have alone
+            opt = MAKERS[maker](model, **{name: value, **({"inject": curvature.isotropic()} if name == "loss" else {})})
+            assert step(model, opt)
+
+
+def step(model: nn.Module, opt: KFAC) -> bool:
+    """Whether it was one."""
+    opt.zero_grad()
+    F.cross_entropy(model(X), Y).backward()
+    opt.step()
+    return opt.steps > 0
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_what_is_no_model(maker: str):
+    model = network()
+    no_models = [model.parameters(), list(model.parameters()), dict(model.named_parameters()), model.forward, None]
+    for value in [*no_models, model.state_dict(), model.named_parameters(), nn.Linear, "model"]:
+        with pytest.raises(TypeError, match="model: pass the model itself, not its parameters"):
+            MAKERS[maker](value)
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("options", [{"adaptive": True, "line_search": True}, {"inject": curvature.exact()}], ids=str)
+def test_arguments_that_do_not_go_together(options: dict[str, Any]):
+    model = network()
+    with pytest.raises(ValueError, match=r"line_search: .* choose one of the two|loss: .* needs the loss module"):
+        NaturalGradient(model, **options)
+    assert_untouched(model)
+
+
+def test_a_matrix_that_is_too_large():
+    model = nn.Linear(400, 100)
+    opt = NaturalGradient(model, solver="dense")
+    with pytest.raises(ValueError, match=r'solver: "dense" keeps a matrix of 40100 x 40100'):
+        model(torch.ones(2, 400))
+    assert not opt.factors.blocks and torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_parameter_groups(maker: str):
+    """Bad options are refused when a group is added; those that a scheduler sets, before anything is changed."""
+    model = network()
+    opt = MAKERS[maker](model)
+    model.append(nn.Linear(3, 3))
+    params = list(model[3].parameters())
+    for name in ("lr", "damping", "momentum", "weight_decay"):
+        for value in [*NO_NUMBERS, *NO_RANGE]:
+            with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+                opt.add_param_group({"params": params, name: value})
+    for group in ([params], {"lr": 0.1}, None, params[0]):
+        with pytest.raises(TypeError, match='param_group: expected a dict with "params"'):
+            opt.add_param_group(group)  # type: ignore[arg-type]
+    assert len(opt.param_groups) == 1
+    before = [p.detach().clone() for p in model.parameters()]
+    closure = lambda: F.cross_entropy(model(X), Y)
+    for name in ("lr", "damping", "momentum", "weight_decay"):
+        kept = opt.param_groups[0][name]
+        for value in ["1", math.nan, -1.0, math.inf, torch.ones(2)]:
+            opt.param_groups[0][name] = value
+            with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
+                opt.step(closure)
+        opt.param_groups[0][name] = kept
+    assert opt.steps == 0 and all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_closures(maker: str):
+    model = network()
+    opt = MAKERS[maker](model)
+    for value in (3, torch.ones(()), "loss"):
+        with pytest.raises(TypeError, match="closure: expected a function that computes the loss, found"):
+            opt.step(value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"closure: expected the loss, or residuals \(M,\), found shape \(6, 3\)"):
+        opt.step(lambda: model(X))
+    assert opt.steps == 0 and torch._C._len_torch_function_stack() == 0
+
+
+LAZY = ["fisher", "gauss_newton", "empirical_fisher", "hessian"]  # they look at loss and data when they are used
+
+
+@pytest.mark.parametrize("name", ["kfac", "ekfac", "fisher_diagonal", "fisher_blocks", *LAZY])
+def test_matrices(name: str):
+    """Of models, losses, data and injections that are none."""
+    model, loss, function = network(), nn.CrossEntropyLoss(), getattr(curvature, name)
+    for wrong in (model.parameters(), None, nn.Linear):
+        with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, found"):
+            function(wrong, loss, (X, Y))
+    if name not in LAZY:
+        for wrong in ("mse", 3):
+            with pytest.raises(TypeError, match="loss: expected a loss module or a callable"):
+                function(model, wrong, (X, Y))
+        for wrong in (None, 3, X):
+            with pytest.raises(TypeError, match="data: expected a pair"):
+                function(model, loss, wrong)
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("wrong", [[nn.Linear(2, 2)], None, nn.Linear, "model"], ids=str)
+def test_capture(wrong: object):
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, found"), curvature.capture(wrong):  # type: ignore[arg-type]
+        pass
