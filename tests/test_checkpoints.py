@@ -131,6 +131,7 @@ def test_going_back(name: str):
         model.load_state_dict(saved["model"])
         opt.load_state_dict(saved["opt"])
         assert str(saved) == shown
+        assert not opt._pending and opt.passes.last is None  # nothing of the pass that was seen
     assert torch.equal(*ends)
     fresh = made(name)[1].state_dict()
     opt.load_state_dict(fresh)
