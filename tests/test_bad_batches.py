@@ -33,7 +33,7 @@ class Waits(TorchDispatchMode):
 
 def everything(opt: KFAC, model: nn.Module) -> dict[str, Tensor]:
     """All tensors of a checkpoint, the random generator's apart, and the numbers that go with them."""
-    state = opt.state_dict()
+    state = opt._state()
     own = {k: torch.as_tensor(v) for k, v in state["kfac"].items() if isinstance(v, Tensor | int | float)}
     per = {f"{k} {n}": torch.as_tensor(v) for k, entry in state["state"].items() for n, v in entry.items()}
     # a pass that renews the factors says anew how large outputs are, whatever becomes of its step
