@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from curvature.arrangement import Arrangement
 from curvature.inverses import Inverse, factored, in_eigenbasis, not_zero
 from curvature.moments import Reading, Scheme, diagonal_of, matched, wide
+from curvature.outliers import Gate
 from curvature.sketch import added, mixed, scaled
 from curvature.terms import Rows, Term
 
@@ -43,10 +44,16 @@ class Block:
         self.reason = reason  # why there are no Kronecker factors; "" where there are
         self.updates = 0
         self.samples: float = 0  # of the statistics added since the last `fold`
+        self.gate = Gate()
 
     def weight_of_new(self, decay: float, updates: int | None = None) -> float:
         """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
         return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
+
+    def mixed(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
+        """The running average of what has no negative entries."""
+        w = self.weight_of_new(decay)
+        return new if old is None else old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
 
     def discard(self) -> None:
         """Forget what was added since the last `fold`."""
@@ -136,7 +143,7 @@ class Block:
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs: plain tensors, numbers and names."""
         fields = ("names", "reason", "updates", *self.form, *self.kept)
-        return {"structure": self.structure, **{k: getattr(self, k) for k in fields}}
+        return {"structure": self.structure, "gate": self.gate.state(), **{k: getattr(self, k) for k in fields}}
 
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
@@ -144,8 +151,9 @@ class Block:
         kind = next(k for k in _below(Block) if k.structure == state["structure"])
         block = kind.__new__(kind)
         block.discard()
+        block.gate = Gate.restored(state.get("gate", {}), device)
         for name, value in state.items():
-            if name != "structure":
+            if name not in ("structure", "gate"):
                 setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
         block.resume()
         return block
@@ -210,10 +218,11 @@ class KroneckerBlock(Block):
             self.discard()
             return
         found = self.sums.items()
-        each = 1 / self.samples
-        rows, columns = matched([self.scheme.product(k, a, number, scaled(b, each)) for k, (a, number, b) in found])
+        rows, columns = matched(
+            [self.scheme.product(k, a, number, scaled(b, 1 / self.samples)) for k, (a, number, b) in found]
+        )
         self.discard()
-        w = self.weight_of_new(decay)
+        w = self.gate.weight([(self.rows, rows), (self.columns, columns)], self.weight_of_new(decay))
         self.rows, self.columns = mixed(self.rows, rows, w), mixed(self.columns, columns, w)
         self.updates += 1
 
@@ -241,10 +250,8 @@ class KroneckerBlock(Block):
     def without_correlations(self) -> Iterator[None]:
         whole = self.rows, self.columns
         self.rows, self.columns = (None if side is None else diagonal_of(side) for side in whole)
-        try:
-            yield
-        finally:
-            self.rows, self.columns = whole
+        yield
+        self.rows, self.columns = whole
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
@@ -333,13 +340,11 @@ class DiagonalBlock(Block):
         self.sum, self.samples = None, 0
 
     def fold(self, decay: float) -> None:
-        if self.sum is None or not self.samples:
-            self.discard()
-            return
-        new = self.sum / self.samples
+        new = None if self.sum is None or not self.samples else self.sum / self.samples
         self.discard()
-        self.values = new if self.values is None else self.values.lerp(new, self.weight_of_new(decay))
-        self.updates += 1
+        if new is not None:
+            self.values = self.mixed(self.values, new, decay)
+            self.updates += 1
 
     @property
     def is_ready(self) -> bool:

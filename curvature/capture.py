@@ -7,6 +7,7 @@ entered and left by hooks on the root module: nothing is active outside ``with c
 
 from __future__ import annotations
 
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -277,6 +278,7 @@ class Listener:
         self.model = weakref.ref(model)
         self.start, self.done = start, done
         self.running: list[Recorder | None] = []
+        self.frames: list[Any] = []  # of the calls of the root that these belong to
         self.handles = [
             model.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.leave, always_call=True),
@@ -288,9 +290,12 @@ class Listener:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not hasattr(self, "model") or module is not self.model():
             return
+        if self.frames and self.frames[-1] not in _callers():
+            self.reset()  # an interrupt ended that call
         tape = None if any(self.running) else self.start()  # a root that calls itself records once
         recorder = None if tape is None else Recorder(tape, module)
         self.running.append(recorder)
+        self.frames.append(sys._getframe(1))
         if recorder is not None:
             recorder.mark([args, kwargs])
             recorder.__enter__()
@@ -298,7 +303,7 @@ class Listener:
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not hasattr(self, "model") or module is not self.model() or not self.running:
             return
-        recorder = self.running.pop()
+        recorder, _ = self.running.pop(), self.frames.pop()
         if recorder is not None:
             recorder.__exit__(None, None, None)
             if output is not None:  # what always_call passes after an exception
@@ -306,6 +311,7 @@ class Listener:
 
     def reset(self) -> None:
         """Leave what an interrupt of the forward pass left entered: torch calls no hook after one."""
+        self.frames.clear()
         while self.running:
             recorder = self.running.pop()
             if recorder is not None:
@@ -315,6 +321,15 @@ class Listener:
         self.reset()
         for handle in self.handles:
             handle.remove()
+
+
+def _callers() -> list[Any]:
+    """The frames of all calls that are running."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 @contextmanager

@@ -256,8 +256,7 @@ class DiagonalWhole(WholeBlock):
         return values, values.sum()
 
     def keep(self, new: Tensor, decay: float) -> None:
-        new = new / self.count
-        self.values = new if self.values is None else self.values.lerp(new, self.weight_of_new(decay))
+        self.values = self.mixed(self.values, new / self.count, decay)
         self.trace = float(self.values.sum())
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:

@@ -255,7 +255,8 @@ class SecondOrder(ModelOptimizer):
         """
         intervals = {"factor_every": self.schedule.factor_every, "decompose_every": self.schedule.decompose_every}
         conditions = {b.names[0]: b.condition() for b in self.factors.blocks if b.is_ready}
-        return super().stats() | intervals | {"conditions": conditions}
+        outliers = sum(int(b.gate.count) for b in self.factors.blocks if b.gate.count is not None)
+        return super().stats() | intervals | {"outliers": outliers, "conditions": conditions}
 
     kept: tuple[str, ...] = ("steps", "skipped", "output_scale", "output_size")
 

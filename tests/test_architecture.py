@@ -35,6 +35,7 @@ LEVELS = {
     "curvature.written_out": 1,
     "curvature.batch": 1,
     "curvature.moments": 2,
+    "curvature.outliers": 2,
     "curvature.blocks": 3,
     "curvature.prepared": 4,
     "curvature.layers": 1,
