@@ -98,6 +98,8 @@ class SecondOrder(ModelOptimizer):
         def keep(index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
             def hook(gradients: Sequence[Tensor]) -> None:
                 if gradients[number] is not None:
+                    if taken not in self._pending:
+                        self._pending.append(taken)
                     b = gradients[number].detach().reshape(tape.uses[index].shape)
                     found[index] = b.to(torch.promote_types(b.dtype, torch.float32))  # scaled or not, no overflow
 
@@ -106,14 +108,13 @@ class SecondOrder(ModelOptimizer):
         for use in tape.uses:
             if use.edge is not None:
                 use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
+                use.edge = use.edge._replace(node=None)  # type: ignore[arg-type]  # which holds the tape by its hook
         factors = self.factors
         assert isinstance(factors, RunningFactors)
 
         def taken(scale: float) -> None:
             backprops = [None if b is None else b.mul_(each / scale) for b in found]
             factors.record_backprops(tape, backprops, count)
-
-        self._pending.append(taken)
 
     # -- for a step
 
