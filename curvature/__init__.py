@@ -1,7 +1,7 @@
 """Second-order information for PyTorch: activations and backprops of every layer, and what follows from them."""
 
 from curvature.block import Block
-from curvature.capture import Listener, Tape, Use, capture
+from curvature.capture import Listener, capture
 from curvature.compiled import Eagerly, unwrapped
 from curvature.derivatives import Jacobian, residual_jacobian
 from curvature.estimators import (
@@ -39,6 +39,7 @@ from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Space,
 from curvature.prepared import invert
 from curvature.residualblocks import ResidualBlock, residual_blocks
 from curvature.structure import sample_layouts
+from curvature.tape import Tape, Use
 from curvature.wholecurvature import WholeCurvature
 from curvature.written_out import WrittenOut
 

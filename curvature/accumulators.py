@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from curvature import operators
-from curvature.capture import Tape
 from curvature.contractions import gradients, pieces
 from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.moments import Reading, Scheme, matched
 from curvature.operators import BlockDiagonal, Diagonal, Operator, RowBlocks, Space
 from curvature.squares import products
+from curvature.tape import Tape
 from curvature.terms import Term
 from curvature.turned import Basis
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from curvature.outliers import Gate
 from curvature.terms import Term
 
 
@@ -24,10 +25,16 @@ class Block:
         self.reason = reason  # why there are no Kronecker factors; "" where there are
         self.updates = 0
         self.samples: float = 0  # of the statistics added since the last `fold`
+        self.gate = Gate()
 
     def weight_of_new(self, decay: float, updates: int | None = None) -> float:
         """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
         return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
+
+    def mixed(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
+        """The running average of what has no negative entries."""
+        w = self.weight_of_new(decay)
+        return new if old is None else old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
 
     def discard(self) -> None:
         """Forget what was added since the last `fold`."""
@@ -152,7 +159,7 @@ class Block:
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs: plain tensors, numbers and names."""
         fields = ("names", "reason", "updates", *self.form, *self.kept)
-        return {"structure": self.structure, **{k: getattr(self, k) for k in fields}}
+        return {"structure": self.structure, "gate": self.gate.state(), **{k: getattr(self, k) for k in fields}}
 
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
@@ -160,8 +167,9 @@ class Block:
         kind = next(k for k in _below(Block) if k.structure == state["structure"])
         block = kind.__new__(kind)
         block.discard()
+        block.gate = Gate.restored(state.get("gate", {}), device)
         for name, value in state.items():
-            if name != "structure":
+            if name not in ("structure", "gate"):
                 setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
         block.resume()
         return block

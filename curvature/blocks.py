@@ -125,7 +125,7 @@ class KroneckerBlock(Block):
         each = 1 / self.samples
         rows, columns = matched([self.scheme.product(k, a, number, scaled(b, each)) for k, (a, number, b) in found])
         self.discard()
-        w = self.weight_of_new(decay)
+        w = self.gate.weight([(self.rows, rows), (self.columns, columns)], self.weight_of_new(decay))
         self.rows, self.columns = mixed(self.rows, rows, w), mixed(self.columns, columns, w)
         self.updates += 1
 
@@ -153,10 +153,8 @@ class KroneckerBlock(Block):
     def without_correlations(self) -> Iterator[None]:
         whole = self.rows, self.columns
         self.rows, self.columns = (None if side is None else diagonal_of(side) for side in whole)
-        try:
-            yield
-        finally:
-            self.rows, self.columns = whole
+        yield
+        self.rows, self.columns = whole
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
@@ -243,13 +241,11 @@ class DiagonalBlock(Block):
         self.sum, self.samples = sums.get("sum"), float(sums.get("samples", 0))
 
     def fold(self, decay: float) -> None:
-        if self.sum is None or not self.samples:
-            self.discard()
-            return
-        new = self.sum / self.samples
+        new = None if self.sum is None or not self.samples else self.sum / self.samples
         self.discard()
-        self.values = new if self.values is None else self.values.lerp(new, self.weight_of_new(decay))
-        self.updates += 1
+        if new is not None:
+            self.values = self.mixed(self.values, new, decay)
+            self.updates += 1
 
     @property
     def is_ready(self) -> bool:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,154 +23,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from curvature.compiled import HOLDS, Plainly, is_within_compiled, unwrapped
-from curvature.contractions import Term
-from curvature.layers import RULES, Call, Layout, Rule, Unsupported, rewritten
+from curvature.layers import RULES, Call, rewritten
 from curvature.layers.normalisation import uses_running_statistics
 from curvature.lossfunctions import LOSSES
 from curvature.parts import Parts
-
-TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
-
-
-@dataclass(eq=False)
-class Node:
-    """A parameter, or a tensor computed from parameters alone; `names` are the parameters that it depends on.
-
-    Where only its `edge` is known, `tensor` has its shape.
-    """
-
-    tensor: Tensor
-    names: frozenset[str]
-    origin: Use | None = None
-    uses: list[Use] = field(default_factory=list)
-    edge: GradientEdge | None = None
-
-
-@dataclass(eq=False)
-class Use:
-    """One read: the function, its arguments by name, which of them are parameters, and the output's gradient edge.
-
-    `call` is None where the function has no rule; `results` are the outputs, where they depend on parameters alone.
-    """
-
-    index: int
-    function: Callable[..., Any]
-    rule: Rule | None
-    call: Call | None
-    slots: dict[str, Node]
-    edge: GradientEdge | None
-    versions: list[tuple[Tensor, int]]
-    results: list[Node] = field(default_factory=list)
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset[str]().union(*(node.names for node in self.slots.values()))
-
-    @property
-    def is_transpose(self) -> bool:
-        """Whether the function transposes a matrix."""
-        return self.function in TRANSPOSES and next(iter(self.slots.values())).tensor.ndim == 2
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.call.shape if self.call is not None else ()
-
-    @property
-    def activation(self) -> Tensor | None:
-        """The data that met the parameter: the input as the layer received it, detached but not copied."""
-        if self.call is None:
-            return None
-        data = [(k, x) for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots]
-        biases = set(self.rule.bias_of.values()) if self.rule is not None else set()
-        parameters = set(self.rule.parameters) if self.rule is not None else set()
-        data.sort(key=lambda entry: (entry[0] in biases, entry[0] in parameters))
-        return data[0][1] if data else None
-
-    def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
-        """Per-sample gradients of one argument, given the backprop of the output.
-
-        Raises:
-            Unsupported: the function has no rule, or this call no per-sample view.
-        """
-        if self.rule is None or self.call is None:
-            raise Unsupported(f"{self.function} has no rule")
-        if any(x._version != version for x, version in self.versions):
-            raise Unsupported("the activation was changed in place after it was read")
-        return self.rule.term(self.call, slot, b, layout)
-
-
-class Tape:
-    """What a capture recorded. `uses` are in the order of the forward pass.
-
-    `mixing` names the modules whose output for one sample depends on the others (BatchNorm in training mode). `samples`
-    is the length of the model's inputs, `losses` are the calls of loss functions inside: function and arguments.
-    """
-
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
-        named = model.named_parameters() if parameters is None else parameters.items()
-        self.uses: list[Use] = []
-        self.parameters = {name: Node(p, frozenset([name])) for name, p in named if p.requires_grad}
-        self.mixing: list[str] = []
-        self.samples: int | None = None
-        self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-
-    def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
-        """Send vectors back from the output.
-
-        Args:
-            output: what the model returned, or anything computed from it; one tensor or several.
-            vectors: (k, *output.shape), or a sequence of such for several outputs.
-
-        Returns:
-            For each of `uses` the backprops (k, *use.shape); None where the output does not depend on the use.
-        """
-        outputs = [output] if isinstance(output, Tensor) else list(output)
-        sent = [vectors] if isinstance(vectors, Tensor) else list(vectors)
-        for out, v in zip(outputs, sent, strict=True):
-            if v.shape[1:] != out.shape:
-                raise ValueError(
-                    f"vectors: expected shape (k, {', '.join(map(str, out.shape))}), found {tuple(v.shape)}"
-                )
-        if sent[0].shape[0] == 1:
-            single = self.gradients(outputs, [v[0] for v in sent])
-            return [None if g is None else g[None] for g in single]
-        return self.gradients(outputs, sent, batched=True)
-
-    def gradients(
-        self,
-        outputs: Sequence[Tensor | GradientEdge],
-        vectors: Sequence[Tensor] | None,
-        batched: bool = False,
-        also: Sequence[Tensor] = (),
-    ) -> list[Tensor | None]:
-        """One backward pass to the output of every use, then to the tensors `also`; the graph is kept."""
-        edges = [use.edge for use in self.uses if use.edge is not None]
-        found: Iterable[Tensor | None] = ()
-        if edges or also:
-            found = torch.autograd.grad(
-                cast("Sequence[Tensor]", outputs),
-                cast("Sequence[Tensor]", [*edges, *also]),
-                vectors,
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=batched,
-            )
-        queue = iter(found)
-        rows = [None if use.edge is None else next(queue) for use in self.uses]
-        lead = vectors[0].shape[:1] if batched and vectors is not None else ()
-        shaped = (None if g is None else g.reshape((*lead, *use.shape)) for use, g in zip(self.uses, rows, strict=True))
-        return [*shaped, *queue]
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors in arguments or results, through sequences and mappings."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-        elif isinstance(value, Mapping):
-            yield from tensors_in(value.values())
+from curvature.tape import Node, Tape, Use, tensors_in
 
 
 class Recorder(TorchFunctionMode):
@@ -311,6 +167,7 @@ class Listener:
         self.plainly = Plainly()
         self.is_wrapper = unwrapped(model) is not model
         self.missed, self.is_compiled = False, True  # whether passes were compiled since `expect`; may be, henceforth
+        self.frames: list[Any] = []  # of the calls that `running` belongs to
         self.handles = [
             model.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.leave, always_call=True),
@@ -331,6 +188,8 @@ class Listener:
             return
         if not self._hears(module):
             return
+        if self.frames and self.frames[-1] not in _callers():
+            self.reset()  # an interrupt ended that call
         is_part = module in self.parts.modules
         within = self.running if is_part else any(self.running)  # a root that calls itself records once
         tape = None if within else self.start()
@@ -340,6 +199,7 @@ class Listener:
         elif recorder is not None:
             self.parts.remove()
         self.running.append(recorder)
+        self.frames.append(sys._getframe(1))
         if recorder is not None:
             self.is_compiled = is_within_compiled()
             self.plainly.__enter__()
@@ -350,7 +210,7 @@ class Listener:
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._hears(module) or not self.running:
             return
-        recorder = self.running.pop()
+        recorder, _ = self.running.pop(), self.frames.pop()
         if recorder is not None:
             self._left(recorder)
             if output is not None or sys.exc_info()[1] is recorder.handled:  # None is what always_call passes after one
@@ -365,6 +225,7 @@ class Listener:
 
     def reset(self) -> None:
         """Leave what an interrupt of the forward pass left entered: torch calls no hook after one."""
+        self.frames.clear()
         while self.running:
             recorder = self.running.pop()
             if recorder is not None:
@@ -376,6 +237,15 @@ class Listener:
         self.parts.remove()
         for handle in self.handles:
             handle.remove()
+
+
+def _callers() -> list[Any]:
+    """The frames of all calls that are running."""
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 @contextmanager

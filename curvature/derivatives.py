@@ -14,12 +14,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature import contractions
 from curvature.batch import preserved
-from curvature.capture import Tape
 from curvature.compiled import unwrapped
 from curvature.graph import identity_of, tape_of
 from curvature.squares import squared
 from curvature.structure import PLANS, Plan, explained, sent_back, signature_of
 from curvature.study import studied
+from curvature.tape import Tape
 from curvature.terms import Dense, Outer, Term, at_least, moved
 from curvature.written_out import WrittenOut
 

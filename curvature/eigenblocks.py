@@ -96,10 +96,12 @@ class EigenBlock(KroneckerBlock):
         self.squares, self.turned = None, 0
 
     def fold(self, decay: float) -> None:
-        if self.squares is not None and self.values is not None and self.turned:
-            self.values = self.values.lerp(self.squares / self.turned, self.weight_of_new(decay, self.seen))
-            self.seen += 1
+        squares, turned = self.squares, self.turned
         super().fold(decay)
+        if squares is not None and self.values is not None and turned:
+            w = self.gate.masked(self.weight_of_new(decay, self.seen), squares.dtype)
+            self.values = self.values.lerp(squares / turned, w)
+            self.seen += 1
 
     def decompose(self, damping: float, share: float = 0.0) -> None:
         """Go to the eigenbasis of the factors as they are now, and prepare `solve` in it.

@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from curvature.block import Block
 from curvature.blocks import DiagonalBlock, KroneckerBlock
-from curvature.capture import Tape
 from curvature.eigenblocks import EigenBlock
 from curvature.layers import Layout
 from curvature.linalg import full_precision
 from curvature.moments import Scheme
 from curvature.structure import explained, guesses, joint_bias
+from curvature.tape import Tape
 from curvature.terms import Dense, Entrywise, Term
 
 MAX_SIZE = 2048  # a side larger than this is kept by few directions

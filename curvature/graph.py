@@ -16,8 +16,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 
-from curvature.capture import Node, Tape, Use
 from curvature.layers import RULES, Call
+from curvature.tape import Node, Tape, Use
 
 Step = tuple[GraphNode, int]
 

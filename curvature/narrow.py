@@ -17,11 +17,11 @@ from torch import Tensor
 
 from curvature.accumulators import Chunk, Terms
 from curvature.arrangement import Arrangement
-from curvature.capture import Use
 from curvature.injection import Injection
 from curvature.layers import Layout, Unsupported
 from curvature.linalg import symmetric_eigh
 from curvature.stream import Pass, samples_first
+from curvature.tape import Use
 from curvature.terms import Outer
 
 WIDER = 2  # the outputs are at least so many times the inputs

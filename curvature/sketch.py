@@ -61,7 +61,7 @@ def scaled(side: Tensor, factor: float | Tensor) -> Tensor:
     return side * factor**0.5 if is_sketch(side) else side * factor
 
 
-def mixed(old: Tensor | None, new: Tensor, weight: float) -> Tensor:
+def mixed(old: Tensor | None, new: Tensor, weight: float | Tensor) -> Tensor:
     """``(1 - weight) old + weight new``, or `new` where there is no old one."""
     if not is_sketch(new):
         return new if old is None else old.lerp_(new, weight)

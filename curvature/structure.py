@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvature.batch import Batch, tensors
-from curvature.capture import Node, Tape, Use
 from curvature.contractions import gradients
 from curvature.layers import Layout, Unsupported
+from curvature.tape import Node, Tape, Use
 from curvature.terms import Dense, Outer, Part, Term
 
 log = logging.getLogger("curvature")

@@ -12,10 +12,10 @@ from torch.autograd.graph import GradientEdge
 
 from curvature import contractions
 from curvature.batch import Batch
-from curvature.capture import Tape
 from curvature.contractions import Dense, Term
 from curvature.general import general_gradients
 from curvature.structure import Plan, explained, find_layout, noise, rounding, signature_of
+from curvature.tape import Tape
 from curvature.terms import at_least
 
 log = logging.getLogger("curvature")

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from curvature.block import Block
-from curvature.capture import Tape
 from curvature.derivatives import Jacobian
 from curvature.estimators.solvers import truncated
 from curvature.factors import RunningFactors
@@ -26,6 +25,7 @@ from curvature.leastsquares import LeastSquares
 from curvature.linalg import attempted, cholesky
 from curvature.moments import wide
 from curvature.prepared import invert
+from curvature.tape import Tape
 
 Named = Mapping[str, Tensor]
 CARRIED = 0.95  # of the last solution, where the next iteration begins
@@ -86,11 +86,6 @@ class WholeBlock(Block):
     def keep(self, new: Any, decay: float) -> None:
         """Take what `made` gave, which is finite."""
         raise NotImplementedError
-
-    def averaged(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
-        """A running average, with what `made` gave."""
-        new = new / self.count
-        return new if old is None else old.lerp(new, self.weight_of_new(decay))
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
         """``(G + damping)^-1 gradient``."""
@@ -212,7 +207,10 @@ class DenseWhole(WholeBlock):
         return rows.mT @ rows, rows.square().sum()
 
     def keep(self, new: Tensor, decay: float) -> None:
-        self.matrix = self.averaged(self.matrix, new, decay)
+        new = new / self.count
+        old = new if self.matrix is None else self.matrix
+        w = self.gate.weight([(old[None], new[None])], self.weight_of_new(decay))
+        self.matrix = old.lerp(new, w)
         self.trace = float(self.matrix.trace())
 
     def decompose(self, damping: float) -> None:
@@ -271,7 +269,7 @@ class DiagonalWhole(WholeBlock):
         return values, values.sum()
 
     def keep(self, new: Tensor, decay: float) -> None:
-        self.values = self.averaged(self.values, new, decay)
+        self.values = self.mixed(self.values, new / self.count, decay)
         self.trace = float(self.values.sum())
 
     def found(self, gradient: dict[str, Tensor], damping: float) -> Named:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from curvature.block import Block
-from curvature.capture import Tape
 from curvature.derivatives import Jacobian
 from curvature.factors import Blocks
+from curvature.tape import Tape
 from curvature.wholeblocks import ConjugateGradients, DenseWhole, DiagonalWhole, WholeBlock, Woodbury
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +30,14 @@ NEAR = 0.01  # promised part of the loss below which a straight step will do: a 
 LONGEST = 16  # steps without another try after so many in vain
 REACH = 0.1  # part of a step over which its curvature is seen
 LEAST = 2.0**-10  # of a step, where there was no better
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A recorded pass whose loss is yet to be sent back."""
+
+    tape: Tape
+    outputs: Sequence[Tensor]
 
 
 class NaturalGradient(KFAC):
@@ -96,6 +106,7 @@ class NaturalGradient(KFAC):
         if adaptive is True and line_search:
             raise ValueError("line_search: adaptive=True finds the step size itself; choose one of the two")
         self.solver = solver
+        self._waiting: list[Waiting] = []
         self._each = 1.0  # what the rows since the last step are to be multiplied by, for `empirical`
         super().__init__(
             model, lr, damping=damping, momentum=momentum, weight_decay=weight_decay, loss=loss, inject=inject,
@@ -127,19 +138,33 @@ class NaturalGradient(KFAC):
             )
         each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
 
+        waiting = weakref.ref(kept := Waiting(tape, outputs))
+        self._waiting.append(kept)  # until the next step: held by its own graph it would be held for ever
+
         def sent(gradient: Tensor) -> None:
             handle.remove()  # what goes back now passes here too
+            found = waiting()
+            if found is None:
+                return
             self.passes.begin(self._stores())
             if not self._pending:  # later: times the scale of the loss it may be too much for float16
                 self._each = each
                 self._pending.append(lambda scale: self._multiply(each / scale))
             with torch.enable_grad():
-                output = samples_first(outputs[0], count)
+                output = samples_first(found.outputs[0], count)
             vectors = samples_first(gradient * (each / self._each), count).detach()[None]
             with torch.autocast(gradient.device.type, enabled=False):
-                self.factors.record(tape, [output], [vectors], count)
+                self.factors.record(found.tape, [output], [vectors], count)
 
         handle = outputs[0].register_hook(sent)
+
+    def _discard(self) -> None:
+        super()._discard()
+        self._waiting.clear()
+
+    def _renew(self) -> None:
+        super()._renew()
+        self._waiting.clear()
 
     def _multiply(self, times: float) -> None:
         for block in self.factors.blocks:

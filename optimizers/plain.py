@@ -19,7 +19,8 @@ LENGTH = 0.15  # over the square root of the number of layers, to begin with
 LONGEST = 0.2  # where steps could have gone on for long
 GROWTH = 2.0  # how much more than in recent steps a step may change the outputs
 MEMORY = 0.9  # how fast that is forgotten
-TRUST = "step_size", "longest", "predicted", "last_change"  # what is known of how far to go
+HARD = 10.0  # a gradient counts for at most so many times the longest of recent steps
+TRUST = "step_size", "longest", "predicted", "last_change", "usual"  # what is known of how far to go
 
 
 class PlainSteps(SecondOrder):
@@ -32,6 +33,7 @@ class PlainSteps(SecondOrder):
         self.step_size: Tensor | None = None
         self.longest: Tensor | None = None  # relative length that a layer's step may have
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
+        self.usual: Tensor | None = None  # largest norm of a gradient in recent steps
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
         self._move: Move | None = None  # what is left to do of a step
 
@@ -76,11 +78,22 @@ class PlainSteps(SecondOrder):
         options, parameters = self._options(), self._trained()
         states = [self.state[parameters[name]] for name in gradients]
         decays = [options[name]["momentum"] for name in gradients]
-        means = dict(zip(gradients, _running_means(states, list(gradients.values()), decays, good), strict=True))
+        means = dict(zip(gradients, _running_means(states, self._bounded(gradients), decays, good), strict=True))
         found = self._solved(means)
         self._slopes = {name: inner(means[name], u).float() for name, u in found.items()}
         energies = [self._energy(u, self._slopes[name], options[name]["damping"]) for name, u in found.items()]
         return found, torch.stack(energies).nan_to_num(0.0, 0.0, 0.0).sum()  # what overflows is not gone along
+
+    def _bounded(self, gradients: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """Gradients in the length for which they count: one batch far out of scale must not be most of the mean."""
+        found = list(gradients.values())
+        norm = torch.stack([n.float() for n in torch._foreach_norm(found)]).norm()
+        if self.usual is None:
+            self.usual = norm
+            return found
+        most = torch.where(self.usual > 0, HARD * self.usual, norm)
+        self.usual = torch.maximum(torch.minimum(norm, most), MEMORY * self.usual)
+        return torch._foreach_mul(found, (most / norm).clamp(max=1).nan_to_num(1.0))
 
     @staticmethod
     def _energy(u: Tensor, slope: Tensor, damping: float | None) -> Tensor:

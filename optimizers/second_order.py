@@ -1,179 +1,24 @@
-"""What the optimizers with layer-wise curvature share: capture, factors, parameter groups, reports, checkpoints."""
+"""What optimizers with curvature share of a step: renewals and inverses, reports, checkpoints."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature import Block, Blocks, Injection, Listener, RunningFactors, Tape, empirical, invert, isotropic
-from optimizers.base import ModelOptimizer, check_arguments, check_whole
-from optimizers.distributed import Processes, Statistics, Team, Workers, rows_of_whole, trained_by
-from optimizers.outputs import Extent
-from optimizers.passes import Passes
-from optimizers.places import SUBSTITUTE, Places, note_once, places_of
-from optimizers.schedule import Schedule
+from curvature import Block, invert
+from optimizers.recording import Recording
 from optimizers.verdict import judged
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
 
 
-class SecondOrder(ModelOptimizer):
+class SecondOrder(Recording):
     """Base of `KFAC`, which says what a step does. Arguments as there."""
-
-    block = "kronecker"
-    whole = ""  # why every process needs all that the curvature is solved with
-
-    def __init__(self, model: nn.Module, options: dict[str, Any], arguments: dict[str, Any]) -> None:
-        check_arguments(model, options | arguments)
-        for name in ("factor_every", "decompose_every"):
-            check_whole(name, arguments[name], 1, 10**9)
-        check_whole("seed", arguments["seed"], -(2**63), 2**64 - 1)
-        inject, loss = arguments["inject"], arguments["loss"]
-        if loss is not None and (isinstance(loss, type) or not callable(loss)):
-            raise TypeError(
-                f"loss: expected a loss module as in nn.CrossEntropyLoss(), or a function, found {loss!r:.80}"
-            )
-        if not isinstance(inject, Injection):
-            raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
-        if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
-            raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
-        model, config = trained_by(model, arguments["distributed"])
-        if self.whole and config.gradient_worker_fraction < 1:
-            raise ValueError(f"gradient_worker_fraction: expected 1, {type(self).__name__} {self.whole}")
-        super().__init__(model, options)
-        self._arguments = arguments
-        self.loss, self.inject = loss, inject
-        self.factors = self._curvature()
-        intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
-        self.schedule = Schedule(*intervals, arguments["max_overhead"])
-        self.generator: torch.Generator | None = None
-        self.outputs = Extent()
-        self._distributed = config
-        self._was_empty = False  # the batch of the last recorded pass
-        self._substitute = ""  # what is done in place of `inject`, and why
-        # when the last step ended, and seconds by part until then
-        self._last: tuple[float, dict[str, float]] | None = None
-        # what is known after the loss's own backward pass; it takes the factor by which that was scaled
-        self._pending: list[Callable[[float], None]] = []
-        self._sent: list[list[Tensor | None]] = []  # by it
-        self.passes = Passes()
-        me = weakref.ref(self)
-        self._listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output), True)
-        weakref.finalize(self, self._listener.remove)
-
-    # -- processes
-
-    @functools.cached_property
-    def team(self) -> Team:
-        """The processes that train the model together, known once they are needed."""
-        processes = Processes(self._distributed, next(self.model.parameters()).device)
-        workers = Workers(processes, self._distributed.gradient_worker_fraction)
-        factors, outputs = self.factors, self.outputs
-        statistics = Statistics(processes, lambda: factors.holders() | {"": outputs}, factors.complete)
-        return Team(processes, workers, statistics)
-
-    def _stores(self) -> tuple[Blocks, Extent, Statistics]:
-        """What forward passes are recorded into."""
-        return self.factors, self.outputs, self.team.statistics
-
-    # -- capture
-
-    def _curvature(self) -> Blocks:
-        """What the curvature is kept in."""
-        return RunningFactors(self._arguments["sharing"], self.block)
-
-    def _records(self) -> bool:
-        # whether the last batch was bad makes a difference only where this one would renew the factors
-        return torch.is_grad_enabled() and self.schedule.renews(self._steps) and self.schedule.renews(self.steps)
-
-    def _expect(self) -> None:
-        """Compiled models are to run uncompiled until the next step, if that renews the factors."""
-        with torch.enable_grad():
-            self._listener.expect(self._records())
-
-    def _record(self, tape: Tape, output: Any) -> None:
-        """Called with every recorded forward pass."""
-        if not tape.uses:
-            return
-        places = places_of(tape, output)
-        outputs, count = places.tensors, places.count
-        self._was_empty = bool(outputs) and not all(x.numel() for x in outputs)
-        if not count or self._was_empty:
-            return
-        self.factors.place = self.team.processes.rank, self.team.processes.size
-        if not outputs:
-            self._record_without_outputs(tape, places)
-            return
-        if self.inject == empirical():
-            self.outputs.add(outputs, count)
-            self._listen_to_backward(tape, places.sources, count)
-            return
-        if len(outputs) > 1 and self.loss is not None:
-            raise ValueError(
-                f"{type(self).__name__}: the model returned {len(outputs)} tensors, and loss= is of one; leave loss "
-                "out (isotropic())"
-            )
-        vectors = [self._vectors(x.detach(), y) for x, y in zip(outputs, places.targets, strict=True)]
-        device = outputs[0].device.type
-        with torch.autocast(device, enabled=False), self.passes.recording(self._stores(), places.sources):
-            self.outputs.add(outputs, count)
-            self.factors.record(tape, outputs, vectors, count)
-        if self.team.processes.size > 1:
-            for x in places.sources:
-                x.register_hook(lambda _: self.team.statistics.launch())
-
-    def _vectors(self, output: Tensor, target: Any) -> Tensor:
-        if self.generator is None:
-            self.generator = torch.Generator().manual_seed(int(self._arguments["seed"]))
-        seed = int(torch.randint(1 << 62, (), generator=self.generator))
-        draw = lambda x, y, generator: self.inject.vectors(x, self.loss, y, generator=generator)
-        return rows_of_whole(draw, output, target, self.team.processes, seed).to(output.dtype)
-
-    def _record_without_outputs(self, tape: Tape, places: Places) -> None:
-        """Of a model that returned only its loss, made of no function that is known."""
-        if not isinstance(self.inject, type(isotropic()) | type(empirical())):
-            raise ValueError(
-                f"{type(self).__name__}: the model returned no tensor that {self.inject!r} can be sent back from, and "
-                "called no loss function of torch; return its output beside the loss"
-            )
-        self.outputs.add([places.scale.expand(places.count)], places.count)
-        if self.inject != empirical():
-            self._substitute = SUBSTITUTE
-            note_once(SUBSTITUTE)
-        self._listen_to_backward(tape, [], places.count)
-
-    def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
-        """Keep the backprops of the loss when the training loop sends them back."""
-        found: list[Tensor | None] = [None] * len(tape.uses)
-        each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
-
-        def keep(index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
-            def hook(gradients: Sequence[Tensor]) -> None:
-                if gradients[number] is not None:
-                    b = gradients[number].detach().reshape(tape.uses[index].shape)
-                    found[index] = b.to(torch.promote_types(b.dtype, torch.float32))  # scaled or not, no overflow
-
-            return hook
-
-        for use in tape.uses:
-            if use.edge is not None:
-                use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
-        factors = self.factors
-        assert isinstance(factors, RunningFactors)
-
-        def taken(scale: float) -> None:
-            backprops = [None if b is None else b.mul_(each / scale) for b in found]
-            factors.record_backprops(tape, backprops, count)
-
-        self._sent.append(found)
-        self._pending.append(taken)
 
     # -- for a step
 
@@ -200,14 +45,6 @@ class SecondOrder(ModelOptimizer):
         found = {name: p.grad for name, p in self._trained().items() if p.grad is not None}
         return {name: g.to_dense() if g.layout != torch.strided else g for name, g in found.items()}
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for any optimizer; what passes have shown whose gradients these were is forgotten when new ones arrive."""
-        self._listener.reset()
-        super().zero_grad(set_to_none)
-        self.passes.zero()
-        for found in self._sent:
-            found[:] = [None] * len(found)
-
     def _skip(self) -> None:
         """Leave a batch out that is not finite."""
         self.skipped += 1
@@ -221,15 +58,6 @@ class SecondOrder(ModelOptimizer):
             is_new = not self.team.statistics.layout  # the same everywhere
             found = is_new and self.team.processes.largest([float(not found)]) == [0.0]
         return found
-
-    def _discard(self) -> None:
-        """Forget what the forward passes since the last step have shown."""
-        self._pending.clear()
-        self._sent.clear()
-        self.passes.forget()
-        self.team.statistics.discard()
-        self.outputs.discard()
-        self.factors.discard()
 
     def _renew(self) -> None:
         """Take new statistics into the factors, and invert the blocks whose turn it is."""
@@ -351,7 +179,8 @@ class SecondOrder(ModelOptimizer):
         """
         intervals = {"factor_every": self.schedule.factor_every, "decompose_every": self.schedule.decompose_every}
         conditions = {b.names[0]: b.condition() for b in self.factors.blocks if b.is_ready}
-        return super().stats() | intervals | {"conditions": conditions}
+        outliers = sum(int(b.gate.count) for b in self.factors.blocks if b.gate.count is not None)
+        return super().stats() | intervals | {"outliers": outliers, "conditions": conditions}
 
     kept: tuple[str, ...] = ("steps", "skipped")
 
@@ -404,16 +233,6 @@ def _again(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: A
     new.param_groups, new.defaults = groups, defaults
     new.load_state_dict(state)
     return new
-
-
-def _start(optimizer: SecondOrder | None) -> Tape | None:
-    return Tape(optimizer.model, optimizer._there()) if optimizer is not None and optimizer._records() else None
-
-
-def _done(optimizer: SecondOrder | None, tape: Tape, output: Any) -> None:
-    if optimizer is not None:
-        with optimizer.health.timed("capture"), optimizer.health.watching():
-            optimizer._record(tape, output)
 
 
 def _typical(blocks: Sequence[Block]) -> Tensor:

@@ -139,3 +139,47 @@ def test_empty_batches_of_a_closure(options: dict[str, bool]):
 
         values.append(opt.step(closure).item())
     assert all(map(math.isfinite, values)) and values[5] < values[3] < values[1]
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_a_batch_far_out_of_scale_stays_out_of_the_averages(optimizer: type[KFAC], name: str):
+    """At a step that renews the factors: once. What comes again is how the data are now."""
+    (model, opt), (other, same), (loss, x, y) = pair(optimizer, name, 20)
+    before = curvature_of(opt)
+    spans = lambda state: {k: float(t.norm()) for k, t in state.items() if k.endswith((" rows", " columns"))}
+    for m, o, scale in ((model, opt, 1e6), (other, same, 1.0)):
+        while not o.schedule.renews(o.steps):
+            train(m, o, loss, x, y, 1)
+        before = spans(curvature_of(o))
+        train(m, o, loss, x * scale, y, 1)
+        assert all(norm < 3 * before[k] for k, norm in spans(curvature_of(o)).items()), scale
+    assert opt.stats()["outliers"] >= 1 and same.stats()["outliers"] == 0
+    train(model, opt, loss, x * 1e6, y, 12)  # some of these renew
+    assert any(norm > 1e6 * before[k] for k, norm in spans(curvature_of(opt)).items())
+    assert all(t.isfinite().all() for t in everything(opt, model).values())
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_a_gradient_far_out_of_scale_is_not_most_of_the_mean(optimizer: type[KFAC]):
+    (model, opt), _, (loss, x, y) = pair(optimizer, "mlp", 20)
+    norm = lambda: float(torch.cat([s["momentum_buffer"].flatten() for s in opt.state.values()]).norm())
+    opt.zero_grad()
+    (loss(model(x), y) * 1e8).backward()
+    before = norm()
+    opt.step()
+    assert norm() < 20 * before
+
+
+def test_a_run_goes_on_bitwise_after_a_bad_batch():
+    """A checkpoint taken before the host knows of it."""
+    (model, opt), _, batch = pair(KFAC, "mlp", 29)
+    while not opt._is_ordinary():
+        train(model, opt, *batch, 1)
+    spoiled_step(model, opt, batch, "nan")
+    resumed = copy.deepcopy(model)
+    again = KFAC(resumed)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert (again.skipped, again.steps) == (opt.skipped, opt.steps) == (1, opt.steps)
+    assert train(resumed, again, *batch, 12) == train(model, opt, *batch, 12)
+    assert_same(everything(again, resumed), everything(opt, model))
