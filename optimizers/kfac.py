@@ -18,6 +18,7 @@ from optimizers.distributed import Distributed
 from optimizers.plain import PlainSteps
 from optimizers.replay import Replay, State
 from optimizers.residuals import FoundResiduals, ResidualSteps, Trials, described, refuse_arguments, without_residuals
+from optimizers.shards import refuse_shards
 from optimizers.updates import Move, are_finite, take
 
 PLAIN_EVERY = 10, 10  # steps between renewals of the factors, and between inversions of a block
@@ -98,6 +99,8 @@ class KFAC(PlainSteps):
         distributed: Distributed | None = None,
     ) -> None:  # fmt: skip
         check_flag("adaptive", adaptive)
+        if adaptive:
+            refuse_shards(model, "adaptive")
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
         intervals = ADAPTIVE_EVERY if adaptive else PLAIN_EVERY
         arguments = {
@@ -225,7 +228,8 @@ class KFAC(PlainSteps):
     # -- with a closure of residuals
 
     def _check_for_residuals(self) -> None:
-        """Refuse arguments that have no meaning for residuals."""
+        """Refuse what has no meaning for residuals."""
+        refuse_shards(self.model, "closure")
         refuse_arguments(self._arguments, self.block)
 
     def _residual_step(self, closure: Callable[[], Any] | None, residuals: ResidualSteps) -> Tensor:

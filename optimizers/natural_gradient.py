@@ -20,6 +20,7 @@ from optimizers.places import samples_first
 from optimizers.quadratic import GROW, next_damping
 from optimizers.replay import Replay
 from optimizers.residuals import ResidualSteps, Trials, loss_of
+from optimizers.shards import refuse_shards
 from optimizers.updates import are_finite, inner
 
 TRIES = 12  # dampings tried before a step is given up
@@ -101,6 +102,7 @@ class NaturalGradient(KFAC):
         distributed: Distributed | None = None,
     ) -> None:  # fmt: skip
         check_flag("line_search", line_search)
+        refuse_shards(model, "NaturalGradient")
         if inject is None:
             inject = isotropic() if loss is None else exact()
         if adaptive is True and line_search:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from optimizers.second_order import SecondOrder
+from optimizers.shards import is_sharded, local, spread, totals
 from optimizers.updates import Move, adapted, inner, loosened, slope_ratio
 from optimizers.verdict import told
 
@@ -76,18 +77,30 @@ class PlainSteps(SecondOrder):
     def _directions(self, gradients: Mapping[str, Tensor], good: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """``u = (M + damping)^-1 m`` and about ``u^T M u``; of a bad batch's gradients nothing is taken."""
         options, parameters = self._options(), self._trained()
-        states = [self.state[parameters[name]] for name in gradients]
+        own = [parameters[name] for name in gradients]
         decays = [options[name]["momentum"] for name in gradients]
-        means = dict(zip(gradients, _running_means(states, self._bounded(gradients), decays, good), strict=True))
+        running = _running_means([self.state[p] for p in own], own, self._bounded(gradients), decays, good)
+        means = dict(zip(gradients, running, strict=True))
         found = self._solved(means)
-        self._slopes = {name: inner(means[name], u).float() for name, u in found.items()}
-        energies = [self._energy(u, self._slopes[name], options[name]["damping"]) for name, u in found.items()]
+        self._slopes = self._inners(found, means)
+        dampings = {name: options[name]["damping"] for name in found}
+        is_damped = any(damping is not None for damping in dampings.values())
+        squares = self._inners(found, found) if is_damped else {}
+        energies = [self._energy(self._slopes[name], dampings[name], squares.get(name)) for name in found]
         return found, torch.stack(energies).nan_to_num(0.0, 0.0, 0.0).sum()  # what overflows is not gone along
+
+    def _inners(self, ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Inner products of tensors by name, of which there are shards here where parameters are spread."""
+        parameters = self._trained()
+        found = torch.stack([inner(x, others[name]).float() for name, x in ones.items()])
+        return dict(zip(ones, totals(found, [parameters[name] for name in ones]).unbind(), strict=True))
 
     def _bounded(self, gradients: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """Gradients in the length for which they count: one batch far out of scale must not be most of the mean."""
         found = list(gradients.values())
-        norm = torch.stack([n.float() for n in torch._foreach_norm(found)]).norm()
+        parameters = self._trained()
+        squares = torch.stack([n.float() for n in torch._foreach_norm(found)]).square()
+        norm = totals(squares, [parameters[name] for name in gradients]).sum().sqrt()
         if self.usual is None:
             self.usual = norm
             return found
@@ -96,11 +109,11 @@ class PlainSteps(SecondOrder):
         return torch._foreach_mul(found, (most / norm).clamp(max=1).nan_to_num(1.0))
 
     @staticmethod
-    def _energy(u: Tensor, slope: Tensor, damping: float | None) -> Tensor:
+    def _energy(slope: Tensor, damping: float | None, square: Tensor | None) -> Tensor:
         """``u^T M u``, or an upper bound not far away where the damping is a small share of each factor."""
-        if damping is None:
+        if damping is None or square is None:
             return slope
-        return torch.maximum(slope - damping * inner(u, u).float(), 1e-6 * slope)  # what rounding leaves of it
+        return torch.maximum(slope - damping * square, 1e-6 * slope)  # what rounding leaves of it
 
     def _step_size(self, gradients: Mapping[str, Tensor], directions: Mapping[str, Tensor], energy: Tensor) -> Tensor:
         """The step size, adapted and inside the trust region; it is kept for the next step."""
@@ -114,10 +127,11 @@ class PlainSteps(SecondOrder):
         if self.step_size is None:
             self.step_size = FIRST_CHANGE / change.clamp(min=tiny)
         elif self.predicted is not None:
-            last = {name: self.state[p].get("displacement") for name, p in self._trained().items()}
-            moved = [inner(g, last[name]).float() for name, g in gradients.items() if last[name] is not None]
-            if moved:
-                ratio = slope_ratio(torch.stack(moved).sum(), self.predicted)
+            states = {name: self.state[p] for name, p in self._trained().items() if name in gradients}
+            last = {name: local(state["displacement"]) for name, state in states.items() if "displacement" in state}
+            if last:
+                moved = torch.stack(list(self._inners(last, gradients).values()))
+                ratio = slope_ratio(moved.sum(), self.predicted)
                 self.longest = loosened(self.longest, ratio, least, LONGEST)
                 self.step_size = adapted(self.step_size, ratio, ADAPTATION * min(1.0, lr))
         assert self.outputs.scale is not None
@@ -134,40 +148,48 @@ class PlainSteps(SecondOrder):
         options, parameters = self._options(), self._trained()
         assert self.longest is not None
         last = {name: self.state[p].pop("displacement", None) for name, p in parameters.items()}
+        own = {name: local(parameters[name]) for name in directions}
         joint = {k: tuple(n for n in b.names if n in directions) for b in self.factors.blocks for k in b.names}
         # tensors, since compiled code takes every other number for a constant
         number = lambda x: torch.tensor(x, dtype=torch.float64)
         groups = {id(g): g for g in options.values()}
         numbers = {k: (number(g["lr"]), number(1 - g["lr"] * g["weight_decay"])) for k, g in groups.items()}
         self.predicted = torch.zeros_like(size)
-        move = Move([], [], [], [], [], [], [], size, self.longest, self.predicted, good)
+        move = Move([], [], [], [], [], [], [], [], size, self.longest, self.predicted, good)
+        is_spread = any(is_sharded(parameters[name]) for name in directions)
+        lengths, sizes = (self._inners(x, x) if is_spread else {} for x in (directions, own))
         for names in dict.fromkeys(joint.get(name, (name,)) for name in directions):
             move.layers.append(len(names))
             for name in names:
                 group, p = options[name], parameters[name]
-                move.parameters.append(p)
+                move.parameters.append(own[name])
                 move.directions.append(directions[name])
-                move.last.append(last[name])
+                move.last.append(None if last[name] is None else local(last[name]))
+                move.squares.append((lengths[name], sizes[name]) if is_spread else None)
                 move.slopes.append(self._slopes[name])
                 rate, kept = numbers[id(group)]
                 move.rates.append(rate)
                 move.kept.append(kept if group["weight_decay"] else None)
                 # it goes on in the memory of the last: that stays as it is where the batch is bad
-                self.state[p]["displacement"] = directions[name] if last[name] is None else last[name]
+                self.state[p]["displacement"] = spread(directions[name], p) if last[name] is None else last[name]
         return move
 
 
 def _running_means(
-    states: Sequence[dict[str, Any]], gradients: Sequence[Tensor], decays: Sequence[float], good: Tensor
+    states: Sequence[dict[str, Any]],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    decays: Sequence[float],
+    good: Tensor,
 ) -> list[Tensor]:
     """The debiased running means of parameters' gradients, kept in their states."""
     weights = []
-    for state, gradient, decay in zip(states, gradients, decays, strict=True):
+    for state, p, decay in zip(states, parameters, decays, strict=True):
         if "momentum_buffer" not in state:
-            state["momentum_buffer"], state["weight"] = torch.zeros_like(gradient), 0.0
+            state["momentum_buffer"], state["weight"] = torch.zeros_like(p), 0.0
         state["weight"] = decay * state["weight"] + (1 - decay)
         weights.append((1 - decay) / state["weight"])
-    means = [state["momentum_buffer"] for state in states]
+    means = [local(state["momentum_buffer"]) for state in states]
     taken = [torch.where(good, g, mean) for g, mean in zip(gradients, means, strict=True)]
     torch._foreach_lerp_(means, taken, weights)
     return means

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvature import Block, invert
 from optimizers.recording import Recording
+from optimizers.shards import is_sharded, local, part, totals, whole
 from optimizers.verdict import judged
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
@@ -29,7 +30,9 @@ class SecondOrder(Recording):
         """Take the scale of a `GradScaler` out of gradients, and say on their device whether all are finite."""
         good = judged(gradients.values(), getattr(self, "grad_scale", None))
         found = getattr(self, "found_inf", None)
-        return good & (found.to(good.device) == 0) if isinstance(found, Tensor) else good
+        good = good & (found.to(good.device) == 0) if isinstance(found, Tensor) else good
+        bad = totals((~good).float()[None], list(self._trained().values())[:1])  # of other shards
+        return bad[0] == 0
 
     def _loss_scale(self) -> float:
         """What the loss was multiplied by before its backward pass, as far as a `GradScaler` did that."""
@@ -43,7 +46,8 @@ class SecondOrder(Recording):
 
     def _gradients(self) -> dict[str, Tensor]:
         found = {name: p.grad for name, p in self._trained().items() if p.grad is not None}
-        return {name: g.to_dense() if g.layout != torch.strided else g for name, g in found.items()}
+        dense = {name: g.to_dense() if g.layout != torch.strided else g for name, g in found.items()}
+        return {name: local(g) for name, g in dense.items()}
 
     def _skip(self) -> None:
         """Leave a batch out that is not finite."""
@@ -70,7 +74,8 @@ class SecondOrder(Recording):
             self._sent.clear()
             if renews and self.team.processes.size > 1:
                 self.team.statistics.launch()  # before all else, as where the backward pass has done so
-                self.team.processes.check_alike(self._gradients())
+                if not any(map(is_sharded, self._trained().values())):
+                    self.team.processes.check_alike(self._gradients())
                 self.factors.gather(self.team.processes.objects)
                 self.team.statistics.finish()
             if not self.factors.blocks:
@@ -130,19 +135,19 @@ class SecondOrder(Recording):
 
     def _solved(self, right: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``(M + damping I)^-1`` times some gradients; parameters that no curvature was seen of get the average."""
+        parameters, workers = self._trained(), self.team.workers
+        right = {name: whole(g, parameters[name]) for name, g in right.items()}
         found: dict[str, Tensor] = {}
-        ready = [
-            b for b in self.factors.blocks if self.team.workers.is_ready(b) and all(name in right for name in b.names)
-        ]
+        ready = [b for b in self.factors.blocks if workers.is_ready(b) and all(name in right for name in b.names)]
         for block in ready:
-            if self.team.workers.keeps(block):
+            if workers.keeps(block):
                 found |= dict(zip(block.names, block.solve([right[name] for name in block.names]), strict=True))
-        self.team.workers.gathered(ready, found, right)
+        workers.gathered(ready, found, right)
         left = [name for name in right if name not in found]
         if left:
             typical = _typical(ready)
             found |= {name: right[name] / typical.to(right[name].dtype) for name in left}
-        return found
+        return {name: part(u, parameters[name]) for name, u in found.items()}
 
     # -- looking and keeping
 

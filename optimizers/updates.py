@@ -51,6 +51,7 @@ class Move(NamedTuple):
     parameters: list[Tensor]
     directions: list[Tensor]
     last: list[Tensor | None]
+    squares: list[tuple[Tensor, Tensor] | None]
     slopes: list[Tensor]
     rates: list[Tensor]
     kept: list[Tensor | None]
@@ -68,9 +69,9 @@ def take(move: Move) -> None:
     for count in move.layers:
         layer = range(start, start + count)
         start += count
-        lengths = [inner(move.directions[k], move.directions[k]).float() for k in layer]
-        # a tensor counts for at least one, so that parameters that start at zero can leave it
-        own = [inner(move.parameters[k], move.parameters[k]).float().clamp(min=1) for k in layer]
+        squares = [move.squares[k] or (_square(move.directions[k]), _square(move.parameters[k])) for k in layer]
+        lengths = [length for length, _ in squares]
+        own = [size.clamp(min=1) for _, size in squares]  # so that tensors that start at zero can leave it
         cut = within_trust(size, torch.stack(lengths).sum().sqrt(), torch.stack(own).sum().sqrt(), move.longest)
         for k in layer:
             p, rate = move.parameters[k], cut * move.rates[k].to(cut.dtype)
@@ -82,6 +83,10 @@ def take(move: Move) -> None:
                 last.copy_(torch.where(move.good, displacement, last))
             slopes.append(rate * move.slopes[k])
     move.predicted.copy_(-torch.stack(slopes).nan_to_num(0.0, 0.0, 0.0).sum())
+
+
+def _square(x: Tensor) -> Tensor:
+    return inner(x, x).float()
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:
