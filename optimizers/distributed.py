@@ -295,13 +295,14 @@ class Workers:
         return self.processes.part(range(self.processes.rank % self.width, self.processes.size, self.width))
 
     def assign(self, blocks: Sequence[Block]) -> None:
-        """Give each block that is new to the process with the least work, cheap ones to all.
+        """Give each block that is new to the process with the least work in the group with the least, cheap ones to all.
 
         In their order, which is that of their turns: those whose turns are together go to different processes.
         """
+        group = lambda rank: sum(self.loads[rank // self.width * self.width :][: self.width])
         for block in blocks:
             if block.handed_on and block.names[0] not in self.owners:
-                owner = min(range(len(self.loads)), key=lambda rank: self.loads[rank])
+                owner = min(range(len(self.loads)), key=lambda rank: (group(rank), self.loads[rank]))
                 self.owners[block.names[0]] = owner
                 self.loads[owner] += block.cost
 
