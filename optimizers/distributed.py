@@ -295,7 +295,7 @@ class Workers:
         return self.processes.part(range(self.processes.rank % self.width, self.processes.size, self.width))
 
     def assign(self, blocks: Sequence[Block]) -> None:
-        """Give each block that is new to the process with the least work in the group with the least, cheap ones to all.
+        """Give each new block to the process with the least work in the group with the least, cheap ones to all.
 
         In their order, which is that of their turns: those whose turns are together go to different processes.
         """

@@ -178,12 +178,13 @@ def test_other_precisions(name: str, dtype: torch.dtype):
     assert all(x.dtype == dtype for x in kept)
     if hasattr(resumed.factors.blocks[0], "scheme"):
         wide = torch.promote_types(dtype, torch.float32)
-        assert {x.dtype for x in leaves(resumed.factors.state_dict()) if isinstance(x, Tensor)} == {wide}
+        found = [x for x in leaves(resumed.factors.state_dict()) if isinstance(x, Tensor)]
+        assert {x.dtype for x in found if x.is_floating_point()} == {wide}
     if name in ("KFAC", "EKFAC"):  # the others look at every batch, with random vectors that are others in another type
         before = weights(model)
         for own in (opt, resumed):
             own.schedule.factor_every = own.schedule.decompose_every = 100
-            own.steps = 91
+            own._steps = 91
         train(name, model, opt, 1), train(name, again, resumed, 1)
         rounding = torch.finfo(dtype).eps * before.norm() + 1e-3 * (weights(model) - before).norm()
         assert (weights(again) - weights(model)).norm() < rounding * (10 if dtype == torch.bfloat16 else 1)
