@@ -179,8 +179,14 @@ class Listener:
     def expect(self, wanted: bool) -> None:
         """Say whether the next forward passes, if with gradients, will be recorded."""
         self.is_compiled |= self.missed
-        self.missed, self.parts.seen = False, ""
+        self.missed = False
+        self.parts.forget()
         HOLDS.put(self, wanted and self.is_compiled and not self.is_wrapper)
+
+    @property
+    def problem(self) -> str:
+        """Why the passes since `expect` do not tell what the model's output is; "" if they do."""
+        return self.parts.problem
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():

@@ -19,6 +19,7 @@ class Parts:
         inside = [m for m in model.modules() if m is not model and next(m.parameters(), None) is not None]
         self.modules = WeakSet(inside)
         self.seen = ""  # the part that was called last, since the last step
+        self.problem = ""  # with the parts that were called
         self.handles = [
             handle
             for module in inside
@@ -31,15 +32,19 @@ class Parts:
     def begin(self, module: nn.Module, inputs: list[Tensor]) -> None:
         """A pass of one of the parts that is recorded.
 
-        Raises:
-            RuntimeError: it goes on with what another part returned, so that neither's output is the model's.
+        Where it goes on with what another part returned, neither's output is the model's: that is a problem for whoever
+        needs this output.
         """
         if self.seen and any(x.grad_fn is not None for x in inputs):
-            raise RuntimeError(
+            self.problem = (
                 f"{type(module).__name__}: called with the result of {self.seen}, both outside a forward pass of the "
                 "model that the optimizer was given, so its output is not known; call them in its forward and call that"
             )
         self.seen = type(module).__name__
+
+    def forget(self) -> None:
+        """A step is over."""
+        self.seen = self.problem = ""
 
     def remove(self) -> None:
         for handle in self.handles:

@@ -149,6 +149,7 @@ class NaturalGradient(KFAC):
             if found is None:
                 return
             self.passes.begin(self._stores())
+            self.outputs.add(found.outputs, count)
             if not self._pending:  # later: times the scale of the loss it may be too much for float16
                 self._each = each
                 self._pending.append(lambda scale: self._multiply(each / scale))

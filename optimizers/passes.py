@@ -93,3 +93,16 @@ class Passes:
 def _join(stores: Stores, parts: Sequence[Any]) -> None:
     for store, part in zip(stores, parts, strict=True):
         store.join(part)
+
+
+def is_checkpointed(outputs: Sequence[Tensor]) -> bool:
+    """Whether parts of a graph come about only in ``.backward()``: those of ``checkpoint(..., use_reentrant=True)``."""
+    todo, seen = [x.grad_fn for x in outputs], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                return True
+            seen.add(node)
+            todo += [other for other, _ in node.next_functions]
+    return False

@@ -36,7 +36,7 @@ class Places:
     sources: Sequence[Tensor]
     targets: Sequence[Any]
     count: int
-    scale: Tensor = torch.ones(())
+    scale: Tensor | None = None
 
 
 def places_of(tape: Tape, output: Any) -> Places:
@@ -51,7 +51,7 @@ def places_of(tape: Tape, output: Any) -> Places:
         return Places(own, own, [None] * len(own), len(own[0]))
     pairs = list(_received(tape))
     if not pairs:
-        sizes = torch.stack([x.detach().float().abs() for x in returned]).sum() if returned else torch.ones(())
+        sizes = torch.stack([x.detach().float().abs() for x in returned]).sum() if returned else None
         return Places([], [], [], (tape.samples or 1) if returned or output is None else 0, sizes)
     counts = {len(x) for x, _ in pairs}
     count = tape.samples or 0

@@ -21,7 +21,8 @@ LONGEST = 0.2  # where steps could have gone on for long
 GROWTH = 2.0  # how much more than in recent steps a step may change the outputs
 MEMORY = 0.9  # how fast that is forgotten
 HARD = 10.0  # a gradient counts for at most so many times the longest of recent steps
-TRUST = "step_size", "longest", "predicted", "last_change", "usual"  # what is known of how far to go
+FAR = 1e3  # one so many times as long does not count, unless the last was so, too
+TRUST = "step_size", "longest", "predicted", "last_change", "usual", "is_far"  # what is known of how far to go
 
 
 class PlainSteps(SecondOrder):
@@ -35,6 +36,7 @@ class PlainSteps(SecondOrder):
         self.longest: Tensor | None = None  # relative length that a layer's step may have
         self.predicted: Tensor | None = None  # slope along the last displacement, at its start
         self.usual: Tensor | None = None  # largest norm of a gradient in recent steps
+        self.is_far: Tensor | None = None  # whether the last gradient did not count, a flag ()
         self.last_change: Tensor | None = None  # largest predicted change of the outputs in recent steps
         self._move: Move | None = None  # what is left to do of a step
 
@@ -79,7 +81,9 @@ class PlainSteps(SecondOrder):
         options, parameters = self._options(), self._trained()
         own = [parameters[name] for name in gradients]
         decays = [options[name]["momentum"] for name in gradients]
-        running = _running_means([self.state[p] for p in own], own, self._bounded(gradients), decays, good)
+        bounded = self._bounded(gradients)
+        assert self.is_far is not None
+        running = _running_means([self.state[p] for p in own], own, bounded, decays, good & ~self.is_far)
         means = dict(zip(gradients, running, strict=True))
         found = self._solved(means)
         self._slopes = self._inners(found, means)
@@ -103,7 +107,8 @@ class PlainSteps(SecondOrder):
         norm = totals(squares, [parameters[name] for name in gradients]).sum().sqrt()
         if self.usual is None:
             self.usual = norm
-            return found
+        far = (norm > FAR * self.usual) & (self.usual > 0)
+        self.is_far = far if self.is_far is None else far & ~self.is_far
         most = torch.where(self.usual > 0, HARD * self.usual, norm)
         self.usual = torch.maximum(torch.minimum(norm, most), MEMORY * self.usual)
         return torch._foreach_mul(found, (most / norm).clamp(max=1).nan_to_num(1.0))
@@ -132,6 +137,7 @@ class PlainSteps(SecondOrder):
             if last:
                 moved = torch.stack(list(self._inners(last, gradients).values()))
                 ratio = slope_ratio(moved.sum(), self.predicted)
+                ratio = ratio if self.is_far is None else torch.where(self.is_far, 0, ratio)
                 self.longest = loosened(self.longest, ratio, least, LONGEST)
                 self.step_size = adapted(self.step_size, ratio, ADAPTATION * min(1.0, lr))
         assert self.outputs.scale is not None
@@ -151,7 +157,7 @@ class PlainSteps(SecondOrder):
         own = {name: local(parameters[name]) for name in directions}
         joint = {k: tuple(n for n in b.names if n in directions) for b in self.factors.blocks for k in b.names}
         # tensors, since compiled code takes every other number for a constant
-        number = lambda x: torch.tensor(x, dtype=torch.float64)
+        number = lambda x: torch.tensor(x, dtype=torch.float64, device="cpu")
         groups = {id(g): g for g in options.values()}
         numbers = {k: (number(g["lr"]), number(1 - g["lr"] * g["weight_decay"])) for k, g in groups.items()}
         self.predicted = torch.zeros_like(size)

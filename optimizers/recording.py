@@ -14,7 +14,7 @@ from curvature import Blocks, Injection, Listener, RunningFactors, Tape, empiric
 from optimizers.base import ModelOptimizer, check_arguments, check_whole
 from optimizers.distributed import Processes, Statistics, Team, Workers, rows_of_whole, trained_by
 from optimizers.outputs import Extent
-from optimizers.passes import Passes
+from optimizers.passes import Passes, is_checkpointed
 from optimizers.places import SUBSTITUTE, Places, note_once, places_of
 from optimizers.schedule import Schedule
 
@@ -95,10 +95,16 @@ class Recording(ModelOptimizer):
 
     def _record(self, tape: Tape, output: Any) -> None:
         """Called with every recorded forward pass."""
-        if not tape.uses:
-            return
         places = places_of(tape, output)
         outputs, count = places.tensors, places.count
+        hidden = [name for name, node in tape.parameters.items() if not node.uses]
+        if hidden and is_checkpointed(outputs):
+            raise RuntimeError(
+                f"{type(self).__name__}: {hidden[0]} is read within checkpoint(..., use_reentrant=True), where no "
+                "curvature is seen; pass use_reentrant=False"
+            )
+        if not tape.uses:
+            return
         self._was_empty = bool(outputs) and not all(x.numel() for x in outputs)
         if not count or self._was_empty:
             return
@@ -107,7 +113,6 @@ class Recording(ModelOptimizer):
             self._record_without_outputs(tape, places)
             return
         if self.inject == empirical():
-            self.outputs.add(outputs, count)
             self._listen_to_backward(tape, places.sources, count)
             return
         if len(outputs) > 1 and self.loss is not None:
@@ -126,8 +131,8 @@ class Recording(ModelOptimizer):
 
     def _vectors(self, output: Tensor, target: Any) -> Tensor:
         if self.generator is None:
-            self.generator = torch.Generator().manual_seed(int(self._arguments["seed"]))
-        seed = int(torch.randint(1 << 62, (), generator=self.generator))
+            self.generator = torch.Generator("cpu").manual_seed(int(self._arguments["seed"]))
+        seed = int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
         draw = lambda x, y, generator: self.inject.vectors(x, self.loss, y, generator=generator)
         return rows_of_whole(draw, output, target, self.team.processes, seed).to(output.dtype)
 
@@ -138,7 +143,8 @@ class Recording(ModelOptimizer):
                 f"{type(self).__name__}: the model returned no tensor that {self.inject!r} can be sent back from, and "
                 "called no loss function of torch; return its output beside the loss"
             )
-        self.outputs.add([places.scale.expand(places.count)], places.count)
+        scale = next(iter(tape.parameters.values())).tensor.new_ones(()) if places.scale is None else places.scale
+        self.outputs.add([scale.expand(places.count)], places.count)
         if self.inject != empirical():
             self._substitute = SUBSTITUTE
             note_once(SUBSTITUTE)
@@ -146,6 +152,8 @@ class Recording(ModelOptimizer):
 
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Keep the backprops of the loss when the training loop sends them back."""
+        if outputs:
+            self.outputs.add(outputs, count)
         found: list[Tensor | None] = [None] * len(tape.uses)
         each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
 

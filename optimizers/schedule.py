@@ -54,7 +54,7 @@ class Schedule:
         """
         if self.max_overhead is None or not {"renewal", "all", "rest"} <= self.seconds.keys():
             return
-        found = mean(torch.tensor(list(self.seconds.values()), dtype=torch.float64)).tolist()
+        found = mean(torch.tensor(list(self.seconds.values()), dtype=torch.float64, device="cpu")).tolist()
         self.seconds = dict(zip(self.seconds, found, strict=True))
         allowed = self.max_overhead * self.seconds["rest"] / 2
         self.factor_every, self.decompose_every = (

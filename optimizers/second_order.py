@@ -65,6 +65,8 @@ class SecondOrder(Recording):
 
     def _renew(self) -> None:
         """Take new statistics into the factors, and invert the blocks whose turn it is."""
+        if self._listener.problem:
+            raise RuntimeError(self._listener.problem)
         renews = self.schedule.renews(self.steps)
         with self.health.timed("factors"):
             self.passes.settle(self._stores())
@@ -219,7 +221,7 @@ class SecondOrder(Recording):
         for name, value in own.items():
             setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
         self.factors.load_state_dict(factors, device)
-        self.generator = None if generator is None else torch.Generator()
+        self.generator = None if generator is None else torch.Generator("cpu")
         if self.generator is not None:
             try:
                 self.generator.set_state(generator.cpu())

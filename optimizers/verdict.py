@@ -19,8 +19,12 @@ def judged(gradients: Iterable[Tensor], scale: Tensor | None = None) -> Tensor:
     for g in gradients:
         kinds.setdefault(g.dtype, []).append(g)
     device = next(iter(kinds.values()))[0].device
-    bad = torch.zeros((), device=device)
-    inverse = torch.ones((), device=device) if scale is None else scale.double().reciprocal().float().to(device)
+    bad = torch.zeros((), dtype=torch.float32, device=device)
+    inverse = (
+        torch.ones((), dtype=torch.float32, device=device)
+        if scale is None
+        else scale.double().reciprocal().float().to(device)
+    )
     for alike in kinds.values():
         torch._amp_foreach_non_finite_check_and_unscale_(alike, bad, inverse)
     return bad == 0
@@ -30,7 +34,7 @@ def told(flag: Tensor) -> Callable[[], bool]:
     """A flag on its way to the host. To call what is returned waits for it."""
     if not flag.is_cuda:
         return lambda: bool(flag)
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
