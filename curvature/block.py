@@ -85,8 +85,8 @@ class Block:
 
     @property
     def bytes(self) -> int:
-        """Memory of what is kept."""
-        found = pytree.tree_leaves(self.state())
+        """Memory of what is kept, but for single numbers."""
+        found = pytree.tree_leaves({key: value for key, value in self.state().items() if key != "gate"})
         return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 
@@ -16,7 +17,8 @@ class Parts:
     """
 
     def __init__(self, model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
-        inside = [m for m in model.modules() if m is not model and next(m.parameters(), None) is not None]
+        others = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
+        inside = [m for m in others if next(m.parameters(), None) is not None]
         self.modules = WeakSet(inside)
         self.seen = ""  # the part that was called last, since the last step
         self.problem = ""  # with the parts that were called
