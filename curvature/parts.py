@@ -52,3 +52,4 @@ class Parts:
         for handle in self.handles:
             handle.remove()
         self.handles, self.modules = [], WeakSet()
+        self.forget()
