@@ -5,17 +5,18 @@ Plain tensors are taken as they are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def is_sharded(x: Any) -> bool:
-    return isinstance(x, DTensor)
+    found = sys.modules.get("torch.distributed.tensor")  # takes a second to import; without it there are no shards
+    return found is not None and isinstance(x, found.DTensor)
 
 
 def refuse_shards(model: Any, what: str) -> None:
@@ -34,40 +35,43 @@ def refuse_shards(model: Any, what: str) -> None:
 
 def local(x: Tensor) -> Tensor:
     """What of a tensor is here: its own memory."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
-def spread(shard: Tensor, like: Tensor) -> Tensor:
+def spread(shard: Tensor, like: Any) -> Any:
     """A shard as part of a tensor that is spread as another is."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return shard
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
-def whole(shard: Tensor, like: Tensor) -> Tensor:
+def whole(shard: Tensor, like: Any) -> Tensor:
     """All of it, on every process."""
-    found = spread(shard, like)
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    return spread(shard, like).full_tensor() if is_sharded(like) else shard
 
 
-def part(full: Tensor, like: Tensor) -> Tensor:
+def part(full: Tensor, like: Any) -> Tensor:
     """The shard of a tensor that all processes have."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return full
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def totals(found: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Numbers (n,), one of the shard of each parameter here, added up over the processes that have the others."""
-    spread_over = [p if isinstance(p, DTensor) else None for p in parameters]
-    first = next((p for p in spread_over if p is not None), None)
-    if first is None:
+    are_spread = [is_sharded(p) for p in parameters]
+    if not any(are_spread):
         return found
-    mask = torch.tensor([p is not None for p in spread_over], device=found.device)
+    first: Any = next(p for p, own in zip(parameters, are_spread, strict=True) if own)
+    mask = torch.tensor(are_spread, device=found.device)
     summed = torch.where(mask, found, 0)
     for dim, placement in enumerate(first.placements):
-        if isinstance(placement, Shard):
+        if placement.is_shard():
             dist.all_reduce(summed, group=first.device_mesh.get_group(dim))
     return torch.where(mask, summed, found)

@@ -78,9 +78,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--optimizers", nargs="+", default=list(MAKES), choices=list(MAKES))
     options = parser.parse_args(arguments)
     print("| optimizer | one process, images/s | the same batch each | the batch in two |\n| --- | --- | --- | --- |")
-    for name in MAKES:
+    for name in options.optimizers:
         rows = []
         for _ in range(options.rounds):
             one = measured(1, name, 128, options.steps)
