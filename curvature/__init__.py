@@ -39,7 +39,7 @@ from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Space,
 from curvature.prepared import invert
 from curvature.residualblocks import ResidualBlock, residual_blocks
 from curvature.structure import sample_layouts
-from curvature.tape import Tape, Use
+from curvature.tape import Tape, Use, is_sharded
 from curvature.wholecurvature import WholeCurvature
 from curvature.written_out import WrittenOut
 
@@ -82,6 +82,7 @@ __all__ = [
     "hutchinson_trace",
     "hutchpp_trace",
     "invert",
+    "is_sharded",
     "isotropic",
     "kfac",
     "lanczos_eigenvalues",

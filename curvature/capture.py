@@ -27,7 +27,7 @@ from curvature.layers import RULES, Call, rewritten
 from curvature.layers.normalisation import uses_running_statistics
 from curvature.lossfunctions import LOSSES
 from curvature.parts import Parts
-from curvature.tape import Node, Tape, Use, tensors_in
+from curvature.tape import Node, Tape, Use, is_sharded, tensors_in
 
 
 class Recorder(TorchFunctionMode):
@@ -38,6 +38,7 @@ class Recorder(TorchFunctionMode):
         self.tape = tape
         self.model = model
         self.nodes = {id(node.tensor): node for node in tape.parameters.values()}
+        self.sharded = {name for name, node in tape.parameters.items() if is_sharded(node.tensor)}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self.data = WeakIdKeyDictionary()  # tensors that depend on the model's input
         self.handled = sys.exc_info()[1]  # an exception from before
@@ -51,7 +52,7 @@ class Recorder(TorchFunctionMode):
             self._note_mixing(args, kwargs)
         elif func in LOSSES and torch.is_grad_enabled() and any(x in self.data and x.requires_grad for x in found):
             self.tape.losses.append((func, args, kwargs))
-        for x in found:
+        for x in found if self.sharded else ():
             if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.nodes:
                 self._find(x)
         if not torch.is_grad_enabled() or not any(id(x) in self.nodes for x in found):
@@ -66,9 +67,9 @@ class Recorder(TorchFunctionMode):
         return self._recorded(func, args, kwargs, found)
 
     def _find(self, parameter: nn.Parameter) -> None:
-        """One that stands in for a parameter during the forward pass, as whole ones do for FSDP's shards."""
+        """The whole parameter that stands in for one of FSDP's shards during the forward pass."""
         for name, p in self.model.named_parameters(remove_duplicate=False):
-            if p is parameter and name in self.tape.parameters:
+            if p is parameter and name in self.sharded:
                 node = self.tape.parameters[name]
                 node.tensor, self.nodes[id(p)] = p, node
 

@@ -48,6 +48,7 @@ class Injection:
     likewise for pairs, where they differ from the vectors.
     """
 
+    is_random: ClassVar[bool] = False
     weighs_samples: ClassVar[bool] = True
     """Whether sample n counts with its mass m_n (`curvature.losses.sample_masses`) in a mean, or as one of N."""
 
@@ -249,6 +250,7 @@ class Curved(Exact):
 class Random(Injection):
     """Base of those that draw ``k`` random vectors: ``_draws`` returns (count, generator) -> vectors for k = 1."""
 
+    is_random: ClassVar[bool] = True
     k: int = 1
 
     def __post_init__(self) -> None:

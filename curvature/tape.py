@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -144,6 +145,12 @@ class Tape:
         lead = vectors[0].shape[:1] if batched and vectors is not None else ()
         shaped = (None if g is None else g.reshape((*lead, *use.shape)) for use, g in zip(self.uses, rows, strict=True))
         return [*shaped, *queue]
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether a tensor is spread over processes, as the parameters of FSDP2."""
+    found = sys.modules.get("torch.distributed.tensor")  # takes a second to import; without it there are no shards
+    return found is not None and isinstance(x, found.DTensor)
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -43,16 +43,17 @@ class WholeCurvature(Blocks):
     def gather(self, objects: Callable[[Any], Sequence[Any]]) -> None:
         """Have the rows of all processes: each then solves the whole problem, all alike."""
         own = self.blocks[0] if self.blocks and self.blocks[0].samples else None
-        known = [x for x in objects(own and (own.shapes, own.samples)) if x is not None]
+        known = [x for x in objects(own and (own.shapes, own.samples, own.times)) if x is not None]
         if not known:
             return
-        shapes, device = known[0][0], next(self.model.parameters()).device
+        shapes, _, times = known[0]
+        device = next(self.model.parameters()).device
         rows = own.whole() if own is not None else Jacobian((), shapes, torch.zeros((), device=device))
         rows, _ = rows.gathered(objects)
         if own is None:
             own = self.kind(shapes, self.is_sum)
             self.blocks = [own]
-        own.new, own.samples = [rows], sum(samples for _, samples in known)
+        own.new, own.samples, own.times = [rows], sum(samples for _, samples, _ in known), times
 
     def holders(self) -> dict[str, Block]:
         """The blocks of a preconditioner."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from curvature import Block, unwrapped
+from curvature import Block, Injection, unwrapped
 from optimizers.base import check_range
 
 BUCKET = 1 << 23  # entries of a flat buffer that is sent at once
@@ -31,7 +30,8 @@ class Distributed:
         gradient_worker_fraction: part of the processes that keep the inverse of a layer, as in KAISA
             (arXiv:2107.01739). 1: all do, and an ordinary step needs no communication. 1/size: only the process that
             made it, which then sends the preconditioned gradients to all others at every step. In between: groups of
-            ``fraction * size`` processes, which must divide their number.
+            ``fraction * size`` processes, which must divide their number. Below 1 a ``state_dict`` has the inverses of
+            its own process; after it is loaded all are made anew.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind or out of range, by name.
@@ -111,13 +111,13 @@ class Processes:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found.tolist()
 
-    def total(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to add tensors up over all processes, in flat buffers; the function waits for the sums."""
+    def total(self, tensors: Sequence[Tensor], group: Any) -> Callable[[], list[Tensor]]:
+        """Begin to add tensors up over a group of all processes, in flat buffers; the function waits for the sums."""
         parts: list[tuple[list[int], Tensor, Any]] = []
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             alike = [k for k, x in enumerate(tensors) if x.dtype == dtype]
             flat = torch.cat([tensors[k].reshape(-1) for k in alike])
-            works = [dist.all_reduce(x, group=self.group, async_op=True) for x in flat.split(BUCKET)]
+            works = [dist.all_reduce(x, group=group, async_op=True) for x in flat.split(BUCKET)]
             parts.append((alike, flat, works))
 
         def wait() -> list[Tensor]:
@@ -154,110 +154,6 @@ def _timeout_of(group: Any, device: torch.device) -> Any:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return None
-
-
-class Holder(Protocol):
-    """What has sums to be added up over processes, as `curvature.Block`."""
-
-    def sums(self, rank: int, size: int) -> dict[str, Tensor]: ...
-
-    def take_sums(self, sums: Mapping[str, Tensor]) -> None: ...
-
-    def discard(self) -> None: ...
-
-
-Key = tuple[str, str]  # name of the holder, and of the sum
-Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
-
-
-class Statistics:
-    """What forward passes have added since the last renewal, added up over all processes.
-
-    The sums that were there at the last renewal are sent as soon as the backward pass begins (`launch`); what is there
-    for the first time, or came after that, follows in `finish`.
-
-    Args:
-        holders: what has sums, by name.
-        missing: told the states of blocks that other processes have, in an order that is the same for all.
-    """
-
-    def __init__(
-        self,
-        processes: Processes,
-        holders: Callable[[], Mapping[str, Holder]],
-        missing: Callable[[Sequence[Mapping[str, Any]], torch.device], None],
-    ) -> None:
-        self.processes, self.holders, self.missing = processes, holders, missing
-        self.layout: Layout = {}  # that all processes know of
-        self.begun: Callable[[], list[Tensor]] | None = None
-        self.left: dict[Key, Tensor] = {}
-
-    def _taken(self) -> dict[Key, Tensor]:
-        """What the holders have, and they no more."""
-        own = self.processes
-        found: dict[Key, Tensor] = {}
-        for name, holder in self.holders().items():
-            found |= {(name, key): x for key, x in holder.sums(own.rank, own.size).items()}
-            holder.discard()
-        return found
-
-    def launch(self) -> None:
-        """Begin to add up; at most once until `finish`."""
-        if self.begun is not None or not self.layout:
-            return
-        found = self._taken()
-        self.left = {key: x for key, x in found.items() if key not in self.layout}
-        self.begun = self._total(self.layout, found)
-
-    def _total(self, layout: Layout, found: Mapping[Key, Tensor]) -> Callable[[], list[Tensor]]:
-        device = self.processes.device
-        zeros = lambda key: torch.zeros(layout[key][0], dtype=layout[key][1], device=device)
-        return self.processes.total([found[key] if key in found else zeros(key) for key in layout])
-
-    def cut(self) -> None:
-        """What is sent is no part of what can be taken out."""
-
-    def join(self, found: None) -> None:
-        """See `cut`."""
-
-    def discard(self) -> None:
-        """Forget what was sent."""
-        if self.begun is not None:
-            self.begun()
-        self.begun, self.left = None, {}
-
-    def finish(self) -> None:
-        """Give every holder the sums over all processes."""
-        self.launch()
-        totals: dict[Key, Tensor] = {}
-        if self.begun is not None:
-            totals = dict(zip(self.layout, self.begun(), strict=True))
-        rest = self.left | {key: self.left[key] + x if key in self.left else x for key, x in self._taken().items()}
-        self.begun, self.left = None, {}
-        layout = self._agreed({key: (tuple(x.shape), x.dtype) for key, x in rest.items()})
-        if layout:
-            for key, x in zip(layout, self._total(layout, rest)(), strict=True):
-                totals[key] = totals[key] + x if key in totals else x
-            self.layout |= layout
-        for name, holder in self.holders().items():
-            holder.take_sums({key: x for (owner, key), x in totals.items() if owner == name})
-
-    def _agreed(self, own: Layout) -> Layout:
-        """The union over the processes, in one order; blocks that are missing here are made."""
-        mark = float(zlib.crc32(repr(own).encode()))
-        most, least = self.processes.largest([mark, -mark])
-        if most == -least:
-            return own
-        blocks = [holder.anew().state() for holder in self.holders().values() if isinstance(holder, Block)]
-        union: Layout = {}
-        states: dict[str, Any] = {}
-        for layout, others in self.processes.objects((own, blocks)):
-            for key, form in layout.items():
-                if union.setdefault(key, form) != form:
-                    raise RuntimeError(f"{key[0]}: the processes use it in different forms, {union[key]} and {form}")
-            states |= {state["names"][0]: state for state in others if state["names"][0] not in states}
-        self.missing(list(states.values()), self.processes.device)
-        return union
 
 
 @dataclass(frozen=True)
@@ -371,29 +267,22 @@ class Workers:
 
 
 def rows_of_whole(
-    draw: Callable[[Tensor, Any, torch.Generator], Tensor], output: Tensor, target: Any, processes: Processes, seed: int
+    inject: Injection, output: Tensor, loss: Any, target: Any, processes: Processes, seed: Callable[[], int]
 ) -> Tensor:
-    """Random vectors (k, N, ...) for this process's part of the batch, as one process draws them for the whole.
+    """Vectors (k, N, ...) for this process's part of the batch, random ones as one process draws them for the whole.
 
     The parts are taken to be of one size, in the order of the processes. Where the whole would be large, each process
     draws its own.
     """
+    if not inject.is_random:
+        return inject.vectors(output, loss, target)
     rank, size = processes.rank, processes.size
     generator = torch.Generator(output.device)
-    if size > 1 and size * output.numel() > BUCKET:
-        return draw(output, target, generator.manual_seed(seed + rank))
-    generator.manual_seed(seed)
+    draw = lambda x, y, seed: inject.vectors(x, loss, y, generator=generator.manual_seed(seed))
     if size == 1:
-        return draw(output, target, generator)
+        return draw(output, target, seed())
+    if size * output.numel() * inject.number(output, len(output)) > BUCKET:
+        return draw(output, target, seed() + rank)
     repeated = lambda x: x.repeat(size, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
-    found = draw(repeated(output), repeated(target), generator)
+    found = draw(repeated(output), repeated(target), seed())
     return found[:, rank * len(output) : (rank + 1) * len(output)]
-
-
-@dataclass(frozen=True)
-class Team:
-    """The processes that train a model, and what they do together."""
-
-    processes: Processes
-    workers: Workers
-    statistics: Statistics

@@ -16,6 +16,7 @@ from optimizers.base import check_flag
 from optimizers.curves import Curves, Point
 from optimizers.distributed import Distributed
 from optimizers.kfac import KFAC
+from optimizers.outputs import Sums
 from optimizers.places import samples_first
 from optimizers.quadratic import GROW, next_damping
 from optimizers.replay import Replay
@@ -31,6 +32,7 @@ NEAR = 0.01  # promised part of the loss below which a straight step will do: a 
 LONGEST = 16  # steps without another try after so many in vain
 REACH = 0.1  # part of a step over which its curvature is seen
 LEAST = 2.0**-10  # of a step, where there was no better
+UNIT = 256.0  # of rows that several processes with batches of different sizes share
 
 
 @dataclass(eq=False)
@@ -124,14 +126,13 @@ class NaturalGradient(KFAC):
         return {"curvature": self.solver, "adaptive": self.adaptive is not None}
 
     def _blank(self, p: Tensor) -> dict[str, Any]:
-        has_momentum = any(group["momentum"] for group in self.param_groups)
-        names = ["displacement", "direction"] if has_momentum else ["displacement"]
+        names = ["displacement"] + ["direction"] * any(group["momentum"] for group in self.param_groups)
         return {} if self.adaptive is not None else {name: torch.zeros_like(p) for name in names}
 
     def _curvature(self) -> WholeCurvature:
         return WholeCurvature(self.model, self.solver, getattr(self.loss, "reduction", "mean") == "sum")
 
-    def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
+    def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], extent: Sums, count: int) -> None:
         """Send the gradient of the loss at the output back once more, sample by sample, when it arrives there."""
         if len(outputs) != 1:
             raise ValueError(
@@ -139,7 +140,7 @@ class NaturalGradient(KFAC):
                 f"one, found {len(outputs)}; return the output, and use isotropic() if there are several"
             )
         each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
-
+        unit = each if self.team.processes.size == 1 else UNIT
         waiting = weakref.ref(kept := Waiting(tape, outputs))
         self._waiting.append(kept)  # until the next step: held by its own graph it would be held for ever
 
@@ -149,10 +150,10 @@ class NaturalGradient(KFAC):
             if found is None:
                 return
             self.passes.begin(self._stores())
-            self.outputs.add(found.outputs, count)
+            self.outputs.join(extent)
             if not self._pending:  # later: times the scale of the loss it may be too much for float16
-                self._each = each
-                self._pending.append(lambda scale: self._multiply(each / scale))
+                self._each = unit
+                self._pending.append(lambda scale: self._multiply(unit / scale))
             with torch.enable_grad():
                 output = samples_first(found.outputs[0], count)
             vectors = samples_first(gradient * (each / self._each), count).detach()[None]

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+Sums = Mapping[str, Tensor]
+
 
 class Extent:
     """How large the outputs of a batch are, summed up like the curvature of a block."""
@@ -17,33 +19,39 @@ class Extent:
         self.discard()
 
     def discard(self) -> None:
-        self.added: dict[str, Tensor] = {}
+        self.added: Sums = {}
 
+    @staticmethod
     @torch.no_grad()
-    def add(self, outputs: Sequence[Tensor], count: int) -> None:
-        squares = torch.stack([x.detach().float().square().sum() for x in outputs]).sum()
-        own = {"squares": squares, "numbers": squares.new_tensor([count, sum(x.numel() for x in outputs)])}
-        self.join(own)
+    def of(outputs: Sequence[Tensor]) -> Sums:
+        """What a pass with these outputs adds, samples along their first axis. What is not finite does not count."""
+        wide = [x.detach().float() for x in outputs]
+        fine = [x.isfinite() for x in wide]
+        pairs = list(zip(wide, fine, strict=True))
+        squares = torch.stack([torch.where(is_fine, x, 0).square().sum() for x, is_fine in pairs]).sum()
+        entries = torch.stack([is_fine.sum() for is_fine in fine]).sum()
+        return {"squares": squares, "numbers": torch.stack([squares.new_tensor(len(outputs[0])), entries])}
 
-    def cut(self) -> dict[str, Tensor]:
+    def cut(self) -> Sums:
         found = self.added
         self.discard()
         return found
 
-    def join(self, found: dict[str, Tensor]) -> None:
-        self.added = self.added | {k: self.added[k] + x if k in self.added else x for k, x in found.items()}
+    def join(self, found: Sums) -> None:
+        self.added = {**self.added, **{k: self.added[k] + x if k in self.added else x for k, x in found.items()}}
 
-    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+    def sums(self, rank: int, size: int) -> Sums:
         return self.added
 
-    def take_sums(self, sums: Mapping[str, Tensor]) -> None:
+    def take_sums(self, sums: Sums) -> None:
         self.added = dict(sums)
 
     def fold(self) -> None:
         """Look at what was added since the last time."""
         if self.added:
             count, entries = self.added["numbers"].tolist()
-            scale = (self.added["squares"] / entries).sqrt()
+            scale = (self.added["squares"] / max(entries, 1)).sqrt()
             known = scale if self.scale is None else self.scale
-            self.size, self.scale = entries / count, torch.where(scale.isfinite(), scale, known)
+            self.scale = torch.where(scale.isfinite() & (entries > 0), scale, known)
+            self.size = entries / count if entries else self.size
         self.discard()

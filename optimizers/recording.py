@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from curvature import Blocks, Injection, Listener, RunningFactors, Tape, empirical, isotropic
 from optimizers.base import ModelOptimizer, check_arguments, check_whole
-from optimizers.distributed import Processes, Statistics, Team, Workers, rows_of_whole, trained_by
-from optimizers.outputs import Extent
+from optimizers.distributed import Processes, Workers, rows_of_whole, trained_by
+from optimizers.outputs import Extent, Sums
 from optimizers.passes import Passes, is_checkpointed
 from optimizers.places import SUBSTITUTE, Places, note_once, places_of
 from optimizers.schedule import Schedule
+from optimizers.statistics import Statistics, Team
 
 
 class Recording(ModelOptimizer):
@@ -71,7 +72,7 @@ class Recording(ModelOptimizer):
         processes = Processes(self._distributed, next(self.model.parameters()).device)
         workers = Workers(processes, self._distributed.gradient_worker_fraction)
         factors, outputs = self.factors, self.outputs
-        statistics = Statistics(processes, lambda: factors.holders() | {"": outputs}, factors.complete)
+        statistics = Statistics(processes, lambda: {**factors.holders(), "": outputs}, factors.complete)
         return Team(processes, workers, statistics)
 
     def _stores(self) -> tuple[Blocks, Extent, Statistics]:
@@ -113,7 +114,7 @@ class Recording(ModelOptimizer):
             self._record_without_outputs(tape, places)
             return
         if self.inject == empirical():
-            self._listen_to_backward(tape, places.sources, count)
+            self._listen_to_backward(tape, places.sources, Extent.of(outputs), count)
             return
         if len(outputs) > 1 and self.loss is not None:
             raise ValueError(
@@ -123,18 +124,21 @@ class Recording(ModelOptimizer):
         vectors = [self._vectors(x.detach(), y) for x, y in zip(outputs, places.targets, strict=True)]
         device = outputs[0].device.type
         with torch.autocast(device, enabled=False), self.passes.recording(self._stores(), places.sources):
-            self.outputs.add(outputs, count)
+            self.outputs.join(Extent.of(outputs))
             self.factors.record(tape, outputs, vectors, count)
         if self.team.processes.size > 1:
             for x in places.sources:
                 x.register_hook(lambda _: self.team.statistics.launch())
 
     def _vectors(self, output: Tensor, target: Any) -> Tensor:
+        found = rows_of_whole(self.inject, output, self.loss, target, self.team.processes, self._seed)
+        return found.to(output.dtype)
+
+    def _seed(self) -> int:
+        """For the random vectors of one output."""
         if self.generator is None:
             self.generator = torch.Generator("cpu").manual_seed(int(self._arguments["seed"]))
-        seed = int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
-        draw = lambda x, y, generator: self.inject.vectors(x, self.loss, y, generator=generator)
-        return rows_of_whole(draw, output, target, self.team.processes, seed).to(output.dtype)
+        return int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
 
     def _record_without_outputs(self, tape: Tape, places: Places) -> None:
         """Of a model that returned only its loss, made of no function that is known."""
@@ -144,16 +148,13 @@ class Recording(ModelOptimizer):
                 "called no loss function of torch; return its output beside the loss"
             )
         scale = next(iter(tape.parameters.values())).tensor.new_ones(()) if places.scale is None else places.scale
-        self.outputs.add([scale.expand(places.count)], places.count)
         if self.inject != empirical():
             self._substitute = SUBSTITUTE
             note_once(SUBSTITUTE)
-        self._listen_to_backward(tape, [], places.count)
+        self._listen_to_backward(tape, [], Extent.of([scale.expand(places.count)]), places.count)
 
-    def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
+    def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], extent: Sums, count: int) -> None:
         """Keep the backprops of the loss when the training loop sends them back."""
-        if outputs:
-            self.outputs.add(outputs, count)
         found: list[Tensor | None] = [None] * len(tape.uses)
         each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else count
 
@@ -176,6 +177,7 @@ class Recording(ModelOptimizer):
         assert isinstance(factors, RunningFactors)
 
         def taken(scale: float) -> None:
+            self.outputs.join(extent)
             backprops = [None if b is None else b.mul_(each / scale) for b in found]
             factors.record_backprops(tape, backprops, count)
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Block, invert
+from curvature import Block, invert, is_sharded
 from optimizers.recording import Recording
-from optimizers.shards import is_sharded, local, part, totals, whole
+from optimizers.shards import local, part, totals, whole
 from optimizers.verdict import judged
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
@@ -31,8 +31,8 @@ class SecondOrder(Recording):
         good = judged(gradients.values(), getattr(self, "grad_scale", None))
         found = getattr(self, "found_inf", None)
         good = good & (found.to(good.device) == 0) if isinstance(found, Tensor) else good
-        bad = totals((~good).float()[None], list(self._trained().values())[:1])  # of other shards
-        return bad[0] == 0
+        trained = list(self._trained().values())
+        return totals((~good).float().expand(len(trained)), trained).sum() == 0  # of other shards, too
 
     def _loss_scale(self) -> float:
         """What the loss was multiplied by before its backward pass, as far as a `GradScaler` did that."""
@@ -75,7 +75,6 @@ class SecondOrder(Recording):
             self._pending.clear()
             self._sent.clear()
             if renews and self.team.processes.size > 1:
-                self.team.statistics.launch()  # before all else, as where the backward pass has done so
                 if not any(map(is_sharded, self._trained().values())):
                     self.team.processes.check_alike(self._gradients())
                 self.factors.gather(self.team.processes.objects)
@@ -213,6 +212,7 @@ class SecondOrder(Recording):
         self._open = None
         torch.optim.Optimizer.load_state_dict(self, state_dict)
         self._discard()
+        self.team.workers.made.clear()
         device = next(p for group in self.param_groups for p in group["params"]).device
         generator, scale = own.pop("generator"), own.pop("output_scale")
         self.outputs.scale, self.outputs.size = None if scale is None else scale.to(device), own.pop("output_size")

@@ -5,7 +5,6 @@ Plain tensors are taken as they are.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
-def is_sharded(x: Any) -> bool:
-    found = sys.modules.get("torch.distributed.tensor")  # takes a second to import; without it there are no shards
-    return found is not None and isinstance(x, found.DTensor)
+from curvature import is_sharded
 
 
 def refuse_shards(model: Any, what: str) -> None:
@@ -63,15 +59,14 @@ def part(full: Tensor, like: Any) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def totals(found: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+def totals(found: Tensor, parameters: Sequence[Any]) -> Tensor:
     """Numbers (n,), one of the shard of each parameter here, added up over the processes that have the others."""
-    are_spread = [is_sharded(p) for p in parameters]
-    if not any(are_spread):
-        return found
-    first: Any = next(p for p, own in zip(parameters, are_spread, strict=True) if own)
-    mask = torch.tensor(are_spread, device=found.device)
-    summed = torch.where(mask, found, 0)
-    for dim, placement in enumerate(first.placements):
-        if placement.is_shard():
-            dist.all_reduce(summed, group=first.device_mesh.get_group(dim))
-    return torch.where(mask, summed, found)
+    for mesh, placements in dict.fromkeys((p.device_mesh, p.placements) for p in parameters if is_sharded(p)):
+        own = [is_sharded(p) and (p.device_mesh, p.placements) == (mesh, placements) for p in parameters]
+        alike = torch.tensor(own, device=found.device)
+        summed = torch.where(alike, found, 0)
+        for dim, placement in enumerate(placements):
+            if placement.is_shard():
+                dist.all_reduce(summed, group=mesh.get_group(dim))
+        found = torch.where(alike, summed, found)
+    return found

@@ -71,7 +71,7 @@ def take(move: Move) -> None:
         start += count
         squares = [move.squares[k] or (_square(move.directions[k]), _square(move.parameters[k])) for k in layer]
         lengths = [length for length, _ in squares]
-        own = [size.clamp(min=1) for _, size in squares]  # so that tensors that start at zero can leave it
+        own = [square.clamp(min=1) for _, square in squares]  # so that tensors that start at zero can leave it
         cut = within_trust(size, torch.stack(lengths).sum().sqrt(), torch.stack(own).sum().sqrt(), move.longest)
         for k in layer:
             p, rate = move.parameters[k], cut * move.rates[k].to(cut.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# imported once, by the process that all others are forked from
+PRELOAD = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "sklearn.datasets", "optimizers"]
 Scenario = Callable[[int, int], Any]  # (rank, size) -> what to look at
 
 
@@ -41,7 +44,8 @@ def on_processes(size: int, scenarios: Mapping[str, Scenario], seconds: float = 
     """What every scenario returns, by rank; a traceback where it failed."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(run, (size, folder, dict(scenarios), seconds), size)
+            multiprocessing.set_forkserver_preload(PRELOAD)
+            mp.start_processes(run, (size, folder, dict(scenarios), seconds), size, start_method="forkserver")
         except Exception as error:  # a process that waits in vain for another that failed
             print(error)
         return [

@@ -296,10 +296,15 @@ def test_evaluation_between_steps_changes_nothing():
 
 def test_a_forward_pass_that_is_not_followed_by_a_backward_one():
     """As when shapes are looked at first; the vectors of `empirical` then never come."""
-    model, opt, (loss, x, y) = trained("mlp", 0, inject=curvature.empirical())
-    model(x)
-    train(model, opt, loss, x, y, 3)
-    assert {block.structure for block in opt.factors.blocks} == {"kronecker"}
+    runs = []
+    for looks in (0, 2):
+        model, opt, (loss, x, y) = trained("mlp", 0, inject=curvature.empirical())
+        for _ in range(looks):
+            model(100 * x)
+        train(model, opt, loss, x, y, 3)
+        assert {block.structure for block in opt.factors.blocks} == {"kronecker"}
+        runs.append(copied(model) | {"scale": opt.outputs.scale})
+    assert_same(*runs)
 
 
 def test_other_models_and_copies_are_not_recorded():

@@ -50,3 +50,14 @@ def test_a_doubtful_batch_is_not_taken_for_certain():
     """Zero backprops fit every guess."""
     zero = torch.zeros(3, 3)
     assert not find_layout(zero, zero, torch.tensor([0.5, 0.9, 1.4]))[1]
+
+
+def test_what_stands_in_for_parameters_is_not_the_models_own():
+    """`torch.func.functional_call` inside: gradients of these are none of the model's."""
+    model = nn.Linear(3, 2)
+    others = {name: nn.Parameter(torch.randn_like(p)) for name, p in model.named_parameters()}
+    with curvature.capture(model) as tape:
+        torch.func.functional_call(model, others, (torch.randn(4, 3),))
+        assert not tape.uses
+        model(torch.randn(4, 3))
+    assert [use.shape for use in tape.uses] == [(4, 2)]
