@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,11 +158,28 @@ def _timeout_of(group: Any, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """A tensor that comes apart from what it belongs to."""
+class Slot:
+    """A tensor that comes apart from what it belongs to, its axes in the order in which they lie in memory."""
 
     shape: tuple[int, ...]
+    order: tuple[int, ...]
     dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Tensor) -> Slot:
+        order = x.dim_order()
+        return Slot(tuple(x.permute(order).shape), order, x.dtype)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def flat(self, x: Tensor) -> Tensor:
+        return x.permute(self.order).reshape(-1)
+
+    def filled(self, flat: Tensor) -> Tensor:
+        """The tensor, of memory of its own: in another order than before, products with it may cost a copy."""
+        return flat.clone().view(self.shape).permute([self.order.index(k) for k in range(len(self.order))])
 
 
 class Workers:
@@ -226,29 +244,29 @@ class Workers:
         start = own - own % self.width
         mine = [b for b in shared if self.owners[b.names[0]] == own]
         results = {b.names[0]: b.results() for b in mine}
-        slots = pytree.tree_map_only(Tensor, lambda t: _Slot(tuple(t.shape), t.dtype), results)
+        slots = pytree.tree_map_only(Tensor, Slot.of, results)
         named = {b.names[0]: b for b in shared}
         for source, theirs in enumerate(self.processes.objects(slots, self.keepers), start):
             leaves, form = pytree.tree_flatten(theirs)
             sent = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)] if source == own else None
-            tensors = iter(self._broadcast([x for x in leaves if isinstance(x, _Slot)], sent, source, self.keepers))
-            filled = [next(tensors) if isinstance(x, _Slot) else x for x in leaves]
+            tensors = iter(self._broadcast([x for x in leaves if isinstance(x, Slot)], sent, source, self.keepers))
+            filled = [next(tensors) if isinstance(x, Slot) else x for x in leaves]
             for name, result in pytree.tree_unflatten(filled, form).items():
                 named[name].adopt(result)  # its own, too: other strides would give products other last bits
 
-    def _broadcast(self, slots: Sequence[_Slot], own: Sequence[Tensor] | None, source: int, group: Any) -> list[Tensor]:
+    def _broadcast(self, slots: Sequence[Slot], own: Sequence[Tensor] | None, source: int, group: Any) -> list[Tensor]:
         """Tensors of these forms, from the process that has them."""
         found: list[Any] = [None] * len(slots)
         for dtype in dict.fromkeys(slot.dtype for slot in slots):
             alike = [k for k, slot in enumerate(slots) if slot.dtype == dtype]
-            sizes = [torch.Size(slots[k].shape).numel() for k in alike]
+            sizes = [slots[k].size for k in alike]
             if own is None:
                 flat = torch.empty(sum(sizes), dtype=dtype, device=self.processes.device)
             else:
-                flat = torch.cat([own[k].reshape(-1) for k in alike])
+                flat = torch.cat([slots[k].flat(own[k]) for k in alike])
             dist.broadcast(flat, self.processes.ranks[source], group=group)
             for k, x in zip(alike, flat.split(sizes), strict=True):
-                found[k] = x.reshape(slots[k].shape).clone()
+                found[k] = slots[k].filled(x)
         return found
 
     def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
@@ -259,7 +277,7 @@ class Workers:
         for first in range(0, self.processes.size, self.width):
             theirs = [b for b in blocks if b.handed_on and self.owners[b.names[0]] // self.width == first // self.width]
             names = [name for b in theirs for name in b.names]
-            slots = [_Slot(tuple(right[n].shape), right[n].dtype) for n in names]
+            slots = [Slot.of(right[n].contiguous()) for n in names]
             is_here = first // self.width == self.processes.rank // self.width
             own = [found[n] for n in names] if is_here else None
             if names:

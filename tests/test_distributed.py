@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
-from optimizers.distributed import Workers, rows_of_whole
+from optimizers.distributed import Slot, Workers, rows_of_whole
 
 
 def apart(rank: int, size: int) -> Tensor:
@@ -208,6 +208,17 @@ def test_only_what_is_drawn_is_drawn_for_all():
     many = curvature.isotropic(40_000)
     assert torch.equal(drawn(many), many.vectors(output, loss, y, generator=torch.Generator().manual_seed(6)))
     assert sizes == [6, 24, 6]
+
+
+def test_what_is_handed_on_lies_in_memory_as_before():
+    """A root by columns that arrives by rows costs a copy in every solve, more than the solve itself."""
+    for x in (torch.randn(2, 5, 3).mT, torch.randn(4, 3), torch.randn(1, 6, 6).mT, torch.tensor(2.0), torch.ones(0, 3)):
+        slot = Slot.of(x)
+        found = slot.filled(slot.flat(x))
+        assert torch.equal(found, x)
+        assert x.numel() < 2 or found.stride()[1:] == x.stride()[1:]
+    column = torch.randn(8, 3)[:, 1]  # of more than itself
+    assert torch.equal(Slot.of(column).filled(Slot.of(column).flat(column)), column)
 
 
 def test_work_is_shared_out():
