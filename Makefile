@@ -13,7 +13,8 @@ RACE_ARGS ?= --json out/race.json --table out/race.md --figure out/race.png
 ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --prefer-binary -c constraints.txt
+# Of some hundred megabytes of Python most is never imported: what is, is compiled then.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --prefer-binary -c constraints.txt
 
 .PHONY: demo test bench race lint format docs clean
 .DELETE_ON_ERROR:

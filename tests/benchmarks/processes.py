@@ -80,14 +80,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--optimizers", nargs="+", default=list(MAKES), choices=list(MAKES))
     options = parser.parse_args(arguments)
-    print("| optimizer | one process, images/s | the same batch each | the batch in two |\n| --- | --- | --- | --- |")
-    for name in options.optimizers:
-        rows = []
-        for _ in range(options.rounds):
+    rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in options.optimizers}
+    for _ in range(options.rounds):
+        for name, found in rows.items():
             one = measured(1, name, 128, options.steps)
-            rows.append((one, *(measured(2, name, batch, options.steps) / one for batch in (128, 64))))
-        one, same, split = (statistics.median(column) for column in zip(*rows, strict=True))
-        print(f"| {name} | {one:.0f} | {same:.2f} | {split:.2f} |", flush=True)
+            found.append((one, *(measured(2, name, batch, options.steps) / one for batch in (128, 64))))
+    print("| optimizer | one process, images/s | the same batch each | the batch in two |\n| --- | --- | --- | --- |")
+    for name, found in rows.items():
+        one, same, split = (statistics.median(column) for column in zip(*found, strict=True))
+        print(f"| {name} | {one:.0f} | {same:.2f} | {split:.2f} |")
 
 
 if __name__ == "__main__":
