@@ -1,4 +1,4 @@
-"""Every notebook of examples/ runs from its first cell to its last, those that give contestants a time with less of it."""
+"""Every notebook of examples/ runs from its first cell to its last, where contestants have a time with less of it."""
 
 from __future__ import annotations
 
