@@ -23,7 +23,7 @@ from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.laplacian import laplacian
 from curvature.layers import Layout
 from curvature.leastsquares import LeastSquares
-from curvature.linalg import symmetric_eigh, watched
+from curvature.linalg import full_precision, symmetric_eigh, watched
 from curvature.matrices import (
     ekfac,
     empirical_fisher,
@@ -76,6 +76,7 @@ __all__ = [
     "fisher",
     "fisher_blocks",
     "fisher_diagonal",
+    "full_precision",
     "gauss_newton",
     "hessian",
     "hutchinson_diagonal",

@@ -88,6 +88,7 @@ class Blocks:
         for block, found in parts:
             block.join(found)
 
+    @full_precision()
     def fold(self, decay: float) -> None:
         """Take what was added since the last time into the averages."""
         for block in self.blocks:

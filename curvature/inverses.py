@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import cholesky_root, eigh, inverse, matmul, note
+from curvature.linalg import cholesky_root, eigh, full_precision, inverse, matmul, note
 from curvature.lowrank import LARGE, low_rank
 from curvature.sketch import diagonal_of, is_sketch, spectrum
 
@@ -35,6 +35,7 @@ class Inverse:
     roots: tuple[bool, bool] = (False, False)
     shifts: tuple[Tensor | None, Tensor | None] = (None, None)
 
+    @full_precision()
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
         """What it does to x, whose memory may be used if it is our own: fresh memory costs more than arithmetic."""
         if self.values is None:

@@ -116,7 +116,7 @@ class EigenKronecker(Arranged):
         vectors = self.space.kept(vectors, (self.sides[0], size, size), what)
         eye = torch.eye(size, dtype=vectors.dtype, device=vectors.device)
         # Against mistakes, not for accuracy: loose enough for products in reduced precision.
-        if not ((vectors.mT @ vectors - eye).abs() <= torch.finfo(vectors.dtype).eps ** 0.25).all():
+        if not ((matmul(vectors.mT, vectors) - eye).abs() <= torch.finfo(vectors.dtype).eps ** 0.25).all():
             raise ValueError(f"{what} of the parameters {list(self.space.names)} are not orthogonal")
         return vectors
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvature.linalg import cholesky_root, matmul, root_by_ladder, rounding_of, symmetric_eigh
+from curvature.linalg import cholesky_root, full_precision, matmul, root_by_ladder, rounding_of, symmetric_eigh
 from curvature.moments import matched
 
 Pair = tuple[Tensor, Tensor]  # B (o, o) and A (i, i), symmetric and positive semi-definite
@@ -80,6 +80,7 @@ def _two(pairs: Sequence[Pair]) -> list[Pair]:
     return [first, (rows[0], columns[0])]
 
 
+@full_precision()
 def _diagonalised(sides: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """W with ``W^T sum(sides) W = I`` and the diagonal of ``W^T sides[0] W``, from 0 to 1."""
     total = sides[0] if len(sides) == 1 else sides[0] + sides[1]

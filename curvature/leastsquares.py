@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvature.derivatives import Jacobian
-from curvature.linalg import cholesky_root, note, rounding_of, symmetric_eigh
+from curvature.linalg import cholesky_root, full_precision, note, rounding_of, symmetric_eigh
 
 CLIP = 5.0  # eigenvalues, and damping, below so many times what rounding makes of zero count as zero
 
@@ -21,6 +21,7 @@ class LeastSquares:
     eigenvalues, of which those below 50 eps of the largest are left out: the shortest of all solutions.
     """
 
+    @full_precision()
     def __init__(self, jacobian: Jacobian) -> None:
         self.jacobian = jacobian
         self.dense = jacobian.to_dense() if jacobian.shape[1] <= jacobian.shape[0] else None
@@ -28,6 +29,7 @@ class LeastSquares:
         self._spectrum: tuple[Tensor, Tensor] | None = None
         self._root: tuple[float, Tensor | None] = (-1.0, None)  # by Cholesky's algorithm, for the last damping
 
+    @full_precision()
     def solve(self, right: Tensor, damping: float = 0.0, cut: float = 0.0) -> dict[str, Tensor]:
         """The solution for ``right`` (M,), in the shapes of the parameters.
 
@@ -37,6 +39,7 @@ class LeastSquares:
             return self.jacobian.transposed(self._solved(right, damping, cut))
         return self.jacobian.split(self._solved(self.dense.mT @ right.to(self.dense), damping, cut))
 
+    @full_precision()
     def precondition(self, gradient: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
         """``(J^T J + damping)^-1 g`` for any g, in the shapes of the parameters.
 
@@ -50,6 +53,7 @@ class LeastSquares:
         inside = self.jacobian.transposed(self._solved(self.jacobian.times(gradient), damping))
         return {name: (gradient[name] - inside[name]) / damping for name in self.jacobian.shapes}
 
+    @full_precision()
     def times(self, vector: Mapping[str, Tensor]) -> Tensor:
         """``J v`` (M,)."""
         if self.dense is None:

@@ -17,6 +17,7 @@ from torch import Tensor
 ROUNDING = 10.0
 JITTER = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
 NOTED: ContextVar[Counter[str] | None] = ContextVar("noted", default=None)
+IS_FULL: ContextVar[bool] = ContextVar("is_full", default=False)  # within `full_precision`
 
 
 class NotDefinite(ValueError):
@@ -65,13 +66,18 @@ def note(what: str) -> None:
 @contextmanager
 def full_precision() -> Iterator[None]:
     """No TF32, and no bfloat16 in its place: they leave three digits of a product, and damping is less than that."""
+    if IS_FULL.get():
+        yield
+        return
     places: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     before = [place.fp32_precision for place in places]
+    token = IS_FULL.set(True)
     try:
         for place in places:
             place.fp32_precision = "ieee"
         yield
     finally:
+        IS_FULL.reset(token)
         for place, precision in zip(places, before, strict=True):
             place.fp32_precision = precision
 
@@ -88,6 +94,7 @@ def attempted(decompose: Callable[[], Any]) -> Any:
     return found if bool(torch.stack([x.isfinite().all() for x in tensors]).all()) else None
 
 
+@full_precision()
 def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors (columns) of symmetric matrices (..., d, d).
 
@@ -130,12 +137,14 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.clamp(min=0), vectors
 
 
+@full_precision()
 def cholesky_root(matrix: Tensor) -> Tensor | None:
     """Lower triangular roots of symmetric matrices (g, d, d); None where one of them is not positive definite."""
     found = attempted(partial(torch.linalg.cholesky_ex, matrix))
     return None if found is None or bool(found[1].any()) else found[0]
 
 
+@full_precision()
 def inverse(matrix: Tensor) -> Tensor:
     """Inverse of symmetric positive definite matrices (g, d, d), by Cholesky.
 
@@ -183,6 +192,7 @@ def damped_values(values: Tensor, rounding: Tensor, damping: float, what: str) -
     return torch.where(unsure, values.clamp(min=0), values) + damping
 
 
+@full_precision()
 def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
     """Lower triangular L with ``L L^T = matrix + damping I``, for a symmetric (d, d) matrix.
 
@@ -257,8 +267,8 @@ def _is_symmetric(matrix: Tensor) -> bool:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` in their own precision, also under autocast."""
-    with torch.autocast(left.device.type, enabled=False):
+    """``left @ right`` in their own precision, also under autocast, and where TF32 is allowed."""
+    with torch.autocast(left.device.type, enabled=False), full_precision():
         return left @ right
 
 

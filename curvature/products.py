@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from curvature.batch import tensors
 from curvature.injection import Injection
+from curvature.linalg import matmul
 from curvature.operators import Space
 from curvature.stream import Pass, Source, samples_first, sent_back
 
@@ -157,7 +158,7 @@ def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
     """
     generator = torch.Generator(space.device).manual_seed(0)
     probes = torch.randn(space.size, 2, generator=generator, dtype=space.dtype, device=space.device)
-    found = probes.T @ matmat(probes)
+    found = matmul(probes.T, matmat(probes))
     if not (found - found.T).abs().amax() <= rounding**0.5 * found.norm():
         raise RuntimeError(
             "the model: its Hessian by automatic differentiation is not symmetric: torch has a second derivative wrong "

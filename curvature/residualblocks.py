@@ -25,6 +25,7 @@ from torch import Tensor
 from curvature import contractions
 from curvature.derivatives import Centred, Jacobian
 from curvature.kroneckersum import KroneckerSum, Pair, kronecker_sum
+from curvature.linalg import full_precision
 from curvature.moments import wide
 from curvature.squares import squared
 from curvature.terms import Dense, Outer, Term
@@ -77,6 +78,7 @@ class ResidualBlock:
         return f"{product}, B {len(rows)}x{len(rows)}, A {len(columns)}x{len(columns)}"
 
 
+@full_precision()
 def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     """The blocks of ``J^T J`` in the order of the parameters, each parameter in one of them.
 

@@ -22,7 +22,7 @@ from curvature.derivatives import Jacobian
 from curvature.estimators.solvers import truncated
 from curvature.factors import RunningFactors
 from curvature.leastsquares import LeastSquares
-from curvature.linalg import attempted, cholesky
+from curvature.linalg import attempted, cholesky, full_precision
 from curvature.moments import wide
 from curvature.prepared import invert
 from curvature.tape import Tape
@@ -91,6 +91,7 @@ class WholeBlock(Block):
         """``(G + damping)^-1 gradient``."""
         raise NotImplementedError
 
+    @full_precision()
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.damping is not None
         given = dict(zip(self.names, gradients, strict=True))

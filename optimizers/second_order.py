@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Block, invert, is_sharded
+from curvature import Block, full_precision, invert, is_sharded
 from optimizers.recording import Recording
 from optimizers.shards import local, part, totals, whole
 from optimizers.verdict import judged
@@ -134,6 +134,7 @@ class SecondOrder(Recording):
             if damping is not None:
                 invert([block], SHARE, damping)
 
+    @full_precision()
     def _solved(self, right: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``(M + damping I)^-1`` times some gradients; parameters that no curvature was seen of get the average."""
         parameters, workers = self._trained(), self.team.workers

@@ -13,6 +13,7 @@ import torch
 from case import seeded
 from test_kfac import assert_same, copied, curvature_of, task, train
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import curvature
 from curvature.blocks import KroneckerBlock
@@ -240,28 +241,83 @@ def test_adaptive_steps_are_not_taken_without_a_decomposition(fault: Fault, faul
     assert opt.history[-1]["accepted"]
 
 
-def test_no_decomposition_sees_reduced_precision(monkeypatch):
-    """Neither do the products that make factors; what was set before is set after, also when something fails."""
-    seen = []
+class Products(TorchFunctionMode):
+    """Notes the precision that products and solutions are computed in."""
+
+    names = {"matmul", "mm", "bmm", "baddbmm_", "einsum", "cholesky_solve", "linear"}
+
+    def __init__(self, seen: dict[str, list[list[str]]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self.names:
+            self.seen.setdefault(func.__name__, []).append(precision())
+        return func(*args, **(kwargs or {}))
+
+
+def precision() -> list[str]:
     places: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    state = lambda: [place.fp32_precision for place in places]
+    return [place.fp32_precision for place in places]
+
+
+@pytest.mark.parametrize("options", [{}, {"damping": 0.1}], ids=["", "damping"])
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+def test_no_product_of_a_step_is_in_reduced_precision(kind: type[KFAC], options: dict[str, Any], monkeypatch):
+    """And no decomposition; what was set before is set after, also when something fails."""
+    seen: dict[str, list[list[str]]] = {}
     for name in TRUE:
-        spy = lambda matrix, name=name: (seen.append(state()), TRUE[name](matrix))[1]
+        spy = lambda matrix, name=name: (seen.setdefault(name, []).append(precision()), TRUE[name](matrix))[1]
         monkeypatch.setattr(torch.linalg, name, spy)
-    einsum = KroneckerBlock.measured
-    monkeypatch.setattr(KroneckerBlock, "measured", lambda *args: (seen.append(state()), einsum(*args))[1])
+    true = KroneckerBlock.measured
+    spy_of = lambda *args: (seen.setdefault("moments", []).append(precision()), true(*args))[1]
+    monkeypatch.setattr(KroneckerBlock, "measured", spy_of)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
-        expected = state()
+        expected = precision()
         assert expected != ["ieee", "ieee"]
-        for optimizer in (KFAC, EKFAC):
-            model, loss, x, y = small()
-            train(model, optimizer(model), loss, x, y, 2)
-        assert len(seen) > 4 and all(found == ["ieee", "ieee"] for found in seen)
+        model, loss, x, y = small()
+        opt = kind(model, **options)
+        for _ in range(3):
+            loss(model(x), y).backward()
+            with Products(seen):
+                opt.step()
+        assert sum(map(len, seen.values())) > 10
+        assert {name: found for name, found in seen.items() if any(own != ["ieee", "ieee"] for own in found)} == {}
         with pytest.raises(KeyError), full_precision():
             raise KeyError
-        assert state() == expected and torch.get_float32_matmul_precision() == "medium"
+        assert precision() == expected and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("matrix", ["kfac", "ekfac", "dense", "least squares", "residual blocks"])
+def test_no_solution_is_in_reduced_precision(matrix: str):
+    model, loss, x, y = small()
+    before, seen = torch.get_float32_matmul_precision(), {}
+    rows = curvature.Jacobian.of(model(x).square().sum(1), model)
+    g = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+
+    def solve() -> None:
+        if matrix == "least squares":
+            curvature.LeastSquares(rows).precondition(g, 1.0)
+            curvature.LeastSquares(rows).solve(torch.ones(len(x)))
+        elif matrix == "residual blocks":
+            for block in curvature.residual_blocks(rows):
+                block.solve(block.inverse(1.0), g)
+        else:
+            found = operator.solve(g, damping=1.0)
+            assert found.keys() == g.keys()
+
+    torch.set_float32_matmul_precision("medium")
+    try:
+        make = curvature.gauss_newton if matrix == "dense" else getattr(curvature, matrix, None)
+        operator = None if make is None else make(model, loss, (x, y))
+        operator = operator.materialise() if matrix == "dense" else operator
+        with Products(seen):
+            solve()
+        assert seen and all(own == ["ieee", "ieee"] for found in seen.values() for own in found), seen
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from curvature.linalg import NotDefinite, cholesky, finite, matmul, symmetrised
+from curvature.linalg import NotDefinite, cholesky, finite, full_precision, matmul, symmetrised
 from curvature.operators.plain import plain, scipy_operator
 from curvature.operators.space import Space
 
@@ -269,6 +269,7 @@ class Dense(Operator):
     def materialise(self) -> Dense:
         return self
 
+    @full_precision()
     def eigenvalues(self) -> Tensor:
         return torch.linalg.eigvalsh(self.matrix)
 
@@ -277,12 +278,15 @@ class Dense(Operator):
             self._root = damping, cholesky(self.matrix, damping, repr(self))
         return self._root[1]
 
+    @full_precision()
     def _solve(self, V: Tensor, damping: float) -> Tensor:
         return torch.cholesky_solve(V, self._cholesky(damping))
 
+    @full_precision()
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         return torch.linalg.solve_triangular(self._cholesky(damping).mT, Z, upper=True)
 
+    @full_precision()
     def inverse(self, damping: float = 0.0) -> Operator:
         return Dense(self.space, torch.cholesky_inverse(self._cholesky(float(damping))))
 
