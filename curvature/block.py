@@ -111,6 +111,12 @@ class Block:
         raise NotImplementedError
 
     @staticmethod
+    def decompose_all(blocks: Sequence[Any], damping: float) -> None:
+        """`decompose` blocks of this class that have statistics."""
+        for block in blocks:
+            block.decompose(damping)
+
+    @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         """Prepare `solve` of blocks of this class that have statistics, see `curvature.invert`."""
         raise NotImplementedError

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from curvature.arrangement import Arrangement
 from curvature.block import Block
-from curvature.inverses import Inverse, factored, in_eigenbasis, not_zero
+from curvature.inverses import Inverse, factored, in_eigenbases, not_zero
 from curvature.moments import Reading, Scheme, diagonal_of, enough, matched, wide
 from curvature.sketch import added, gathered, is_sketch, mixed, scaled, slotted
 from curvature.terms import Term
@@ -134,8 +134,13 @@ class KroneckerBlock(Block):
         return self.inverse is not None
 
     def decompose(self, damping: float) -> None:
-        if self.rows is not None and self.columns is not None:
-            self.inverse = in_eigenbasis(self.rows, self.columns, damping)
+        if self.rows is not None:
+            self.decompose_all([self], damping)
+
+    @staticmethod
+    def decompose_all(blocks: Sequence[Any], damping: float) -> None:
+        for block, found in zip(blocks, in_eigenbases([(b.rows, b.columns) for b in blocks], damping), strict=True):
+            block.inverse = found
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvature.blocks import KroneckerBlock
 from curvature.contractions import sum_of
-from curvature.inverses import Inverse, bases, basis, carried, not_zero
+from curvature.inverses import Inverse, bases, carried, not_zero
 from curvature.moments import Scheme
 from curvature.terms import Term
 from curvature.turned import Basis
@@ -103,16 +103,18 @@ class EigenBlock(KroneckerBlock):
             self.values = self.values.lerp(squares / turned, w)
             self.seen += 1
 
-    def decompose(self, damping: float, share: float = 0.0) -> None:
-        """Go to the eigenbasis of the factors as they are now, and prepare `solve` in it.
+    @staticmethod
+    def decompose_all(blocks: Sequence[Any], damping: float, share: float = 0.0) -> None:
+        """Go to the eigenbases of the factors as they are now, and prepare `solve` in them.
 
         Args:
             damping: added to all values.
             share: added as well is what ``kron(B + share mean(B) I, A + share mean(A) I)`` has more than ``kron(B, A)``
                 at each eigenvalue, mean() that of the eigenvalues (`curvature.inverses.factored`).
         """
-        if self.rows is not None and self.columns is not None:
-            self._turn(basis(self.rows), basis(self.columns), damping, share)
+        found = bases([side for block in blocks for side in (block.rows, block.columns)])
+        for block, rows, columns in zip(blocks, found[::2], found[1::2], strict=True):
+            block._turn(rows, columns, damping, share)
 
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
@@ -132,9 +134,9 @@ class EigenBlock(KroneckerBlock):
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
-        found = bases([side for block in blocks for side in (block.rows, block.columns)])
-        for block, rows, columns in zip(blocks, found[::2], found[1::2], strict=True):
-            block._turn(rows, columns, torch.finfo(block.scheme.dtype).tiny ** 0.5, share)
+        for dtype in dict.fromkeys(block.scheme.dtype for block in blocks):
+            alike = [block for block in blocks if block.scheme.dtype == dtype]
+            EigenBlock.decompose_all(alike, torch.finfo(dtype).tiny ** 0.5, share)
 
     @property
     def mean_eigenvalue(self) -> Tensor:

@@ -105,10 +105,19 @@ def factored(
     return [Inverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
 
 
-def in_eigenbasis(rows: Tensor, columns: Tensor, damping: float) -> Inverse:
-    """``(kron(B, A) + damping I)^-1`` by eigenvalues; without damping, the pseudo-inverse."""
-    is_partial = is_sketch(rows) or is_sketch(columns)
-    (b, left), (a, right) = (_outlined(side) if is_partial else basis(side) for side in (rows, columns))
+def in_eigenbases(pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> list[Inverse]:
+    """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse."""
+    parts = {k for k, pair in enumerate(pairs) if any(map(is_sketch, pair))}
+    whole = iter(bases([side for k, pair in enumerate(pairs) if k not in parts for side in pair]))
+    found = [
+        (_outlined(rows), _outlined(columns)) if k in parts else (next(whole), next(whole))
+        for k, (rows, columns) in enumerate(pairs)
+    ]
+    return [_in_eigenbasis(rows, columns, damping) for rows, columns in found]
+
+
+def _in_eigenbasis(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], damping: float) -> Inverse:
+    (b, left), (a, right) = rows, columns
     values = b[:, :, None] * a[:, None, :]
     if damping > 0:
         return Inverse(left, right, 1 / (values + damping))

@@ -47,8 +47,7 @@ def _failing(kind: type[Block], blocks: Sequence[Block], share: float, damping: 
         if damping is None:
             kind.invert(blocks, share)
         else:
-            for block in blocks:
-                block.decompose(damping)
+            kind.decompose_all(blocks, damping)
         used = [(k, t) for k, b in enumerate(blocks) for t in b.prepared]
         fine = torch.stack([t.sum().double() for _, t in used]).isfinite().tolist() if used else []
         failed = {k for (k, _), is_fine in zip(used, fine, strict=True) if not is_fine}

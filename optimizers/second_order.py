@@ -127,12 +127,10 @@ class SecondOrder(Recording):
 
     def _invert(self, blocks: Sequence[Block]) -> None:
         options = self._options()
-        given = {b.names[0]: options[b.names[0]]["damping"] for b in blocks if b.names[0] in options}
-        invert([b for b in blocks if given.get(b.names[0]) is None], SHARE)
-        for block in blocks:
-            damping = given.get(block.names[0])
-            if damping is not None:
-                invert([block], SHARE, damping)
+        dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in blocks]
+        for damping in dict.fromkeys(dampings):
+            alike = [b for b, own in zip(blocks, dampings, strict=True) if own == damping]
+            invert(alike, SHARE, damping)
 
     @full_precision()
     def _solved(self, right: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -322,6 +322,20 @@ def test_no_solution_is_in_reduced_precision(matrix: str):
         torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.parametrize("options", [{}, {"damping": 0.1}], ids=["", "damping"])
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_layers_of_one_shape_are_decomposed_together(kind: type[KFAC], options: dict[str, Any], monkeypatch):
+    shapes: list[tuple[int, ...]] = []
+    for name in TRUE:
+        spy = lambda matrix, name=name: (shapes.append(tuple(matrix.shape)), TRUE[name](matrix))[1]
+        monkeypatch.setattr(torch.linalg, name, spy)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh())))
+    opt = kind(model, **options)
+    model(torch.randn(8, 6)).square().mean().backward()
+    opt.step()
+    assert sorted(shapes) == [(3, 6, 6), (3, 7, 7)]
+
+
 def test_bases_of_several_shapes():
     sides = [spd(1, 3, 3), spd(2, 4, 4), spd(1, 3, 3, seed=1)]
     for side, (values, vectors) in zip(sides, bases(sides), strict=True):

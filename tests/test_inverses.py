@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.inverses import Inverse, factored, in_eigenbasis
+from curvature.inverses import Inverse, factored, in_eigenbases
 from curvature.sketch import merged, sketched
 
 SHARE = 0.1
@@ -74,8 +74,8 @@ def test_singular_factors_without_damping():
     """The pseudo-inverse: what no sample reaches does not move."""
     rows, columns = spd(1, 3).float(), spd(1, 6, rank=2).float()
     x = rows @ torch.ones(1, 3, 6) @ columns  # within what the factors reach
-    torch.testing.assert_close(in_eigenbasis(rows, columns, 0.0)(x), torch.ones(1, 3, 6) @ projector(columns))
-    zero = in_eigenbasis(torch.zeros(1, 3, 3), columns, 0.0)(torch.ones(1, 3, 6))
+    torch.testing.assert_close(in_eigenbases([(rows, columns)], 0.0)[0](x), torch.ones(1, 3, 6) @ projector(columns))
+    zero = in_eigenbases([(torch.zeros(1, 3, 3), columns)], 0.0)[0](torch.ones(1, 3, 6))
     assert isinstance(zero, Tensor) and torch.equal(zero, torch.zeros(1, 3, 6))
 
 
@@ -88,7 +88,7 @@ def test_a_diagonal_beside_a_sketch():
     root = torch.sin(torch.arange(4 * 600.0).double()).reshape(4, 600)
     diagonal = torch.tensor([[1.0, 2.0, 5.0]]).double()
     x = torch.cos(torch.arange(3 * 600.0).double()).reshape(1, 3, 600)
-    found = in_eigenbasis(diagonal, merged(sketched(root)), 0.3)(x)
+    found = in_eigenbases([(diagonal, merged(sketched(root)))], 0.3)[0](x)
     dense = torch.kron(diagonal[0].diag(), root.T @ root) + 0.3 * torch.eye(1800).double()
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found.flatten(), torch.linalg.solve(dense, x.flatten()))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvature import RunningFactors, capture
 from curvature.blocks import KroneckerBlock
-from curvature.inverses import factored, in_eigenbasis
+from curvature.inverses import factored, in_eigenbases
 from curvature.sketch import RANK, ROWS, added, diagonal_of, merged, mixed, scaled, sketched, spectrum
 from optimizers import EKFAC, KFAC
 
@@ -90,7 +90,7 @@ def test_inverses(which: str, how: str):
         expected = torch.linalg.solve(one, x[0]) @ torch.linalg.inv(two)
         spread = torch.linalg.cond(one) * torch.linalg.cond(two)
     else:
-        found = in_eigenbasis(left, right, 0.3)
+        found = in_eigenbases([(left, right)], 0.3)[0]
         (u, p), (v, q) = torch.linalg.eigh(b), torch.linalg.eigh(a)
         damped = u[:, None] * v + 0.3
         expected = p @ ((p.T @ x[0] @ q) / damped) @ q.T
