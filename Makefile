@@ -23,7 +23,9 @@ demo: .venv/demo.stamp
 	$(BIN)/python examples/demo.py
 
 # One thread per test process: two processes with a thread pool each would fight for the cores.
-test: lint .venv/bench.stamp
+# Two things at once: lint on one core, the peers' installation on the other.
+test: .venv/test.stamp
+	@$(MAKE) --no-print-directory -j2 lint .venv/bench.stamp
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: .venv/bench.stamp

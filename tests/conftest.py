@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,6 +21,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """What torch says of modules that the catalogue has on purpose."""
     for message in ("enable_nested_tensor is True", "Using padding='same'", "reduction. 'mean' divides"):
         config.addinivalue_line("filterwarnings", f"ignore:{message}:UserWarning")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing of what is collected is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(params=DEVICES)

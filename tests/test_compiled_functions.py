@@ -45,8 +45,11 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("how", [wrapped, compiled_in_place, compiled_blocks])
-@pytest.mark.parametrize("name", FUNCTIONS)
+PAIRS = [(name, wrapped) for name in FUNCTIONS]
+PAIRS += [(name, how) for name in ("per_sample_gradients", "laplacian") for how in (compiled_in_place, compiled_blocks)]
+
+
+@pytest.mark.parametrize(("name", "how"), PAIRS)
 def test_functions_of_a_compiled_model(name: str, how: Callable[[nn.Module], nn.Module]):
     x, y = batch(1)
     expected = FUNCTIONS[name](net(), x, y)

@@ -42,10 +42,9 @@ def test_injections(inject: curvature.Injection, sharing: str):
 @pytest.mark.parametrize(
     "options", [{}, {"damping": 0.1, "weight_decay": 0.01}, {"inject": curvature.empirical()}, {"adaptive": True}]
 )
-@pytest.mark.parametrize("steps", [0, 3, 13])
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
-def test_resumes_bitwise(steps: int, options: dict[str, Any], optimizer: type[KFAC], device):
-    """From a checkpoint that was read to the CPU, as is usual, and to the device."""
+def test_resumes_bitwise(options: dict[str, Any], optimizer: type[KFAC], device, steps: int = 13):
+    """From a checkpoint that was read to the CPU, as is usual, and to the device (other steps: `test_checkpoints`)."""
     model, loss, x, y = task("cnn", device)
     opt = optimizer(model, **options)
     trained = train_adaptive if "adaptive" in options else train
