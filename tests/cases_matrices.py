@@ -22,7 +22,7 @@ LARGE = {
     *("conv_transpose3d_stride", "conv_transpose3d_output_padding", "conv_transpose3d_dilation"),
     *("conv_transpose3d_groups", "conv_transpose3d_depthwise", "conv_transpose3d_mixed", "conv_transpose3d_padding"),
     *("conv3d_padding", "conv3d_reflect", "conv3d_same", "conv3d_same_even", "conv3d_same_dilated"),
-    *("conv3d_same_reflect", "conv3d_same_circular", "conv_transpose2d_groups", "conv_transpose2d_dilation"),
+    *("conv3d_same_reflect", "conv3d_same_circular"),
     *("lstm_final_state", "unet", "unet_pixels", "unet_with_time", "hf_gpt2", "hf_gpt2_masked", "hf_bert"),
     *("hf_llama", "hf_llama_tied", "hf_vit"),
 }

@@ -16,6 +16,13 @@ import torch.multiprocessing as mp
 
 # imported once, by the process that all others are forked from
 PRELOAD = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "sklearn.datasets", "optimizers"]
+
+
+def forkserver() -> Any:
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    return multiprocessing.get_context("forkserver")
+
+
 Scenario = Callable[[int, int], Any]  # (rank, size) -> what to look at
 
 
@@ -44,7 +51,7 @@ def on_processes(size: int, scenarios: Mapping[str, Scenario], seconds: float = 
     """What every scenario returns, by rank; a traceback where it failed."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            multiprocessing.set_forkserver_preload(PRELOAD)
+            forkserver()
             mp.start_processes(run, (size, folder, dict(scenarios), seconds), size, start_method="forkserver")
         except Exception as error:  # a process that waits in vain for another that failed
             print(error)

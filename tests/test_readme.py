@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from processes import forkserver
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
@@ -34,11 +35,23 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILES = [path for path in PAGES if script_of(path.read_text("utf-8")).strip()]
 
 
-def run(script: str, name: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(script: str, name: str, folder: Path) -> SimpleNamespace:
+    """As a program of its own, forked from a process that has imported torch."""
     (folder / name).write_text(script, encoding="utf-8")
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
-    return subprocess.run([sys.executable, name], cwd=folder, env=environment, capture_output=True, text=True)
+    process = forkserver().Process(target=program, args=(name, folder))
+    process.start()
+    process.join()
+    out, err = ((folder / stream).read_text("utf-8") for stream in ("stdout", "stderr"))
+    return SimpleNamespace(returncode=process.exitcode, stdout=out, stderr=err)
+
+
+def program(name: str, folder: Path) -> None:
+    os.chdir(folder)
+    os.environ["MPLBACKEND"] = "Agg"
+    for number, stream in ((1, "stdout"), (2, "stderr")):
+        with open(stream, "wb") as file:
+            os.dup2(file.fileno(), number)
+    runpy.run_path(name, run_name="__main__")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
