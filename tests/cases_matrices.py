@@ -20,7 +20,7 @@ LARGE = {
     *("conv_transpose2d_stride", "conv_transpose2d_output_padding", "conv_transpose2d_mixed"),
     *("conv3d_replicate", "conv3d_circular", "conv_transpose3d_plain", "conv_transpose3d_no_bias"),
     *("conv_transpose3d_stride", "conv_transpose3d_output_padding", "conv_transpose3d_dilation"),
-    *("conv_transpose3d_groups", "conv_transpose3d_depthwise", "conv_transpose3d_mixed", "conv_transpose3d_padding"),
+    *("conv_transpose3d_groups", "conv_transpose3d_depthwise", "conv_transpose3d_mixed"),
     *("conv3d_padding", "conv3d_reflect", "conv3d_same", "conv3d_same_even", "conv3d_same_dilated"),
     *("conv3d_same_reflect", "conv3d_same_circular"),
     *("lstm_final_state", "unet", "unet_pixels", "unet_with_time", "hf_gpt2", "hf_gpt2_masked", "hf_bert"),
