@@ -299,9 +299,10 @@ def test_a_forward_pass_that_is_not_followed_by_a_backward_one():
     runs = []
     for looks in (0, 2):
         model, opt, (loss, x, y) = trained("mlp", 0, inject=curvature.empirical())
-        for _ in range(looks):
-            model(100 * x)
-        train(model, opt, loss, x, y, 3)
+        for _ in range(3):
+            for _ in range(looks):
+                model(100 * x)
+            train(model, opt, loss, x, y, 1)
         assert {block.structure for block in opt.factors.blocks} == {"kronecker"}
         runs.append(copied(model) | {"scale": opt.outputs.scale})
     assert_same(*runs)

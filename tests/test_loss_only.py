@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient, places
+from optimizers.outputs import Extent
 
 OPTIMIZERS = [KFAC, EKFAC, NaturalGradient]
 entropy = F.cross_entropy
@@ -234,3 +235,14 @@ def test_outputs_beside_the_loss_are_taken():
     inner = network()
     model = Raw(lambda m, x, y: (lambda z: (F.cross_entropy(z, y), z))(m.inner(x)), inner=inner)
     assert train(KFAC(model), lambda x, y: model(x, y)[0]) == trained(KFAC, entropy)
+
+
+def test_outputs_that_are_masked_do_not_count_in_their_size():
+    """Logits of -inf are no part of the root mean square, and say nothing of how far a step may go."""
+    extent = Extent()
+    extent.join(Extent.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]))
+    extent.fold()
+    assert extent.scale is not None and float(extent.scale) == pytest.approx(12.5**0.5) and extent.size == 1
+    extent.join(Extent.of([torch.full((2, 3), torch.inf)]))  # nothing to be learnt
+    extent.fold()
+    assert float(extent.scale) == pytest.approx(12.5**0.5) and extent.size == 1
