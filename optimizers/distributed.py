@@ -69,7 +69,8 @@ class Processes:
     def __init__(self, config: Distributed, device: torch.device) -> None:
         self.device = device
         self.rank, self.size = 0, 1
-        if dist.is_available() and dist.is_initialized():
+        self.is_alone = not (dist.is_available() and dist.is_initialized())
+        if not self.is_alone:
             self.given = dist.group.WORLD if config.group is None else config.group
             self.rank, self.size = dist.get_rank(self.given), dist.get_world_size(self.given)
             self.ranks = dist.get_process_group_ranks(self.given)

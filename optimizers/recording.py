@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from curvature import Blocks, Injection, Listener, RunningFactors, Tape, empirical, isotropic
@@ -52,6 +52,7 @@ class Recording(ModelOptimizer):
         self.generator: torch.Generator | None = None
         self.outputs = Extent()
         self._distributed = config
+        self._team: Team | None = None
         self._was_empty = False  # the batch of the last recorded pass
         self._substitute = ""  # what is done in place of `inject`, and why
         # when the last step ended, and seconds by part until then
@@ -66,9 +67,15 @@ class Recording(ModelOptimizer):
 
     # -- processes
 
-    @functools.cached_property
+    @property
     def team(self) -> Team:
-        """The processes that train the model together, known once they are needed."""
+        """The processes that train the model together; another once torch.distributed is initialised, or no longer."""
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        if self._team is None or self._team.processes.is_alone != is_alone:
+            self._team = self._gathered()
+        return self._team
+
+    def _gathered(self) -> Team:
         processes = Processes(self._distributed, next(self.model.parameters()).device)
         workers = Workers(processes, self._distributed.gradient_worker_fraction)
         factors, outputs = self.factors, self.outputs
@@ -194,7 +201,8 @@ class Recording(ModelOptimizer):
         self._pending.clear()
         self._sent.clear()
         self.passes.forget()
-        self.team.statistics.discard()
+        if self._team is not None:
+            self._team.statistics.discard()
         self.outputs.discard()
         self.factors.discard()
 

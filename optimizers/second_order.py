@@ -75,6 +75,7 @@ class SecondOrder(Recording):
             self._pending.clear()
             self._sent.clear()
             if renews and self.team.processes.size > 1:
+                self.team.statistics.launch()  # first, as where the backward pass did so: one order wherever it can be
                 if not any(map(is_sharded, self._trained().values())):
                     self.team.processes.check_alike(self._gradients())
                 self.factors.gather(self.team.processes.objects)
@@ -211,7 +212,8 @@ class SecondOrder(Recording):
         self._open = None
         torch.optim.Optimizer.load_state_dict(self, state_dict)
         self._discard()
-        self.team.workers.made.clear()
+        if self._team is not None:
+            self._team.workers.made.clear()
         device = next(p for group in self.param_groups for p in group["params"]).device
         generator, scale = own.pop("generator"), own.pop("output_scale")
         self.outputs.scale, self.outputs.size = None if scale is None else scale.to(device), own.pop("output_size")

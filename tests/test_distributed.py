@@ -250,3 +250,19 @@ def test_as_one_process_on_the_whole_batch(size: int, name: str, monkeypatch):
     allowed = {"rtol": 1e-5, "atol": 1e-6} if "sharded" in name else {"rtol": 1e-9, "atol": 1e-10}
     allowed = {"rtol": 1e-7, "atol": 1e-8} if name in ILL else allowed
     torch.testing.assert_close(SAME[name](0, 1), found[0], **allowed)
+
+
+def test_processes_that_come_later_are_seen(monkeypatch):
+    """A state that is loaded, or a pass that is seen, before torch.distributed is initialised: not alone for ever."""
+    model = mlp()
+    opt = KFAC(model)
+    opt.load_state_dict(opt.state_dict())
+    x, _ = part(0, 1, [EACH])
+    model(x)
+    assert opt.team.processes.size == 1
+    given = {"is_initialized": True, "get_rank": 1, "get_world_size": 3, "get_process_group_ranks": [0, 1, 2]}
+    for name, value in given.items():
+        monkeypatch.setattr(dist, name, lambda *args, value=value: value)
+    assert (opt.team.processes.rank, opt.team.processes.size) == (1, 3)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    assert opt.team.processes.size == 1
