@@ -25,11 +25,9 @@ class Extent:
     @torch.no_grad()
     def of(outputs: Sequence[Tensor]) -> Sums:
         """What a pass with these outputs adds, samples along their first axis. What is not finite does not count."""
-        wide = [x.detach().float() for x in outputs]
-        fine = [x.isfinite() for x in wide]
-        pairs = list(zip(wide, fine, strict=True))
-        squares = torch.stack([torch.where(is_fine, x, 0).square().sum() for x, is_fine in pairs]).sum()
-        entries = torch.stack([is_fine.sum() for is_fine in fine]).sum()
+        found = [x.detach().float().square() for x in outputs]
+        entries = torch.stack([x.isfinite().sum() for x in found]).sum()
+        squares = torch.stack([x.nan_to_num_(0.0, 0.0, 0.0).sum() for x in found]).sum()
         return {"squares": squares, "numbers": torch.stack([squares.new_tensor(len(outputs[0])), entries])}
 
     def cut(self) -> Sums:
