@@ -49,6 +49,7 @@ class Injection:
     """
 
     is_random: ClassVar[bool] = False
+    """Whether the vectors are drawn."""
     weighs_samples: ClassVar[bool] = True
     """Whether sample n counts with its mass m_n (`curvature.losses.sample_masses`) in a mean, or as one of N."""
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from curvature.operators import Operator
 
-# More than 700 parameters, or 180 entries in one sample's output: their references take seconds each. Of the options of
-# convolutions each is among the others in one or two dimensions.
+# More than 700 parameters, or 360 entries or more in one sample's output: their references take seconds each. Of the
+# options of convolutions each is among the others in one or two dimensions.
 LARGE = {
     *("conv_transpose2d_stride", "conv_transpose2d_output_padding", "conv_transpose2d_mixed"),
     *("conv3d_replicate", "conv3d_circular", "conv_transpose3d_plain", "conv_transpose3d_no_bias"),
