@@ -1,11 +1,6 @@
 """Second-order information for PyTorch: activations and backprops of every layer, and what follows from them."""
 
-from curvature.block import Block
-from curvature.capture import Listener, capture
-from curvature.compiled import Eagerly, unwrapped
-from curvature.derivatives import Jacobian, residual_jacobian
 from curvature.estimators import (
-    conjugate_gradient,
     hutchinson_diagonal,
     hutchinson_trace,
     hutchpp_trace,
@@ -15,15 +10,21 @@ from curvature.estimators import (
     xdiag,
     xtrace,
 )
-from curvature.factors import Blocks, RunningFactors
-from curvature.gradients import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
-from curvature.injection import Injection, empirical, exact, isotropic, propagated, sampled
-from curvature.jacobian import output_changes
-from curvature.kronecker import EigenKronecker, Kronecker
-from curvature.laplacian import laplacian
+from curvature.forward_laplacian import laplacian
+from curvature.functional import WrittenOut
+from curvature.gradients import (
+    Jacobian,
+    check_gradients,
+    output_changes,
+    per_sample_gradients,
+    per_sample_gram,
+    per_sample_norms,
+    residual_jacobian,
+    sample_layouts,
+)
 from curvature.layers import Layout
-from curvature.leastsquares import LeastSquares
 from curvature.linalg import full_precision, symmetric_eigh, watched
+from curvature.losses import Injection, empirical, exact, isotropic, propagated, sampled
 from curvature.matrices import (
     ekfac,
     empirical_fisher,
@@ -34,14 +35,29 @@ from curvature.matrices import (
     hessian,
     kfac,
 )
-from curvature.matrixfree import MatrixFree
-from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Space, load
-from curvature.prepared import invert
-from curvature.residualblocks import ResidualBlock, residual_blocks
-from curvature.structure import sample_layouts
-from curvature.tape import Tape, Use, is_sharded
-from curvature.wholecurvature import WholeCurvature
-from curvature.written_out import WrittenOut
+from curvature.operators import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Kronecker,
+    MatrixFree,
+    Operator,
+    Space,
+    conjugate_gradient,
+    load,
+)
+from curvature.preconditioners import (
+    Block,
+    Blocks,
+    LeastSquares,
+    ResidualBlock,
+    RunningFactors,
+    WholeCurvature,
+    invert,
+    residual_blocks,
+)
+from curvature.recording import Eagerly, Listener, Tape, Use, capture, is_sharded, unwrapped
 
 __all__ = [
     "Block",

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvature.arrangement import Arrangement
-from curvature.kronecker import EigenKronecker, Kronecker
-from curvature.matrixfree import Inverse, MatrixFree
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Scaled, Space, Sum
+from curvature.operators.kronecker import EigenKronecker, Kronecker
+from curvature.operators.matrix_free import Inverse, MatrixFree
+from curvature.terms.affine_layout import Arrangement
 
 # How layers lie in (g, o, i): plain, with a bias, grouped convolution, transposed matrix, grouped transposed
 # convolution, scale and shift of a normalisation.

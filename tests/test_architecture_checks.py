@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from test_architecture import (
     Import,
-    curvature_faults,
+    arrow_faults,
     cycle_of,
     imports_of,
     modules_of,
-    optimizer_faults,
     size_faults,
     top_level,
     undocumented,
@@ -32,66 +31,59 @@ def modules(root: Path, **sources: str) -> dict[str, Path]:
     return modules_of(root)
 
 
+def faults(found: dict[str, Path], **exported: list[str]) -> list[str]:
+    return list(arrow_faults(found, lambda package: exported.get(package.replace(".", "__"), [])))
+
+
 @pytest.mark.parametrize(
     ("name", "source", "fault"),
     [
-        ("curvature__losses", "from .layers import linear", "(level 0) imports curvature.layers"),
         (
-            "curvature__losses",
-            "def f():\n    import curvature.layers.linear",
-            "(level 0) imports curvature.layers.linear",
+            "curvature__terms__basic",
+            "from curvature.layers import Rule",
+            "(floor 1) imports curvature.layers (floor 2)",
         ),
-        ("curvature__losses", "from . import linalg", "(level 0) imports curvature.linalg (level 0)"),
-        ("curvature__layers__linear", "from ..capture import capture", "(level 1) imports curvature.capture"),
-        ("curvature__capture", "from . import something", "imports curvature (level 11)"),
-        ("curvature__losses", "import numpy.linalg", "imports numpy"),
-        ("curvature__matrices", "import matplotlib", "imports matplotlib"),
-        ("curvature__plots", "from optimizers import kfac", "knows nothing of the optimizers"),
-        ("curvature__unheard", "import torch", "add it to LEVELS in tests/test_architecture.py"),
+        ("curvature__terms__basic", "def f():\n    import curvature.layers", "imports curvature.layers (floor 2)"),
+        (
+            "curvature__terms__basic",
+            "from curvature.linalg import eigh",
+            "(floor 1) imports curvature.linalg (floor 1)",
+        ),
+        ("curvature__gradients__batch", "from ..layers.base import Rule", "which curvature.layers does not export"),
+        (
+            "curvature__gradients__batch",
+            "from curvature.layers import hidden",
+            "which curvature.layers does not export",
+        ),
+        ("curvature__gradients__batch", "import curvature.layers", "which curvature.layers does not export"),
+        ("curvature__gradients__batch", "from curvature import something", "imports curvature (floor 6)"),
+        ("curvature__terms__basic", "import numpy.linalg", "imports numpy"),
+        ("curvature__matrices__builders", "import matplotlib", "imports matplotlib"),
+        ("curvature__plots__style", "from optimizers import kfac", "imports optimizers (floor 7)"),
+        ("curvature__unheard", "import torch", "add it to FLOORS in tests/test_architecture.py"),
+        ("optimizers__kfac", "from curvature.layers.base import Rule", "which curvature.layers does not export"),
+        ("optimizers__kfac", "import numpy", "imports numpy"),
     ],
 )
 def test_arrows_up_are_found(tmp_path: Path, name: str, source: str, fault: str) -> None:
-    empty = dict.fromkeys(
-        ["curvature__linalg", "curvature__capture", "curvature__layers__linear", "optimizers__kfac"], ""
-    )
-    (found,) = curvature_faults(modules(tmp_path, **{**empty, name: source}))
-    assert fault in found
+    rooms = dict.fromkeys(["curvature__layers__base", "curvature__linalg__eigen", "optimizers__kfac"], "")
+    found = modules(tmp_path, **{**rooms, name: source})
+    (message,) = faults(found, curvature__layers=["Rule"], curvature__linalg=["eigh"])
+    assert fault in message
 
 
 def test_arrows_down_are_fine(tmp_path: Path) -> None:
     sources = {
-        "curvature__losses": "import math, torch.nn as nn\nfrom torch import Tensor",
-        "curvature__layers__base": "from .. import losses",
-        "curvature__layers__linear": "from .base import Rule\nfrom ..losses import reduction",
-        "curvature__gradients": "from . import layers\nfrom tqdm import tqdm\nimport curvature.layers.linear",
-        "curvature__plots": "import matplotlib.pyplot as plt",
-        "optimizers__kfac": "",
+        "curvature__terms__basic": "import math, torch.nn as nn\nfrom torch import Tensor",
+        "curvature__layers__base": "from ..terms import Outer",
+        "curvature__layers__linear": "from .base import Rule\nfrom curvature import terms",
+        "curvature__matrices__builders": "from tqdm import tqdm\nfrom curvature.layers import Rule",
+        "curvature__plots__style": "import matplotlib.pyplot as plt",
+        "optimizers__kfac": "from curvature.layers import Rule",
     }
     found = modules(tmp_path, **sources)
-    (tmp_path / "curvature/__init__.py").write_text("from .plots import show\nfrom . import gradients")
-    assert not list(curvature_faults(found))
+    assert not faults(found, curvature__terms=["Outer"], curvature__layers=["Rule"])
     assert not cycle_of(found)
-
-
-@pytest.mark.parametrize(
-    ("source", "fault"),
-    [
-        ("from curvature import hidden", "hidden"),
-        ("from curvature.matrices import kfac", "curvature.matrices"),
-        ("import curvature.matrices", "curvature.matrices"),
-        ("import curvature\ncurvature.hidden()", "curvature.hidden"),
-        ("import curvature as c\nc.hidden", "curvature.hidden"),
-        ("import numpy", "numpy"),
-    ],
-)
-def test_private_names_are_found(tmp_path: Path, source: str, fault: str) -> None:
-    (found,) = optimizer_faults(modules(tmp_path, optimizers__kfac=source), ["kfac"])
-    assert fault in found
-
-
-def test_public_names_are_fine(tmp_path: Path) -> None:
-    source = "import curvature, math, torch\nfrom curvature import kfac\nfrom .updates import f\ncurvature.kfac()"
-    assert not list(optimizer_faults(modules(tmp_path, optimizers__kfac=source), ["kfac"]))
 
 
 def test_cycles_are_found(tmp_path: Path) -> None:

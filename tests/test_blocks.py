@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from case import Raw, seeded
 from torch import Tensor, nn
 
-import curvature.factors
+import curvature.preconditioners.block_diagonal
 from curvature import Block, RunningFactors, capture
-from curvature.blocks import DiagonalBlock, KroneckerBlock
+from curvature.preconditioners.diagonal import DiagonalBlock
+from curvature.preconditioners.kronecker import KroneckerBlock
 
 N = 6
 
@@ -137,7 +138,7 @@ def close(found: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
 @pytest.mark.parametrize("limit", [2048, 3])
 def test_solve_is_dense(name: str, limit: int, device, monkeypatch):
     """(kron(B, A) + damping I)^-1; a side beyond the limit is a diagonal."""
-    monkeypatch.setattr(curvature.factors, "MAX_SIZE", limit)
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
     model, x = built(name, device)
     block = block_of(recorded(model, x), model)
     assert isinstance(block, KroneckerBlock) and block.reason == ""

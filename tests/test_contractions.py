@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from case import seeded
 from torch import Tensor
 
-from curvature import contractions
-from curvature.terms import Convolved, ConvolvedBack, Dense, Entrywise, Outer, Part, Rows, Term
+from curvature.terms import Convolved, ConvolvedBack, Dense, Entrywise, Outer, Part, Rows, Term, contractions
 
 N = 5
 Sizes = tuple[int, ...]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import curvature
-from curvature.blocks import KroneckerBlock
-from curvature.inverses import bases
-from curvature.linalg import full_precision, inverse, symmetric_eigh
+from curvature.kronecker.inverses import bases
+from curvature.linalg.decompositions import full_precision, inverse, symmetric_eigh
+from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
 
 Fault = Callable[[Any], Any]

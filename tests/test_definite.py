@@ -6,9 +6,9 @@ import pytest
 import torch
 from structures import ARRANGEMENTS, Source
 
-from curvature.kronecker import Kronecker
-from curvature.matrixfree import MatrixFree
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Scaled, Space, Sum
+from curvature.operators.kronecker import Kronecker
+from curvature.operators.matrix_free import MatrixFree
 
 DTYPES = (torch.float64, torch.float32)
 

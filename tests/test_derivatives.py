@@ -13,7 +13,7 @@ from case import Raw, randomise, seeded
 from torch import Tensor, nn
 
 import curvature
-from curvature.structure import PLANS
+from curvature.gradients.plans import PLANS
 
 D, N = 3, 7
 

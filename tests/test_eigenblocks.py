@@ -16,14 +16,15 @@ from oracle_eigen import carried, diagonals, products, solution
 from test_blocks import N, block_of, close, floats, full, indices, jacobians, normal_vectors, record, unit_vectors
 from torch import Tensor, nn
 
-import curvature.factors
-import curvature.inverses
-from curvature import Block, RunningFactors, contractions, squares
-from curvature.blocks import DiagonalBlock, KroneckerBlock
-from curvature.eigenblocks import EigenBlock
-from curvature.prepared import invert
-from curvature.terms import Outer, Rows
-from curvature.turned import Basis
+import curvature.kronecker.inverses
+import curvature.preconditioners.block_diagonal
+from curvature import Block, RunningFactors
+from curvature.kronecker.eigenbasis import Basis
+from curvature.preconditioners.diagonal import DiagonalBlock
+from curvature.preconditioners.eigen import EigenBlock
+from curvature.preconditioners.inversion import invert
+from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.terms import Outer, Rows, contractions, squared_gradients
 
 DECAY = 0.9
 
@@ -104,7 +105,7 @@ def densely(block: Any, model: nn.Module, values: Tensor) -> Tensor:
 )
 def test_values_are_exact(name: str, sharing: str, limit: int, chunk: int, device: str, monkeypatch):
     """Those of samples one by one, however the factors sum over places, in whichever basis."""
-    monkeypatch.setattr(curvature.factors, "MAX_SIZE", limit)
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
     monkeypatch.setattr(contractions, "CHUNK", chunk)
     model, (x, y) = built(name, 2, device)
     factors, block = started(model, x, sharing)
@@ -117,7 +118,7 @@ def test_values_are_exact(name: str, sharing: str, limit: int, chunk: int, devic
 def test_gradients_of_samples_are_not_built_where_squares_will_do(name: str, monkeypatch):
     model, (x, y) = built(name, 2)
     factors, block = started(model, x)
-    for owner in (squares, Basis):
+    for owner in (squared_gradients, Basis):
         monkeypatch.setattr(owner, "_built", None)
     fold(factors, model, y)
     close(block.values, exact(block, model, y))
@@ -153,7 +154,7 @@ def test_terms_of_different_numbers_of_samples():
 @pytest.mark.parametrize("name", ["decoder", "tied_autoencoder_square", "matrix"])
 @pytest.mark.parametrize("limit", [2048, 2])
 def test_a_batch_that_reads_the_weight_in_another_way_alone(name: str, limit: int, monkeypatch):
-    monkeypatch.setattr(curvature.factors, "MAX_SIZE", limit)
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
     model, (x,) = built(name)
     _, block = started(model, x)
     (shape,) = block.scheme.arrangement.shapes
@@ -207,7 +208,7 @@ def test_sums_of_an_unfinished_step_are_carried_over_too(name: str):
 @some_models
 def test_signs_and_order_of_eigenvectors_do_not_matter(name: str, monkeypatch):
     model, xs = built(name, 4)
-    eigh = curvature.inverses.eigh
+    eigh = curvature.kronecker.inverses.eigh
 
     def scrambled(side: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = eigh(side)
@@ -224,7 +225,7 @@ def test_signs_and_order_of_eigenvectors_do_not_matter(name: str, monkeypatch):
 
     expected = run()
     generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(curvature.inverses, "eigh", scrambled)
+    monkeypatch.setattr(curvature.kronecker.inverses, "eigh", scrambled)
     close(run(), expected)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from structures import Source, blocks, dense, structures
 
+from curvature import conjugate_gradient
 from curvature.estimators import (
-    conjugate_gradient,
     hutchinson_diagonal,
     hutchinson_trace,
     hutchpp_trace,

@@ -9,8 +9,8 @@ from moments import rand, randn
 from torch import nn
 
 from curvature import check_gradients, per_sample_gradients
-from curvature.batch import Batch
-from curvature.losses import joined, per_sample_losses, resolve, sample_masses
+from curvature.gradients.batch import Batch
+from curvature.losses.per_sample import joined, per_sample_losses, resolve, sample_masses
 
 DOUBLE = torch.float64
 OPTIONS = [

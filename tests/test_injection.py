@@ -21,7 +21,7 @@ from moments import (
 )
 from torch import nn
 
-from curvature.injection import CHUNK, SEED, Injection, empirical, exact, isotropic, propagated, sampled
+from curvature.losses.injections import CHUNK, SEED, Injection, empirical, exact, isotropic, propagated, sampled
 
 C, PLACES = 3, 2
 ALL = [exact(), sampled(2), propagated(2), isotropic(2), empirical()]

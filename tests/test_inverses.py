@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.inverses import Inverse, factored, in_eigenbases
-from curvature.sketch import merged, sketched
+from curvature.kronecker.inverses import Inverse, factored, in_eigenbases
+from curvature.linalg.sketch import merged, sketched
 
 SHARE = 0.1
 

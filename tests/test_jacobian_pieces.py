@@ -12,8 +12,8 @@ from case import Raw, seeded
 from torch import Tensor, nn
 
 import curvature
-from curvature.structure import PLANS
-from curvature.study import _say
+from curvature.gradients.plans import PLANS
+from curvature.gradients.verification import _say
 
 X, Y = torch.linspace(-1, 1, 14).reshape(7, 2).double(), torch.linspace(0, 2, 8).reshape(4, 2).double()
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from structures import ARRANGEMENTS, Source, blocks, eigen, kronecker
 
-from curvature.kronecker import EigenKronecker, Kronecker
 from curvature.operators import Diagonal
+from curvature.operators.kronecker import EigenKronecker, Kronecker
 
 D = 0.3
 

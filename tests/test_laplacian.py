@@ -16,9 +16,9 @@ from cases_laplacian import FORMS, GENERAL, MODELS, D, N, assert_equal, block, c
 from torch import Tensor, nn
 
 import curvature
-from curvature.graph import tape_of
-from curvature.laplacian import _say
-from curvature.taylor import NoRule
+from curvature.forward_laplacian import NoRule
+from curvature.forward_laplacian.laplacian import _say
+from curvature.recording.autograd_graph import tape_of
 from optimizers import KFAC, NaturalGradient
 
 

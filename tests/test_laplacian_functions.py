@@ -14,7 +14,7 @@ from cases_laplacian import D, N, case, check
 from torch import Tensor, nn
 
 import curvature
-from curvature.laplacian import _say
+from curvature.forward_laplacian.laplacian import _say
 
 UNARY = [
     "tanh", "sin", "cos", "exp", "sigmoid", "square", "tan", "sinh", "cosh", "atan", "asinh", "exp2", "expm1",

@@ -9,10 +9,10 @@ import torch
 from moments import MANY, rand, randn, repeated, second_moment, source, within_five_errors
 from torch import nn
 
-from curvature.injection import exact, propagated, sampled
-from curvature.likelihoods import PROBABILITY_EPS
-from curvature.losses import resolve
-from curvature.roots import hessian_root, likelihood, term_masses
+from curvature.losses.injections import exact, propagated, sampled
+from curvature.losses.likelihoods import PROBABILITY_EPS
+from curvature.losses.output_hessian import hessian_root, likelihood, term_masses
+from curvature.losses.per_sample import resolve
 
 C, PLACES = 3, 2
 DOUBLE = torch.float64

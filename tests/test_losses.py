@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses import per_sample_losses, reduction_of
+from curvature.losses.per_sample import per_sample_losses, reduction_of
 
 # torch's advice on shapes and on the mean of a KL divergence, where a test means exactly that
 pytestmark = pytest.mark.filterwarnings("ignore:(Using a target size|reduction. 'mean'|There is a performance drop)")

@@ -7,8 +7,8 @@ import torch
 from case import seeded
 from torch import Tensor
 
-from curvature.inverses import Inverse, factored
-from curvature.lowrank import FAR, LARGE, PART, low_rank
+from curvature.kronecker.inverses import Inverse, factored
+from curvature.linalg.low_rank import FAR, LARGE, PART, low_rank
 from optimizers import KFAC
 
 SIZE, DAMPING = 300, 0.05
@@ -109,7 +109,7 @@ def test_in_training(monkeypatch: pytest.MonkeyPatch):
     """Wide layers: the loss falls as with whole inverses, and the report says what was done."""
     found, reports = [], []
     for large in (LARGE, SIZE * 100):
-        monkeypatch.setattr("curvature.inverses.LARGE", large)
+        monkeypatch.setattr("curvature.kronecker.inverses.LARGE", large)
         with seeded(0):
             model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
             x = torch.randn(64, 300) / torch.arange(1, 301)

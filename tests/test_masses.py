@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from moments import rand, randn, source
 from torch import nn
 
-from curvature.losses import per_sample_losses, resolve, sample_masses
+from curvature.losses.per_sample import per_sample_losses, resolve, sample_masses
 
 C, PLACES = 4, 5
 DOUBLE = torch.float64

@@ -12,10 +12,10 @@ from case import Raw
 from torch import Tensor, nn
 from views import WEIGHTS, N, built, close, drawn, means, scheme_of, terms_of
 
-import curvature.moments
-from curvature.contractions import gradients
-from curvature.moments import Reading, Scheme, matched
+import curvature.kronecker.factors
+from curvature.kronecker.factors import Reading, Scheme, matched
 from curvature.terms import Entrywise, Outer
+from curvature.terms.contractions import gradients
 
 each_sharing = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 
@@ -77,7 +77,7 @@ def test_convolutions(name: str, sharing: str, monkeypatch):
     a, b = convolution_view(layer, x, v)
     moment, outputs = means(a, b, sharing)
     for chunk in (1 << 24, 1):
-        monkeypatch.setattr(curvature.moments, "CHUNK", chunk)
+        monkeypatch.setattr(curvature.kronecker.factors, "CHUNK", chunk)
         total, number = scheme.activations(terms["weight"])
         close(total / number, moment)
     close(scheme.backprops(terms["weight"], weights=WEIGHTS), outputs)
@@ -327,9 +327,9 @@ def test_what_has_no_kronecker_factors():
 def test_a_large_moment_is_that_of_all_rows(rows: int, groups: int, d: int, monkeypatch):
     a = torch.randn(rows, groups, d, dtype=torch.float64)
     calls = []
-    symmetric = curvature.moments._symmetric
-    monkeypatch.setattr(curvature.moments, "_symmetric", lambda *sides: calls.append(1) or symmetric(*sides))
-    found = curvature.moments._second(a, a, False)
+    symmetric = curvature.kronecker.factors._symmetric
+    monkeypatch.setattr(curvature.kronecker.factors, "_symmetric", lambda *sides: calls.append(1) or symmetric(*sides))
+    found = curvature.kronecker.factors._second(a, a, False)
     assert len(calls) == (rows >= 512 and d >= 256)
     close(found, torch.einsum("ngi,ngj->gij", a, a))
-    close(curvature.moments._second(a, a.flip(0), False), torch.einsum("ngi,ngj->gij", a, a.flip(0)))
+    close(curvature.kronecker.factors._second(a, a.flip(0), False), torch.einsum("ngi,ngj->gij", a, a.flip(0)))

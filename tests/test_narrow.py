@@ -15,7 +15,7 @@ from snapshots import unchanged
 from torch import Tensor, nn
 
 import curvature
-from curvature.stream import Pass
+from curvature.matrices.passes import Pass
 
 N, T, WIDTH, WORDS = 3, 2, 3, 20
 NARROW = T * (1 + WIDTH)  # one vector for each place for the last layer, and for each of its inputs for the rest
@@ -105,7 +105,7 @@ def test_vectors_are_bounded(monkeypatch: pytest.MonkeyPatch):
     build, loss, target = NARROWED["mean"]
     model, data = made(build, target)
     expected = oracle.Matrices(model, loss, data).fisher.diagonal()
-    monkeypatch.setattr("curvature.stream.BUDGET", 500)
+    monkeypatch.setattr("curvature.matrices.passes.BUDGET", 500)
     matches(diagonal(model, loss, data, monkeypatch)[0], expected)
 
 

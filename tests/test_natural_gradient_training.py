@@ -15,7 +15,7 @@ from case import Raw, randomise, seeded
 from torch import Tensor, nn
 
 from curvature import empirical, exact, isotropic, sampled
-from curvature.structure import PLANS
+from curvature.gradients.plans import PLANS
 from optimizers import NaturalGradient
 
 N, C, DAMPING = 6, 3, 0.05

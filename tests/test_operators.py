@@ -10,10 +10,10 @@ import pytest
 import torch
 from structures import ARRANGEMENTS, Source, blocks, dense, diagonal, kronecker, matrix_free, structures, total
 
-from curvature.arrangement import Arrangement
-from curvature.kronecker import Kronecker
-from curvature.matrixfree import DIRECT, MatrixFree
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Space, Sum, base, load
+from curvature.operators.kronecker import Kronecker
+from curvature.operators.matrix_free import DIRECT, MatrixFree
+from curvature.terms.affine_layout import Arrangement
 
 D = 0.3
 DTYPES = (torch.float64, torch.float32)

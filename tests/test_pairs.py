@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from moments import MANY, binary, counts, joined_moment, normal, rand, randn, repeated, source, within_five_errors
 from torch import nn
 
-from curvature.injection import Curved, empirical, exact, isotropic, propagated, sampled
-from curvature.losses import resolve, sample_masses
-from curvature.roots import hessian_product
+from curvature.losses.injections import Curved, empirical, exact, isotropic, propagated, sampled
+from curvature.losses.output_hessian import hessian_product
+from curvature.losses.per_sample import resolve, sample_masses
 
 C, PLACES = 3, 2
 DOUBLE = torch.float64

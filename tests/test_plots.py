@@ -15,9 +15,9 @@ from pictures import assert_refused
 from torch import nn
 
 from curvature import ekfac, fisher, fisher_blocks, fisher_diagonal, kfac, plots, sampled, spectral_density, xtrace
-from curvature.matrixfree import MatrixFree
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Space
-from curvature.plots.heat import MOST_GROUPS, MOST_LAYERS, MOST_POINTS
+from curvature.operators.matrix_free import MatrixFree
+from curvature.plots.heatmaps import MOST_GROUPS, MOST_LAYERS, MOST_POINTS
 
 LOSS = nn.CrossEntropyLoss()
 

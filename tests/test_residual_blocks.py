@@ -12,7 +12,7 @@ from test_kfac_residuals import Closure, by_hand, nested, problem, spread
 from torch import Tensor, nn
 
 from curvature import Jacobian, residual_blocks
-from curvature.kroneckersum import kronecker_sum
+from curvature.kronecker.sums import kronecker_sum
 
 # -- sums of Kronecker products
 

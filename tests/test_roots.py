@@ -21,7 +21,7 @@ from moments import (
 )
 from torch import nn
 
-from curvature.roots import hessian_root, likelihood, term_masses
+from curvature.losses.output_hessian import hessian_root, likelihood, term_masses
 
 C, PLACES = 3, 2
 WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=torch.float64)

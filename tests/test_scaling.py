@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-import curvature.factors
-import curvature.moments
-import curvature.sketch
+import curvature.kronecker.factors
+import curvature.linalg.sketch
+import curvature.preconditioners.block_diagonal
 from optimizers.schedule import Schedule
 
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
@@ -52,9 +52,9 @@ def networks(model: ModuleType) -> list[list[Any]]:
 
 
 def test_sizes_are_those_of_the_package(model: ModuleType) -> None:
-    assert model.LARGEST == curvature.factors.MAX_SIZE
-    assert (model.RANK, model.ROWS) == (curvature.sketch.RANK, curvature.sketch.ROWS)
-    assert (model.ENOUGH, model.LEAST) == (curvature.moments.ENOUGH, curvature.moments.LEAST)
+    assert model.LARGEST == curvature.preconditioners.block_diagonal.MAX_SIZE
+    assert (model.RANK, model.ROWS) == (curvature.linalg.sketch.RANK, curvature.linalg.sketch.ROWS)
+    assert (model.ENOUGH, model.LEAST) == (curvature.kronecker.factors.ENOUGH, curvature.kronecker.factors.LEAST)
 
 
 @pytest.mark.parametrize("interval", [1, 3, 10])
@@ -197,7 +197,7 @@ def test_kept_rows_are_those_of_the_package(model: ModuleType) -> None:
 
     for inputs, samples, places in ((5, 64, 32), (5, 15, 100), (40, 64, 1), (4, 41, 9)):
         a, b = torch.zeros(samples, places, 1, inputs), torch.zeros(samples, places, 1, 2)
-        (kept,) = curvature.moments.enough([Outer(a, b, (2, inputs))], "expand")
+        (kept,) = curvature.kronecker.factors.enough([Outer(a, b, (2, inputs))], "expand")
         assert model.kept_rows(model.Layer(inputs, 2, places), samples) == len(kept) * places
 
 

@@ -11,9 +11,9 @@ from case import seeded
 from torch import Tensor, nn
 
 from curvature import RunningFactors, capture
-from curvature.blocks import KroneckerBlock
-from curvature.inverses import factored, in_eigenbases
-from curvature.sketch import RANK, ROWS, added, diagonal_of, merged, mixed, scaled, sketched, spectrum
+from curvature.kronecker.inverses import factored, in_eigenbases
+from curvature.linalg.sketch import RANK, ROWS, added, diagonal_of, merged, mixed, scaled, sketched, spectrum
+from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
 
 D = 600
@@ -127,7 +127,7 @@ OPTIONS: list[tuple[type[KFAC], dict[str, Any]]] = [
 @pytest.mark.parametrize(("optimizer", "options"), OPTIONS)
 def test_training(monkeypatch: pytest.MonkeyPatch, optimizer: type[KFAC], options: dict[str, Any]):
     """With sketches the loss falls about as with KFAC's whole sides; runs resume bitwise."""
-    monkeypatch.setattr("curvature.factors.MAX_SIZE", LARGE)
+    monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIZE", LARGE)
     model = wide_net()
     opt = optimizer(model, **options)
     train(model, opt, 0, 12)
@@ -142,7 +142,7 @@ def test_training(monkeypatch: pytest.MonkeyPatch, optimizer: type[KFAC], option
     assert train(other, resumed, 12, 24) == found
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert ("too large for an eigenbasis" in opt.report()) == (optimizer is EKFAC)
-    monkeypatch.setattr("curvature.factors.MAX_SIZE", 10 * D)
+    monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIZE", 10 * D)
     whole = wide_net()
     expected = train(whole, KFAC(whole, **options), 0, 24)
     start = (wide_net()(batch(23)[0]) - batch(23)[1]).square().mean().item()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvature
-from curvature.structure import find_layout
+from curvature.gradients.sample_axes import find_layout
 
 N = 4
 

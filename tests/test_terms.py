@@ -12,9 +12,9 @@ from case import Raw
 from torch import Tensor, nn
 from views import WEIGHTS, N, built, close, drawn, means, terms_of
 
-from curvature.contractions import gradients, pieces
-from curvature.moments import Scheme
+from curvature.kronecker.factors import Scheme
 from curvature.terms import Part
+from curvature.terms.contractions import gradients, pieces
 
 
 class Attention(nn.Module):

@@ -10,8 +10,8 @@ from case import randomise, seeded
 from torch import Tensor, nn
 
 from curvature import capture, sample_layouts
-from curvature.moments import Scheme
-from curvature.structure import explained, joint_bias
+from curvature.gradients.parameter_terms import explained, joint_bias
+from curvature.kronecker.factors import Scheme
 from curvature.terms import Term
 
 N = 3

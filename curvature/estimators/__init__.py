@@ -1,15 +1,16 @@
-"""What products alone tell of a matrix: solutions, traces, diagonals, eigenvalues, log-determinants."""
+"""What products with a matrix tell of it: traces, diagonals, eigenvalues, log-determinants, spectral densities.
+
+In: an operator. Out: an estimate, with its standard error where it is random.
+"""
 
 from curvature.estimators.estimate import Estimate
 from curvature.estimators.lanczos import Tridiagonal, lanczos
-from curvature.estimators.solvers import conjugate_gradient
 from curvature.estimators.spectra import lanczos_eigenpairs, lanczos_eigenvalues, lanczos_logdet, spectral_density
 from curvature.estimators.traces import hutchinson_diagonal, hutchinson_trace, hutchpp_trace, xdiag, xtrace
 
 __all__ = [
     "Estimate",
     "Tridiagonal",
-    "conjugate_gradient",
     "hutchinson_diagonal",
     "hutchinson_trace",
     "hutchpp_trace",

@@ -1,21 +1,25 @@
-"""One rule per layer: how its input and its backprop are viewed per sample. The table is `RULES`."""
+"""One rule for each torch function that reads parameters: how its input and its backprop look sample by sample.
 
-from curvature.layers import contraction, convolution, elementwise, embedding, normalisation
+In: a recorded call, the backprop at its output, and where the samples are in it (`Layout`). Out: a term for each
+parameter (`curvature.terms`). The table is `RULES`; a new rule is one function with `@register`.
+"""
+
+from curvature.layers import convolution, elementwise, embedding, matrix_products, normalisation
 from curvature.layers.base import RULES, Call, Layout, Rule, Unsupported, reduced, register
-from curvature.layers.rewrites import rewritten
+from curvature.layers.normalisation import uses_running_statistics
 
 __all__ = [
-    "RULES",
     "Call",
     "Layout",
+    "RULES",
     "Rule",
     "Unsupported",
-    "contraction",
     "convolution",
     "elementwise",
     "embedding",
+    "matrix_products",
     "normalisation",
     "reduced",
     "register",
-    "rewritten",
+    "uses_running_statistics",
 ]

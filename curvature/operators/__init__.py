@@ -1,19 +1,33 @@
-"""The algebra of symmetric matrices over parameters."""
+"""The algebra of symmetric matrices over a model's parameters.
+
+In: blocks and factors, or a product with vectors. Out: operators with `@`, `solve`, `trace`, `diagonal`, `logdet`,
+`sample`, `to_dense`, ...: dense defaults in `Operator`, faster overrides for each structure.
+"""
 
 from curvature.operators.base import DENSE_LIMIT, Dense, Operator, Scaled, Sum
-from curvature.operators.files import load
+from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
+from curvature.operators.conjugate_gradient import conjugate_gradient, truncated
+from curvature.operators.kronecker import EigenKronecker, Kronecker, left, right
+from curvature.operators.loading import load
+from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.space import Space
-from curvature.operators.structures import BlockDiagonal, Diagonal, RowBlocks
 
 __all__ = [
-    "DENSE_LIMIT",
     "BlockDiagonal",
+    "DENSE_LIMIT",
     "Dense",
     "Diagonal",
+    "EigenKronecker",
+    "Kronecker",
+    "MatrixFree",
     "Operator",
     "RowBlocks",
     "Scaled",
     "Space",
     "Sum",
+    "conjugate_gradient",
+    "left",
     "load",
+    "right",
+    "truncated",
 ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import NotDefinite, cholesky, finite, full_precision, matmul, symmetrised
-from curvature.operators.plain import plain, scipy_operator
+from curvature.operators.export import plain, scipy_operator
 from curvature.operators.space import Space
 
 T = TypeVar("T")

@@ -4,9 +4,9 @@ Every function draws into the axes that it is given, or into a new figure, and r
 anything, and none changes matplotlib's settings. All else is left to the caller, by way of the axes returned.
 """
 
-from curvature.plots.curves import agreement, apart, drift
-from curvature.plots.heat import comparison, factors, matrix
-from curvature.plots.spectral import spectra, spectral_density
+from curvature.plots.convergence import agreement, apart, drift
+from curvature.plots.heatmaps import comparison, factors, matrix
+from curvature.plots.spectra import spectra, spectral_density
 from curvature.plots.training import training
 
 __all__ = ["agreement", "apart", "comparison", "drift", "factors", "matrix", "spectra", "spectral_density", "training"]

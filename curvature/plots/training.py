@@ -12,7 +12,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
-from curvature.plots.drawing import (
+from curvature.plots.style import (
     COLOURS,
     UNIT,
     Array,

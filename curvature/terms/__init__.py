@@ -7,8 +7,34 @@ else is given outright (`Dense`). A parameter that is cut into rows before it is
 Indices: n sample, t place, g group, i input, o output.
 """
 
-from curvature.terms.convolved import Convolved, ConvolvedBack
-from curvature.terms.part import Part, Term, at_least, moved
-from curvature.terms.plain import Dense, Entrywise, Outer, Rows
+from curvature.terms import contractions, squared_gradients
+from curvature.terms.affine_layout import Arrangement
+from curvature.terms.basic import Dense, Entrywise, Outer, Rows
+from curvature.terms.contractions import gradients, merged, pieces, sum_of, unfolded
+from curvature.terms.convolution import Convolved, ConvolvedBack
+from curvature.terms.row_slices import Part, Term, at_least, moved
+from curvature.terms.squared_gradients import Vectors, products, squared
 
-__all__ = ["Convolved", "ConvolvedBack", "Dense", "Entrywise", "Outer", "Part", "Rows", "Term", "at_least", "moved"]
+__all__ = [
+    "Arrangement",
+    "Convolved",
+    "ConvolvedBack",
+    "Dense",
+    "Entrywise",
+    "Outer",
+    "Part",
+    "Rows",
+    "Term",
+    "Vectors",
+    "at_least",
+    "contractions",
+    "gradients",
+    "merged",
+    "moved",
+    "pieces",
+    "products",
+    "squared",
+    "squared_gradients",
+    "sum_of",
+    "unfolded",
+]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import optimizers.health
 from curvature import invert
-from curvature.linalg import inverse, symmetric_eigh
+from curvature.linalg.decompositions import inverse, symmetric_eigh
 from optimizers import KFAC
 
 PRODUCTS = (1, 4, 16, 64, 256, 1024)

@@ -20,8 +20,8 @@ from _race_problems import PROBLEMS
 from torch import Tensor
 
 import optimizers
-from curvature.blocks import KroneckerBlock
-from curvature.lowrank import low_rank
+from curvature.linalg.low_rank import low_rank
+from curvature.preconditioners.kronecker import KroneckerBlock
 
 SHARE, STEPS, ITERATIONS = 0.05, 30, 40
 LAYERS = (("autoencoder", "0.weight"), ("autoencoder", "2.weight"), ("cnn", "12.weight"), ("tanh", "4.weight"))

@@ -1,0 +1,194 @@
+"""Value, gradient and Laplacian of a model with respect to its inputs, in one forward pass."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from curvature.forward_laplacian.jet import Form, Jet, NoRule, Recorded
+from curvature.forward_laplacian.mode import Taylor
+from curvature.functional import NORMS, MixesSamples, WrittenOut
+from curvature.linalg import noise, rounding
+from curvature.recording import leaves_of, logits, preserved, unwrapped
+
+log = logging.getLogger("curvature")
+Result = tuple[Tensor, Tensor, Tensor]
+SEEN: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()  # what models were compared at
+
+
+def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None = None) -> Result:
+    """Value, first derivatives and Laplacian of a model with respect to its inputs, differentiable.
+
+    A forward Laplacian (`arXiv:2307.08214 <https://arxiv.org/abs/2307.08214>`_): one forward pass carries d gradients
+    and one sum of second derivatives along, for nearly every function of torch. A model with another one goes, as a
+    whole, through nested ``torch.autograd.grad``, which is exact and slower; the log names the function once.
+
+    Args:
+        model: a module or function of x that treats samples apart.
+        x: (N, *in), floating point; d is the product of `in`. The results can be differentiated by x if it requires
+            a gradient.
+        weights: C of ``sum_ij C_ij d_i d_j u`` in place of the Laplacian: (d, d) symmetric, or its diagonal (d,). A
+            zero leaves the second derivatives by an input out, such as those by time.
+
+    Returns:
+        ``u`` (N, *out), ``grad`` (N, *out, *in) in units of u / x, and ``laplacian`` (N, *out) in units of u / x^2
+        (times those of the weights). Of a model with dropout, all three have the same mask. Buffers and random state
+        are left as they were, so the next call draws the same mask unless something else is drawn.
+
+    Raises:
+        TypeError: the model is not callable, x or weights no floating point tensor, or the model returns none.
+        ValueError: a shape does not fit, `weights` is not symmetric, or samples are not apart: a BatchNorm in training
+            mode, or what the first call at a shape finds by running two samples alone.
+    """
+    form, model = Form(_checked(model, x, weights)), unwrapped(model)
+    module = model if isinstance(model, nn.Module) else nn.Module()
+    record = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.enable_grad():
+        given = x.clone() if x.is_inference() else x
+        try:
+            try:
+                with preserved(module):
+                    found = _by_rules(model, given, form)
+            except MixesSamples:
+                raise
+            except Exception as error:  # also of a model that is wrong: then the plain pass says so in its own words
+                with preserved(module):
+                    found = _by_autograd(model, given, form)
+                if not isinstance(error, Recorded):  # nothing about the model is amiss
+                    _say(str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}")
+        except MixesSamples as error:
+            raise ValueError(_mixing(module, error)) from None
+        _compare(model, module, given, found[0])
+    return found if record else (found[0].detach(), found[1].detach(), found[2].detach())
+
+
+class Apart(WrittenOut):
+    """Every norm as its formula; a batch norm in training mode is refused."""
+
+    formulas = NORMS
+
+
+def _checked(model: Any, x: Any, weights: Any) -> Tensor | None:
+    if not callable(model):
+        raise TypeError(f"model: expected a module or a function, found {type(model).__name__}")
+    for name, t in (("x", x), ("weights", weights)):
+        if not (isinstance(t, Tensor) and t.is_floating_point()) and not (name == "weights" and t is None):
+            kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
+            raise TypeError(f"{name}: expected a floating point tensor, found {kind}")
+    if x.ndim == 0 or x.numel() == 0:
+        raise ValueError(f"x: expected shape (N, ...) with at least one sample and input, found {tuple(x.shape)}")
+    d = math.prod(x.shape[1:])
+    if weights is None:
+        return None
+    if weights.shape not in ((d,), (d, d)):
+        raise ValueError(f"weights: expected shape ({d},) or ({d}, {d}), found {tuple(weights.shape)}")
+    weights = weights.to(x)
+    if weights.ndim == 2:
+        difference = (weights - weights.mT).detach().abs().max()
+        if not difference <= 10 * torch.finfo(x.dtype).eps * weights.detach().abs().max():
+            raise ValueError(f"weights: expected a symmetric matrix, found entries that differ by {difference:.3g}")
+    return weights
+
+
+def _by_rules(model: Callable[[Tensor], Any], x: Tensor, form: Form) -> Result:
+    d = math.prod(x.shape[1:])
+    eye = torch.eye(d, dtype=x.dtype, device=x.device)
+    first = eye.reshape(d, 1, *x.shape[1:]).expand(d, *x.shape)
+    with Taylor(form):
+        out = logits(model(Jet(x, first)))
+    if not isinstance(out, Jet):
+        return _constant(_output(out, x), x)
+    u = _output(out.value, x)
+    grad = out.first.movedim(0, -1).reshape(*u.shape, *x.shape[1:])
+    return u, grad, torch.zeros_like(u) if out.second is None else out.second
+
+
+def _output(u: Any, x: Tensor) -> Tensor:
+    if not (isinstance(u, Tensor) and u.is_floating_point()):
+        kind = u.dtype if isinstance(u, Tensor) else type(u).__name__
+        raise TypeError(f"model: expected it to return a floating point tensor, found {kind}")
+    if u.ndim == 0 or len(u) != len(x):
+        raise ValueError(f"model: expected an output (N, ...) for the {len(x)} samples of x, found {tuple(u.shape)}")
+    return u
+
+
+def _constant(u: Tensor, x: Tensor) -> Result:
+    return u, u.new_zeros(*u.shape, *x.shape[1:]), torch.zeros_like(u)
+
+
+def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: Form) -> Result:
+    """By gradients of gradients, one output and one input after the other; the model runs once."""
+    y = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+    with Apart(), sdpa_kernel(SDPBackend.MATH):
+        u = _output(logits(model(y)), x)
+    grads, sums = [], []
+    for column in u.reshape(len(u), -1).unbind(1):
+        grad = _gradient(column, y)
+        grads.append(grad)
+        weighted = form.times(grad.flatten(1).mT)
+        seconds = [_gradient(part, y).flatten(1)[:, k] for k, part in enumerate(weighted)]
+        sums.append(torch.stack(seconds).sum(0))
+    found = u, torch.stack(grads, 1).reshape(*u.shape, *x.shape[1:]), torch.stack(sums, 1).reshape(u.shape)
+    if x.requires_grad or any(leaf is not y for t in found for leaf in leaves_of(t)):
+        return found
+    return found[0].detach(), found[1].detach(), found[2].detach()
+
+
+def _gradient(values: Tensor, y: Tensor) -> Tensor:
+    if not values.requires_grad:
+        return torch.zeros_like(y)
+    (found,) = torch.autograd.grad(values.sum(), y, create_graph=True, materialize_grads=True)
+    return found
+
+
+def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Tensor) -> None:
+    """At the first call at a shape: the first and the last sample alone have the values that they have in the batch.
+
+    Raises:
+        ValueError: they have others, and nothing random.
+    """
+    seen = SEEN.setdefault(model, set())
+    key = (x.shape, x.dtype, tuple(m.training for m in module.modules()))
+    if key in seen or len(x) == 1:
+        return
+    seen.add(key)
+    for n in (0, len(x) - 1):
+        with preserved(module) as drew, torch.no_grad():
+            try:
+                alone = logits(model(x[n : n + 1]))[0]
+            except Exception as error:
+                log.info("laplacian: not compared with sample %d alone: %s", n, error)
+                return
+            allowed = 10 * rounding(u) * u[n].norm() + noise([u])
+            if not drew() and (alone - u[n]).norm() > allowed:
+                raise ValueError(
+                    f"model: its output for sample {n} of x depends on the other samples, so no sample has a Laplacian "
+                    "of its own"
+                )
+
+
+def _mixing(module: nn.Module, error: MixesSamples) -> str:
+    own = {id(x) for x in error.tensors}
+    names = [
+        name or type(m).__name__
+        for name, m in module.named_modules()
+        if own & {id(x) for x in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+    ]
+    return (
+        f"{names[0] if names else 'a batch norm'}: BatchNorm in training mode makes each sample's output depend on the "
+        "others, so no sample has a Laplacian of its own; call model.eval() or use GroupNorm"
+    )
+
+
+@cache
+def _say(reason: str) -> None:
+    """Once each."""
+    log.warning("laplacian: no rule for %s; computed exactly all the same, which is slower", reason)

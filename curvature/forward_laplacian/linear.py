@@ -1,0 +1,149 @@
+"""Rules of functions that are linear in each of their arguments, and of those without derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import vmap
+
+from curvature.forward_laplacian import function_kinds
+from curvature.forward_laplacian.jet import (
+    Args,
+    Form,
+    Function,
+    Jet,
+    Kwargs,
+    NoRule,
+    Recorded,
+    called,
+    jets_in,
+    name_of,
+    on_values,
+    ordered,
+    register,
+    replaced,
+)
+
+
+@register(function_kinds.METADATA | function_kinds.VALUES)
+def without_derivative(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    return on_values(func, jets, args, kwargs)
+
+
+@register([Tensor._is_view])
+def recorded(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
+    """What a recorder asks of every layer's result."""
+    raise Recorded("a model that is being recorded")
+
+
+@register(function_kinds.properties("requires_grad"))
+def requires_grad(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
+    return True
+
+
+def _made(value: Any, first: Any, second: Any) -> Any:
+    """Jets of a function with one result or several."""
+    if isinstance(value, Tensor):
+        return Jet(value, first, second)
+    seconds = [None] * len(value) if second is None else second
+    return tuple(Jet(*parts) for parts in zip(value, first, seconds, strict=True))
+
+
+def _along(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    """The derivatives, by a function that is linear in all jets together."""
+    run = lambda *parts: called(func, parts, args, kwargs)
+    first = vmap(run)(*(jet.first for jet in jets))
+    if all(jet.second is None for jet in jets):
+        return first, None
+    return first, run(*(torch.zeros_like(jet.value) if jet.second is None else jet.second for jet in jets))
+
+
+@register(function_kinds.LINEAR)
+def linear(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    if len(jets) > 1 or not any(x is jets[0] for x in (*args[:1], kwargs.get("input"))):
+        raise NoRule(f"{name_of(func)} of such arguments")
+    value = on_values(func, jets, args, kwargs)
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return value  # whole numbers have no derivative
+    return _made(value, *_along(func, jets, args, kwargs))
+
+
+@register(function_kinds.AFFINE)
+def affine(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    """The derivatives go without the bias."""
+    made = linear(form, func, jets, args, kwargs)
+    args = (*args[:2], None, *args[3:])
+    return _made(made.value, *_along(func, jets, args, {k: x for k, x in kwargs.items() if k != "bias"}))
+
+
+@register(function_kinds.SHAPED)
+def shaped(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    take = lambda x: x.value if isinstance(x, Jet) else x
+    rest, kwargs = replaced(args[1:], take), replaced(kwargs, take)
+    if not isinstance(args[0], Jet):
+        return func(args[0], *rest, **kwargs)
+    return linear(form, func, [args[0]], (args[0], *rest), kwargs)
+
+
+@register(function_kinds.JOINED)
+def joined(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    value = on_values(func, jets, args, kwargs)
+    constant = lambda x: x if isinstance(x, Jet) else torch.zeros_like(x)
+    return _made(value, *_along(func, jets, replaced(args, constant), replaced(kwargs, constant)))
+
+
+@register({torch.where})
+def where(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    condition, *both = ordered(args, kwargs, "condition", "input", "other")
+    like = jets[0].value
+    tensors = tuple(x if isinstance(x, Tensor) else like.new_tensor(x) for x in both)
+    return joined(form, lambda *parts: torch.where(condition, *parts), list(jets_in(tensors)), tensors, {})
+
+
+@register(function_kinds.BILINEAR)
+def bilinear(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    run = lambda *parts: called(func, parts, args, kwargs)
+    value = run(*(jet.value for jet in jets))
+    if len(jets) == 1:
+        return _made(value, *_along(func, jets, args, kwargs))
+    if len(jets) > 2:
+        raise NoRule(f"{name_of(func)} of {len(jets)} tensors that depend on x")
+    a, b = jets
+    first = vmap(run, (0, None))(a.first, b.value) + vmap(run, (None, 0))(a.value, b.first)
+    second = 2 * vmap(run)(a.first, form.times(b.first)).sum(0)
+    second = second if a.second is None else second + run(a.second, b.value)
+    return Jet(value, first, second if b.second is None else second + run(a.value, b.second))
+
+
+def _as_one_product(value: Tensor, jet: Jet, product: Callable[[Tensor], Tensor]) -> Jet:
+    """All derivatives by one matrix product, apart from the value's: its node in the graph is that of the layer."""
+    if jet.second is None:
+        return Jet(value, product(jet.first))
+    first, second = product(torch.cat([jet.first, jet.second[None]])).split([len(jet.first), 1])
+    return Jet(value, first, second.squeeze(0))
+
+
+@register({F.linear})
+def linear_layer(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    x, weight, bias = _bound(*args, **kwargs)
+    if len(jets) == 1 and x is jets[0]:
+        return _as_one_product(F.linear(x.value, weight, bias), x, lambda t: F.linear(t, weight))
+    raise NoRule("linear with a weight or bias that depends on x")
+
+
+def _bound(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    return input, weight, bias
+
+
+@register(function_kinds.MATMUL)
+def matmul(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    a, b = ordered(args, kwargs, "input", "other", "mat2")
+    if len(jets) == 1 and isinstance(a, Jet) and b.ndim <= 2 and a.value.ndim >= b.ndim:
+        return _as_one_product(a.value @ b, a, lambda t: t @ b)
+    if len(jets) == 1 and isinstance(b, Jet) and a.ndim == 2 and b.value.ndim >= 2:
+        return _as_one_product(a @ b.value, b, lambda t: (t.mT @ a.mT).mT)
+    return bilinear(form, torch.matmul, list(jets_in((a, b))), (a, b), {})

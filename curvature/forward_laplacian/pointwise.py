@@ -1,0 +1,243 @@
+"""Rules of functions that act on each entry alone, and of the four operations of arithmetic."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.forward_laplacian import function_kinds
+from curvature.forward_laplacian.jet import Args, Form, Function, Jet, Kwargs, NoRule, called, ordered, register
+
+Bend = Callable[[Tensor | None, Tensor], Tensor]
+Derivatives = tuple[Tensor, Tensor, Bend]  # f, f', and (L, q) to f' L + f'' q, where None is zero
+
+
+def _bend(slope: Tensor, curved: Tensor | float) -> Bend:
+    """By f' and f''."""
+    return lambda L, q: curved * q if L is None else slope * L + curved * q
+
+
+def _tanh(x: Tensor) -> Derivatives:
+    f = torch.tanh(x)
+    slope = 1 - f * f
+    return f, slope, lambda L, q: slope * (-2 * (f * q) if L is None else torch.addcmul(L, f, q, value=-2))
+
+
+def _sin(x: Tensor) -> Derivatives:
+    f, slope = torch.sin(x), torch.cos(x)
+    return f, slope, lambda L, q: -f * q if L is None else torch.addcmul(slope * L, f, q, value=-1)
+
+
+def _cos(x: Tensor) -> Derivatives:
+    f, slope = torch.cos(x), -torch.sin(x)
+    return f, slope, lambda L, q: -f * q if L is None else torch.addcmul(slope * L, f, q, value=-1)
+
+
+def _exp(x: Tensor) -> Derivatives:
+    f = torch.exp(x)
+    return f, f, lambda L, q: f * (q if L is None else L + q)
+
+
+def _sigmoid(x: Tensor) -> Derivatives:
+    f = torch.sigmoid(x)
+    slope = f * (1 - f)
+    return f, slope, lambda L, q: slope * ((1 - 2 * f) * q if L is None else L + (1 - 2 * f) * q)
+
+
+def _silu(x: Tensor) -> Derivatives:
+    s = torch.sigmoid(x)
+    f = x * s
+    slope = torch.addcmul(s + f, f, s, value=-1)
+    return f, slope, _bend(slope, (s - s * s) * (2 + x - 2 * f))
+
+
+def _square(x: Tensor) -> Derivatives:
+    slope = 2 * x
+    return x * x, slope, _bend(slope, 2.0)
+
+
+def _reciprocal(x: Tensor) -> Derivatives:
+    f = 1 / x
+    slope = -f * f
+    return f, slope, _bend(slope, -2 * f * slope)
+
+
+FORMULAS: dict[Function, Callable[[Tensor], Derivatives]] = {
+    function: derivatives
+    for names, derivatives in (
+        ("tanh", _tanh), ("sin", _sin), ("cos", _cos), ("exp", _exp), ("sigmoid expit", _sigmoid), ("silu", _silu),
+        ("square", _square), ("reciprocal", _reciprocal),
+    )
+    for function in function_kinds.named(names)
+}  # fmt: skip
+
+
+def composed(form: Form, jet: Jet, derivatives: Callable[[Tensor], Derivatives]) -> Jet:
+    """f(jet): ``f' h_i`` and ``f' L + f'' sum_ij C_ij h_i h_j``."""
+    value, slope, bend = derivatives(jet.value)
+    return Jet(value, slope * jet.first, bend(jet.second, form.of(jet.first, jet.first)))
+
+
+@register(FORMULAS)
+def by_formula(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    return composed(form, jets[0], FORMULAS[func])
+
+
+@register(function_kinds.POINTWISE - FORMULAS.keys())
+def pointwise(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    """Of any number of tensors, by autograd: the sum of the results has the derivatives of every entry."""
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    leaves = [_leaf(jet.value).expand(shape) for jet in jets]
+    value = called(func, leaves, args, kwargs)
+    both = list(zip(_derivatives(value, leaves), (jet.aligned(len(shape)) for jet in jets), strict=True))
+    first = _sum([slope * h for slope, h in both if slope is not None])
+    seconds = [
+        slope * jet.second
+        for (slope, _), jet in zip(both, jets, strict=True)
+        if slope is not None and jet.second is not None
+    ]
+    for slope, h in both:
+        curved = zip(_derivatives(slope, leaves), both, strict=True)
+        seconds += [entry * form.of(h, other) for entry, (_, other) in curved if entry is not None]
+    if first is None:
+        return value.detach()
+    parts = (value, first, _sum(seconds))
+    given = [x.value if isinstance(x, Jet) else x for x in tensors]
+    return Jet(*parts) if any(x.requires_grad for x in given) else Jet(*(_detached(x) for x in parts))
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x if x.requires_grad else x.detach().requires_grad_()
+
+
+def _detached(x: Tensor | None) -> Any:
+    return None if x is None else x.detach()
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor | None:
+    return sum(terms[1:], start=terms[0]) if terms else None
+
+
+def _derivatives(y: Tensor | None, leaves: list[Tensor]) -> Sequence[Tensor | None]:
+    if y is None or not y.requires_grad:
+        return [None] * len(leaves)
+    return torch.autograd.grad(y.sum(), leaves, create_graph=True, allow_unused=True)
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, Jet) else x
+
+
+def _whole(value: Tensor, first: Tensor, second: Tensor | None) -> Jet:
+    """The derivatives in the shape and type of the value."""
+    shape = (len(first), *value.shape)
+    if first.shape != shape or first.dtype != value.dtype:
+        first = first.to(value.dtype).expand(shape)
+    if second is not None and (second.shape != value.shape or second.dtype != value.dtype):
+        second = second.to(value.dtype).expand(value.shape)
+    return Jet(value, first, second)
+
+
+def _scaled(x: Any, alpha: float) -> Any:
+    """A jet, tensor or number times a number."""
+    if alpha == 1:
+        return x
+    if not isinstance(x, Jet):
+        return alpha * x
+    return Jet(alpha * x.value, alpha * x.first, None if x.second is None else alpha * x.second)
+
+
+def _added(a: Any, b: Any, alpha: float = 1) -> Jet:
+    """``a + alpha b``."""
+    operation: Callable[[Any, Any], Any] = operator.sub if alpha == -1 else operator.add
+    b = b if alpha == -1 else _scaled(b, alpha)
+    value = operation(_value(a), _value(b))
+    if not isinstance(a, Jet):
+        b = _scaled(b, alpha) if alpha == -1 else b
+        return _whole(value, b.aligned(value.ndim), b.second)
+    first, second = a.aligned(value.ndim), a.second
+    if isinstance(b, Jet):
+        first = operation(first, b.aligned(value.ndim))
+        if b.second is not None:
+            second = operation(0 if second is None else second, b.second)
+    return _whole(value, first, second)
+
+
+def product(form: Form, a: Any, b: Any) -> Jet:
+    """``a * b``."""
+    if a is b:
+        return composed(form, a, _square)
+    if not isinstance(a, Jet):
+        a, b = b, a
+    value, other = a.value * _value(b), _value(b)
+    first = a.aligned(value.ndim) * other
+    second = None if a.second is None else a.second * other
+    if isinstance(b, Jet):
+        h = b.aligned(value.ndim)
+        first = first + a.value * h
+        mixed = 2 * form.of(a.aligned(value.ndim), h)
+        second = mixed if second is None else second + mixed
+        if b.second is not None:
+            second = second + a.value * b.second
+    return _whole(value, first, second)
+
+
+def quotient(form: Form, a: Any, b: Any) -> Jet:
+    """``a / b``."""
+    if not isinstance(b, Jet):
+        value = a.value / b
+        return _whole(value, a.aligned(value.ndim) / b, None if a.second is None else a.second / b)
+    inverse = composed(form, b, _reciprocal)
+    return product(form, a, inverse)
+
+
+@register(function_kinds.named("add __add__ __radd__"))
+def _add(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    return _added(*_pair(args, kwargs), kwargs.get("alpha", 1))
+
+
+@register(function_kinds.named("sub subtract __sub__"))
+def _subtract(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    return _added(*_pair(args, kwargs), -kwargs.get("alpha", 1))
+
+
+@register(function_kinds.named("rsub __rsub__"))
+def _subtract_from(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    a, b = _pair(args, kwargs)
+    return _added(b, a, -kwargs.get("alpha", 1))
+
+
+@register(function_kinds.named("mul multiply __mul__ __rmul__"))
+def _multiply(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    return product(form, *_pair(args, kwargs))
+
+
+@register(function_kinds.named("div divide true_divide __truediv__ __div__"))
+def _divide(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    if kwargs.get("rounding_mode") is not None:
+        raise NoRule("a rounded quotient")
+    return quotient(form, *_pair(args, kwargs))
+
+
+@register(function_kinds.named("__rtruediv__ __rdiv__"))
+def _divide_into(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    a, b = _pair(args, kwargs)
+    return quotient(form, b, a)
+
+
+@register(function_kinds.named("pow __pow__"))
+def _power(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    a, b = ordered(args, kwargs, "input", "self", "exponent")
+    if not isinstance(b, Tensor) and b == 2:
+        return composed(form, a, _square)
+    return pointwise(form, func, jets, args, kwargs)
+
+
+def _pair(args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    a, b = ordered(args, kwargs, "input", "other")
+    return a, b

@@ -1,0 +1,109 @@
+"""A batch of samples with its model and loss: what "sample n alone" means, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.losses import joined, per_sample_losses, reduction_of, resolve
+from curvature.recording import call, logits, mapped, tensors, unwrapped
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def usable(loss: Loss) -> Loss:
+    """The loss as a function of (output, target).
+
+    Raises:
+        TypeError: it is not callable.
+        ValueError: it has no scalar reduction.
+    """
+    if not callable(loss):
+        raise TypeError(f"loss: expected a loss module or a callable(output, target), found {type(loss).__name__}")
+    loss = resolve(loss)
+    reduction_of(loss)
+    return loss
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`count` samples along axis `dims[0]` of the inputs, `dims[1]` of the output, `dims[2]` of the target."""
+
+    model: nn.Module
+    loss: Loss
+    x: Any
+    y: Any
+    count: int
+    dims: tuple[int, int, int]
+    parameters: dict[str, nn.Parameter]  # those that require a gradient
+
+    @staticmethod
+    def of(model: nn.Module, loss: Loss, x: Any, y: Any, sample_dim: int | tuple[int, int, int] = 0) -> Batch:
+        """Check the arguments and count the samples.
+
+        Raises:
+            TypeError: `model` is no module, `loss` not callable, or `x` holds no tensor.
+            ValueError: the loss has no scalar reduction, no parameter requires a gradient, or sizes disagree.
+        """
+        model = unwrapped(model)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+        loss = usable(loss)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not parameters:
+            raise ValueError("model: no parameter requires a gradient")
+        dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
+        if len(dims) != 3:
+            raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
+        inputs = [t for t in tensors(x) if t.ndim > dims[0]]
+        if not inputs:
+            raise TypeError(
+                f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {x!r:.80}"
+            )
+        count = inputs[0].shape[dims[0]]
+        if count == 0:
+            raise ValueError("x: the batch is empty")
+        for t in tensors(y):
+            if t.ndim <= dims[2] or t.shape[dims[2]] % count:
+                raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
+        same: Callable[[Tensor], Tensor] = lambda t: t
+        return Batch(model, loss, mapped(same, x), mapped(same, y), count, dims, parameters)
+
+    def part(self, tree: Any, start: int, stop: int, dim: int) -> Any:
+        """Samples start..stop of every tensor that has them; m rows a sample where the axis has N * m."""
+
+        def cut(t: Tensor) -> Tensor:
+            if t.ndim <= dim:
+                return t
+            rows = t.shape[dim] // self.count
+            return t.narrow(dim, start * rows, (stop - start) * rows)
+
+        return mapped(cut, tree)
+
+    def inputs(self, start: int, stop: int) -> Any:
+        dim = self.dims[0]
+        return mapped(
+            lambda t: t.narrow(dim, start, stop - start) if t.ndim > dim and t.shape[dim] == self.count else t, self.x
+        )
+
+    def alone(self, n: int) -> Batch:
+        """Sample n as a batch of one."""
+        return replace(self, x=self.inputs(n, n + 1), y=self.part(self.y, n, n + 1, self.dims[2]), count=1)
+
+    def output(self) -> Any:
+        return joined(self.loss, logits(call(self.model, self.x)))
+
+    def losses(self, output: Tensor) -> Tensor:
+        """The loss of every sample alone, (N,)."""
+        return per_sample_losses(self.loss, output, self.y, self.count, self.dims[1], self.dims[2])
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradient of the loss as the user would call it, by one plain backward pass."""
+        parameters = self.parameters
+        value = self.loss(self.output(), self.y)
+        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), found, strict=True)}

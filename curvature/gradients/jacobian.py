@@ -1,0 +1,345 @@
+"""Functions that differentiate the model: per-sample gradients of Laplacians and other residuals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from curvature.functional import WrittenOut
+from curvature.gradients.parameter_terms import explained, sent_back
+from curvature.gradients.plans import PLANS, Plan, signature_of
+from curvature.gradients.verification import studied
+from curvature.recording import Tape, identity_of, preserved, tape_of, unwrapped
+from curvature.terms import Dense, Outer, Term, at_least, contractions, moved, squared
+
+CHUNK = 1 << 26  # elements of the rows that go back together
+NOTHING = "model: no parameter requires a gradient"
+
+
+def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch: Tensor) -> dict[str, Tensor]:
+    """Gradient of each sample's residual with respect to every parameter, also where the residual differentiates.
+
+    ``residual(model, *batch)`` may call ``torch.autograd.grad(..., create_graph=True)`` on the model, to any order: a
+    Laplacian, a divergence, a force. Row n is what it gives for sample n alone, where samples do not mix.
+
+    Args:
+        model: any module; its parameters that do not require a gradient are left out.
+        residual: a function of the model and the batch, with one value (N,) for each sample.
+        batch: tensors whose axis 0 holds the samples. The residual gets them requiring a gradient, detached from the
+            caller's, where they are floating point.
+
+    Returns:
+        ``{name: (N, *parameter.shape)}`` in the order of ``named_parameters()``, in units of residual / parameter.
+
+    Raises:
+        TypeError: `model` is no module, or the residual no tensor.
+        ValueError: the residual is not (N,), or nothing requires a gradient.
+    """
+    _checked(model, batch)
+    with preserved(model):
+        own = [x.detach().requires_grad_(x.is_floating_point()) for x in batch]
+        with WrittenOut():
+            values = residual(model, *own)
+        if not isinstance(values, Tensor):
+            raise TypeError(f"residual: expected a tensor (N,), found {type(values).__name__}")
+        if values.shape != (len(batch[0]),):
+            raise ValueError(
+                f"residual: expected shape ({len(batch[0])},), one value a sample, found {tuple(values.shape)}"
+            )
+        return Jacobian.of(values, model).rows()
+
+
+def _checked(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(NOTHING)
+    if not batch or not all(isinstance(x, Tensor) and x.ndim for x in batch):
+        raise TypeError("batch: expected tensors whose axis 0 holds the samples")
+    if len({len(x) for x in batch}) > 1 or not len(batch[0]):
+        raise ValueError(f"batch: expected as many samples in each tensor, found {[len(x) for x in batch]}")
+
+
+@dataclass(frozen=True)
+class Jacobian:
+    """Derivatives of values (M,) by the P entries of the parameters, as terms: never built unless asked for.
+
+    Values that were put together by ``torch.cat`` are in `parts`, each with terms of its own.
+    """
+
+    parts: Sequence[tuple[int, Mapping[str, list[Term]]]]
+    shapes: Mapping[str, tuple[int, ...]]
+    zero: Tensor  # of the values' precision and device
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, P)."""
+        return sum(size for size, _ in self.parts), sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the terms."""
+        terms = [term for _, part in self.parts for own in part.values() for term in own]
+        held = [x for term in terms for x in vars(getattr(term, "term", term)).values() if isinstance(x, Tensor)]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
+
+    @staticmethod
+    def of(values: Tensor, model: nn.Module) -> Jacobian:
+        """The Jacobian of values (M,) that were computed with gradients enabled; their graph is kept.
+
+        Nothing is run again: the graph says how the values came about, the model only what its parameters are.
+
+        Raises:
+            ValueError: the values are not (M,), M at least 1, or were computed without gradients; no parameter of the
+                model requires one; the values differentiate a layer, batch or instance norm and were not computed in
+                the context `curvature.WrittenOut()` (torch's kernels have wrong third derivatives).
+        """
+        if values.ndim != 1 or not len(values):
+            raise ValueError(f"values: expected shape (M,), M at least 1, found {tuple(values.shape)}")
+        model = unwrapped(model)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not parameters:
+            raise ValueError(NOTHING)
+        if not values.requires_grad:
+            raise ValueError("values: they were computed without gradients, so that their derivatives are unknown")
+        found = _pieces(values.detach(), get_gradient_edge(values))
+        parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in found]
+        return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()}, values.new_zeros(()))
+
+    @staticmethod
+    def recorded(tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], model: nn.Module) -> Jacobian:
+        """For each of the vectors (k, N, ...) the Jacobian (N, P) of the samples' ``<output, vector>``.
+
+        Args:
+            tape: of the forward pass that gave the outputs (N, ...), samples along their first axis. P are the
+                parameters that it was made for.
+            vectors: as many for each of the outputs.
+
+        It is in single precision at least, whatever those of the model and of its outputs.
+        """
+        parameters = {name: p for name, p in model.named_parameters() if name in tape.parameters}
+        parts = []
+        for sent in zip(*vectors, strict=True):
+            with torch.enable_grad():
+                pairs = zip(outputs, sent, strict=True)
+                values = torch.stack([(x * v).reshape(len(x), -1).sum(1) for x, v in pairs]).sum(0)
+            edge = get_gradient_edge(values)
+            own = _terms(values.detach(), edge, parameters, model, tape)
+            parts.append((len(values), {k: [at_least(t, torch.float32) for t in terms] for k, terms in own.items()}))
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        zero = outputs[0].new_zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32))
+        return Jacobian(_stacked(parts), shapes, zero)
+
+    def rows(self) -> dict[str, Tensor]:
+        """{name: (M, *shape)}."""
+        found = {name: [contractions.gradients(terms[name]) for _, terms in self.parts] for name in self.shapes}
+        return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in found.items()}
+
+    def to_dense(self) -> Tensor:
+        """(M, P), parameters in the order of ``named_parameters()``."""
+        return torch.cat([rows.reshape(len(rows), -1) for rows in self.rows().values()], 1)
+
+    def gram(self) -> Tensor:
+        """``J J^T`` (M, M)."""
+        found = [[self.zero for _ in self.parts] for _ in self.parts]
+        for k, (_, left) in enumerate(self.parts):
+            found[k][k] = contractions.sum_of(contractions.gram(left[name]) for name in self.shapes)
+            for j, (_, right) in enumerate(self.parts[:k]):
+                block = contractions.sum_of(contractions.cross_gram(left[name], right[name]) for name in self.shapes)
+                found[k][j], found[j][k] = block, block.mT
+        return torch.cat([torch.cat(row, 1) for row in found])
+
+    def norms(self) -> Tensor:
+        """Squared norms of the rows, (M,)."""
+        norms = contractions.norms_squared
+        return torch.cat([contractions.sum_of(norms(terms[name]) for name in self.shapes) for _, terms in self.parts])
+
+    def squares(self) -> dict[str, Tensor]:
+        """The diagonal of ``J^T J``, in the shapes of the parameters."""
+        return {name: contractions.sum_of(squared(terms[name]) for _, terms in self.parts) for name in self.shapes}
+
+    def transposed(self, z: Tensor) -> dict[str, Tensor]:
+        """``J^T z``, of the parameters' shapes."""
+        pieces = z.split([size for size, _ in self.parts])
+        both = list(zip(pieces, self.parts, strict=True))
+        summed = contractions.sum_of
+        return {
+            name: summed(contractions.weighted_sum(terms[name], v) for v, (_, terms) in both) for name in self.shapes
+        }
+
+    def times(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """``J v`` (M,)."""
+        return self.columns(vector, [list(self.shapes)])[:, 0]
+
+    def columns(self, vector: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> Tensor:
+        """``J v`` with all of v but the parameters of one group zero, for each group: (M, groups)."""
+        inner, summed = contractions.inner_products, contractions.sum_of
+        return torch.cat(
+            [
+                torch.stack([summed(inner(terms[k], vector[k]) for k in group) for group in groups], 1)
+                for _, terms in self.parts
+            ]
+        )
+
+    def flat(self, named: Mapping[str, Tensor]) -> Tensor:
+        """Tensors by name to (P,)."""
+        return torch.cat([named[name].flatten() for name in self.shapes])
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """(P,) to tensors by name."""
+        parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def merged(self) -> Jacobian:
+        """The same with the reads of each weight in one term: for many products with it."""
+        together = contractions.together
+        parts = [(size, {name: together(own) for name, own in terms.items()}) for size, terms in self.parts]
+        return replace(self, parts=parts)
+
+    def gathered(self, objects: Callable[[Any], Sequence[Any]]) -> tuple[Jacobian, Tensor]:
+        """The rows of all processes; `objects` exchanges what each of them gives.
+
+        Returns:
+            The Jacobian, pieces that all have being one piece, and the indices of its rows among the rows of all
+            processes one after the other.
+        """
+        found = objects(_moved(self.parts, "cpu"))
+        numbers = iter(range(sum(size for theirs in found for size, _ in theirs)))
+        rows = [[list(itertools.islice(numbers, size)) for size, _ in theirs] for theirs in found]
+        here = [_moved(theirs, self.zero.device) for theirs in found]
+        if len({len(theirs) for theirs in here}) == 1:
+            parts = [part for piece in zip(*here, strict=True) for part in _stacked(list(piece))]
+            order = [row for piece in zip(*rows, strict=True) for own in piece for row in own]
+        else:
+            parts = [part for theirs in here for part in theirs]
+            order = [row for theirs in rows for own in theirs for row in own]
+        return replace(self, parts=parts), torch.tensor(order, device=self.zero.device)
+
+    def centred(self) -> Centred:
+        """The same less the mean of all rows: ``Jc = J - 1 mean(J)``.
+
+        For stochastic reconfiguration: with J the Jacobian of log(psi), psi a real wave function, at N points drawn
+        from psi^2, and local energies E (N,) at these,
+
+            d = LeastSquares(J.centred()).solve(-(E - E.mean()), damping)
+
+        is ``-(Jc^T Jc + damping)^-1 Jc^T (E - mean E)``, solved for in the smaller of parameter and sample space
+        (minSR, arXiv:2302.01941, arXiv:2401.10190). With ``S = Jc^T Jc / N`` (the Fisher matrix of psi^2 is 4 S) and
+        the gradient of the mean energy ``g = 2 Jc^T (E - mean E) / N`` this is ``d = -1/2 (S + damping / N)^-1 g``, so
+        that ``p += lr * d`` goes a time lr (hbar / unit of E) along imaginary time. The damping is in units of
+        1 / parameter^2; since it is added to a sum over points, it is N times one that is added to S.
+        """
+        return Centred(self.parts, self.shapes, self.zero)
+
+
+@dataclass(frozen=True)
+class Centred(Jacobian):
+    """A Jacobian less the mean of its rows, `parts` as they were; precise to the rounding of the rows themselves."""
+
+    def rows(self) -> dict[str, Tensor]:
+        return {name: rows - rows.mean(0) for name, rows in super().rows().items()}
+
+    def gram(self) -> Tensor:
+        gram = super().gram()
+        gram = gram - gram.mean(0)
+        return gram - gram.mean(1, keepdim=True)
+
+    def norms(self) -> Tensor:
+        mean = self._mean()
+        squared = contractions.sum_of(m.square().sum() for m in mean.values())
+        return (super().norms() - 2 * self.times(mean) - squared).clamp(min=0)
+
+    def squares(self) -> dict[str, Tensor]:
+        mean, size = self._mean(), self.shape[0]
+        return {name: (x - size * mean[name].square()).clamp(min=0) for name, x in super().squares().items()}
+
+    def transposed(self, z: Tensor) -> dict[str, Tensor]:
+        return super().transposed(z - z.mean())
+
+    def columns(self, vector: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> Tensor:
+        found = super().columns(vector, groups)
+        return found - found.mean(0)
+
+    def _mean(self) -> dict[str, Tensor]:
+        size = self.shape[0]
+        return super().transposed(self.zero.new_full((size,), 1 / size))
+
+
+Parts = Sequence[tuple[int, Mapping[str, list[Term]]]]
+
+
+def _moved(parts: Parts, device: torch.device | str) -> list[tuple[int, dict[str, list[Term]]]]:
+    return [(size, {name: [moved(t, device) for t in own] for name, own in terms.items()}) for size, terms in parts]
+
+
+def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[int, Mapping[str, list[Term]]]]:
+    """One part in place of many, where their terms are alike and not large: a few large products, not many small."""
+    found: dict[str, list[Term]] = {}
+    for name in parts[0][1]:
+        own = [terms[name] for _, terms in parts]
+        held = sum(t.a.numel() + t.b.numel() if isinstance(t, Outer) else 0 for terms in own for t in terms)
+        rows = contractions.stacked(own) if held <= CHUNK else None
+        if rows is None:
+            return parts
+        found[name] = rows
+    return [(sum(size for size, _ in parts), found)]
+
+
+def _pieces(values: Tensor, edge: GradientEdge) -> list[tuple[Tensor, GradientEdge]]:
+    """What the values (N,) were put together from by ``torch.cat``, and where the backprop of each piece arrives."""
+    if edge.node.name() != "CatBackward0":
+        return [(values, edge)]
+    edges = [GradientEdge(step, number) for step, number in edge.node.next_functions if step is not None]
+    sizes = [one.node._input_metadata[one.output_nr].shape[0] for one in edges]
+    if sum(sizes) < len(values):  # one of them is a constant
+        return [(values, edge)]
+    both = zip(values.split(sizes), edges, strict=True)
+    return [piece for value, one in both if len(value) for piece in _pieces(value, one)]
+
+
+def _terms(
+    values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter], model: nn.Module,
+    recorded: Tape | None = None,
+) -> dict[str, list[Term]]:  # fmt: skip
+    """The gradient of each of `values` (N,); their graph, which begins at the edge, is the only thing looked at."""
+    identity = identity_of(edge, parameters)
+    tape = tape_of(edge, parameters) if recorded is None else recorded
+    plans = PLANS.setdefault(model, {})
+    key = (len(values), identity, recorded is None, *signature_of(tape))
+    plan = plans.get(key) if tape.uses else Plan([], [], set())
+    if plan is None:
+        terms, plan, certain = studied(tape, values, lambda n: _row(edge, values, n, parameters), edge)
+        if certain and identity is not None:
+            plans[key] = plan
+    else:
+        backprops = tape.gradients([edge], [torch.ones_like(values)]) if tape.uses else []
+        terms, _ = explained(tape, backprops, plan.layouts, plan.general)
+        terms = {name: [at_least(t, parameters[name].dtype) for t in own] for name, own in terms.items()}
+    if plan.general:
+        terms |= _one_by_one(values, edge, {name: p for name, p in parameters.items() if name in plan.general})
+    return {
+        name: terms.get(name) or [Dense(p.detach().new_zeros(len(values), *p.shape))] for name, p in parameters.items()
+    }
+
+
+def _row(edge: GradientEdge, values: Tensor, n: int, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    one = torch.zeros_like(values)
+    one[n] = 1
+    found = torch.autograd.grad(edge, list(parameters.values()), one, retain_graph=True, materialize_grads=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def _one_by_one(values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[Term]]:
+    """The rows by one backward pass each."""
+    leaves = list(parameters.values())
+    step = max(1, CHUNK // (len(values) * max(p.numel() for p in leaves)))
+    eye = torch.eye(len(values), dtype=values.dtype, device=values.device)
+    rows = [sent_back(edge, part, leaves) for part in eye.split(step)]
+    return {name: [Dense(torch.cat(parts))] for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}

@@ -1,0 +1,161 @@
+"""Per-sample gradients, their norms and inner products, from activations and backprops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from curvature.gradients.batch import Batch, Loss
+from curvature.gradients.parameter_terms import explained
+from curvature.gradients.plans import PLANS, Plan, key_of, signature_of
+from curvature.gradients.verification import alone_in, by_general_path, differences, refuse_mixing, studied
+from curvature.recording import capture, preserved
+from curvature.terms import Dense, Term, contractions
+
+
+def per_sample_gradients(
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+) -> dict[str, Tensor]:
+    """Gradient of each sample's own loss with respect to every parameter.
+
+    Row n equals the gradient of ``loss`` on a batch that holds sample n alone, whatever the reduction. With a mean over
+    one term per sample the rows average to ``.grad``.
+
+    Args:
+        model: any module; its parameters that do not require a gradient are left out.
+        loss: a torch loss module or a callable ``loss(output, target) -> scalar``.
+        x: a tensor, a tuple of positional or a dict of keyword arguments.
+        y: the target, as the loss takes it: N, or N * m rows.
+        sample_dim: the axis of the samples; or one each for input, output and target.
+
+    Returns:
+        ``{name: (N, *parameter.shape)}`` in the order of ``named_parameters()``, in units of loss / parameter.
+
+    Raises:
+        ValueError: samples are not independent (BatchNorm in training mode, named), the loss has no scalar reduction,
+            model or loss differentiate the model (then `residual_jacobian` is right), nothing requires a gradient, or
+            sizes disagree.
+        TypeError: an argument of the wrong kind.
+
+    Nothing of the model's is changed: no ``.grad``, buffer, mode, hook or random state. The first call on a model at a
+    shape of its inputs checks itself; parameters that the layer rules do not explain go through ``torch.func.vmap``
+    over the model (logged once).
+    """
+    terms = _terms(Batch.of(model, loss, x, y, sample_dim))
+    return {name: contractions.gradients(parts) for name, parts in terms.items()}
+
+
+def per_sample_norms(
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+) -> Tensor:
+    """Norm (N,) of each sample's gradient over all parameters together.
+
+    Arguments and errors as for `per_sample_gradients`. The gradients are built, a bounded number of samples at a time,
+    only where the inner products of activations and of backprops would cost more.
+    """
+    terms = _terms(Batch.of(model, loss, x, y, sample_dim))
+    return torch.stack([contractions.norms_squared(parts) for parts in terms.values()]).sum(0).sqrt()
+
+
+def per_sample_gram(
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+) -> Tensor:
+    """Inner products (N, N) of the samples' gradients over all parameters together (the empirical tangent kernel of
+    the loss). Arguments and errors as for `per_sample_gradients`.
+    """
+    terms = _terms(Batch.of(model, loss, x, y, sample_dim))
+    return torch.stack([contractions.gram(parts) for parts in terms.values()]).sum(0)
+
+
+def check_gradients(
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+) -> None:
+    """Compare `per_sample_gradients` with plain backward passes of single samples.
+
+    Every sample is run alone, so this costs N forward and backward passes. Arguments as for `per_sample_gradients`.
+
+    Raises:
+        RuntimeError: a gradient differs; names the parameter, the sample and both norms.
+        ValueError: the forward pass draws random numbers, so that there is nothing to compare with.
+    """
+    batch = Batch.of(model, loss, x, y, sample_dim)
+    if _is_random(batch):
+        raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
+    found = per_sample_gradients(model, loss, x, y, sample_dim=sample_dim)
+    for n in range(batch.count):
+        with preserved(batch.model):
+            alone = batch.alone(n).gradients()
+        for name in differences({k: g[n] for k, g in found.items()}, alone):
+            raise RuntimeError(
+                f"{name}: the gradient of sample {n} has norm {found[name][n].norm():.10g}, "
+                f"run alone {alone[name].norm():.10g}; their difference {(found[name][n] - alone[name]).norm():.3g}"
+            )
+
+
+class Undifferentiated(TorchFunctionMode):
+    """No layer's backprop arrives more than once: the model is not differentiated on the way to the loss."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad and (kwargs.get("create_graph") or len(args) > 4 and args[4]):
+            raise ValueError(
+                "the model is differentiated on the way to the loss (torch.autograd.grad with create_graph=True), so "
+                "that a layer's backprop arrives more than once; use curvature.residual_jacobian(model, residual, "
+                "*batch), where residual(model, *batch) gives each sample's loss (N,)"
+            )
+        return func(*args, **kwargs)
+
+
+def _is_random(batch: Batch) -> bool:
+    """Whether a forward pass moves the random state of the CPU or of the model's device."""
+    with preserved(batch.model) as was_random, torch.no_grad():
+        batch.output()
+        return was_random()
+
+
+def _terms(batch: Batch) -> dict[str, list[Term]]:
+    """The per-sample gradients of every parameter as terms, in the order of the parameters."""
+    with preserved(batch.model) as was_random:
+        with capture(batch.model) as tape, Undifferentiated():
+            output = batch.output()
+        random = was_random()
+        refuse_mixing(tape)
+        if batch.count == 1:
+            return _single(batch, output)
+        with Undifferentiated():
+            losses = batch.losses(output) if isinstance(output, Tensor) else None
+        plans = PLANS.setdefault(batch.model, {})
+        key = key_of(batch)
+        plan = plans.get(key)
+        terms: dict[str, list[Term]] = {}
+        if losses is None:
+            failed = set(batch.parameters)
+            plan = plans[key] = plan or Plan([], [], failed)
+        elif plan is not None and plan.signature == signature_of(tape):
+            backprops = tape.gradients([losses], [torch.ones_like(losses)])
+            terms, failed = explained(tape, backprops, plan.layouts, plan.general)
+        else:
+            terms, plan, certain = studied(tape, losses, alone_in(batch, random))
+            failed = plan.general
+            if certain:
+                plans[key] = plan
+        if failed:
+            terms |= by_general_path(batch, plan, failed, random)
+        return {
+            name: terms.get(name) or [Dense(p.detach().new_zeros(batch.count, *p.shape))]
+            for name, p in batch.parameters.items()
+        }
+
+
+def _single(batch: Batch, output: Any) -> dict[str, list[Term]]:
+    """One sample: its gradient is the plain one."""
+    parameters = batch.parameters
+    value = batch.loss(output, batch.y)
+    found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    return {
+        k: [Dense((torch.zeros_like(p) if g is None else g)[None])]
+        for (k, p), g in zip(parameters.items(), found, strict=True)
+    }

@@ -1,0 +1,64 @@
+"""Where the samples are in the output of every use, found by experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from curvature.layers import Layout
+from curvature.linalg import noise, rounding
+from curvature.recording import Tape
+
+
+def guesses(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
+    """Every axis that could hold the samples, the simplest first."""
+    for dim, size in enumerate(shape):
+        if size == count:
+            yield Layout(dim, 1, count, 1)
+    for dim, size in enumerate(shape):
+        rest = size // count
+        if size % count == 0 and rest > 1:
+            yield Layout(dim, 1, count, rest)
+            yield Layout(dim, rest, count, 1)
+            for outer in range(2, rest):
+                if rest % outer == 0:
+                    yield Layout(dim, outer, count, rest // outer)
+
+
+def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0) -> tuple[list[Layout], bool]:
+    """The first guess that explains the weighted backprop up to rounding, and whether it is the only one."""
+    count = len(weights)
+    allowed = rounding(b) * weighted.norm() + floor
+    fits = []
+    for layout in guesses(tuple(b.shape), count):
+        front, target = layout.front(b), layout.front(weighted)
+        expected = front * weights.to(b.dtype).reshape(-1, *[1] * (front.ndim - 1))
+        if (expected - target).norm() <= allowed:
+            fits.append(layout)
+    return fits[:1], len(fits) <= 1
+
+
+def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layout | None]:
+    """Where the samples are in the output of each of `tape.uses`, found by two backward passes.
+
+    Args:
+        tape: of a capture that recorded the pass which gave `output`; the graph is kept.
+        output: what the model returned, its samples along axis `sample_dim`.
+
+    Returns:
+        For each use ``Layout(dim, outer, samples, inner)``: axis `dim` of the use's output has size ``outer * samples *
+        inner`` (outer = inner = 1 unless samples are folded with something else). None where no axis holds the samples:
+        the output is shared between them, mixes them, or was not reached.
+    """
+    count = output.shape[sample_dim]
+    generator = torch.Generator(output.device).manual_seed(0)
+    vector = torch.randn(output.shape, generator=generator, dtype=torch.float64, device=output.device).to(output.dtype)
+    weights = (0.5 + torch.rand(count, generator=generator, device=output.device)).to(output.dtype)
+    weighted = vector * weights.reshape([-1 if k == sample_dim % output.ndim else 1 for k in range(output.ndim)])
+    pairs = list(zip(*(tape.gradients([output], [v]) for v in (vector, weighted)), strict=True))
+    floor = noise(b for _, b in pairs)
+    return [
+        None if b is None or bw is None else next(iter(find_layout(b, bw, weights, floor)[0]), None) for b, bw in pairs
+    ]

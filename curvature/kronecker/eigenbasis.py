@@ -1,0 +1,155 @@
+"""Diagonals in a basis: sums over samples and vectors of products of per-sample gradients turned into it.
+
+``sum_n weights[n] sum_k (U_B^T u_kn U_A) * (U_B^T w_kn U_A)`` with u and w arranged as (g, o, i), entry by entry: what
+the eigenvalues of Kronecker factors are corrected to (arXiv:1806.03884, equation 11).
+
+Indices: k vector, n sample, t place, g group, i input, o output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from curvature.kronecker.factors import Scheme
+from curvature.linalg import matmul
+from curvature.operators import left, right
+from curvature.terms import (
+    Convolved,
+    Dense,
+    Outer,
+    Part,
+    Rows,
+    Term,
+    Vectors,
+    contractions,
+    gradients,
+    merged,
+    squared_gradients,
+    sum_of,
+    unfolded,
+)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """A basis for the gradients of one weight, with or without a bias, arranged as (g, o, i).
+
+    Attributes:
+        scheme: how the weight is read.
+        rows: U_B, orthogonal, vectors as columns (g, o, o); None for the identity.
+        columns: U_A (g, i, i), or None.
+    """
+
+    scheme: Scheme
+    rows: Tensor | None
+    columns: Tensor | None
+
+    def products(self, lefts: Vectors, rights: Vectors, weights: Tensor) -> Tensor:
+        """``sum_kn weights[n] (U_B^T u_kn U_A) * (U_B^T w_kn U_A)``, (g, o, i).
+
+        Args:
+            lefts, rights: the weight's terms of u and w for every vector; the same object where they are the same. A
+                bias needs none of its own.
+            weights: (N,).
+        """
+        same = rights is lefts
+        lefts = [merged(terms) for terms in lefts]
+        rights = lefts if same else [merged(terms) for terms in rights]
+        if {len(terms) for terms in (*lefts, *rights)} == {1}:
+            first = lefts[0][0]
+            if isinstance(first, Outer | Convolved) and self._places_are_cheaper(first):
+                return self._by_places(lefts, rights, weights)
+            if isinstance(first, Rows) and self._rows_are_cheaper(first):
+                return self._by_rows(lefts, rights, weights)
+        return self._built(lefts, rights, weights)
+
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """g, o and i."""
+        here = self.scheme.arrangement
+        return here.groups, here.outputs, here.dimension // (here.groups * here.outputs)
+
+    def _places_are_cheaper(self, term: Outer | Convolved) -> bool:
+        """Whether to turn activations and backprops at every place instead of gradients."""
+        return not self.scheme.reading(term).flipped and term.places <= min(self.sides[1:])
+
+    def _by_places(self, lefts: Vectors, rights: Vectors, weights: Tensor) -> Tensor:
+        """A bounded number of samples at a time, so that `squares` need not build what it can sum up by pairs."""
+        groups, outputs, inputs = self.sides
+        places = lefts[0][0].places
+        step = max(1, contractions.CHUNK // max(1, groups * places * max(inputs, (outputs + 1) * places)))
+        found = []
+        for start in range(0, max(1, len(weights)), step):
+            part = slice(start, start + step)
+            a = self._activations(lefts[0][0].samples(part))
+            ours = [[self._outer(a, term.samples(part))] for (term,) in lefts]
+            theirs = ours if rights is lefts else [[self._outer(a, term.samples(part))] for (term,) in rights]
+            found.append(squared_gradients.products(ours, theirs, weights[part]))
+        return sum_of(found)
+
+    def _activations(self, term: Term) -> Tensor:
+        """Turned (n, t, g, i), with the 1 of a bias; the same for all vectors."""
+        whole = unfolded(term)
+        assert isinstance(whole, Outer)
+        a = whole.a.to(self.scheme.dtype)
+        if len(self.scheme.arrangement.shapes) > 1:
+            a = torch.cat([a, a.new_ones(*a.shape[:3], 1)], 3)
+        return _turned(a, self.columns)
+
+    def _outer(self, a: Tensor, term: Term) -> Term:
+        return Outer(a, _turned(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)
+
+    def _rows_are_cheaper(self, term: Rows) -> bool:
+        """Whether to turn the rows that were looked up, and no table per sample. Their one-hot side must stay."""
+        stays = self.columns is None and not self.scheme.reading(term).flipped
+        return stays and term.places**2 <= math.prod(term.shape)
+
+    def _by_rows(self, lefts: Vectors, rights: Vectors, weights: Tensor) -> Tensor:
+        first = lefts[0][0]
+        assert isinstance(first, Rows)
+
+        def turned(vectors: Vectors) -> list[list[Term]]:
+            values = [_turned(_backprops(term).to(self.scheme.dtype), self.rows)[:, :, 0] for (term,) in vectors]
+            return [[replace(first, values=v)] for v in values]
+
+        ours = turned(lefts)
+        return squared_gradients.products(ours, ours if rights is lefts else turned(rights), weights).T[None]
+
+    def _built(self, lefts: Vectors, rights: Vectors, weights: Tensor) -> Tensor:
+        """From the gradients themselves, a bounded number of samples at a time."""
+        step = max(1, contractions.CHUNK // max(1, self.scheme.arrangement.dimension))
+        total = torch.zeros(self.sides, dtype=self.scheme.dtype, device=weights.device)
+        for start in range(0, len(weights), step):
+            part = slice(start, start + step)
+            for us, ws in zip(lefts, rights, strict=True):
+                x = self._gradients(us, part)
+                y = x if ws is us else self._gradients(ws, part)
+                total += torch.tensordot(weights[part].to(x.dtype), x * y, 1)
+        return total
+
+    def _gradients(self, terms: Sequence[Term], part: slice) -> Tensor:
+        """Turned gradients (n, g, o, i) of some of the samples; a bias is read wherever the weight is."""
+        some = [term.samples(part) for term in terms]
+        found = [gradients(some)]
+        for shape in self.scheme.arrangement.shapes[1:]:
+            found.append(sum_of(b.sum(1) for b in map(_backprops, some)).reshape(-1, *shape))
+        x = self.scheme.arrangement.arranged([g.to(self.scheme.dtype) for g in found])
+        return right(left(None if self.rows is None else self.rows.mT, x), self.columns)
+
+
+def _turned(x: Tensor, side: Tensor | None) -> Tensor:
+    """(n, t, g, d) in a basis (g, d, d)."""
+    if side is None:
+        return x
+    return matmul(x.flatten(0, 1).transpose(0, 1), side).transpose(0, 1).unflatten(0, x.shape[:2])
+
+
+def _backprops(term: Term) -> Tensor:
+    """(n, t, g, o)."""
+    assert not isinstance(term, Dense | Part)
+    return term.backprops()

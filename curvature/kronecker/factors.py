@@ -1,0 +1,374 @@
+"""Second moments of activations and of backprops, from which a layer's Kronecker factors are made.
+
+A layer is seen as ``z[n,t,g,o] = sum_i W[g,o,i] a[n,t,g,i]``, its bias as the last input. `Scheme` says how the moments
+of one weight are summed up (arXiv:1503.05671, equation 1; arXiv:2311.00636, equations 17 and 21), and nothing of how
+they are scaled, averaged over batches or solved with.
+
+Indices: n sample, t place, g group, i input, o output.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvature.linalg import RANK, SMALL, added, diagonal_of, scaled, sketched
+from curvature.terms import Arrangement, Convolved, ConvolvedBack, Entrywise, Outer, Rows, Term, sum_of
+
+CHUNK = 1 << 24  # elements of unfolded activations at a time
+ENOUGH = 8  # rows of activations for each column of their moment, in a running mean
+LEAST = 16  # samples that they are of
+WIDE, LONG, PARTS = 256, 512, 4  # a symmetric product of so many columns and rows is computed in so many parts
+
+Whole = Outer | Convolved | ConvolvedBack | Entrywise
+Affine = Whole | Rows  # terms that have a view as a grouped affine map
+Read = TypeVar("Read", Whole, Rows, Affine, Tensor)
+
+
+class Reading(NamedTuple):
+    """A way in which a weight is read. Reads of one kind are places of one use; several kinds are a tied weight.
+
+    Attributes:
+        one_hot: the inputs are rows looked up, so that the second moment of activations is a diagonal.
+        flipped: inputs and outputs are exchanged (a decoder beside its embedding, W^T beside W): activations belong to
+            the side of the outputs.
+    """
+
+    one_hot: bool
+    flipped: bool
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the second moments of one weight, with or without a bias, are summed over samples and places.
+
+    A side is (g, d, d), or (g, d) where it is kept as its diagonal; d is the number of outputs, or that of inputs with
+    the bias as the last.
+
+    Attributes:
+        arrangement: of weight and bias as (g, o, i).
+        diagonal: whether the side of the outputs, and that of the inputs, is kept as its diagonal.
+        few: whether it is kept by few directions, as a `curvature.sketch`.
+        dtype: of the moments.
+        sharing: "expand": each place counts as a sample; "reduce": activations are averaged and backprops added over
+            the places of a sample first (arXiv:2311.00636).
+    """
+
+    arrangement: Arrangement
+    diagonal: tuple[bool, bool]
+    dtype: torch.dtype
+    sharing: str
+    few: tuple[bool, bool] = (False, False)
+
+    @staticmethod
+    def of(
+        terms: Sequence[Term],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        sharing: str,
+        largest: float = math.inf,
+    ) -> Scheme | None:
+        """The scheme for a weight whose reads gave `terms`; None where these have no Kronecker factors.
+
+        Args:
+            shapes: of the weight and, if it is one more input wherever the weight is read, of the bias.
+            dtype: of the parameter; moments are in single precision at least.
+            largest: a side larger than this is kept by few directions, or as its diagonal where the layer has groups or
+                the weight is tied. The side of an embedding's rows always is a diagonal.
+
+        Raises:
+            ValueError: `sharing` is neither "expand" nor "reduce".
+        """
+        if sharing not in ("expand", "reduce"):
+            raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
+        found = [term for term in terms if isinstance(term, Affine)]
+        if not found or len(found) < len(terms):
+            return None
+        first = next((term for term in found if not isinstance(term, Rows)), found[0])
+        arrangement = Arrangement(tuple(shapes), first.groups, first.outputs, first.sizes, first.order)
+        if any(math.prod(shape) != first.groups * first.outputs for shape in shapes[1:]):
+            return None  # a bias that is broadcast
+        outputs, inputs = arrangement.outputs, arrangement.dimension // (arrangement.groups * arrangement.outputs)
+        large = (outputs > largest, inputs > largest)
+        scheme = Scheme(arrangement, large, wide(dtype), sharing)
+        if not all(scheme.accepts(term) for term in found):
+            return None
+        readings = {scheme.reading(term) for term in found}
+        if readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1:
+            few = (large[0] and outputs > SMALL, large[1] and inputs > SMALL)
+            return replace(scheme, diagonal=(large[0] > few[0], large[1] > few[1]), few=few)
+        one_hot = {reading.flipped for reading in readings if reading.one_hot}
+        return replace(scheme, diagonal=(large[0] or True in one_hot, large[1] or False in one_hot))
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many numbers the moments of outputs and of inputs have."""
+        here = self.arrangement
+        widths = here.outputs, here.dimension // (here.groups * here.outputs)
+        each = zip(widths, self.few, self.diagonal, strict=True)
+        rows, columns = (d * (RANK + 1 if few else here.groups * (1 if flat else d)) for d, few, flat in each)
+        return rows, columns
+
+    def accepts(self, term: Term) -> bool:
+        """Whether a term is a read of the weight in this arrangement, or of its transpose."""
+        here = self.arrangement
+        if not isinstance(term, Affine) or tuple(term.shape) != tuple(here.shapes[0]):
+            return False
+        order = (term.order is not None and term.sizes, term.order)
+        same = order == (here.order is not None and here.sizes, here.order)
+        if any(self.few) and (isinstance(term, Rows) or not same):
+            return False
+        if same and (term.groups, term.outputs) == (here.groups, here.outputs):
+            return True
+        return len(here.shapes) == 1 and len(term.shape) == 2 and term.groups == here.groups == 1
+
+    def reading(self, term: Term) -> Reading:
+        """How a term that this accepts reads the weight."""
+        assert isinstance(term, Affine)
+        flipped = len(term.shape) == 2 and (term.order == (1, 0)) != (self.arrangement.order == (1, 0))
+        return Reading(isinstance(term, Rows), flipped)
+
+    def readings(self, terms: Sequence[Term]) -> dict[Reading, list[Affine]]:
+        """The terms by the way in which they read the weight.
+
+        Raises:
+            ValueError: a term is no read of the weight in this arrangement.
+        """
+        found: dict[Reading, list[Affine]] = {}
+        for term in terms:
+            if not isinstance(term, Affine) or not self.accepts(term):
+                raise ValueError(f"a weight of shape {self.arrangement.shapes[0]} is read in another form than before")
+            found.setdefault(self.reading(term), []).append(term)
+        return found
+
+    def activations(self, terms: Sequence[Affine]) -> tuple[Tensor, int | Tensor]:
+        """``sum_nt a a^T`` ("expand") or ``sum_n (mean_t a)(mean_t a)^T`` ("reduce") over the terms of one reading.
+
+        Returns:
+            The sum, and the number of what was summed, by which to divide it for the mean.
+        """
+        one_hot, flipped = self.reading(terms[0])
+        diagonal = self.diagonal[0 if flipped else 1]
+        if one_hot:
+            moment, number = self._looked_up([term for term in terms if isinstance(term, Rows)])
+            return moment if diagonal else torch.diag_embed(moment), number
+        whole = [term for term in terms if not isinstance(term, Rows)]
+        if self.few[1]:
+            return self._few(whole)
+        if self.sharing == "reduce":
+            a = torch.cat([self._mean_over_places(part) for same in _by_length(whole) for part in self._chunks(same)])
+            moment = self._empty(whole[0], diagonal, len(a))
+            self._add_second(moment, a, None)
+            return moment, len(a)
+        number = sum(len(term) * term.places for term in whole)
+        moment = self._empty(whole[0], diagonal, number)
+        for inputs, a in (x for term in whole for part in self._chunks([term]) for x in part[0].activations()):
+            self._add_second(moment, a.flatten(0, 1).to(self.dtype), inputs)
+        return moment, number
+
+    def backprops(
+        self, left: Sequence[Affine], right: Sequence[Affine] | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """``sum_n weights[n] sum_t b b^T`` ("expand") or the same of ``sum_t b`` ("reduce"), over one reading's terms.
+
+        Args:
+            left, right: the terms for one vector sent back from the output, or for two (then ``b_left b_right^T``).
+            weights: (N,); None: all one.
+        """
+        if self.few[0]:
+            assert right is None and weights is None  # sketches are of one vector, all samples alike
+            return functools.reduce(added, (sketched(b[:, 0]) for b in self._backprops(left, None)))
+        diagonal = self.diagonal[1 if self.reading(left[0]).flipped else 0]
+        # the root of the weights on both sides: two factors that are the same tensor need one copy
+        root = None if weights is None else weights.to(self.dtype).sqrt()
+        lefts = self._backprops(left, root)
+        rights = lefts if right is None else self._backprops(right, root)
+        return sum_of(_second(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
+
+    def product(
+        self, reading: Reading, activations: Tensor, number: int | Tensor, backprops: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The Kronecker product of one reading, ``(side of the outputs, side of the inputs)``.
+
+        `activations` are divided by their `number`; `backprops` are taken as they are.
+        """
+        count = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
+        sides = (backprops, scaled(activations, 1 / count))
+        return (sides[1], sides[0]) if reading.flipped else sides
+
+    def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
+        """Of each term (N * t, g, o), times a number for each sample; added up over all places for "reduce"."""
+        found = [term.backprops().to(self.dtype) for term in terms]
+        if self.sharing == "reduce":
+            found = [sum_of(b.sum(1, keepdim=True) for b in same) for same in _by_length(found)]
+        flat = [b.flatten(0, 1) for b in found]
+        if scale is None:
+            return flat
+        scales = [scale.repeat_interleave(b.shape[1])[:, None, None] for b in found]
+        return [b * s for b, s in zip(flat, scales, strict=True)]
+
+    def _few(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
+        """The moment of activations as a sketch, and how many were summed."""
+        together = _by_length(terms) if self.sharing == "reduce" else [[term] for term in terms]
+        rows_of = self._mean_over_places if self.sharing == "reduce" else lambda part: self._whole(part[0])
+        total, number = None, 0
+        for a in (rows_of(part)[:, 0] for same in together for part in self._chunks(same)):  # one chunk in memory
+            moment = sketched(F.pad(a, (0, 1), value=1.0) if len(self.arrangement.shapes) > 1 else a)
+            total, number = moment if total is None else added(total, moment), number + len(a)
+        assert total is not None
+        return total, number
+
+    def _whole(self, term: Whole) -> Tensor:
+        """Activations of all places, (N * t, g, i)."""
+        total = self._zeros(term, len(term) * term.places)
+        for inputs, a in term.activations():
+            total[..., slice(None) if inputs is None else inputs] += a.flatten(0, 1).to(self.dtype)
+        return total
+
+    def _zeros(self, term: Whole, *samples: int) -> Tensor:
+        """(*samples, g, i), the bias not among the inputs."""
+        d = math.prod(term.shape) // (term.groups * term.outputs)
+        return torch.zeros(*samples, term.groups, d, dtype=self.dtype, device=term.device)
+
+    def _mean_over_places(self, terms: Sequence[Whole]) -> Tensor:
+        """Activations averaged over the places of each sample, (N, g, i)."""
+        total = self._zeros(terms[0], len(terms[0]))
+        for inputs, a in (x for term in terms for x in term.activations()):
+            total[..., slice(None) if inputs is None else inputs] += a.sum(1).to(self.dtype)
+        return total / sum(term.places for term in terms)
+
+    def _chunks(self, terms: Sequence[Whole]) -> Iterator[list[Whole]]:
+        """A bounded number of samples at a time, for inputs that are yet to be unfolded."""
+        each = self.arrangement.dimension // self.arrangement.outputs * sum(term.places for term in terms)
+        step, samples = max(1, CHUNK // max(1, each)), len(terms[0])
+        for start in range(0, samples, step):
+            yield [term if step >= samples else term.samples(slice(start, start + step)) for term in terms]
+
+    def _empty(self, term: Whole, diagonal: bool, number: int) -> Tensor:
+        """A moment of the inputs, nothing in it but that of the constant one of a bias."""
+        size = self.arrangement.dimension // (self.arrangement.groups * self.arrangement.outputs)
+        if self.reading(term).flipped:
+            size = self.arrangement.outputs
+        dims = [size] if diagonal else [size, size]
+        moment = torch.zeros(term.groups, *dims, dtype=self.dtype, device=term.device)
+        if len(self.arrangement.shapes) > 1:
+            corner = moment[:, -1] if diagonal else moment[:, -1, -1]
+            corner.fill_(number)
+        return moment
+
+    def _add_second(self, moment: Tensor, a: Tensor, inputs: Tensor | None) -> None:
+        """Add ``sum_n a a^T`` of activations (n, g, i) of some of the inputs (None: all), with the 1 of the bias."""
+        diagonal = moment.ndim == 2
+        some: Any = slice(a.shape[2]) if inputs is None else inputs
+        part = _second(a, a, diagonal)
+        if diagonal:
+            moment[:, some] += part
+        elif inputs is None:
+            moment[:, some, some] += part
+        else:
+            moment[:, inputs[:, None], inputs] += part
+        if len(self.arrangement.shapes) > 1 and not diagonal:
+            total = a.sum(0)
+            moment[:, -1, some] += total
+            moment[:, some, -1] += total
+
+    def _looked_up(self, terms: Sequence[Rows]) -> tuple[Tensor, int | Tensor]:
+        """The diagonal (1, rows) of the moment of one-hot inputs, and the number of what was summed."""
+        rows = terms[0].shape[0]
+        moment = torch.zeros(rows, dtype=self.dtype, device=terms[0].device)
+        number: int | Tensor = 0
+        for same in _by_length(terms):
+            index = torch.cat([term.index for term in same], 1)
+            live = torch.cat([_live(term) for term in same], 1)
+            weights = live.to(self.dtype)
+            if self.sharing == "reduce":
+                # row v counts (number of v in the sample / places)^2, of which each of its look-ups brings a share
+                order = index.masked_fill(~live, rows).sort(1).values
+                equal = torch.searchsorted(order, index, right=True) - torch.searchsorted(order, index)
+                number = number + len(index)
+                weights = weights * equal / weights.sum(1, keepdim=True).clamp(min=1).square()
+            else:
+                number = number + weights.sum()
+            moment.index_add_(0, index.flatten(), weights.flatten())
+        return moment[None], number
+
+
+def enough(terms: Sequence[Any], sharing: str, place: tuple[int, int] = (0, 1)) -> Sequence[Any]:
+    """Some of the samples, evenly, where there are many places for each input: the mean of `a a^T` needs no more.
+
+    It is a mean over a batch that is itself a sample, and goes on as a running mean. `place` says which of how many
+    equal parts of the batch the samples are: together these are the samples that would be taken of the whole.
+    """
+    whole = [term for term in terms if not isinstance(term, Rows)]
+    if not whole:
+        return terms
+    rank, size = place
+    inputs = math.prod(whole[0].shape) // (whole[0].groups * whole[0].outputs)
+    rows = size * sum(len(term) * (term.places if sharing == "expand" else 1) for term in whole)
+    stride = rows // (ENOUGH * inputs)
+    stride = min([stride, *(size * len(term) // LEAST for term in whole)])
+    if stride < 2:
+        return terms
+    some = lambda term: term.samples(slice(-rank * len(term) % stride, None, stride))
+    return [term if isinstance(term, Rows) else some(term) for term in terms]
+
+
+def matched(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One pair for the sum of several Kronecker products (tied weights), with the same trace.
+
+    Each side is the sum over the products, weighted by the trace of the other side. Pairs are those of one `Scheme`.
+    """
+    if len(sides) == 1:
+        return sides[0]
+    traces = [(diagonal_of(r).sum(1), diagonal_of(c).sum(1)) for r, c in sides]
+    total = torch.stack([r * c for r, c in traces]).sum(0).clamp(min=torch.finfo(sides[0][0].dtype).tiny).sqrt()
+
+    def side(k: int) -> Tensor:
+        parts = [
+            pair[k] * t[1 - k].reshape(-1, *[1] * (pair[k].ndim - 1)) for pair, t in zip(sides, traces, strict=True)
+        ]
+        return torch.stack(parts).sum(0) / total.reshape(-1, *[1] * (parts[0].ndim - 1))
+
+    return side(0), side(1)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of curvature: at least single."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _second(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
+    """``sum_n left right^T``: (n, g, d) twice to (g, d, d), or to its diagonal (g, d)."""
+    if diagonal or left.shape[2] == 1:
+        entries = (left * right).sum(0)
+        return entries if diagonal else entries[..., None]
+    rows, columns = left.permute(1, 2, 0), right.transpose(0, 1)
+    is_large = left.shape[0] >= LONG and left.shape[2] >= WIDE
+    return _symmetric(rows, columns) if left is right and is_large else rows @ columns
+
+
+def _symmetric(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, known to be symmetric, (g, d, n) and (g, n, d): three eighths of it are mirrored."""
+    d = left.shape[1]
+    found = left.new_empty(len(left), d, d)
+    ends = [round(k * d / PARTS) for k in range(PARTS + 1)]
+    for start, end in zip(ends, ends[1:], strict=False):
+        found[:, start:end, :end] = left[:, start:end] @ right[:, :, :end]
+        found[:, :start, start:end] = found[:, start:end, :start].mT
+    return found
+
+
+def _by_length(terms: Sequence[Read]) -> list[list[Read]]:
+    """Those together that have the same number of samples; all, unless samples are guessed at."""
+    return [[term for term in terms if len(term) == n] for n in dict.fromkeys(map(len, terms))]
+
+
+def _live(term: Rows) -> Tensor:
+    return torch.ones_like(term.index, dtype=torch.bool) if term.live is None else term.live

@@ -1,0 +1,271 @@
+"""Inverses of Kronecker-factored blocks, prepared once and applied at every step.
+
+A side is (g, d, d), or its diagonal (g, d); matrices that an inverse is applied to are (g, o, i).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.linalg import (
+    LARGE,
+    cholesky_root,
+    diagonal_of,
+    eigh,
+    full_precision,
+    inverse,
+    is_sketch,
+    low_rank,
+    matmul,
+    note,
+    spectrum,
+)
+
+THIN = 16  # a side so many times larger than the other is not inverted: to solve with its root is cheaper
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """``rows X columns``, or ``rows ((rows^T X columns) * values) columns^T`` in a basis where `values` are given.
+
+    `roots` says of either side whether it is the Cholesky root L of what is inverted, and stands for ``(L L^T)^-1``.
+    `shifts` has a number c where a side is V of ``c (I - V V^T)``, V (g, d, r) with orthogonal columns.
+    Where `values` (1, r + 1, s + 1) are given for partial bases rows (1, o, r) and columns (1, i, s), the last of each
+    axis belongs to all directions outside of them.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    values: Tensor | None = None
+    roots: tuple[bool, bool] = (False, False)
+    shifts: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @full_precision()
+    def __call__(self, x: Tensor, own: bool = False) -> Tensor:
+        """What it does to x, whose memory may be used if it is our own: fresh memory costs more than arithmetic."""
+        if self.values is None:
+            with torch.autocast(x.device.type, enabled=False):
+                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own)
+                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False, own=True)
+        if self.is_partial:
+            return _partial(self.rows, self.columns, self.values, x)
+        inner = _right(self.columns, _left(_transposed(self.rows), x)) * self.values
+        return _right(_transposed(self.columns), _left(self.rows, inner))
+
+    @property
+    def is_partial(self) -> bool:
+        return self.values is not None and self.rows.ndim == 3 and self.values.shape[1] > self.rows.shape[2]
+
+    def condition(self) -> float:
+        """Largest over least eigenvalue that is not zero, the largest of all groups."""
+        if self.values is not None:
+            spread = self.values.flatten(1)
+            least = torch.where(spread > 0, spread, torch.inf).amin(1)
+            return float((spread.amax(1) / least).max())
+        sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.roots, self.shifts, strict=True)]
+        one, other = (s.amax(1) / s.amin(1) for s in sides)
+        return float((one * other).max())
+
+    @property
+    def ranks(self) -> tuple[int | None, int | None]:
+        """Of V for either side, None where there is none."""
+        sides = zip((self.rows, self.columns), self.shifts, strict=True)
+        one, other = (None if shift is None else side.shape[2] for side, shift in sides)
+        return one, other
+
+
+def factored(
+    pairs: Sequence[tuple[Tensor, Tensor]], share: float, before: Sequence[Inverse | None], anew: Sequence[bool]
+) -> list[Inverse]:
+    """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() that of the eigenvalues.
+
+    This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
+    Sketches have few eigenvalues to begin with. Sides many times the other are given by their Cholesky roots. Others
+    from `lowrank.LARGE` rows on are taken by their largest eigenvalues where few stand out; the rest is inverted by
+    Cholesky's algorithm, those of one shape together.
+
+    Args:
+        before: the last inverses of the pairs.
+        anew: whether a pair's sides are to be looked at again that were not of low rank before.
+    """
+    sides = [side for pair in pairs for side in pair]
+    widths = [other.shape[-1] for rows, columns in pairs for other in (columns, rows)]
+    are_thin = [side.ndim == 3 and side.shape[1] >= THIN * width for side, width in zip(sides, widths, strict=True)]
+    last = [side for inverse in before for side in _parts(inverse)]
+    found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
+        k: _of_sketch(side, share) for k, side in enumerate(sides) if is_sketch(side)
+    }
+    for k, (start, shift) in enumerate(last):
+        is_large = sides[k].ndim == 3 and len(sides[k]) == 1 and sides[k].shape[1] >= LARGE and not are_thin[k]
+        if k not in found and is_large and (shift is not None or anew[k // 2]):
+            few = _by_largest(sides[k], share, None if shift is None else start)
+            found |= {} if few is None else {k: (few[0], False, few[1])}
+    left = [k for k in range(len(sides)) if k not in found]
+    kinds = {k: (sides[k].shape[1:], sides[k].dtype, sides[k].device, are_thin[k]) for k in left}
+    for kind, alike in _grouped(kinds):
+        together, are_roots = _damped(_stacked([sides[k] for k in alike]), share, kind[3])
+        for k, own in zip(alike, together.split([len(sides[k]) for k in alike]), strict=True):
+            found[k] = own, are_roots, None
+    both = [(*found[k], *found[k + 1]) for k in range(0, len(sides), 2)]
+    return [Inverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
+
+
+def in_eigenbases(pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> list[Inverse]:
+    """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse."""
+    parts = {k for k, pair in enumerate(pairs) if any(map(is_sketch, pair))}
+    whole = iter(bases([side for k, pair in enumerate(pairs) if k not in parts for side in pair]))
+    found = [
+        (_outlined(rows), _outlined(columns)) if k in parts else (next(whole), next(whole))
+        for k, (rows, columns) in enumerate(pairs)
+    ]
+    return [_in_eigenbasis(rows, columns, damping) for rows, columns in found]
+
+
+def _in_eigenbasis(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], damping: float) -> Inverse:
+    (b, left), (a, right) = rows, columns
+    values = b[:, :, None] * a[:, None, :]
+    if damping > 0:
+        return Inverse(left, right, 1 / (values + damping))
+    least = torch.finfo(values.dtype).eps * max(values.shape) * values.amax((1, 2), keepdim=True)
+    return Inverse(left, right, torch.where(values > least, 1 / values, 0.0))
+
+
+def basis(side: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (g, d), and eigenvectors as columns; for a diagonal these are ones (g, d), as the identity is."""
+    return (side.clamp(min=0), torch.ones_like(side)) if side.ndim == 2 else eigh(side)
+
+
+def bases(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """`basis` of each, those of one shape together."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for _, alike in _grouped({k: (side.shape[1:], side.dtype, side.device) for k, side in enumerate(sides)}):
+        sizes = [len(sides[k]) for k in alike]
+        values, vectors = (part.split(sizes) for part in basis(_stacked([sides[k] for k in alike])))
+        found |= dict(zip(alike, zip(values, vectors, strict=True), strict=True))
+    return [found[k] for k in range(len(sides))]
+
+
+def carried(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
+    """The diagonal, in a new basis (rows, columns), of the matrix whose diagonal in an old one is `values` (g, o, i).
+
+    It is exact if that matrix has nothing else in the old basis; the trace is kept, for orthogonal sides.
+    """
+    olds = [torch.diag_embed(o) if o.ndim < n.ndim else o for o, n in zip(old, new, strict=True)]
+    rows, columns = (n * o if n.ndim == 2 else matmul(n.mT, o).square() for o, n in zip(olds, new, strict=True))
+    return _right(_transposed(columns), _left(rows, values))
+
+
+def _stacked(sides: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(sides)) if len(sides) > 1 else sides[0]
+
+
+def _grouped(kinds: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+    """Each kind, and what is of that kind."""
+    return [(kind, [k for k, own in kinds.items() if own == kind]) for kind in dict.fromkeys(kinds.values())]
+
+
+def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
+    """Inverses, or roots of what is to be inverted if that is asked for and possible, and whether they are these.
+
+    In units of the mean eigenvalue, so that no product of small numbers underflows.
+    """
+    mean = _mean(sides)
+    if sides.ndim == 2:
+        return 1 / (sides + share * mean[:, None]), False
+    scale = mean[:, None, None]
+    matrix = sides / scale
+    matrix.diagonal(dim1=1, dim2=2).add_(share)
+    root = cholesky_root(matrix) if as_roots else None
+    return (inverse(matrix).div_(scale), False) if root is None else (root.mul_(scale.sqrt()), True)
+
+
+def _outlined(side: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (1, r + 1), the last that of all directions outside of the basis (1, d, r)."""
+    if is_sketch(side):
+        vectors, values, rest = spectrum(side)
+        return torch.cat([values, rest[None]])[None], vectors[None]
+    values, vectors = basis(side)
+    vectors = torch.diag_embed(vectors) if side.ndim == 2 else vectors
+    return torch.cat([values, values[:, -1:]], 1), vectors  # there is nothing outside; any value would do
+
+
+def _partial(rows: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor:
+    """What is outside of both bases, and what differs from that within the one, the other, and both."""
+    outside, row, column = values[:, -1:, -1:], values[:, :-1, -1:], values[:, -1:, :-1]
+    left, right = matmul(rows.mT, x), matmul(x, columns)
+    both = (values[:, :-1, :-1] - row - column + outside) * matmul(left, columns)
+    within = matmul(rows, (row - outside) * left + matmul(both, columns.mT))
+    return outside * x + within + matmul((column - outside) * right, columns.mT)
+
+
+def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, bool, Tensor]:
+    """V and c of its damped inverse."""
+    vectors, values, rest = spectrum(side)
+    damping = share * _mean(side)
+    root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
+    return (vectors * root)[None], False, 1 / (rest + damping)
+
+
+def _by_largest(side: Tensor, share: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """V and c of the damped inverse of one side (1, d, d), if few eigenvalues stand out."""
+    mean = _mean(side)
+    try:
+        found = low_rank(side[0] / mean, share, None if start is None else start[0])
+    except torch.linalg.LinAlgError:  # then by Cholesky
+        note("retried")
+        return None
+    return None if found is None else (found[0][None], found[1] / mean)
+
+
+def _mean(sides: Tensor) -> Tensor:
+    """Mean eigenvalue of each group, not zero."""
+    return not_zero(diagonal_of(sides).mean(1))
+
+
+def not_zero(mean: Tensor) -> Tensor:
+    """Mean eigenvalues to divide by, one in the place of zero.
+
+    A layer that nothing reached may get a gradient before its curvature is renewed: its step must not be endless.
+    """
+    return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
+
+
+def _parts(inverse: Inverse | None) -> Iterable[tuple[Tensor | None, Tensor | None]]:
+    """Each side and its shift."""
+    if inverse is None:
+        return ((None, None), (None, None))
+    return zip((inverse.rows, inverse.columns), inverse.shifts, strict=True)
+
+
+def _solved(side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: bool, own: bool) -> Tensor:
+    """What a side does to x, from the left or from the right, in its place if it is our own."""
+    if is_root:
+        return torch.cholesky_solve(x, side) if left else torch.cholesky_solve(x.mT, side).mT
+    if shift is None:
+        return _left(side, x) if left else _right(side, x)
+    one, other = (side, side.mT @ x) if left else (x @ side, side.mT)
+    return (x if own else x.clone()).baddbmm_(one, other, alpha=-1).mul_(shift)
+
+
+def _spectrum(side: Tensor, is_root: bool, shift: Tensor | None) -> Tensor:
+    """Eigenvalues of what a side stands for, or of its inverse, (g, d)."""
+    if shift is not None:
+        return shift[:, None] * torch.cat([1 - side.square().sum(1), torch.ones_like(shift)[:, None]], 1)
+    return side if side.ndim == 2 else torch.linalg.eigvalsh(side @ side.mT if is_root else side)
+
+
+def _left(side: Tensor, x: Tensor) -> Tensor:
+    return side[:, :, None] * x if side.ndim == 2 else matmul(side, x)
+
+
+def _right(side: Tensor, x: Tensor) -> Tensor:
+    return x * side[:, None, :] if side.ndim == 2 else matmul(x, side)
+
+
+def _transposed(side: Tensor) -> Tensor:
+    return side if side.ndim == 2 else side.mT

@@ -1,0 +1,93 @@
+"""Sums of Kronecker products with damping, solved with at once.
+
+Two products ``kron(B1, A1) + kron(B2, A2)`` are made diagonal together (arXiv:2405.15603): with ``W^T (A1 + A2) W = I``
+and ``W^T A1 W = diag(s)`` it follows that ``W^T A2 W = diag(1 - s)``, likewise V and t for the B.
+
+Indices: i input, o output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvature.kronecker.factors import matched
+from curvature.linalg import cholesky_root, full_precision, matmul, root_by_ladder, rounding_of, symmetric_eigh
+
+Pair = tuple[Tensor, Tensor]  # B (o, o) and A (i, i), symmetric and positive semi-definite
+
+
+@dataclass(frozen=True)
+class KroneckerSum:
+    """The inverse ``X -> rows ((rows^T X columns) / values) columns^T`` of a damped sum, on matrices (o, i)."""
+
+    rows: Tensor
+    columns: Tensor
+    values: Tensor
+
+    def solve(self, x: Tensor) -> Tensor:
+        """The solution (o, i) for a right-hand side (o, i)."""
+        inner = matmul(matmul(self.rows.mT, x), self.columns) / self.values
+        return matmul(matmul(self.rows, inner), self.columns.mT)
+
+
+def kronecker_sum(pairs: Sequence[Pair], damping: float) -> KroneckerSum:
+    """``sum_k kron(B_k + e_k / c_k I, A_k + e_k c_k I)``, with ``e_k^2 = damping / K`` for K products.
+
+    c_k^2 is the ratio of the mean eigenvalues of A_k and B_k (factored damping, arXiv:1503.05671, section 6.3). No
+    eigenvalue of the sum is below `damping`. e_k c_k and e_k / c_k are no less than the rounding of A_k and B_k.
+
+    One or two products are exact. Of three or more, all but that of the largest trace are taken as one of the
+    same trace (`curvature.kronecker.matched`).
+
+    Args:
+        pairs: B (o, o) and A (i, i), at least one, with traces above zero.
+        damping: in units of the products, not negative.
+    """
+    damped = [damped_pair(*pair, damping / len(pairs)) for pair in _two(pairs)]
+    scaled = [((b / _mean(b), a / _mean(a)), _mean(b) * _mean(a)) for b, a in damped]
+    (rows, t), (columns, s) = (_diagonalised([pair[side] for pair, _ in scaled]) for side in (0, 1))
+    values = scaled[0][1] * t[:, None] * s
+    if len(scaled) > 1:
+        values = values + scaled[1][1] * (1 - t)[:, None] * (1 - s)
+    return KroneckerSum(rows, columns, values)
+
+
+def damped_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
+    """One of the products that `kronecker_sum` is of."""
+    ratio = (_mean(columns) / _mean(rows)).sqrt()
+    shifts = damping**0.5 / ratio, damping**0.5 * ratio
+    return _shifted(rows, shifts[0]), _shifted(columns, shifts[1])
+
+
+def _shifted(side: Tensor, shift: Tensor) -> Tensor:
+    shift = torch.maximum(shift, rounding_of(side.diagonal().sum()))
+    return side + shift * torch.eye(len(side), dtype=side.dtype, device=side.device)
+
+
+def _mean(side: Tensor) -> Tensor:
+    return side.diagonal().mean()
+
+
+def _two(pairs: Sequence[Pair]) -> list[Pair]:
+    if len(pairs) <= 2:
+        return list(pairs)
+    first, *others = sorted(pairs, key=lambda pair: -float(_mean(pair[0]) * _mean(pair[1])))
+    rows, columns = matched([(b[None], a[None]) for b, a in others])
+    return [first, (rows[0], columns[0])]
+
+
+@full_precision()
+def _diagonalised(sides: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """W with ``W^T sum(sides) W = I`` and the diagonal of ``W^T sides[0] W``, from 0 to 1."""
+    total = sides[0] if len(sides) == 1 else sides[0] + sides[1]
+    root = cholesky_root(total)
+    if root is None:
+        root = root_by_ladder(total, "a factor")
+    half = torch.linalg.solve_triangular(root, sides[0], upper=False)
+    whole = torch.linalg.solve_triangular(root, half.mT, upper=False)
+    values, vectors = symmetric_eigh(whole)
+    return torch.linalg.solve_triangular(root.mT, vectors, upper=True), values.clamp(0, 1)

@@ -1,0 +1,37 @@
+"""What a loss says at the output of the model: each sample's own loss, its Hessian, and the vectors to send back.
+
+In: a torch loss or a callable, the model's output and the targets. Out: the losses sample by sample; the mass with
+which each sample counts; the Hessian at the output, or a root of it; injections (`exact`, `sampled`, `propagated`,
+`isotropic`, `empirical`), each of which turns loss and output into vectors.
+"""
+
+from curvature.losses.injections import (
+    SEED,
+    Curved,
+    Injection,
+    Random,
+    empirical,
+    exact,
+    isotropic,
+    propagated,
+    sampled,
+)
+from curvature.losses.per_sample import is_entrywise, joined, per_sample_losses, reduction_of, resolve, sample_masses
+
+__all__ = [
+    "Curved",
+    "Injection",
+    "Random",
+    "SEED",
+    "empirical",
+    "exact",
+    "is_entrywise",
+    "isotropic",
+    "joined",
+    "per_sample_losses",
+    "propagated",
+    "reduction_of",
+    "resolve",
+    "sample_masses",
+    "sampled",
+]

@@ -1,0 +1,347 @@
+"""Curvature of a loss at the output of the model: products with it, roots of it, and gradients at drawn labels.
+
+For sample n, H is a curvature of the per-sample loss l_n at its rows of the output. l_n is a sum of *terms* times their
+*masses* (1, or 1/T in a mean of T terms; class weights, ignored places, targets that add up to another mass than 1),
+and a term of mass 1 has the H of its likelihood (`curvature.likelihoods`): a ``_Kind`` names it for each torch loss.
+Every other loss has its Hessian by differentiating twice.
+
+A root here is a function eps -> S eps with ``S S^T = H``, S square, applied to every sample; a product is u -> H u.
+Arguments and results have shape (k, *output.shape).
+
+Outputs here are float32 or float64 without graph. Dim 0 holds the samples, N of one row each or, with ``count``, of
+N*m rows that are m consecutive ones for each; the classes are dim 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.linalg import symmetric_eigh
+from curvature.losses import likelihoods
+from curvature.losses.likelihoods import Likelihood
+from curvature.losses.output_batch import unit_vectors
+from curvature.losses.per_sample import GaussianNLLLoss, Loss, name_of, per_sample_losses, reduction_of, resolve
+
+Map = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
+Draw = Callable[[int, torch.Generator], Tensor]
+CHUNK = 64  # columns of H at a time
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """H at one output.
+
+    Attributes:
+        product: makes u -> H u, and the graph that it needs.
+        root: eps -> S eps; None where nothing but the decomposition of H gives one.
+        diagonal: of H, in the shape of the output; None where it takes a product for every entry.
+    """
+
+    product: Callable[[], Map]
+    root: Map | None = None
+    diagonal: Callable[[], Tensor] | None = None
+
+
+def fisher_information(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Curvature:
+    """The expected Hessian of l_n where the loss is the negative logarithm of a likelihood, else its Hessian.
+
+    Args:
+        loss: a torch loss module, a function of the same name, or a callable ``loss(output, target) -> scalar``, twice
+            differentiable.
+        output: shape (N, ...), or (N*m, ...) with ``count`` = N.
+        target: as ``loss`` takes it. A likelihood needs none, unless it has weights that depend on it.
+        count: N, if not the size of dim 0.
+
+    Raises:
+        ValueError: the target is needed and missing, shapes do not fit, a mass is negative, or the loss does not add or
+            average.
+    """
+    loss, kind = _resolve(loss)
+    if kind is None or kind.likelihood is None:
+        return _differentiated(loss, kind, output, target, count)
+    masses = term_masses(loss, output, target, count=count)
+    return _of_likelihood(kind.likelihood(loss, output), masses)
+
+
+def hessian(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Curvature:
+    """The Hessian of l_n. Arguments and errors as for `fisher_information`."""
+    loss, kind = _resolve(loss)
+    if kind is not None and kind.likelihood is not None:
+        masses = term_masses(loss, output, target, count=count)
+        unit = kind.likelihood(loss, output)
+        if unit.is_hessian:
+            return _of_likelihood(unit, masses)
+    return _differentiated(loss, kind, output, target, count)
+
+
+def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Map:
+    """Return eps -> S eps with ``S S^T`` the `fisher_information` of every sample. Arguments and errors as there.
+
+    Raises:
+        ValueError: the target is needed and missing; or the Hessian of a sample is not positive semi-definite. One that
+            is not finite gives nan for its sample.
+    """
+    if target is None and _resolve(loss)[1] is None:
+        raise _missing_target(loss)
+    curvature = fisher_information(loss, output, target, count)
+    return curvature.root or _decomposed(loss, curvature.product(), output, count or len(output))
+
+
+def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> Map:
+    """Return u -> H u, H the Hessian of l_n, by differentiating l_n twice; zero where l_n is linear.
+
+    The graph is made here, once; a call needs memory for its k vectors.
+
+    Args:
+        loss, output, target, count: as for `curvature.losses.per_sample_losses`, with samples along dims 0.
+
+    Raises:
+        ValueError: the loss is not differentiable in the output; or as `per_sample_losses`.
+        RuntimeError: when called, where torch does not differentiate the loss a second time.
+    """
+    point = output.detach().requires_grad_()
+    with torch.enable_grad():
+        losses = per_sample_losses(loss, point, target, count)
+        if not losses.requires_grad:
+            raise ValueError(f"{name_of(loss)} is not differentiable in the output")
+        # l_n depends on its own rows alone, so one backward pass serves all samples
+        (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=True, materialize_grads=True)
+    if not slope.requires_grad:  # linear
+        return torch.zeros_like
+    derive = functools.partial(torch.autograd.grad, slope, point, retain_graph=True, materialize_grads=True)
+
+    def product(u: Tensor) -> Tensor:
+        if len(u) > 1:
+            try:
+                return derive(u, is_grads_batched=True)[0]
+            except RuntimeError:  # vmap cannot follow a function of the loss; an error of its own comes back below
+                pass
+        try:
+            return torch.stack([derive(one)[0] for one in u])
+        except RuntimeError as error:
+            raise RuntimeError(f"{name_of(loss)} cannot be differentiated twice: {error}") from error
+
+    return product
+
+
+def likelihood(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Draw:
+    """Return (k, generator) -> k gradients at labels drawn from the likelihood, independent of each other.
+
+    A gradient is that of each term's negative log-likelihood at its own drawn label, times the root of the term's mass:
+    its second moment is the `fisher_information`, shape (k, *output.shape).
+
+    Args:
+        loss, output, target, count: as for `fisher_information`; nothing is differentiated.
+
+    Raises:
+        ValueError: the loss is the negative logarithm of no known likelihood; or its weights need the target.
+    """
+    loss, kind = _resolve(loss)
+    if kind is None or kind.likelihood is None:
+        known = ", ".join(t.__name__ for t, row in _KINDS.items() if row.likelihood is not None)
+        raise ValueError(
+            f"sampled() draws labels from the likelihood of the loss, and {name_of(loss)} has none that is known here; "
+            f"these have one: {known}. Use exact(), propagated() or isotropic() instead"
+        )
+    scale = term_masses(loss, output, target, count=count).sqrt()
+    unit = kind.likelihood(loss, output)
+    return lambda k, generator: scale * unit.draw(k, generator)
+
+
+def term_masses(
+    loss: Loss, output: Tensor, target: Any = None, strict: bool = True, count: int | None = None
+) -> Tensor:
+    """Say what the term at each place of the output counts for in l_n.
+
+    1 where the loss adds; 1/T where it is a mean over T terms per sample; with class indices the weight of the class,
+    0 where ignored, over the sum of these; times ``pos_weight``, ``weight`` and the sum of a soft target. A callable
+    counts as one term per sample.
+
+    Args:
+        loss, output, target, count: as for `fisher_information`. Without a target no place is ignored.
+        strict: whether weights that depend on a missing target are an error; else they count 1.
+
+    Returns:
+        Shape of the output, with size 1 along the dim of the classes, if any.
+
+    Raises:
+        ValueError: weights need the target, a mass is negative, shapes do not fit.
+    """
+    loss, kind = _resolve(loss)
+    if kind is None:
+        return torch.ones_like(output)
+    count = count or len(output)
+    if kind.classes and output.ndim < 2:
+        raise ValueError(f"{name_of(loss)} takes outputs of shape (N, C, ...), got {tuple(output.shape)}")
+    if target is None:
+        for name in kind.weights if strict else ():
+            if getattr(loss, name) is not None:
+                raise ValueError(f"{name_of(loss)} has {name}=, which needs targets: pass target=")
+        target = kind.stand_in(output) if kind.stand_in else None
+    masses = torch.ones_like(output[:, :1] if kind.classes else output)
+    if target is not None and kind.probe is not None:
+        return _probed_masses(loss, kind.probe(output), output, target, count).reshape(masses.shape)
+    terms = masses[:, : output.shape[1] // 2] if kind.heads else masses
+    if target is not None and not kind.classes:
+        _require_broadcast(loss, terms, target)
+    # batchmean adds within a sample
+    return masses / (terms.numel() // count) if getattr(loss, "reduction", "mean") == "mean" else masses
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A torch loss whose terms are entries of the output, or whole columns of classes.
+
+    Attributes:
+        likelihood: (loss, output) -> the likelihood of terms of mass 1. None: none is known; the Hessian is diagonal.
+        classes: whether a term takes a whole dim 1, of classes, and not one entry.
+        heads: whether a term takes an entry of each half of dim 1.
+        probe: output -> (f, value): a term of mass 1 has this value where all of the output is f. None: all masses 1.
+        weights: attributes of the loss that make the masses depend on the target.
+        stand_in: output -> a target that serves where none is given.
+    """
+
+    likelihood: Callable[[Any, Tensor], Likelihood] | None = None
+    classes: bool = False
+    heads: bool = False
+    probe: Callable[[Tensor], tuple[float, float]] | None = None
+    weights: tuple[str, ...] = ()
+    stand_in: Callable[[Tensor], Tensor] | None = None
+
+
+def _poisson(loss: Any, output: Tensor) -> Likelihood:
+    return likelihoods.Poisson(output) if loss.log_input else likelihoods.PoissonRate(output, loss.eps)
+
+
+# By exact type: a subclass may compute something else.
+_ENTRIES = _Kind()
+_KINDS: dict[type, _Kind] = {
+    nn.CrossEntropyLoss: _Kind(
+        lambda _, output: likelihoods.Categorical(output),
+        classes=True,
+        probe=lambda output: (0.0, math.log(output.shape[1])),
+        weights=("weight",),
+    ),
+    nn.NLLLoss: _Kind(
+        lambda _, output: likelihoods.LogProbabilities(output),
+        classes=True,
+        probe=lambda _: (-1.0, 1.0),
+        weights=("weight",),
+    ),
+    nn.BCEWithLogitsLoss: _Kind(
+        lambda _, output: likelihoods.Bernoulli(output),
+        probe=lambda _: (0.0, math.log(2)),
+        weights=("pos_weight",),
+        stand_in=torch.zeros_like,
+    ),
+    nn.BCELoss: _Kind(
+        lambda _, output: likelihoods.BernoulliProbability(output),
+        probe=lambda _: (0.5, math.log(2)),
+        stand_in=torch.zeros_like,
+    ),
+    nn.MSELoss: _Kind(lambda _, output: likelihoods.Normal(output)),
+    nn.PoissonNLLLoss: _Kind(_poisson),
+    GaussianNLLLoss: _Kind(lambda loss, output: likelihoods.NormalHeads(*loss.heads(output)), heads=True),
+    nn.L1Loss: _ENTRIES,
+    nn.SmoothL1Loss: _ENTRIES,
+    nn.HuberLoss: _ENTRIES,
+    nn.KLDivLoss: _ENTRIES,
+    nn.SoftMarginLoss: _ENTRIES,
+}
+
+
+def _resolve(loss: Loss) -> tuple[Any, _Kind | None]:
+    """The loss in the form known here, and its kind: None for any other callable."""
+    loss = resolve(loss)
+    reduction_of(loss)  # refuses "none"
+    return loss, _KINDS.get(type(loss))
+
+
+def _of_likelihood(unit: Likelihood, masses: Tensor) -> Curvature:
+    scale = masses.sqrt()
+    return Curvature(
+        product=lambda: lambda u: masses * unit.product(u),
+        root=lambda eps: scale * unit.root(eps),
+        diagonal=lambda: masses * unit.diagonal(),
+    )
+
+
+def _differentiated(loss: Loss, kind: _Kind | None, output: Tensor, target: Any, count: int | None) -> Curvature:
+    """By differentiating twice; the root as well where it is known to be diagonal."""
+    if target is None and kind is not None:
+        raise _missing_target(loss)
+    product = functools.partial(hessian_product, loss, output, target, count or len(output))
+    if kind is not _ENTRIES:
+        return Curvature(product)
+    curves = product()(torch.ones_like(output)[None])[0]
+    _require_semidefinite(loss, curves)
+    scale = curves.clamp(min=0).sqrt()
+    return Curvature(lambda: lambda u: curves * u, lambda eps: scale * eps)
+
+
+def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target: Tensor, count: int) -> Tensor:
+    """Read the masses off the loss itself: its terms where each is its mass times a known value. Shape of the terms."""
+    at, value = probe
+    dtype = output.dtype if loss.weight is None else loss.weight.dtype
+    flat = torch.full_like(output, at, dtype=dtype)
+    if target.is_floating_point():
+        target = target.to(dtype)
+    unreduced = copy.copy(loss)
+    unreduced.reduction = "none"
+    terms = unreduced.forward(flat, target)
+    sums = terms.reshape(count, -1).sum(1)
+    # a mean divides by what is weighed and not ignored; where that is nothing, torch has 0/0 and no curvature
+    share = torch.where(sums == 0, 0, per_sample_losses(loss, flat, target, count) / sums)
+    masses = (terms.reshape(count, -1) * share[:, None]).reshape(terms.shape)
+    _require_semidefinite(loss, masses)
+    return (masses / value if value else masses).to(output.dtype)
+
+
+def _decomposed(loss: Loss, product: Map, output: Tensor, count: int) -> Map:
+    """Root of H by its eigenvalues, D x D for every sample, D the entries of its output."""
+    size = output.numel() // count
+    columns = [product(unit_vectors(output, count, k, min(k + CHUNK, size))) for k in range(0, size, CHUNK)]
+    matrix = torch.cat(columns).reshape(size, count, size).movedim(0, 1)
+    finite = matrix.isfinite().all(2).all(1)[:, None, None]
+    values, vectors = symmetric_eigh(torch.where(finite, matrix, 0))
+    _require_semidefinite(loss, values, size)
+    root = torch.where(finite, vectors * values.clamp(min=0).sqrt()[:, None, :], math.nan)
+    return lambda eps: torch.einsum("nij,knj->kni", root, eps.reshape(len(eps), count, size)).reshape(eps.shape)
+
+
+def _require_semidefinite(loss: Loss, values: Tensor, factor: int = 1) -> None:
+    """Refuse values that are negative by more than ``factor`` times the rounding errors of the largest."""
+    finite = values.nan_to_num(0.0, 0.0)
+    least = finite.amin()
+    if least < -100 * factor * torch.finfo(values.dtype).eps * finite.abs().amax():
+        raise ValueError(
+            f"{name_of(loss)} is not convex in the output: its Hessian there is not positive semi-definite (found "
+            f"{least.item():.3g}), so it has no root. Use isotropic(), or a convex loss"
+        )
+
+
+def _require_broadcast(loss: Loss, terms: Tensor, target: Any) -> None:
+    """Refuse a target larger than the output, of which the loss would make more terms than the output has entries."""
+    if not isinstance(target, Tensor):
+        return
+    sizes = zip(reversed(target.shape), reversed(terms.shape), strict=False)
+    if target.ndim > terms.ndim or any(size not in (1, whole) for size, whole in sizes):
+        raise ValueError(
+            f"{name_of(loss)} compares output {tuple(terms.shape)} and target {tuple(target.shape)} entry by entry: "
+            "give both the same shape"
+        )
+
+
+def _missing_target(loss: Loss) -> ValueError:
+    return ValueError(
+        f"the Hessian of {name_of(loss)} depends on the target, which is missing: pass target= (in an optimizer, "
+        "choose isotropic(), which needs none)"
+    )

@@ -1,0 +1,245 @@
+"""Sums over data of what the vectors make of a layer, one class for each structure of its block.
+
+Each is fed with `Chunk` after `Chunk`, and gives its operator in the end: ``scale * sum_n weights[n] sum_k u_kn
+w_kn^T`` or an approximation of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from curvature import operators
+from curvature.kronecker import Basis, Reading, Scheme, matched
+from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
+from curvature.recording import Tape
+from curvature.terms import Term, gradients, pieces, products
+
+Terms = dict[str, list[Term]]
+Range = tuple[int, int]  # the first row, and the one after the last
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some of the vectors of one batch, sent back.
+
+    Attributes:
+        left, right: for every vector the terms of ``u_k = J^T left_k`` and of ``w_k = J^T right_k``; the same object
+            where these are the same. The matrix is ``sum_n weights[n] sum_k u_kn w_kn^T``.
+        weights: (N,), what each sample counts for, not yet divided by their sum.
+        first: whether this is the first chunk of its batch.
+    """
+
+    tape: Tape
+    left: list[Terms]
+    right: list[Terms]
+    weights: Tensor
+    first: bool
+
+    def of(self, name: str) -> tuple[list[list[Term]], list[list[Term]]] | None:
+        """Terms of one parameter by vector, left and right; None where nothing of the output depends on it."""
+        left = [terms[name] for terms in self.left if name in terms]
+        if self.right is self.left:
+            return (left, left) if left else None
+        right = [terms[name] for terms in self.right if name in terms]
+        return (left, right) if left and right else None
+
+
+class Accumulator:
+    """Base: the sum for the parameters of a space, which are one block."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.space.names
+
+    def entries(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes."""
+        return zip(self.space.names, self.space.shapes, strict=True)
+
+    def add(self, chunk: Chunk) -> None:
+        raise NotImplementedError
+
+    def result(self, scale: float) -> Operator:
+        """The operator on the block's parameters."""
+        raise NotImplementedError
+
+    def refined(self, block: Operator) -> Accumulator:
+        """What a second pass over the data adds up to better `block`, the result of the first."""
+        return Kept(block)
+
+
+class Kept(Accumulator):
+    """A block that needs nothing more."""
+
+    def __init__(self, block: Operator) -> None:
+        super().__init__(block.space)
+        self.block = block
+
+    def add(self, chunk: Chunk) -> None:
+        pass
+
+    def result(self, scale: float) -> Operator:
+        return self.block
+
+
+class DiagonalSum(Accumulator):
+    """The diagonal alone."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
+        self.sums = {name: torch.zeros(s, dtype=space.dtype, device=space.device) for name, s in self.entries()}
+
+    def add(self, chunk: Chunk) -> None:
+        for name in self.names:
+            found = chunk.of(name)
+            if found is not None:
+                self.sums[name] += products(*found, chunk.weights)
+
+    def result(self, scale: float) -> Operator:
+        return Diagonal(self.space, scale * self.space.flatten(self.sums))
+
+
+class DenseSum(Accumulator):
+    """The whole block."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
+        self.sum = torch.zeros(space.size, space.size, dtype=space.dtype, device=space.device)
+
+    def add(self, chunk: Chunk) -> None:
+        for k, left in enumerate(chunk.left):
+            u = self._rows(left, len(chunk.weights))
+            w = u if chunk.right is chunk.left else self._rows(chunk.right[k], len(chunk.weights))
+            self.sum.addmm_((u * chunk.weights.to(u.dtype)[:, None]).T, w)
+
+    def _rows(self, terms: Terms, count: int) -> Tensor:
+        """Per-sample gradients (N, P)."""
+        rows = [
+            gradients(terms[name]).reshape(count, -1).to(self.sum.dtype)
+            if name in terms
+            else self.sum.new_zeros(count, torch.Size(shape).numel())
+            for name, shape in self.entries()
+        ]
+        return torch.cat(rows, 1)
+
+    def result(self, scale: float) -> Operator:
+        return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
+
+
+class KroneckerSum(Accumulator):
+    """One Kronecker product per group for each reading of the weight, in the end matched to one."""
+
+    def __init__(self, space: Space, scheme: Scheme) -> None:
+        super().__init__(space)
+        self.scheme = scheme
+        self.inputs: dict[Reading, tuple[Tensor, Tensor | int]] = {}
+        self.outputs: dict[Reading, Tensor] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        found = chunk.of(self.names[0])
+        if found is None:
+            return
+        if chunk.first:
+            for reading, terms in self.scheme.readings(found[0][0]).items():
+                total, number = self.scheme.activations(terms)
+                if reading in self.inputs:
+                    total, number = total + self.inputs[reading][0], number + self.inputs[reading][1]
+                self.inputs[reading] = total, number
+        for left, right in zip(*found, strict=True):
+            rights = self.scheme.readings(right)
+            for reading, terms in self.scheme.readings(left).items():
+                other = None if right is left else rights[reading]
+                part = self.scheme.backprops(terms, other, chunk.weights)
+                if other is not None and part.ndim == 3:  # symmetric but for the rounding of the right vectors
+                    part = (part + part.mT) / 2
+                self.outputs[reading] = self.outputs[reading].add_(part) if reading in self.outputs else part
+
+    def result(self, scale: float) -> Kronecker:
+        sides = [self.scheme.product(reading, *self.inputs[reading], scale * b) for reading, b in self.outputs.items()]
+        return Kronecker(self.space, self.scheme.arrangement, *matched(sides))
+
+    def refined(self, block: Operator) -> Accumulator:
+        assert isinstance(block, Kronecker)
+        return EigenSum(self.scheme, block)
+
+
+class EigenSum(Accumulator):
+    """The diagonal in the eigenbasis of Kronecker factors (arXiv:1806.03884, equation 11)."""
+
+    def __init__(self, scheme: Scheme, factors: Kronecker) -> None:
+        super().__init__(factors.space)
+        eigen = factors.eigen
+        self.basis = Basis(scheme, eigen.row_vectors, eigen.column_vectors)
+        self.sum = torch.zeros_like(eigen.values)
+
+    def add(self, chunk: Chunk) -> None:
+        found = chunk.of(self.names[0])
+        if found is not None:
+            self.sum += self.basis.products(*found, chunk.weights)
+
+    def result(self, scale: float) -> EigenKronecker:
+        rows, columns = self.basis.rows, self.basis.columns
+        return EigenKronecker(self.space, self.basis.scheme.arrangement, rows, columns, scale * self.sum)
+
+
+class RowSums(Accumulator):
+    """One sum for each range of rows of a weight, and of its bias, that is read apart from the others.
+
+    Args:
+        space: of the parameters.
+        parts: the sums by the first row and the one after the last; ranges that cover all rows, in order.
+    """
+
+    def __init__(self, space: Space, parts: Mapping[Range, Accumulator]) -> None:
+        super().__init__(space)
+        self.parts = dict(parts)
+
+    def add(self, chunk: Chunk) -> None:
+        left = self._cut(chunk.left)
+        whole = replace(chunk, left=left, right=left if chunk.right is chunk.left else self._cut(chunk.right))
+        for part in self.parts.values():
+            part.add(whole)
+
+    def _cut(self, vectors: list[Terms]) -> list[Terms]:
+        """The terms of the ranges as those of parameters of their own.
+
+        Raises:
+            ValueError: a range is none of those of the first batch.
+        """
+        found: list[Terms] = []
+        for terms in vectors:
+            cut = {name: pieces(terms[name]) for name in self.names if name in terms}
+            for name, parts in cut.items():
+                for part in parts:
+                    if (part.start, part.stop) not in self.parts:
+                        raise ValueError(
+                            f"{name}: rows {part.start} to {part.stop} are read together, which was not so in the "
+                            f'first batch; choose structure={{"{name}": "dense"}} or "diagonal"'
+                        )
+            found.append({rows_of(k, p.start, p.stop): list(p.terms) for k, parts in cut.items() for p in parts})
+        return found
+
+    def result(self, scale: float) -> RowBlocks:
+        where = {name: self.space.positions([name]).reshape(shape) for name, shape in self.entries()}
+        order = [where[name][slice(*rows)].flatten() for rows in self.parts for name in self.names]
+        blocks = [part.result(scale) for part in self.parts.values()]
+        names = [name for block in blocks for name in block.space.names]
+        shapes = [shape for block in blocks for shape in block.space.shapes]
+        inner = Space(tuple(names), tuple(shapes), self.space.dtype, self.space.device)
+        return RowBlocks(self.space, BlockDiagonal(inner, blocks), torch.cat(order))
+
+    def refined(self, block: Operator) -> Accumulator:
+        assert isinstance(block, RowBlocks)
+        found = zip(self.parts.items(), block.blocks.values(), strict=True)
+        return RowSums(self.space, {rows: part.refined(own) for (rows, part), own in found})
+
+
+def rows_of(name: str, start: int, stop: int) -> str:
+    """The name of some rows of a parameter."""
+    return f"{name}[{start}:{stop}]"

@@ -1,0 +1,202 @@
+"""Blocks of a model's parameters, summed up over data: which structure each layer has, and going over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from curvature.gradients import joint_bias
+from curvature.kronecker import Scheme
+from curvature.losses import SEED, Injection
+from curvature.matrices.accumulators import (
+    Accumulator,
+    Chunk,
+    DenseSum,
+    DiagonalSum,
+    KroneckerSum,
+    Range,
+    RowSums,
+    rows_of,
+)
+from curvature.matrices.passes import Pass
+from curvature.operators import Operator, Space
+from curvature.recording import unwrapped
+from curvature.terms import Term, pieces
+
+EXACT_SIZE = 1024  # a layer without Kronecker factors gets its exact block up to this size, its diagonal beyond
+Structure = Literal["kronecker", "dense", "diagonal"]
+STRUCTURES = ("kronecker", "dense", "diagonal")
+Make = Callable[[Chunk], list[Accumulator]]
+Chunks = Callable[[Pass, Injection, torch.Generator], Iterator[Chunk]]
+
+
+class Passes(Protocol):
+    """What goes over the data: a `Source`, or one that checks that they are the same every time."""
+
+    def each(self, visit: Callable[[Pass], None]) -> None: ...
+
+    @property
+    def is_sum(self) -> bool: ...
+
+
+def space_of(model: nn.Module) -> Space:
+    """The trainable parameters, in single precision at least.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: no parameter requires a gradient.
+    """
+    model = unwrapped(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not found:
+        raise ValueError("model: no parameter requires a gradient")
+    return Space.of(found)
+
+
+def require_injection(inject: Any) -> None:
+    """
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(inject, Injection):
+        raise TypeError(
+            f"inject: expected exact(), sampled(), propagated(), isotropic() or empirical(), found {inject!r}"
+        )
+
+
+def seed_of(generator: torch.Generator | None) -> int:
+    """A seed that gives the same draws to several passes, taken from the caller's generator if there is one."""
+    if generator is None:
+        return SEED
+    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
+
+
+def collected(
+    passes: Passes, inject: Injection, seed: int, space: Space, make: Make, chunks: Chunks = Pass.chunks
+) -> list[Operator]:
+    """The operators of the accumulators that `make` returns for the first chunk, after one pass over the data.
+
+    `chunks` sends the vectors of the injection back, or others that have the same in all that is accumulated.
+
+    Raises:
+        TypeError: `inject` is no injection.
+        ValueError: no term of a mean loss counts.
+    """
+    require_injection(inject)
+    generator = torch.Generator(space.device).manual_seed(seed)
+    accumulators: list[Accumulator] = []
+    total = 0.0
+
+    def visit(run: Pass) -> None:
+        nonlocal total
+        for chunk in chunks(run, inject, generator):
+            if not accumulators:
+                accumulators.extend(make(chunk))
+            if chunk.first:
+                total += float(chunk.weights.sum())
+            with torch.autocast(space.device.type, enabled=False):
+                for accumulator in accumulators:
+                    accumulator.add(chunk)
+
+    passes.each(visit)
+    if not passes.is_sum and not total:
+        raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
+    return [accumulator.result(1.0 if passes.is_sum else 1 / total) for accumulator in accumulators]
+
+
+def layers_of(chunk: Chunk, space: Space) -> list[tuple[str, ...]]:
+    """The parameters by layer: a weight with the bias that is read wherever it is, every other alone."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in space.names:
+        bias = joint_bias(chunk.tape, name)
+        if bias is not None and bias not in found and name not in found:
+            found |= dict.fromkeys([name, bias], (name, bias))
+    return list(dict.fromkeys(found.get(name, (name,)) for name in space.names))
+
+
+class Structures:
+    """Which structure the caller has chosen for some layers.
+
+    Raises:
+        ValueError: a structure is unknown.
+    """
+
+    def __init__(self, chosen: Mapping[str, Structure] | None) -> None:
+        self.chosen: dict[str, Any] = dict(chosen or {})
+        for key, structure in self.chosen.items():
+            if structure not in STRUCTURES:
+                raise ValueError(f"structure: {key!r} has {structure!r}; expected one of {', '.join(STRUCTURES)}")
+
+    def makes(self, space: Space, default: Structure, sharing: str) -> Make:
+        """The accumulator of every layer, given the first chunk.
+
+        Raises:
+            ValueError: a key is no name of a parameter or of a module with parameters.
+        """
+        for key in self.chosen:
+            if not any(_is_within(name, key) for name in space.names):
+                known = dict.fromkeys(name.rpartition(".")[0] or name for name in space.names)
+                raise ValueError(f"structure: no layer {key!r} with trainable parameters; there are {', '.join(known)}")
+
+        def make(chunk: Chunk) -> list[Accumulator]:
+            return [self._one(names, chunk, space, default, sharing) for names in layers_of(chunk, space)]
+
+        return make
+
+    def _one(self, names: tuple[str, ...], chunk: Chunk, space: Space, default: Structure, sharing: str) -> Accumulator:
+        own = space.subspace(names)
+        keys = [key for key in self.chosen if any(_is_within(name, key) for name in names)]
+        chosen = self.chosen[max(keys, key=len)] if keys else None
+        if (chosen or default) == "kronecker":
+            found = chunk.of(names[0])
+            factored = None if found is None else _factored(own, found[0][0], sharing)
+            if factored is not None:
+                return factored
+            if chosen:
+                raise ValueError(
+                    f"structure: {names[0]} has no Kronecker factors (it is read otherwise than by a layer's affine "
+                    'map); choose "dense" or "diagonal"'
+                )
+            return _exact(own)
+        return DenseSum(own) if (chosen or default) == "dense" else DiagonalSum(own)
+
+
+def _exact(space: Space) -> Accumulator:
+    return DenseSum(space) if space.size <= EXACT_SIZE else DiagonalSum(space)
+
+
+def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator | None:
+    """The Kronecker factors of a weight with these terms, of each of its rows that are read apart; None without any."""
+    scheme = Scheme.of(terms, space.shapes, space.dtype, sharing)
+    if scheme is not None:
+        return KroneckerSum(space, scheme)
+    apart = pieces(terms)
+    if apart[0].terms is terms:
+        return None
+    parts: dict[Range, Accumulator] = {}
+    rows = 0
+    for piece in apart:
+        if piece.start > rows:  # never read
+            parts[rows, piece.start] = DiagonalSum(_rows(space, rows, piece.start))
+        own = _rows(space, piece.start, rows := piece.stop)
+        scheme = Scheme.of(piece.terms, own.shapes, space.dtype, sharing)
+        parts[piece.start, rows] = _exact(own) if scheme is None else KroneckerSum(own, scheme)
+    if rows < space.shapes[0][0]:
+        parts[rows, space.shapes[0][0]] = DiagonalSum(_rows(space, rows, space.shapes[0][0]))
+    return RowSums(space, parts) if any(isinstance(part, KroneckerSum) for part in parts.values()) else None
+
+
+def _rows(space: Space, start: int, stop: int) -> Space:
+    """Rows of a weight and of its bias as parameters of their own."""
+    names = tuple(rows_of(name, start, stop) for name in space.names)
+    shapes = tuple((stop - start, *shape[1:]) for shape in space.shapes)
+    return Space(names, shapes, space.dtype, space.device)
+
+
+def _is_within(name: str, key: str) -> bool:
+    return name == key or name.startswith(key + ".")

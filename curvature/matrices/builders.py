@@ -1,0 +1,236 @@
+"""Curvature matrices of a model and its loss over data: the functions that build them.
+
+Every one is the curvature of the loss as passed, over all of ``data`` as one batch, however it is cut into batches.
+Conventions and units: docs/conventions.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.gradients import Loss
+from curvature.losses import Curved, Injection, Random, empirical, exact
+from curvature.matrices.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum
+from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, space_of
+from curvature.matrices.passes import Source
+from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
+from curvature.matrices.wide_output import narrow_chunks
+from curvature.operators import BlockDiagonal, MatrixFree
+
+EXACT = exact()
+Axis = int | tuple[int, int, int]
+
+
+def fisher_diagonal(
+    model: nn.Module,
+    loss: Loss | None,
+    data: Any,
+    inject: Injection = EXACT,
+    *,
+    sample_dim: Axis = 0,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """Diagonal of the Fisher matrix, or of whatever else ``inject`` estimates.
+
+    Args:
+        model: any module in a mode in which samples are independent (not BatchNorm in training mode).
+        loss: a torch loss module or a callable ``loss(output, target) -> scalar``; None is enough for `isotropic`.
+        data: one pair ``(x, y)``, or an iterable of pairs (a DataLoader); x is a tensor, a tuple of positional or a
+            dict of keyword arguments.
+        inject: `exact`, `sampled`, `propagated`, `isotropic` or `empirical`.
+        sample_dim: the axis of the samples; or one each for input, output and target.
+        generator: for the random injections, on the model's device; None: one with a fixed seed. The global random
+            state is not touched.
+        progress: whether to show a bar over the batches.
+
+    Returns:
+        ``{name: tensor like the parameter}`` in the order of ``named_parameters()``, without those that do not require
+        a gradient, in units of loss / parameter^2.
+
+    Raises:
+        ValueError: samples are not independent (named), the loss has no scalar reduction or, for the injection, no
+            likelihood, no term of the loss counts, or there are no data.
+        TypeError: an argument of the wrong kind.
+
+    One pass over the data; memory does not grow with the number of vectors. An exact diagonal takes a vector for each
+    entry of a sample's output or, behind a last linear layer with many outputs, for each of its inputs at each place.
+    Sources: arXiv:1206.6464 (exact columns and curvature propagation), arXiv:1912.10985 (diagonals of layers).
+    """
+    source = Source(model, loss, data, sample_dim, progress)
+    space = space_of(model)
+    (found,) = collected(source, inject, seed_of(generator), space, lambda chunk: [DiagonalSum(space)], narrow_chunks)
+    return space.split(found.diagonal())
+
+
+def fisher_blocks(
+    model: nn.Module,
+    loss: Loss | None,
+    data: Any,
+    inject: Injection = EXACT,
+    *,
+    structure: Mapping[str, Structure] | None = None,
+    sample_dim: Axis = 0,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> BlockDiagonal:
+    """The exact block of every layer, weight and bias together.
+
+    Args:
+        structure: other structures for some layers, by the name of a module or parameter:
+            ``{"embedding": "diagonal"}``.
+
+    Other arguments and errors as for `fisher_diagonal`. A block of p parameters takes p^2 numbers.
+    """
+    source = Source(model, loss, data, sample_dim, progress)
+    space = space_of(model)
+    make = Structures(structure).makes(space, "dense", "expand")
+    return BlockDiagonal(space, collected(source, inject, seed_of(generator), space, make))
+
+
+def fisher(
+    model: nn.Module,
+    loss: Loss | None,
+    data: Any,
+    inject: Injection = EXACT,
+    *,
+    sample_dim: Axis = 0,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> MatrixFree:
+    """The Fisher matrix ``E sum_k u_k u_k^T``, ``u_k = J^T v_k``, as an operator that holds no matrix.
+
+    Every product goes over ``data`` again, which must give the same batches each time, and the model must not change
+    in between; both are checked. ``to_dense``, ``diagonal`` and ``trace`` go over it once.
+
+    Arguments and errors as for `fisher_diagonal`.
+    """
+    source = Source(model, loss, data, sample_dim, progress)
+    require_injection(inject)
+    space, seed = space_of(model), seed_of(generator)
+    passes = Repeated(source, ordered=isinstance(inject, Random))
+
+    def matmat(matrix: Tensor) -> Tensor:
+        drawn = torch.Generator(space.device).manual_seed(seed)
+        return passes.times(lambda run: through_outputs(run, inject, drawn), matrix)
+
+    def diagonal() -> Tensor:
+        (found,) = collected(passes, inject, seed, space, lambda chunk: [DiagonalSum(space)], narrow_chunks)
+        return found.diagonal()
+
+    def dense() -> Tensor:
+        (found,) = collected(passes, inject, seed, space, lambda chunk: [DenseSum(space)])
+        return found.to_dense()
+
+    return MatrixFree(space, matmat, diagonal=diagonal, dense=dense)
+
+
+def gauss_newton(
+    model: nn.Module, loss: Loss, data: Any, *, sample_dim: Axis = 0, progress: bool = False
+) -> MatrixFree:
+    """The (generalised) Gauss-Newton matrix ``J^T H J``, H the Hessian of the loss at the output.
+
+    Any twice differentiable loss; where its Hessian is indefinite, so is the matrix. Equal to `fisher` for
+    cross-entropy, mean squared error and binary cross-entropy with logits. A loss on log-probabilities (``NLLLoss``)
+    has H = 0 and the matrix is zero: use ``CrossEntropyLoss`` on logits, or `fisher`.
+
+    Arguments, errors and operator as for `fisher`. Source: Schraudolph 2002, doi:10.1162/08997660260028683.
+    """
+    return fisher(model, loss, data, Curved(), sample_dim=sample_dim, progress=progress)
+
+
+def empirical_fisher(
+    model: nn.Module, loss: Loss, data: Any, *, sample_dim: Axis = 0, progress: bool = False
+) -> MatrixFree:
+    """``(1/N) sum_n g_n g_n^T`` of the per-sample gradients for a mean loss, their sum for a sum.
+
+    Arguments, errors and operator as for `fisher`. Not the Fisher matrix, see arXiv:1905.12558.
+    """
+    return fisher(model, loss, data, empirical(), sample_dim=sample_dim, progress=progress)
+
+
+def hessian(model: nn.Module, loss: Loss, data: Any, *, sample_dim: Axis = 0, progress: bool = False) -> MatrixFree:
+    """The Hessian of the loss with respect to the parameters, as an operator that holds no matrix.
+
+    May be indefinite. ``to_dense`` and ``diagonal`` take P products. Arguments, errors and operator as for `fisher`.
+
+    Raises:
+        RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.
+    """
+    source = Source(model, loss, data, sample_dim, progress)
+    space = space_of(model)
+    passes = Repeated(source, ordered=False)
+    checked: list[bool] = []
+
+    def matmat(matrix: Tensor) -> Tensor:
+        if not checked:
+            checked.append(True)
+            require_symmetric(space, matmat, coarsest(model))
+        return passes.times(through_gradient, matrix)
+
+    return MatrixFree(space, matmat)
+
+
+def kfac(
+    model: nn.Module,
+    loss: Loss | None,
+    data: Any,
+    inject: Injection = EXACT,
+    *,
+    sharing: str = "expand",
+    structure: Mapping[str, Structure] | None = None,
+    sample_dim: Axis = 0,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> BlockDiagonal:
+    """Kronecker-factored blocks, ``kron(B, A)`` per layer and group.
+
+    Args:
+        sharing: how the places of one sample enter the factors of a shared weight (arXiv:2311.00636): "expand" counts
+            each as a sample, "reduce" averages activations and adds backprops over them first.
+        structure: other structures for some layers, by the name of a module or parameter:
+            ``{"head": "dense"}`` ("kronecker", "dense" or "diagonal").
+
+    Layers without Kronecker factors get their exact block, or above 1024 parameters their exact diagonal. Other
+    arguments and errors as for `fisher_diagonal`. Sources: arXiv:1503.05671, arXiv:1602.01407 (convolutions).
+    """
+    source = Source(model, loss, data, sample_dim, progress)
+    space = space_of(model)
+    make = Structures(structure).makes(space, "kronecker", sharing)
+    return BlockDiagonal(space, collected(source, inject, seed_of(generator), space, make))
+
+
+def ekfac(
+    model: nn.Module,
+    loss: Loss | None,
+    data: Any,
+    inject: Injection = EXACT,
+    *,
+    sharing: str = "expand",
+    structure: Mapping[str, Structure] | None = None,
+    sample_dim: Axis = 0,
+    generator: torch.Generator | None = None,
+    progress: bool = False,
+) -> BlockDiagonal:
+    """`kfac` with eigenvalues that are exact in the eigenbasis of its factors: the closest to the exact block of all
+    matrices that this basis diagonalises (George et al. 2018, arXiv:1806.03884).
+
+    Two passes over the data. Arguments and errors as for `kfac`.
+    """
+    source = Source(model, loss, data, sample_dim, progress)
+    space, seed = space_of(model), seed_of(generator)
+    passes = Repeated(source, ordered=isinstance(inject, Random))
+    make = Structures(structure).makes(space, "kronecker", sharing)
+    sums: list[Accumulator] = []
+
+    def first(chunk: Chunk) -> list[Accumulator]:
+        sums.extend(make(chunk))
+        return sums
+
+    found = collected(passes, inject, seed, space, first)
+    again = [done.refined(block) for done, block in zip(sums, found, strict=True)]
+    return BlockDiagonal(space, collected(passes, inject, seed, space, lambda chunk: again))

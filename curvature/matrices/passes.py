@@ -1,0 +1,274 @@
+"""One pass over the data: every batch recorded, vectors sent back from its output, terms of every parameter returned.
+
+What a matrix is made of, a bounded number of vectors at a time; `accumulators` add it up.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm.auto import tqdm
+
+from curvature.gradients import (
+    PLANS,
+    Batch,
+    Loss,
+    Plan,
+    alone_in,
+    by_general_path,
+    explained,
+    key_of,
+    refuse_mixing,
+    signature_of,
+    studied,
+    usable,
+)
+from curvature.kronecker import wide
+from curvature.losses import Injection, is_entrywise, reduction_of, sample_masses
+from curvature.matrices.accumulators import Chunk, Terms
+from curvature.recording import capture, mapped, preserved, unwrapped
+from curvature.terms import Dense, gradients
+
+log = logging.getLogger("curvature")
+BUDGET = 1 << 25  # entries of what one batched backward pass may hold
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, a loss and data, checked; what every builder goes over."""
+
+    model: nn.Module
+    loss: Loss | None
+    data: Any
+    sample_dim: int | tuple[int, int, int] = 0
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        """What can be refused before the first batch is."""
+        object.__setattr__(self, "model", unwrapped(self.model))
+        if self.loss is not None:
+            usable(self.loss)
+        require_pairs(self.data)
+
+    def each(self, visit: Callable[[Pass], None]) -> None:
+        """Call `visit` on the recorded pass of every batch; the state of model and random numbers is preserved.
+
+        Raises:
+            ValueError: there is no batch.
+            TypeError: the data are neither a pair (x, y) nor an iterable of such.
+        """
+        seen = False
+        devices = {p.device for p in self.model.parameters() if p.device.type == "cuda"}
+        # a DataLoader draws from the global random state
+        with torch.random.fork_rng(sorted(devices, key=str)):
+            for x, y in tqdm(
+                pairs(self.data), total=count_of(self.data), unit="batch", leave=False, disable=not self.progress
+            ):
+                batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim)
+                # fused attention goes back only once
+                with preserved(batch.model) as was_random, sdpa_kernel(SDPBackend.MATH):
+                    run = Pass(batch, self.loss, was_random)
+                    if not seen and self.loss is not None and batch.y is not None:
+                        run.warn_if_other()
+                    visit(run)
+                seen = True
+        if not seen:
+            raise ValueError("data: no batch; an iterator gives its batches once: pass a list or a DataLoader")
+
+    @property
+    def is_sum(self) -> bool:
+        return getattr(self.loss, "reduction", "mean") == "sum"
+
+
+def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
+    """The pairs (x, y) of one pair or of an iterable of pairs."""
+    nested = isinstance(data, list) and all(isinstance(entry, tuple | list) and len(entry) == 2 for entry in data)
+    if isinstance(data, tuple | list) and len(data) == 2 and not nested:
+        yield data[0], data[1]
+        return
+    require_pairs(data)
+    for entry in data:
+        if not isinstance(entry, tuple | list) or len(entry) != 2:
+            raise TypeError(
+                f"data: expected pairs (x, y), x a tensor, a tuple of positional or a dict of keyword arguments; "
+                f"found {_kind(entry)}"
+            )
+        yield entry[0], entry[1]
+
+
+def require_pairs(data: Any) -> None:
+    """Refuse what is no pair and no iterable of pairs, before it is gone through.
+
+    Raises:
+        TypeError: a tensor, a mapping, a string, or nothing that can be gone through.
+    """
+    if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
+        raise TypeError(f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {_kind(data)}")
+
+
+def _kind(found: Any) -> str:
+    size = f" of {len(found)}" if isinstance(found, tuple | list | dict) else ""
+    return f"a {type(found).__name__}{size}"
+
+
+def count_of(data: Any) -> int | None:
+    """The number of batches, where the data say it."""
+    if isinstance(data, tuple):
+        return 1
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+class Pass:
+    """The recorded forward pass of one batch, from whose output vectors are sent back."""
+
+    def __init__(self, batch: Batch, loss: Loss | None, was_random: Callable[[], bool]) -> None:
+        with capture(batch.model) as tape:
+            output = batch.output()
+        self.batch, self.loss, self.tape, self.random = batch, loss, tape, was_random()
+        refuse_mixing(tape)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"model: expected a tensor as output (or one in .logits), found {_kind(output)}")
+        self.output = output
+
+    @cached_property
+    def plan(self) -> Plan:
+        """How the parameters are explained, from earlier passes or learnt now.
+
+        Learnt from random vectors, not from the loss: that may be flat somewhere, and then leaves doubts.
+        """
+        plans = PLANS.setdefault(self.batch.model, {})
+        key = key_of(self.batch)
+        plan = plans.get(key)
+        if plan is not None and plan.signature == signature_of(self.tape):
+            return plan
+        generator = torch.Generator().manual_seed(0)
+        probe = torch.randn(self.output.shape, generator=generator, dtype=torch.float64).to(self.output)
+        probed = self._against(probe)
+        _, plan, certain = studied(self.tape, probed.losses(self.output), alone_in(probed, self.random))
+        if certain:
+            plans[key] = plan
+        return plan
+
+    def weights(self, inject: Injection | None = None) -> Tensor:
+        """What every sample counts for (N,), not yet divided by the total: its mass in a mean, else 1."""
+        batch, output = self.batch, self.output.detach()
+        if self.loss is None or (inject is not None and not inject.weighs_samples):
+            return output.new_ones(batch.count)
+        return sample_masses(batch.loss, output, batch.y, batch.count, *batch.dims[1:])
+
+    def warn_if_other(self) -> None:
+        """Warn where the loss of the batch is not made of the samples' losses as its reduction says."""
+        batch, output, weights = self.batch, self.output.detach(), self.weights()
+        found = batch.loss(output, batch.y)
+        expected = (weights * batch.losses(output))[weights != 0].sum()
+        is_mean = reduction_of(batch.loss) == "mean"
+        expected = (expected / weights.sum() if is_mean else expected).to(found.dtype)
+        rounding = max(1e-3, 4 * torch.finfo(output.dtype).eps)
+        if not torch.isclose(found, expected, rtol=rounding, equal_nan=True):
+            how = "mean" if is_mean else "sum"
+            warnings.warn(
+                f"the loss of a batch of {batch.count} samples is {float(found):.6g}, but the {how} of its values on "
+                f"each sample alone is {float(expected):.6g}; the matrix is that of the {how}. A loss that adds over "
+                "samples needs an attribute reduction = 'sum'; one that couples samples has no such matrix",
+                stacklevel=2,
+            )
+
+    def _against(self, vector: Tensor) -> Batch:
+        """The batch with the loss ``<output, vector>``."""
+        dims = self.batch.dims
+        return replace(self.batch, loss=_inner_product, y=vector, dims=(dims[0], dims[1], dims[1]))
+
+    @property
+    def chunk_size(self) -> int:
+        """Number of vectors that may go back at once."""
+        held = self.output.numel() + sum(math.prod(use.shape) for use in self.tape.uses)
+        return max(1, BUDGET // max(1, held))
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The precision of terms: many of their squares are added up."""
+        return wide(self.output.dtype)
+
+    def terms(self, vectors: Tensor) -> list[Terms]:
+        """For every one of the vectors (k, *output.shape) the terms of ``J^T v``, by parameter."""
+        rows = []
+        for v, backprops in zip(vectors, self._backprops(vectors), strict=True):
+            terms, failed = explained(self.tape, backprops, self.plan.layouts, self.plan.general)
+            if failed:
+                found = by_general_path(self._against(v), self.plan, failed, self.random)
+                terms |= {k: [Dense(gradients(parts).to(self.wide))] for k, parts in found.items()}
+            rows.append({name: parts for name, parts in terms.items() if parts})
+        return rows
+
+    def _backprops(self, vectors: Tensor) -> Iterator[list[Tensor | None]]:
+        """Backprops at every use, for each vector."""
+        edges = [use.edge for use in self.tape.uses if use.edge is not None]
+        found = iter(sent_back([self.output], cast("list[Tensor]", edges), [vectors]))
+        rows = [None if use.edge is None else next(found) for use in self.tape.uses]
+        for k in range(len(vectors)):
+            pairs = zip(self.tape.uses, rows, strict=True)
+            yield [None if b is None else b[k].reshape(u.shape).to(self.wide) for u, b in pairs]
+
+    def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
+        """The vectors of an injection, sent back, a bounded number at a time."""
+        batch = self.batch
+        output, loss, target = samples_first(self.output.detach(), self.loss, batch.y, batch.dims)
+        weights = self.weights(inject)
+        sent = inject.pairs(output, loss, target, count=batch.count, size=self.chunk_size, generator=generator)
+        for number, (left, right) in enumerate(sent):
+            lefts = self.terms(left.movedim(1, batch.dims[1] + 1))
+            rights = lefts if right is None else self.terms(right.movedim(1, batch.dims[1] + 1))
+            yield Chunk(self.tape, lefts, rights, weights, number == 0)
+
+
+def sent_back(outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients (k, *shape) of the inputs for vectors (k, *output.shape); the graph is kept."""
+    derive: Any = partial(torch.autograd.grad, outputs, inputs, retain_graph=True, allow_unused=True)
+    if not inputs:
+        return []
+    if len(vectors[0]) > 1:
+        try:
+            return [None if g is None else g.to_dense() for g in derive(vectors, is_grads_batched=True)]
+        except RuntimeError as error:  # an operation without a batched backward pass
+            log.info("vectors go back one by one: %s", str(error).split("\n")[0])
+    rows = [derive([v[k] for v in vectors]) for k in range(len(vectors[0]))]
+    # an embedding may have sparse gradients
+    return [
+        None if column[0] is None else torch.stack([g.to_dense() for g in column]) for column in zip(*rows, strict=True)
+    ]
+
+
+def samples_first(
+    output: Tensor, loss: Loss | None, target: Any, dims: tuple[int, int, int]
+) -> tuple[Tensor, Loss | None, Any]:
+    """Output, loss and target as if the samples were along dim 0 of both."""
+    moved_output, moved_target = output.movedim(dims[1], 0), mapped(lambda t: t.movedim(dims[2], 0), target)
+    if loss is None or dims[1:] == (0, 0) or is_entrywise(loss):
+        return moved_output, loss, moved_target
+
+    def moved(output: Any, target: Any) -> Tensor:
+        return loss(output.movedim(0, dims[1]), mapped(lambda t: t.movedim(0, dims[2]), target))
+
+    moved.reduction = reduction_of(loss)  # type: ignore[attr-defined]
+    return moved_output, moved, moved_target
+
+
+def _inner_product(output: Tensor, vector: Tensor) -> Tensor:
+    return (output * vector).sum()
+
+
+def _half_square(output: Tensor, target: Any) -> Tensor:
+    """Stands in where there is no loss; nothing is computed of it."""
+    return output.square().sum() / 2

@@ -1,0 +1,180 @@
+"""Products of curvature matrices with vectors, by going over the data; nothing of size P x P is held.
+
+``J^T M J v`` by two backward passes for ``J v`` (the second through the first) and one for the product with ``J^T``;
+Hessians by differentiating the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.linalg import matmul
+from curvature.losses import Injection
+from curvature.matrices.passes import Pass, Source, samples_first, sent_back
+from curvature.operators import Space
+from curvature.recording import tensors
+
+Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
+Add = Callable[[Tensor, Tensor], None]  # add what (P, c) is multiplied to, to (c, P)
+
+
+@dataclass
+class Repeated:
+    """Goes over the data again and again, and makes sure that it is the same matrix every time."""
+
+    source: Source
+    ordered: bool  # whether the matrix depends on the order of the data
+    seen: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.state = self._state()
+
+    def _state(self) -> tuple[Any, ...]:
+        model = self.source.model
+        versions = tuple((id(t), t._version) for t in (*model.parameters(), *model.buffers()))
+        return versions, tuple(m.training for m in model.modules())
+
+    def each(self, visit: Callable[[Pass], None]) -> None:
+        """`Source.each` with checks.
+
+        Raises:
+            RuntimeError: parameters, buffers or mode of the model have changed since the operator was made.
+            ValueError: the data are not those of the first time, or the forward pass draws random numbers.
+        """
+        if self._state() != self.state:
+            raise RuntimeError(
+                "the model has changed (parameters, buffers or training mode) since this operator was made: make it "
+                "anew, or call materialise() on it before the change"
+            )
+        seen: list[float] = []
+
+        def checked(run: Pass) -> None:
+            if run.random:
+                raise ValueError(
+                    "model: the forward pass draws random numbers (dropout?), so every product would be of another "
+                    "matrix; call model.eval()"
+                )
+            seen.append(sum(float(t.double().sum()) for t in tensors((run.batch.x, run.batch.y))))
+            visit(run)
+
+        self.source.each(checked)
+        self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
+        self.seen = self.seen or seen
+        known, found = (torch.tensor(x, dtype=torch.float64) for x in (self.seen, seen))
+        if not self.ordered:
+            known, found = known.sum(), found.sum()
+        if known.shape != found.shape or not torch.allclose(known, found, rtol=1e-6, equal_nan=True):
+            raise ValueError(
+                "data: another pass gave other batches; use a DataLoader with shuffle=False and without random "
+                "augmentation, or a list of pairs"
+            )
+
+    @property
+    def is_sum(self) -> bool:
+        return self.source.is_sum
+
+    def times(self, prepare: Callable[[Pass], tuple[Add, float]], matrix: Tensor) -> Tensor:
+        """The sum over batches of their products with `matrix` (P, c), over the sum of their weights for a mean loss.
+
+        `prepare` gives the function that adds the product of a batch, and the batch's weight.
+        """
+        total = matrix.new_zeros(matrix.shape[::-1])  # by columns, as the products come
+        weight = 0.0
+
+        def visit(run: Pass) -> None:
+            nonlocal weight
+            add, counts = prepare(run)
+            step = max(1, run.chunk_size // 4)  # going forward holds the graph of a backward pass
+            for part, rows in zip(matrix.split(step, 1), total.split(step), strict=True):
+                add(part, rows)
+            weight += counts
+
+        self.each(visit)
+        return (total if self.source.is_sum else total.div_(weight)).T
+
+
+def through_outputs(run: Pass, inject: Injection, drawn: torch.Generator) -> tuple[Add, float]:
+    """Multiply with ``sum_n weights[n] J_n^T M_n J_n``, M_n what the injection makes of sample n."""
+    parameters = list(run.batch.parameters.values())
+    dims = run.batch.dims
+    output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
+    weights = run.weights(inject)
+    options: Any = {"count": run.batch.count, "generator": drawn}
+    middle = inject.product(output, loss, target, **options)
+    rows = weights.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
+    dummy = torch.zeros_like(run.output, requires_grad=True)
+    slopes = torch.autograd.grad(run.output, parameters, dummy, create_graph=True, allow_unused=True)
+    live = [k for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
+
+    def add(part: Tensor, total: Tensor) -> None:
+        directions = _split(part, parameters)
+        (moved,) = sent_back([slopes[k] for k in live], [dummy], [directions[k] for k in live])
+        if moved is not None:
+            bent = (middle(moved.movedim(dims[1] + 1, 1)) * rows).movedim(1, dims[1] + 1)
+            _add(sent_back([run.output], parameters, [bent]), parameters, total)
+
+    return add, float(weights.sum())
+
+
+def through_gradient(run: Pass) -> tuple[Add, float]:
+    """Multiply with the Hessian of ``sum_n weights[n] l_n``."""
+    parameters = list(run.batch.parameters.values())
+    weights = run.weights()
+    losses = run.batch.losses(run.output)
+    value = (weights * losses)[weights != 0].sum()  # the loss of a sample without terms is 0/0
+    slopes = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
+    live = [k for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
+
+    def add(part: Tensor, total: Tensor) -> None:
+        directions = _split(part, parameters)
+        if live:
+            bent = sent_back([slopes[k] for k in live], parameters, [directions[k] for k in live])
+            _add(bent, parameters, total)
+
+    return add, float(weights.sum())
+
+
+def coarsest(model: nn.Module) -> float:
+    """The relative rounding error of the least precise of the model's parameters, or of autocast."""
+    kinds = {p.dtype for p in model.parameters()}
+    devices = {p.device.type for p in model.parameters()}
+    kinds |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
+    return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
+
+
+def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
+    """Refuse a product that is no Hessian's: torch has second derivatives that are wrong.
+
+    Args:
+        rounding: of what the product is computed in, relative.
+
+    Raises:
+        RuntimeError: u^T H v and v^T H u differ by more than rounding, for random u and v.
+    """
+    generator = torch.Generator(space.device).manual_seed(0)
+    probes = torch.randn(space.size, 2, generator=generator, dtype=space.dtype, device=space.device)
+    found = matmul(probes.T, matmat(probes))
+    if not (found - found.T).abs().amax() <= rounding**0.5 * found.norm():
+        raise RuntimeError(
+            "the model: its Hessian by automatic differentiation is not symmetric: torch has a second derivative wrong "
+            f"(u^T H v = {found[0, 1]:.6g}, v^T H u = {found[1, 0]:.6g}); gauss_newton() needs none"
+        )
+
+
+def _split(matrix: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """(P, c) to (c, *shape) for each parameter, in its precision."""
+    parts = matrix.T.split([p.numel() for p in parameters], 1)
+    return [part.reshape(-1, *p.shape).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
+
+
+def _add(found: list[Tensor | None], parameters: list[nn.Parameter], total: Tensor) -> None:
+    """Add (c, *shape) for each parameter to (c, P); nothing where there is no gradient."""
+    parts = total.split([p.numel() for p in parameters], 1)
+    for g, part in zip(found, parts, strict=True):
+        if g is not None:
+            part += g.reshape(len(g), -1)

@@ -1,0 +1,214 @@
+"""Exact diagonals behind a wide last layer, by as many vectors as it has inputs instead of outputs.
+
+Where the model ends in a linear layer ``z = W h + c`` (a vocabulary, a thousand classes), the rest of the model sees
+the curvature H at the outputs only as ``W^T H W``. With ``W^T H W = Q L Q^T`` the columns of ``H W Q L^(-1/2)`` have
+the same sum of squares there as those of a root of H. Of the layer itself a diagonal needs the diagonal of H alone.
+
+Indices: k vector, n sample, t place, o output, d input of the last layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from curvature.layers import Layout, Unsupported
+from curvature.linalg import symmetric_eigh
+from curvature.losses import Injection
+from curvature.matrices.accumulators import Chunk, Terms
+from curvature.matrices.passes import Pass, samples_first
+from curvature.recording import Use
+from curvature.terms import Arrangement, Outer
+
+WIDER = 2  # the outputs are at least so many times the inputs
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last layer.
+
+    Attributes:
+        names: of its weight and bias, which nothing else reads.
+        weight: W, (o, d).
+        index: (n, t, o), where its outputs are in the flat output of the model, of `shape`.
+    """
+
+    names: frozenset[str]
+    weight: Tensor
+    index: Tensor
+    shape: torch.Size
+
+    @property
+    def places(self) -> int:
+        return self.index.shape[1]
+
+    def outward(self, z: Tensor) -> Tensor:
+        """(k, n, t, o) to (k, *output.shape)."""
+        out = z.new_empty(len(z), self.index.numel())
+        return out.index_copy_(1, self.index.flatten(), z.flatten(1)).reshape(len(z), *self.shape)
+
+    def inward(self, v: Tensor) -> Tensor:
+        """The inverse of `outward`."""
+        return v.flatten(1)[:, self.index]
+
+
+def narrow_chunks(run: Pass, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
+    """What has the same diagonal as ``run.chunks(inject, generator)``: those, or fewer."""
+    dims = run.batch.dims
+    output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
+    count = run.batch.count
+    head = find_head(run) if inject.number(output, count) > 1 else None
+    if head is None or output.numel() // count < WIDER * head.places * (head.weight.shape[1] + 1):
+        yield from run.chunks(inject, generator)
+        return
+    diagonal = inject.known_diagonal(output, loss, target, count=count)
+    apply = inject.product(output, loss, target, count=count)
+
+    def product(z: Tensor) -> Tensor:
+        """H z for (k, n, t, o)."""
+        return head.inward(apply(head.outward(z).movedim(dims[1] + 1, 1)).movedim(1, dims[1] + 1))
+
+    if diagonal is None or _mixes_places(head, product):
+        yield from run.chunks(inject, generator)
+        return
+    wide = head.inward(diagonal.movedim(0, dims[1])[None])[0]
+    weights = run.weights(inject)
+    for number, (part, names) in enumerate(_vectors(head, wide, product, run)):
+        yield _chunk(run, head.outward(part).to(run.output.dtype), names, weights, number == 0)
+
+
+def _vectors(
+    head: Head, diagonal: Tensor, product: Callable[[Tensor], Tensor], run: Pass
+) -> Iterator[tuple[Tensor, frozenset[str]]]:
+    """Vectors (k, n, t, o), and the parameters of which they give the diagonal."""
+    step = run.chunk_size
+    own = diagonal.clamp(min=0).sqrt()
+    for start in range(0, head.places, step):
+        yield _at_places(own, torch.arange(start, min(start + step, head.places), device=own.device)), head.names
+    rest = frozenset(run.batch.parameters) - head.names
+    if not rest:
+        return
+    W = head.weight.to(own.dtype)
+    root = _root(W, product, head, step)
+    inputs = W.shape[1]
+    for start in range(0, head.places * inputs, step):
+        k = torch.arange(start, min(start + step, head.places * inputs), device=own.device)
+        columns = root[:, k // inputs, :, k % inputs] @ W.T  # (k, n, o)
+        z = columns.new_zeros(len(k), *head.index.shape)
+        z[torch.arange(len(k), device=k.device), :, k // inputs] = columns
+        yield product(z), rest
+
+
+def _root(W: Tensor, product: Callable[[Tensor], Tensor], head: Head, step: int) -> Tensor:
+    """(n, t, d, d): ``Q L^(-1/2)`` of ``W^T H W = Q L Q^T``, zero where L is."""
+    rows = []
+    for part in W.T.split(step):
+        spread = part[:, None, None, :].expand(-1, *head.index.shape)
+        rows.append(product(spread) @ W)
+    matrix = torch.stack(list(torch.cat(rows)), 2)  # (n, t, d, d)
+    values, vectors = symmetric_eigh(matrix)
+    least = 10 * torch.finfo(W.dtype).eps * values.abs().amax(-1, keepdim=True)
+    return vectors * torch.where(values > least, values.clamp(min=0).rsqrt(), 0)[..., None, :]
+
+
+def _at_places(x: Tensor, places: Tensor) -> Tensor:
+    """For each of the places (k,), x (n, t, o) there and zero elsewhere: (k, n, t, o)."""
+    z = x.new_zeros(len(places), *x.shape)
+    z[torch.arange(len(places), device=x.device), :, places] = x[:, places].movedim(1, 0)
+    return z
+
+
+def _mixes_places(head: Head, product: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the loss has curvature between two places of the layer."""
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.randn(head.index.shape, generator=generator, dtype=torch.float64).to(head.index.device)
+    for t in range(head.places if head.places > 1 else 0):
+        found = product(_at_places(probe, torch.tensor([t], device=probe.device)))
+        found[:, :, t] = 0
+        if found.any():
+            return True
+    return False
+
+
+def _chunk(run: Pass, vectors: Tensor, names: frozenset[str], weights: Tensor, first: bool) -> Chunk:
+    terms: list[Terms] = [{k: v for k, v in row.items() if k in names} for row in run.terms(vectors)]
+    return Chunk(run.tape, terms, terms, weights, first)
+
+
+def find_head(run: Pass) -> Head | None:
+    """The linear layer whose outputs are those of the model, each once, and through which all else goes."""
+    use = run.tape.uses[-1] if run.tape.uses else None
+    if use is None or not any(_may_widen(use, tuple(node.tensor.shape)) for node in use.slots.values()):
+        return None
+    if any(node.origin is not None or node.uses != [use] for node in use.slots.values()):
+        return None
+    if use.names & run.plan.general:  # read by something else, which was not seen
+        return None
+    layout = next(iter(run.plan.layouts[use.index]), None)
+    if layout is None:
+        return None
+    digits = [_affine(use, b, layout) for b in _numbered(run, use.index)]
+    found = [entry for entry in digits if entry is not None]
+    if len(found) < len(digits):
+        return None
+    name, term = found[0]
+    base = _base(run.output.dtype)
+    index = sum(term.b[:, :, 0].round().long() * base**k for k, (_, term) in enumerate(found))
+    assert isinstance(index, Tensor)
+    if not torch.equal(index.flatten().sort().values, torch.arange(run.output.numel(), device=index.device)):
+        return None
+    arrangement = Arrangement((term.shape,), 1, term.outputs, term.sizes, term.order)
+    weight = arrangement.arranged([run.batch.parameters[name].detach()])[0]
+    head = Head(use.names, weight, index, run.output.shape)
+    return head if _is_only_way(run, head) else None
+
+
+def _may_widen(use: Use, weight: tuple[int, ...]) -> bool:
+    """By the shapes alone: what follows sends vectors."""
+    pairs = (weight, weight[::-1]) if len(weight) == 2 else ()
+    return any(outputs in use.shape and outputs >= WIDER * (inputs + 1) for outputs, inputs in pairs)
+
+
+def _base(dtype: torch.dtype) -> int:
+    """A number up to which a precision holds all integers."""
+    return round(min(2.0**20, 1 / torch.finfo(dtype).eps))
+
+
+def _numbered(run: Pass, use: int) -> Iterator[Tensor]:
+    """The numbers of the output's entries, sent back to a use digit by digit."""
+    numel, base, scale = run.output.numel(), _base(run.output.dtype), 1
+    while scale < numel:
+        digit = torch.arange(numel, device=run.output.device) // scale % base
+        b = run.tape.gradients([run.output], [digit.to(run.output.dtype).reshape(run.output.shape)])[use]
+        yield torch.zeros_like(run.output) if b is None else b
+        scale *= base
+
+
+def _affine(use: Use, b: Tensor, layout: Layout) -> tuple[str, Outer] | None:
+    """The weight that the use multiplies its input with, and its term."""
+    for slot, node in use.slots.items():
+        try:
+            term = use.term(slot, b, layout)
+        except Unsupported:
+            return None
+        if isinstance(term, Outer) and term.groups == 1 and len(node.names) == 1:
+            return next(iter(node.names)), term
+    return None
+
+
+def _is_only_way(run: Pass, head: Head) -> bool:
+    """Whether vectors that the weight sends to zero reach no other parameter."""
+    rest = [p for name, p in run.batch.parameters.items() if name not in head.names]
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(1, *head.index.shape, generator=generator, dtype=torch.float64).to(run.output.device)
+    basis = torch.linalg.qr(head.weight.double()).Q
+    norms = []
+    for vector in (z, z - (z @ basis) @ basis.T):
+        sent = head.outward(vector).to(run.output.dtype)[0]
+        found = torch.autograd.grad([run.output], rest, [sent], retain_graph=True, allow_unused=True) if rest else ()
+        norms.append([0.0 if g is None else float(g.norm()) for g in found])
+    rounding = 100 * torch.finfo(run.output.dtype).eps
+    return all(left <= rounding * whole for whole, left in zip(*norms, strict=True))

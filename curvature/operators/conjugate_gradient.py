@@ -1,0 +1,173 @@
+"""Linear systems by products alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from curvature.operators.base import Operator
+
+Preconditioner = Operator | Callable[[Tensor], Tensor]
+PROGRESS, WINDOW = 5e-4, 10  # relative progress per iteration that ends it, over the last so many or a tenth of all
+MOST = 250  # iterations
+
+
+@overload
+def conjugate_gradient(
+    op: Operator,
+    v: Tensor,
+    damping: float = 0.0,
+    *,
+    preconditioner: Preconditioner | None = None,
+    rtol: float | None = None,
+    max_iter: int | None = None,
+) -> Tensor: ...
+@overload
+def conjugate_gradient(
+    op: Operator,
+    v: Mapping[str, Tensor],
+    damping: float = 0.0,
+    *,
+    preconditioner: Preconditioner | None = None,
+    rtol: float | None = None,
+    max_iter: int | None = None,
+) -> dict[str, Tensor]: ...
+def conjugate_gradient(
+    op: Operator,
+    v: Tensor | Mapping[str, Tensor],
+    damping: float = 0.0,
+    *,
+    preconditioner: Preconditioner | None = None,
+    rtol: float | None = None,
+    max_iter: int | None = None,
+) -> Tensor | dict[str, Tensor]:
+    """Solve ``(M + damping I) x = v`` by conjugate gradients (Hestenes and Stiefel 1952, doi:10.6028/jres.049.044).
+
+    Columns go together but have step sizes of their own; one that has converged does not change any more. The
+    residual that the recursion promises is checked by a product at the end, and the iteration restarted where rounding
+    broke the promise. On a singular matrix the solution of a system that has one is found, that of least norm.
+
+    Args:
+        op: positive definite with the damping.
+        v: (P,), columns (P, c), or a dict by parameter name.
+        damping: added to the matrix.
+        preconditioner: an approximate inverse of ``M + damping I``, positive definite: an operator that is applied
+            with ``@``, such as ``kfac.inverse(damping)``, or a function of columns.
+        rtol: allowed norm of the residual of a column, relative to that of v; by default 1e-10 in float64 and 1e-4 in
+            float32.
+        max_iter: most iterations, each one product; by default 10 P, but no more than 5000.
+
+    Returns:
+        x, in the form of v.
+
+    Raises:
+        ValueError: a direction of curvature that is not positive was met.
+        RuntimeError: no convergence; the text says how far it came.
+    """
+    rtol = (1e-10 if op.space.dtype == torch.float64 else 1e-4) if rtol is None else rtol
+    limit = min(10 * op.space.size, 5000) if max_iter is None else max_iter
+    return op.by_columns(lambda V: _solve(op, V, float(damping), _applied(preconditioner), rtol, limit), v)
+
+
+def _applied(preconditioner: Preconditioner | None) -> Callable[[Tensor], Tensor]:
+    if preconditioner is None:
+        return lambda V: V
+    return preconditioner.__matmul__ if isinstance(preconditioner, Operator) else preconditioner
+
+
+def _solve(
+    op: Operator, V: Tensor, damping: float, precondition: Callable[[Tensor], Tensor], rtol: float, limit: int
+) -> Tensor:
+    """The system with columns (P, c): rounds of iterations, until the true residual is small."""
+
+    def product(x: Tensor) -> Tensor:
+        return op @ x + damping * x
+
+    target = rtol * V.norm(dim=0)
+    x, residual, used = torch.zeros_like(V), V, 0
+    while True:
+        before = residual.norm(dim=0)
+        if (before <= target).all():
+            return x
+        step, count = _round(product, residual, target, precondition, limit - used)
+        x, used = x + step, used + count
+        residual = V - product(x)
+        after = residual.norm(dim=0)
+        # A round that gains less than a factor of two is at the limit of what rounding allows.
+        lost = ~(after <= target) & ~((after < before / 2) & (used < limit))
+        if lost.any():
+            worst = float((after / V.norm(dim=0).clamp(min=torch.finfo(V.dtype).tiny)).max())
+            raise RuntimeError(
+                f"conjugate gradients reached a relative residual of {worst:.3g}, not {rtol:.3g}, in {used} iterations "
+                f"with damping {damping:.3g}. Use more damping, a preconditioner such as kfac(...).inverse(damping), a "
+                "larger rtol or max_iter, or materialise() the matrix if it is small"
+            )
+
+
+def _round(
+    product: Callable[[Tensor], Tensor],
+    residual: Tensor,
+    target: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    limit: int,
+) -> tuple[Tensor, int]:
+    """Iterations from zero until the residuals of the recursion are below `target`: the solution and their number."""
+    x = torch.zeros_like(residual)
+    z = precondition(residual)
+    p, gain = z, (residual * z).sum(0)
+    active = ~(residual.norm(dim=0) <= target)
+    for count in range(limit):
+        if not active.any():
+            return x, count
+        if not (gain[active] > 0).all():
+            raise ValueError("the preconditioner is not positive definite, or the vector is not finite")
+        image = product(p)
+        curvature = (p * image).sum(0)
+        if not (curvature[active] > 0).all():
+            least = float((curvature / p.square().sum(0))[active].min())
+            raise ValueError(
+                f"conjugate gradients met a direction of curvature {least:.3g}, damping included: the matrix is "
+                "singular or indefinite. Use a larger damping (-lanczos_eigenvalues(-M, 1) is the least eigenvalue)"
+            )
+        step = torch.where(active, gain / curvature, torch.zeros_like(gain))
+        x = x + step * p
+        residual = residual - step * image
+        z = precondition(residual)
+        fresh = (residual * z).sum(0)
+        active = active & ~(residual.norm(dim=0) <= target)
+        p = torch.where(active, z + fresh / gain * p, p)
+        gain = torch.where(active, fresh, gain)
+    return x, limit
+
+
+def truncated(
+    product: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, precondition: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, int]:
+    """``M x = right`` by conjugate gradients, as far as pays, and the number of iterations.
+
+    The quadratic model ``1/2 x^T M x - right^T x`` falls with every iteration; it ends when the last k have brought
+    less than k times 5e-4 of all, k the larger of 10 and a tenth of the iterations (Martens 2010, section 4.4).
+    """
+    x = start
+    rest = right - product(x) if bool(x.any()) else right.clone()
+    z = precondition(rest)
+    direction, inner = z, rest @ z
+    values: list[float] = []
+    for k in range(1, MOST + 1):
+        if not float(inner) > 0:
+            break
+        image = product(direction)
+        length = inner / (direction @ image)
+        x = x + length * direction
+        rest = rest - length * image
+        values.append(float(-(x @ (right + rest)) / 2))
+        window = max(WINDOW, k // 10)
+        if k > window and values[-1] < 0 and values[-1] - values[-1 - window] > window * PROGRESS * values[-1]:
+            break
+        z = precondition(rest)
+        last, inner = inner, rest @ z
+        direction = z + (inner / last) * direction
+    return x, len(values)

@@ -1,0 +1,311 @@
+"""Kronecker-factored matrices of one layer: ``kron(B, A)`` per group, and diagonal in a Kronecker-factored basis.
+
+The entries of the weight, and of the bias as its last input, lie as X (g, o, i); ``kron(B, A)`` acts as ``B X A``:
+for a row-major X ``kron(B, A) vec(X) = vec(B X A^T)``.
+
+Indices: g group, o output, i input, c column.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from curvature.linalg import damped_values, finite, matmul, rounding_of, symmetric_eigh, symmetrised
+from curvature.operators.base import Operator
+from curvature.operators.space import Space
+from curvature.terms import Arrangement
+
+
+def left(matrix: Tensor | None, x: Tensor) -> Tensor:
+    """``matrix @ x`` for x (*batch, g, o, i) and a matrix (g, o, o), its diagonal (g, o), or None for the identity."""
+    if matrix is None:
+        return x
+    return matrix[..., None] * x if matrix.ndim == 2 else matmul(matrix, x)
+
+
+def right(x: Tensor, matrix: Tensor | None) -> Tensor:
+    """``x @ matrix`` for a matrix (g, i, i), its diagonal (g, i), or None for the identity."""
+    if matrix is None:
+        return x
+    return x * matrix[:, None, :] if matrix.ndim == 2 else matmul(x, matrix)
+
+
+class Arranged(Operator):
+    """A matrix that acts on the parameters of one layer, arranged as (g, o, i).
+
+    Args:
+        space: of the weight, or of the weight and the bias.
+        arrangement: where their entries are in (g, o, i).
+
+    Raises:
+        ValueError: the shapes of the space are not those of the arrangement.
+    """
+
+    def __init__(self, space: Space, arrangement: Arrangement) -> None:
+        super().__init__(space)
+        if tuple(map(tuple, arrangement.shapes)) != space.shapes:
+            raise ValueError(f"the arrangement is of shapes {arrangement.shapes}, the space of {space.shapes}")
+        self.arrangement = arrangement
+
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """g, o and i."""
+        groups, outputs = self.arrangement.groups, self.arrangement.outputs
+        return groups, outputs, self.space.size // (groups * outputs)
+
+    def _side(self, matrix: Tensor, what: str, size: int) -> Tensor:
+        """One factor, checked: (g, size, size), or (g, size) where it is diagonal."""
+        if matrix.ndim == 2:
+            return self.space.kept(matrix, (self.sides[0], size), what)
+        return symmetrised(self.space.kept(matrix, (self.sides[0], size, size), what), what)
+
+    def _arranged(self, V: Tensor) -> Tensor:
+        """Columns (P, c) to (c, g, o, i)."""
+        return self.arrangement.arranged(list(self.space.split(V.T).values()))
+
+    def _flat(self, X: Tensor) -> Tensor:
+        """The inverse of `_arranged`."""
+        return torch.cat([part.flatten(1) for part in self.arrangement.restored(X)], 1).T
+
+    def _shown(self, name: str, matrix: Tensor | None, size: int) -> str:
+        kind = "identity" if matrix is None else "diagonal" if matrix.ndim == 2 else f"{size} x {size}"
+        return f"{name} {kind}"
+
+
+class EigenKronecker(Arranged):
+    """``Q diag(values) Q^T`` with ``Q = kron(U_B, U_A)`` per group (EKFAC, arXiv:1806.03884).
+
+    Args:
+        space: of the weight, or of the weight and the bias.
+        arrangement: likewise.
+        row_vectors: U_B, orthogonal, eigenvectors as columns (g, o, o); None for the identity.
+        column_vectors: U_A (g, i, i), or None.
+        values: the eigenvalues, (g, o, i).
+        rounding: how uncertain rounding makes the values, (g, o, i), where that is known. By default it is taken from
+            the largest value that the vectors mix with each, and none where both are the identity.
+
+    Raises:
+        ValueError: wrong shapes, dtype or device, vectors that are not orthogonal, entries that are not finite.
+    """
+
+    fields = ("space", "arrangement", "row_vectors", "column_vectors", "values", "rounding")
+
+    def __init__(
+        self,
+        space: Space,
+        arrangement: Arrangement,
+        row_vectors: Tensor | None,
+        column_vectors: Tensor | None,
+        values: Tensor,
+        rounding: Tensor | None = None,
+    ) -> None:
+        super().__init__(space, arrangement)
+        _, outputs, inputs = self.sides
+        self.row_vectors = self._vectors(row_vectors, "row_vectors", outputs)
+        self.column_vectors = self._vectors(column_vectors, "column_vectors", inputs)
+        self.values = space.kept(values, self.sides, "values")
+        if rounding is None:
+            mixed = [dim for dim, U in ((1, self.row_vectors), (2, self.column_vectors)) if U is not None]
+            largest = self.values.abs().amax(mixed, keepdim=True) if mixed else torch.zeros_like(self.values)
+            rounding = rounding_of(largest).expand(self.sides)
+        self.rounding = space.kept(rounding, self.sides, "rounding")
+
+    def _vectors(self, vectors: Tensor | None, what: str, size: int) -> Tensor | None:
+        if vectors is None:
+            return None
+        vectors = self.space.kept(vectors, (self.sides[0], size, size), what)
+        eye = torch.eye(size, dtype=vectors.dtype, device=vectors.device)
+        # Against mistakes, not for accuracy: loose enough for products in reduced precision.
+        if not ((matmul(vectors.mT, vectors) - eye).abs() <= torch.finfo(vectors.dtype).eps ** 0.25).all():
+            raise ValueError(f"{what} of the parameters {list(self.space.names)} are not orthogonal")
+        return vectors
+
+    def _spectral(self, V: Tensor, values: Tensor) -> Tensor:
+        """``Q diag(values) Q^T V`` for columns (P, c)."""
+        rows, columns = self.row_vectors, self.column_vectors
+        inner = right(left(None if rows is None else rows.mT, self._arranged(V)), columns)
+        return self._back(values * inner)
+
+    def _back(self, X: Tensor) -> Tensor:
+        """``Q x`` for (c, g, o, i), as columns (P, c)."""
+        columns = self.column_vectors
+        return self._flat(right(left(self.row_vectors, X), None if columns is None else columns.mT))
+
+    def _damped(self, damping: float) -> Tensor:
+        return damped_values(self.values, self.rounding, damping, repr(self))
+
+    def _with(self, values: Tensor, rounding: Tensor) -> EigenKronecker:
+        """The same basis with other eigenvalues."""
+        basis = (self.row_vectors, self.column_vectors)
+        return EigenKronecker(self.space, self.arrangement, *basis, values, rounding)
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self._spectral(V, self.values)
+
+    def diagonal(self) -> Tensor:
+        rows, columns = self.row_vectors, self.column_vectors
+        squares = right(
+            left(None if rows is None else rows.square(), self.values[None]),
+            None if columns is None else columns.square().mT,
+        )
+        return self._flat(squares)[:, 0]
+
+    def trace(self) -> Tensor:
+        return self.values.sum()
+
+    def eigenvalues(self) -> Tensor:
+        return self.values.flatten().sort().values
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        return self._spectral(V, 1 / self._damped(damping))
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        noise = Z.T.reshape(-1, *self.sides)  # independent normal entries: their order does not matter
+        return self._back(noise / self._damped(damping).sqrt())
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        values = 1 / self._damped(float(damping))
+        return self._with(values, self.rounding * values.square())
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return self._damped(float(damping)).log().sum()
+
+    def scaled(self, factor: float) -> Operator:
+        return self._with(finite(factor) * self.values, abs(factor) * self.rounding)
+
+    def damped(self, damping: float) -> Operator:
+        return self._with(self.values + finite(damping), self.rounding)
+
+    def _details(self) -> list[str]:
+        groups, outputs, inputs = self.sides
+        rows = self._shown("rows", self.row_vectors, outputs)
+        return [f"{groups} groups", rows, self._shown("columns", self.column_vectors, inputs)]
+
+
+class Kronecker(Arranged):
+    """``kron(B, A)`` per group (KFAC, arXiv:1503.05671). What needs more than products goes by eigenvalues, exactly.
+
+    Args:
+        space: of the weight, or of the weight and the bias.
+        arrangement: likewise.
+        rows: B, from backprops, (g, o, o), or (g, o) where it is diagonal.
+        columns: A, from activations, (g, i, i), or (g, i) where it is diagonal.
+
+    Raises:
+        ValueError: wrong shapes, dtype or device, not symmetric, not finite.
+    """
+
+    fields = ("space", "arrangement", "rows", "columns")
+
+    def __init__(self, space: Space, arrangement: Arrangement, rows: Tensor, columns: Tensor) -> None:
+        super().__init__(space, arrangement)
+        _, outputs, inputs = self.sides
+        self.rows = self._side(rows, "rows", outputs)
+        self.columns = self._side(columns, "columns", inputs)
+        self._eigen: EigenKronecker | None = None
+
+    @property
+    def A(self) -> Tensor:
+        """The factor of the activations, `columns`."""
+        return self.columns
+
+    @property
+    def B(self) -> Tensor:
+        """The factor of the backprops, `rows`."""
+        return self.rows
+
+    @property
+    def eigen(self) -> EigenKronecker:
+        """The same matrix in its eigenbasis, decomposed at first use."""
+        if self._eigen is None:
+            row_values, row_rounding, row_vectors = _decomposed(self.rows)
+            values, rounding, vectors = _decomposed(self.columns)
+            products = row_values[:, :, None] * values[:, None, :]
+            # Each factor's rounding times the other's value, which is far less than that of the largest product.
+            unsure = (
+                row_rounding[:, :, None] * values.abs()[:, None, :] + row_values.abs()[:, :, None] * rounding[:, None]
+            )
+            self._eigen = EigenKronecker(self.space, self.arrangement, row_vectors, vectors, products, unsure)
+        return self._eigen
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self._flat(right(left(self.rows, self._arranged(V)), self.columns))
+
+    def to_dense(self) -> Tensor:
+        self._allow_dense()
+        dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
+        spans = torch.arange(self.space.size, device=self.space.device).split(self.space.sizes)
+        places = [span.reshape(shape) for span, shape in zip(spans, self.space.shapes, strict=True)]
+        for group, where in enumerate(self.arrangement.arranged(places).flatten(1)):
+            B, A = (side[group] if side.ndim == 3 else side[group].diag() for side in (self.rows, self.columns))
+            dense[where[:, None], where] = torch.kron(B, A)
+        return dense
+
+    def diagonal(self) -> Tensor:
+        rows, columns = _diagonal(self.rows), _diagonal(self.columns)
+        return self._flat((rows[:, :, None] * columns[:, None, :])[None])[:, 0]
+
+    def trace(self) -> Tensor:
+        return (_diagonal(self.rows).sum(1) * _diagonal(self.columns).sum(1)).sum()
+
+    def eigenvalues(self) -> Tensor:
+        return self.eigen.eigenvalues()
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        return self.eigen._solve(V, damping)
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        return self.eigen._inverse_root(Z, damping)
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        return self.eigen.inverse(damping)
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return self.eigen.logdet(damping)
+
+    def scaled(self, factor: float) -> Operator:
+        return Kronecker(self.space, self.arrangement, finite(factor) * self.rows, self.columns)
+
+    def damped(self, damping: float) -> Operator:
+        return self.eigen.damped(damping)
+
+    def factored_damping(self, damping: float) -> Kronecker:
+        """``kron(B + sqrt(damping) / pi I, A + pi sqrt(damping) I)`` (arXiv:1503.05671, section 6.3).
+
+        This is ``M + damping I`` plus two terms that are not small: another matrix, whose inverse is a ``kron`` too.
+        Per group, ``pi^2 = mean eigenvalue of A / mean eigenvalue of B``; pi = 1 where one of them is not positive.
+
+        Raises:
+            ValueError: the damping is negative.
+        """
+        if not damping >= 0:
+            raise ValueError(f"a damping in factors cannot be negative, found {damping}")
+        means = [_diagonal(side).mean(1) for side in (self.columns, self.rows)]
+        positive = (means[0] > 0) & (means[1] > 0)
+        pi = torch.where(positive, means[0] / means[1], torch.ones_like(means[0])).sqrt()[:, None]
+        rows = _shifted(self.rows, damping**0.5 / pi)
+        return Kronecker(self.space, self.arrangement, rows, _shifted(self.columns, damping**0.5 * pi))
+
+    def _details(self) -> list[str]:
+        groups, outputs, inputs = self.sides
+        return [f"{groups} groups", self._shown("B", self.rows, outputs), self._shown("A", self.columns, inputs)]
+
+
+def _diagonal(side: Tensor) -> Tensor:
+    """(g, d) of a factor."""
+    return side if side.ndim == 2 else side.diagonal(dim1=1, dim2=2)
+
+
+def _shifted(side: Tensor, shift: Tensor) -> Tensor:
+    """A factor with (g, 1) added to its diagonal."""
+    return side + (shift if side.ndim == 2 else shift.expand(side.shape[:2]).diag_embed())
+
+
+def _decomposed(side: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Eigenvalues (g, d), their rounding (g, d), and eigenvectors, None where the factor is diagonal."""
+    if side.ndim == 2:
+        return side, torch.zeros_like(side), None
+    values, vectors = symmetric_eigh(side)
+    rounding = rounding_of(values.abs().amax(1, keepdim=True)).expand(values.shape)
+    return values, rounding, vectors

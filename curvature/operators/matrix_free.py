@@ -1,0 +1,88 @@
+"""Matrices that are known by their products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from curvature.operators.base import Operator
+from curvature.operators.conjugate_gradient import conjugate_gradient
+from curvature.operators.space import Space
+
+DIRECT = 2000  # rows up to which a solve builds the matrix
+
+
+class MatrixFree(Operator):
+    """A matrix given by a function that multiplies with it.
+
+    Up to 2000 rows, `solve` and `inverse` build the matrix and decompose it; above, they go by `conjugate_gradient` to
+    its default tolerance (call that for a preconditioner). Nothing built is kept: ``materialise()`` gives a matrix that
+    several calls can use. All other methods build the matrix, up to `DENSE_LIMIT` rows.
+
+    Args:
+        space: of the parameters.
+        matmat: columns (P, c) to columns (P, c), linear and symmetric.
+        diagonal: an exact cheaper way to the diagonal, (P,).
+        dense: an exact cheaper way to the matrix, (P, P).
+        trace: an exact cheaper way to the trace, a scalar tensor.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        matmat: Callable[[Tensor], Tensor],
+        *,
+        diagonal: Callable[[], Tensor] | None = None,
+        dense: Callable[[], Tensor] | None = None,
+        trace: Callable[[], Tensor] | None = None,
+    ) -> None:
+        super().__init__(space)
+        self._product = matmat
+        self._known_diagonal, self._known_dense, self._known_trace = diagonal, dense, trace
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self.space.checked(self._product(V), V.shape, "the product with the matrix")
+
+    def to_dense(self) -> Tensor:
+        self._allow_dense()
+        return super().to_dense() if self._known_dense is None else self._known_dense()
+
+    def diagonal(self) -> Tensor:
+        return super().diagonal() if self._known_diagonal is None else self._known_diagonal()
+
+    def trace(self) -> Tensor:
+        return super().trace() if self._known_trace is None else self._known_trace()
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        if self.space.size <= DIRECT:
+            return super()._solve(V, damping)
+        return conjugate_gradient(self, V, damping)
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        if self.space.size <= DIRECT:
+            return super().inverse(damping)
+        return Inverse(self, damping)
+
+
+class Inverse(Operator):
+    """``K^-1`` with ``K = M + damping I``, each product a solve with M."""
+
+    def __init__(self, inner: Operator, damping: float) -> None:
+        super().__init__(inner.space)
+        self.inner, self.damping = inner, float(damping)
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self.inner._solve(V, self.damping)
+
+    def to_dense(self) -> Tensor:
+        return self.inner.materialise().inverse(self.damping).to_dense()
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        def product(x: Tensor) -> Tensor:
+            return self.inner._matmat(x) + self.damping * x
+
+        if damping < 0:
+            return super()._solve(V, damping)
+        # (K^-1 + e I)^-1 = K (I + e K)^-1
+        return product(self.inner._solve(V, self.damping + 1 / damping)) / damping if damping else product(V)

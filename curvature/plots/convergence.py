@@ -1,0 +1,257 @@
+"""Numbers against numbers of vectors and against epochs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, NullLocator
+from torch import Tensor
+
+from curvature.estimators import Estimate
+from curvature.operators import Operator
+from curvature.plots.style import (
+    UNIT,
+    Array,
+    hidden,
+    label_with,
+    legend,
+    line_of_numbers,
+    log_scale,
+    look,
+    named,
+    numbers,
+    one_axes,
+)
+
+MOST_TICKS = 10  # numbers that have room below an axis
+Matrix = Operator | Tensor | Mapping[str, Tensor]
+
+
+def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None, *, exact: Any = None) -> Axes:
+    """Errors of random estimators against their number of vectors, on two log axes, with the slope of 1/sqrt(k).
+
+    A line goes through the medians over the seeds; a band reaches from the least to the largest. The legend says how
+    many errors are not shown because they are zero or not finite.
+
+    Args:
+        estimates: ``{estimator: {k: estimate, or a list of them for several seeds}}``: operators, tensors, dicts of
+            tensors as of ``fisher_diagonal``, or what ``xtrace`` and its like return. Without `exact`, their errors,
+            computed before: numbers that are not negative, in any unit.
+        ax: axes to draw into; None for a new figure.
+        exact: what is estimated, in the same form. The error is ``|estimate - exact| / |exact|``, of all entries.
+
+    Returns:
+        The axes.
+
+    Raises:
+        TypeError: something else than dicts of numbers or, with `exact`, of matrices.
+        ValueError: nothing to draw, numbers of vectors that are not positive, or negative errors; `exact` is zero or
+            not finite, or of another shape.
+    """
+    items = named(estimates, "estimates", "{name: {k: estimates}}").items()
+    error_of = _given if exact is None else _distance_to(exact)
+    table = {str(name): _by_count(str(name), rows, error_of) for name, rows in items}
+    ax = one_axes(ax)
+    heights: list[float] = []  # errors times sqrt(k): the same for all k where an error falls as 1/sqrt(k)
+    for index, (name, rows) in enumerate(table.items()):
+        shown = {k: row[np.isfinite(row) & (row > 0)] for k, row in rows.items()}
+        points = {k: (np.median(row), row.min(), row.max()) for k, row in shown.items() if row.size}
+        middle, low, high = np.array(list(points.values())).reshape(-1, 3).T
+        label = label_with(name, hidden(np.concatenate(list(rows.values()))))
+        (line,) = ax.plot(list(points), middle, **look(index), marker="o", markersize=4, label=label)
+        if any(row.size > 1 for row in shown.values()):
+            ax.fill_between(list(points), low, high, color=line.get_color(), alpha=0.2, lw=0)
+        heights += [error * math.sqrt(k) for k, error in zip(points, middle, strict=True)]
+    counts = sorted({k for rows in table.values() for k in rows})
+    if heights and len(counts) > 1:
+        guide = np.exp(np.mean(np.log(heights))) / np.sqrt(counts)
+        ax.plot(counts, guide, ":", color="grey", lw=1.2, label="slope of 1 / sqrt(k)", zorder=1)
+    ylabel = "error" if exact is None else "relative error (Frobenius)"
+    log_scale(ax, "x", "y")
+    ax.set(xlabel="number of vectors k", ylabel=ylabel)
+    if len(counts) <= MOST_TICKS:
+        ax.set_xticks(counts, [f"{k:g}" for k in counts])
+        ax.xaxis.set_minor_locator(NullLocator())
+    ax.grid(True, which="major", alpha=0.3)
+    legend(ax, "line: median, band: all seeds")
+    return ax
+
+
+def drift(
+    values: Mapping[str, Any],
+    epochs: Any = None,
+    ax: Axes | None = None,
+    *,
+    quantity: str = f"largest eigenvalue {UNIT}",
+) -> Axes:
+    """A number of each of several matrices over the epochs, such as the trace or the largest eigenvalue, on a log axis.
+
+    The legend says how many values are not shown because they are negative, zero or not finite.
+
+    Args:
+        values: ``{matrix: its number at every epoch}``, for example ``{"Fisher": [1.2, 0.8], "Hessian": [1.3, 0.7]}``.
+        epochs: one for each value; by default 0, 1, 2, ...
+        ax: axes to draw into; None for a new figure.
+        quantity: what the numbers are and their unit, for the label of the axis.
+
+    Returns:
+        The axes.
+
+    Raises:
+        TypeError: no dict of numbers: of a matrix, give its trace or another number of it.
+        ValueError: nothing to draw, or different numbers of values and epochs.
+    """
+    items = named(values, "values", "{matrix: [number at every epoch]}").items()
+    lines = {str(name): line_of_numbers(found, str(name)) for name, found in items}
+    x = _epochs({name: line.size for name, line in lines.items()}, epochs)
+    ax = one_axes(ax)
+    for index, (name, line) in enumerate(lines.items()):
+        label = label_with(name, hidden(line))
+        _draw_epochs(ax, index, x, np.where(np.isfinite(line) & (line > 0), line, np.nan), label)
+    log_scale(ax, "y")
+    ax.set_ylabel(quantity)
+    legend(ax)
+    return ax
+
+
+def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes | None = None) -> Axes:
+    """How several matrices drift apart: the angle between each two of them over the epochs, in degrees.
+
+    With ``cos(angle) = <M, N> / (|M| |N|)`` of all entries. At 0 degrees, two are the same up to a factor (which
+    `drift` shows); semi-definite ones reach 90 degrees where they have nothing in common. No angle is drawn where a
+    matrix is zero or not finite, and the legend says so.
+
+    Args:
+        matrices: ``{name: the matrix at every epoch}``: operators, which are made dense, tensors, or dicts of tensors
+            as of ``fisher_diagonal``. Of a model that trains on, ``materialise()`` matrix-free operators at once: they
+            hold the model, not its matrix.
+        epochs: one for each matrix; by default 0, 1, 2, ...
+        ax: axes to draw into; None for a new figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        TypeError: something else than a dict of lists of matrices.
+        ValueError: less than two names, different numbers or shapes of matrices, or too large to be made dense.
+    """
+    items = named(matrices, "matrices", "{name: [matrix at every epoch]}").items()
+    if len(items) < 2:
+        raise ValueError(f"matrices: expected at least two to compare, found {', '.join(map(str, matrices))} only")
+    for name, found in items:
+        if not isinstance(found, Sequence):
+            raise TypeError(f"{name}: expected a list of matrices, one for each epoch, found {type(found).__name__}")
+    x = _epochs({str(name): len(found) for name, found in items}, epochs)
+    # Epoch by epoch, so that no more than one of each is dense at a time.
+    names = {f"{one} and {other}": (one, other) for one, other in combinations(matrices, 2)}
+    angles: dict[str, list[float]] = {pair: [] for pair in names}
+    _, first = next(iter(items))
+    for epoch in range(x.size):
+        directions = {name: _direction(found[epoch], f"{name} at {epoch}", first[epoch]) for name, found in items}
+        for pair, (one, other) in names.items():
+            angles[pair].append(_angle(directions[one], directions[other], pair))
+    ax = one_axes(ax)
+    for index, (pair, found) in enumerate(angles.items()):
+        missing = int(np.isnan(found).sum())
+        note = f"{missing} of a matrix that is zero or not finite" if missing else ""
+        _draw_epochs(ax, index, x, np.array(found), label_with(pair, note))
+    ax.set(ylabel="angle between matrices [degrees]")
+    ax.set_ylim(bottom=-0.03 * ax.get_ylim()[1])  # so that a line at zero is not cut in half
+    legend(ax)
+    return ax
+
+
+def _by_count(name: str, rows: Any, error_of: Callable[[Any, str], Array]) -> dict[float, Array]:
+    """The errors of one estimator by number of vectors, ascending."""
+    found: dict[float, Array] = {}
+    for k, row in named(rows, name, "{k: estimates}").items():
+        (count,) = numbers([k], f"{name}: number of vectors")
+        if not (count > 0 and math.isfinite(count)):
+            raise ValueError(f"{name}: expected positive numbers of vectors, found {k}")
+        found[float(count)] = errors = np.atleast_1d(error_of(row, f"{name}, k={k}")).flatten()
+        if not errors.size or (errors < 0).any():
+            raise ValueError(f"{name}, k={k}: expected errors that are not negative, found {errors}")
+    return dict(sorted(found.items()))
+
+
+def _given(row: Any, what: str) -> Array:
+    if isinstance(row, Mapping | Operator | Estimate):
+        raise TypeError(f"{what}: expected errors, found {type(row).__name__}: to have them computed, give exact=")
+    return numbers(row, what)
+
+
+def _distance_to(exact: Any) -> Callable[[Any, str], Array]:
+    """A function of an estimate, or of a list of them, that gives the relative error of each."""
+    target = _entries(exact, "exact")
+    norm = np.linalg.norm(target)
+    if not (norm > 0 and math.isfinite(norm)):
+        raise ValueError(f"exact: an error relative to it needs a norm that is finite and not zero, found {norm:.3g}")
+
+    def errors(row: Any, what: str) -> Array:
+        several = isinstance(row, list | tuple) and not isinstance(row, Estimate)
+        found = [_entries(one, what, exact) for one in (row if several else [row])]
+        for entries in found:
+            _require_one_shape(entries, target, f"{what} and exact")
+        return np.array([np.linalg.norm(entries - target) / norm for entries in found])
+
+    return errors
+
+
+def _epochs(lengths: Mapping[str, int], epochs: Any) -> Array:
+    """One epoch for each value.
+
+    Raises:
+        ValueError: different numbers of them.
+    """
+    different = len(set(lengths.values())) > 1
+    x = np.arange(max(lengths.values()), dtype=np.float64) if epochs is None else line_of_numbers(epochs, "epochs")
+    if different or x.size not in lengths.values() or not x.size:
+        counts = ", ".join(f"{count} for {name}" for name, count in lengths.items())
+        given = "" if epochs is None else f" and {x.size} epochs"
+        raise ValueError(f"expected as many values for each matrix as there are epochs, found {counts}{given}")
+    return x
+
+
+def _draw_epochs(ax: Axes, index: int, x: Array, y: Array, label: str) -> None:
+    ax.plot(x, y, **look(index), marker="o" if x.size < 50 else None, markersize=4, label=label)
+    ax.set_xlabel("epoch")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.grid(True, which="major", alpha=0.3)
+
+
+def _entries(matrix: Any, what: str, like: Any = None) -> Array:
+    """All entries in a row; those of a dict in the order of its names, or of those of `like` where this is one too."""
+    if isinstance(matrix, Operator | Estimate):
+        matrix = matrix.to_dense() if isinstance(matrix, Operator) else matrix.value
+    parts = [matrix]
+    if isinstance(matrix, Mapping):
+        names = like if isinstance(like, Mapping) else matrix
+        if set(names) != set(matrix):
+            raise ValueError(f"{what}: expected the parameters {list(names)}, found {list(matrix)}")
+        parts = [matrix[name] for name in names]
+    if not parts or not all(isinstance(part, Tensor) for part in parts):
+        raise TypeError(f"{what}: expected an operator, a tensor or a dict of tensors, found {type(matrix).__name__}")
+    return np.concatenate([numbers(part, what).flatten() for part in parts])
+
+
+def _require_one_shape(one: Array, other: Array, what: str) -> None:
+    if one.shape != other.shape:
+        raise ValueError(f"{what}: expected matrices of one shape, found {one.size} and {other.size} entries")
+
+
+def _direction(matrix: Any, what: str, like: Any) -> Array:
+    """All entries in a row, of norm one; not a number where the matrix is zero or not finite."""
+    entries = _entries(matrix, what, like)
+    norm = np.linalg.norm(entries) or math.nan
+    return entries / (norm if math.isfinite(norm) else math.nan)
+
+
+def _angle(one: Array, other: Array, what: str) -> float:
+    """In degrees; the arc cosine of the inner product would lose half of the digits of a small angle."""
+    _require_one_shape(one, other, what)
+    return math.degrees(2 * math.atan2(float(np.linalg.norm(one - other)), float(np.linalg.norm(one + other))))

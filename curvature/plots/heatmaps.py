@@ -1,0 +1,247 @@
+"""Matrices as heat maps: red entries are positive, blue ones negative, white is zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize, SymLogNorm
+from matplotlib.image import AxesImage
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from curvature.operators import Kronecker, Operator
+from curvature.plots.style import COLOURS, UNIT, Array, grid_of_axes, layers_of, numbers, one_axes, spans_of
+
+MAP = "RdBu_r"
+FAINTEST = 1e-2  # of the largest entry: where the logarithmic part of a colour scale ends
+CLOSEST = 0.05  # of the side of a picture: names of layers nearer than that would overlap
+MOST_POINTS = 2000  # along a side of a picture, more than a screen shows
+MOST_GROUPS = 16  # of a layer, whose factors can still be told apart
+MOST_LAYERS = 40  # in one figure
+
+
+def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
+    """A heat map of a matrix, with the boundaries and names of the layers.
+
+    Colours are logarithmic in the size of the entries down to a hundredth of the largest, and linear between there and
+    zero. Where there are more entries than points in the picture, a point is the mean of its entries.
+
+    For other colours, change the image in the axes returned, as to linear ones:
+    ``plots.matrix(G).images[0].set_norm(matplotlib.colors.CenteredNorm())``.
+
+    Args:
+        M: an operator, which is made dense, or a tensor of two dimensions, which has no names.
+        ax: axes to draw into; None for a new figure.
+
+    Returns:
+        The axes. Of layers that lie too close for all names, the largest are named; every boundary is drawn.
+
+    Raises:
+        TypeError: no operator and no tensor, or no axes.
+        ValueError: not of two dimensions, entries that are not finite, or too large to be made dense.
+    """
+    entries = _entries(M, "M")
+    ax = one_axes(ax)
+    image = _image(ax, entries, _logarithmic(_largest(entries)))
+    _name_layers(ax, M)
+    ax.figure.colorbar(image, ax=ax, label=_label(M))
+    return ax
+
+
+def factors(kfac: Operator, layer: str | None = None, ax: Any = None) -> NDArray[Any]:
+    """Heat maps of the Kronecker factors: A of the layer's inputs on the left, B of its outputs on the right.
+
+    The factors of a layer with several groups lie along the diagonal, one group after the other; of many groups only
+    the first are shown, and the title says how many. A factor that is diagonal, as A of an embedding, is drawn as a
+    curve. A bias is the last input. Each picture has a linear colour scale of its own.
+
+    Args:
+        kfac: what ``curvature.kfac`` returns, or one of its ``blocks``.
+        layer: name of a module or of a parameter; None for all layers that have Kronecker factors.
+        ax: two axes for each layer; None for a new figure, of 40 layers at most.
+
+    Returns:
+        The axes, (layers, 2).
+
+    Raises:
+        TypeError: no operator, or no axes.
+        ValueError: there is no such layer, it has no Kronecker factors, there are not two axes for each, or too many
+            layers for one figure.
+    """
+    chosen, left_out = _with_factors(kfac, layer)
+    if ax is None and len(chosen) > MOST_LAYERS:
+        raise ValueError(
+            f"{len(chosen)} layers are more than the {MOST_LAYERS} that fit into one figure: choose with layer=, which "
+            "may be a module that holds several, or give axes"
+        )
+    axes = grid_of_axes(ax, list(chosen), ["A", "B"])
+    for name, block, pair in zip(chosen, chosen.values(), axes, strict=True):
+        _draw_factor(pair[0], block.A, f"{name}: A", "input", "[activation²]")
+        _draw_factor(pair[1], block.B, f"{name}: B", "output", "[loss / output²]")
+    if ax is None and left_out:
+        axes[0, 0].figure.suptitle("without Kronecker factors: " + ", ".join(left_out), fontsize="small", wrap=True)
+    return axes
+
+
+def comparison(exact: Operator | Tensor, approximation: Operator | Tensor, ax: Any = None) -> NDArray[Any]:
+    """A matrix, its approximation and their difference side by side, all on one colour scale, that of `matrix`.
+
+    Above the difference stands ``|approximation - exact| / |exact|`` in Frobenius norm.
+
+    Args:
+        exact: an operator or a tensor of two dimensions, for example a block of ``curvature.fisher_blocks``.
+        approximation: likewise, for example the same block of ``curvature.kfac``.
+        ax: three axes of one figure; None for a new figure.
+
+    Returns:
+        The axes, (3,).
+
+    Raises:
+        TypeError: no operator and no tensor, or no axes.
+        ValueError: different shapes or parameters, entries that are not finite, not three axes, or of several figures.
+    """
+    one, other = _entries(exact, "exact"), _entries(approximation, "approximation")
+    if one.shape != other.shape:
+        raise ValueError(f"expected two matrices of one shape, found {one.shape} and {other.shape}")
+    if isinstance(exact, Operator) and isinstance(approximation, Operator):
+        names = [list(M.space.names) for M in (exact, approximation)]
+        if names[0] != names[1]:
+            raise ValueError(f"expected two matrices over the same parameters, found {names[0]} and {names[1]}")
+    difference, norm = other - one, np.linalg.norm(one)
+    distance = np.linalg.norm(difference)
+    error = f"relative error {distance / norm:.3g}" if norm else f"error {distance:.3g}, exact is zero"
+    titles = ["exact", "approximation", f"approximation - exact\n{error} (Frobenius)"]
+    axes = grid_of_axes(ax, ["matrix"], ["exact", "approximation", "difference"], (3.2, 4.1))[0]
+    if len({item.figure for item in axes}) > 1:
+        raise ValueError("ax: expected axes of one figure, which share a colour scale, found several figures")
+    named = exact if isinstance(exact, Operator) else approximation
+    largest = max(map(_largest, (one, other, difference)))
+    for item, entries, title in zip(axes, (one, other, difference), titles, strict=True):
+        image = _image(item, entries, _logarithmic(largest))
+        item.set_title(title, fontsize="medium")
+        _name_layers(item, named, rows=item is axes[0])
+    axes[0].figure.colorbar(image, ax=list(axes), label=_label(named))
+    return axes
+
+
+def _entries(M: Operator | Tensor, what: str) -> Array:
+    """The matrix as an array, checked; `what` names it in errors."""
+    if not isinstance(M, Operator | Tensor):
+        raise TypeError(f"{what}: expected an operator of curvature or a tensor, found {type(M).__name__}")
+    entries = numbers(M.to_dense() if isinstance(M, Operator) else M, what)
+    if entries.ndim != 2 or not entries.size:
+        raise ValueError(f"{what}: expected a matrix, found shape {entries.shape}")
+    if not np.isfinite(entries).all():
+        raise ValueError(f"{what}: {int((~np.isfinite(entries)).sum())} of {entries.size} entries are not finite")
+    return entries
+
+
+def _label(M: Operator | Tensor) -> str:
+    return f"entry {UNIT}" if isinstance(M, Operator) else "entry"
+
+
+def _largest(entries: Array) -> float:
+    return float(np.abs(entries).max())
+
+
+def _image(ax: Axes, entries: Array, norm: Normalize) -> AxesImage:
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(6, integer=True))
+    # Where a picture has less points than the matrix, a point is the mean of entries, not of their colours.
+    rows, columns = entries.shape
+    corners = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    return ax.imshow(_thinned(entries), cmap=MAP, norm=norm, interpolation_stage="data", extent=corners)
+
+
+def _thinned(entries: Array) -> Array:
+    """Means over neighbours where a side is longer than `MOST_POINTS`, since matplotlib copies what it draws."""
+    for axis, size in enumerate(entries.shape):
+        if size > MOST_POINTS:
+            edges = np.arange(MOST_POINTS) * size // MOST_POINTS
+            counts = np.diff(edges, append=size)
+            entries = np.add.reduceat(entries, edges, axis) / (counts if axis else counts[:, None])
+    return entries
+
+
+def _linear(largest: float) -> Normalize:
+    """Zero in the middle, also for a matrix of zeros."""
+    return Normalize(-(largest or 1.0), largest or 1.0)
+
+
+def _logarithmic(largest: float) -> Normalize:
+    """Likewise; the entries of curvature matrices span many decades, of which a linear scale shows one."""
+    limit = largest or 1.0
+    return SymLogNorm(limit * FAINTEST, vmin=-limit, vmax=limit, base=10)
+
+
+def _boundaries(ax: Axes, sizes: Sequence[int]) -> None:
+    for edge in np.cumsum(sizes)[:-1] - 0.5:
+        ax.axhline(edge, color="black", alpha=0.4, lw=0.5)
+        ax.axvline(edge, color="black", alpha=0.4, lw=0.5)
+
+
+def _name_layers(ax: Axes, M: Operator | Tensor, rows: bool = True) -> None:
+    if not isinstance(M, Operator):
+        ax.set(xlabel="column", ylabel="row" if rows else "")
+        return
+    spans = spans_of(M.space)
+    sizes = [size for _, size in spans]
+    _boundaries(ax, sizes)
+    ends = np.cumsum(sizes)
+    places: dict[str, float] = {}
+    for k in sorted(range(len(spans)), key=lambda k: -sizes[k]):
+        place = float(ends[k] - sizes[k] / 2 - 0.5)
+        if all(abs(place - other) >= CLOSEST * ends[-1] for other in places.values()):
+            places[spans[k][0]] = place
+    ticks, names = list(places.values()), list(places)
+    kind = "layer" if set(names) - set(M.space.names) else "parameter"
+    ax.set(xlabel=kind, ylabel=kind if rows else "")
+    ax.set_xticks(ticks, names, rotation=90, fontsize="small")
+    ax.set_yticks(ticks, names if rows else [""] * len(names), fontsize="small")
+    ax.tick_params(length=2)
+
+
+def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecker], list[str]]:
+    """The chosen layers that have Kronecker factors, and the names of those that have none."""
+    if not isinstance(kfac, Operator):
+        raise TypeError(f"kfac: expected what curvature.kfac returns, or a block of it, found {type(kfac).__name__}")
+    layers = layers_of(kfac)
+    chosen = {
+        name: block
+        for name, block in layers.items()
+        if layer is None or any(f"{inner}.".startswith(f"{layer}.") for inner in block.space.names)
+    }
+    if not chosen:
+        raise ValueError(f"layer: none is called {layer!r}; there are {', '.join(layers)}")
+    found = {name: block for name, block in chosen.items() if isinstance(block, Kronecker)}
+    if not found:
+        kinds = ", ".join(f"{name} ({type(block).__name__})" for name, block in chosen.items())
+        have = [name for name, block in layers.items() if isinstance(block, Kronecker)]
+        raise ValueError(f"no Kronecker factors A and B in {kinds}; layers that have them: {', '.join(have) or 'none'}")
+    return found, [name for name in chosen if name not in found]
+
+
+def _draw_factor(ax: Axes, factor: Tensor, title: str, index: str, unit: str) -> None:
+    """A factor (g, d, d), or (g, d) where it is diagonal."""
+    groups, size = factor.shape[:2]
+    diagonal = factor.ndim == 2
+    shown = groups if diagonal else min(groups, MOST_GROUPS, max(1, MOST_POINTS // size))
+    values = numbers(factor[:shown], title)
+    note = f", first {shown} of {groups} groups" if shown < groups else f", {groups} groups" if groups > 1 else ""
+    ax.set_title(title + note, fontsize="medium")
+    ax.set_xlabel(index)
+    if diagonal:
+        ax.plot(values.flatten(), color=COLOURS[0], lw=1.0, marker="." if values.size < 50 else None)
+        ax.set_ylabel(f"diagonal entry {unit}")
+        return
+    ax.set_ylabel(index)
+    entries = np.zeros((shown, size, shown, size))
+    entries[range(shown), :, range(shown), :] = values
+    image = _image(ax, entries.reshape(shown * size, shown * size), _linear(_largest(values)))
+    if size > 1:
+        _boundaries(ax, [size] * shown)
+    ax.figure.colorbar(image, ax=ax, label=f"entry {unit}")

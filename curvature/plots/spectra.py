@@ -1,0 +1,184 @@
+"""Eigenvalues: all of them by rank, layer by layer, or their density."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import singledispatch
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+from curvature import estimators
+from curvature.linalg import rounding_of
+from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator
+from curvature.plots.style import (
+    UNIT,
+    Array,
+    hidden,
+    label_with,
+    layers_of,
+    legend,
+    line_of_numbers,
+    log_scale,
+    look,
+    named,
+    numbers,
+    one_axes,
+    shade,
+)
+
+Spectrum = Operator | Tensor
+Density = Operator | tuple[Tensor, Tensor]
+FAINTEST = 1e-10  # relative to the largest density: less than one eigenvalue in a network of any usual size
+
+
+def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -> Axes:
+    """Eigenvalues, largest first, against their rank, on two log axes: one line for each layer.
+
+    The legend says how many eigenvalues of each layer are not shown because they are negative, or zero up to the
+    rounding of the decomposition.
+
+    Args:
+        matrix: with blocks, as of ``fisher_blocks``, ``kfac`` and ``ekfac``: one line each. Any other operator is one
+            line. A dict of operators or tensors by name is one line each: matrices to compare, the tensors that
+            ``fisher_diagonal`` returns, or eigenvalues, which are taken as exact. A tensor alone: eigenvalues, (P,).
+        ax: axes to draw into; None for a new figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        TypeError: something else was given.
+        ValueError: no eigenvalues, a tensor that looks like a matrix and not like its eigenvalues, or an operator too
+            large for all of its eigenvalues (then see `spectral_density`).
+    """
+    if isinstance(matrix, Operator):
+        items: Mapping[str, Any] = layers_of(matrix)
+    elif isinstance(matrix, Tensor):
+        if matrix.ndim != 1:
+            raise ValueError(f"matrix: expected an operator or eigenvalues (P,), found shape {tuple(matrix.shape)}")
+        items = {"eigenvalues": matrix}
+    else:
+        items = named(matrix, "matrix", "an operator, a tensor or a dict {name: operator or tensor}")
+    lines = {name: _eigenvalues(item, name) for name, item in items.items()}
+    ax = one_axes(ax)
+    for index, (name, (values, rounding)) in enumerate(lines.items()):
+        shown = np.sort(values[np.isfinite(values) & (values > rounding)])[::-1]
+        label = label_with(str(name), hidden(values, rounding))
+        marker = "." if shown.size < 50 else None
+        ax.plot(np.arange(1, shown.size + 1), shown, **shade(index, len(lines)), marker=marker, label=label)
+    log_scale(ax, "x", "y")
+    ax.set(xlabel="rank (1 is the largest)", ylabel=f"eigenvalue {UNIT}")
+    ax.grid(True, which="major", alpha=0.3)
+    legend(ax, "layer" if isinstance(matrix, BlockDiagonal) else None, loc="lower left")
+    return ax
+
+
+def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = None) -> Axes:
+    """The density of eigenvalues against the eigenvalue, on a log axis.
+
+    It is smoothed: an eigenvalue is a bell. The axis ends a decade below the lowest peak: a single eigenvalue among P
+    is a peak that holds 1/P of the whole, so the height of a peak says how many eigenvalues it holds.
+
+    Args:
+        matrix: an operator, whose density is estimated by ``curvature.spectral_density`` with its defaults (80 products
+            with ten vectors, for a matrix-free operator 80 passes over the data); or what that returns, ``(grid,
+            density)``, (G,) each; or a dict of them by name, one line each.
+        ax: axes to draw into, which may show another density already; None for a new figure.
+
+    Returns:
+        The axes.
+
+    Raises:
+        TypeError: no operator and no pair of numbers, or no axes.
+        ValueError: grid and density of different lengths, a grid that does not ascend, or a density that is negative,
+            zero or not finite.
+    """
+    by_name = isinstance(matrix, Mapping)
+    items = named(matrix, "matrix", "{name: operator or (grid, density)}") if by_name else {"matrix": matrix}
+    lines = {str(name): _density(item, str(name)) for name, item in items.items()}
+    ax = one_axes(ax)
+    limits = list(ax.get_ylim()) if ax.has_data() else []
+    ax.set_yscale("log", nonpositive="clip")
+    for name, (x, y) in lines.items():
+        ax.plot(x, y, **look(len(ax.lines)), label=name if by_name else None)
+        limits += [_lowest_peak(y) / 10, 3 * y.max()]
+    ax.set_ylim(min(limits), max(limits))
+    ax.set(xlabel=f"eigenvalue {UNIT}", ylabel="density of eigenvalues [parameter² / loss]")
+    ax.grid(True, which="major", alpha=0.3)
+    if by_name:
+        legend(ax)
+    return ax
+
+
+def _density(item: Any, name: str) -> tuple[Array, Array]:
+    """The grid and the density on it, checked."""
+    pair = estimators.spectral_density(item) if isinstance(item, Operator) else item
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        raise TypeError(f"{name}: expected an operator or a pair (grid, density), found {type(item).__name__}")
+    x, y = line_of_numbers(pair[0], f"{name}: grid"), line_of_numbers(pair[1], f"{name}: density")
+    if x.shape != y.shape:
+        raise ValueError(f"{name}: expected grid and density of the same length, found {x.size} and {y.size}")
+    if not (np.diff(x) > 0).all():
+        raise ValueError(f"{name}: expected ascending eigenvalues; is the order (grid, density)?")
+    if not (np.isfinite(y).all() and (y >= 0).all() and y.max() > 0):
+        raise ValueError(f"{name}: expected a positive density, found a range from {y.min():.3g} to {y.max():.3g}")
+    return x, y
+
+
+def _lowest_peak(density: Array) -> float:
+    """Of those that may hold an eigenvalue."""
+    bounded = np.concatenate([[0.0], density, [0.0]])
+    peaks = density[(density >= bounded[:-2]) & (density > bounded[2:])]
+    return float(min(peaks[peaks > FAINTEST * density.max()].min(), density.max() / 100))
+
+
+def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
+    """Eigenvalues and how far rounding may have moved each."""
+    if isinstance(item, Operator):
+        values, rounding = _spectrum(item)
+        return numbers(values, name).flatten(), numbers(rounding, name).flatten()
+    if not isinstance(item, Tensor):
+        raise TypeError(f"{name}: expected an operator of curvature or a tensor, found {type(item).__name__}")
+    found = numbers(item, name)
+    if not found.size:
+        raise ValueError(f"{name}: no eigenvalues, found shape {tuple(item.shape)}")
+    # Of a diagonal, weights are two-dimensional too, but hardly ever symmetric.
+    if found.ndim == 2 and found.any() and found.shape == found.T.shape != (1, 1) and np.allclose(found, found.T):
+        raise ValueError(
+            f"{name}: expected eigenvalues or a diagonal, found a symmetric matrix {tuple(item.shape)}. Give the "
+            "operator or torch.linalg.eigvalsh of the matrix; if it is a diagonal after all, flatten it"
+        )
+    return found.flatten(), np.zeros(found.size)
+
+
+@singledispatch
+def _spectrum(matrix: Operator) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and their rounding, of one shape; of a decomposition that mixes all of them unless known better."""
+    values = matrix.eigenvalues()
+    return values, rounding_of(values.abs().max()).expand(values.shape)
+
+
+@_spectrum.register
+def _(matrix: BlockDiagonal) -> tuple[Tensor, Tensor]:
+    parts = [_spectrum(block) for block in matrix.blocks.values()]
+    values, rounding = (torch.cat([part.flatten() for part in column]) for column in zip(*parts, strict=True))
+    return values, rounding
+
+
+@_spectrum.register
+def _(matrix: Diagonal) -> tuple[Tensor, Tensor]:
+    return matrix.values, torch.zeros_like(matrix.values)
+
+
+@_spectrum.register
+def _(matrix: EigenKronecker) -> tuple[Tensor, Tensor]:
+    return matrix.values, matrix.rounding
+
+
+@_spectrum.register
+def _(matrix: Kronecker) -> tuple[Tensor, Tensor]:
+    return _spectrum(matrix.eigen)

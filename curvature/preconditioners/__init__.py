@@ -1,0 +1,24 @@
+"""Running curvature for optimizers, and what solves with it.
+
+In: recorded passes of a training loop. Out: ``(M + damping I)^-1 g`` for gradients g. One block for each layer
+(`RunningFactors`), or one for all parameters (`WholeCurvature`); least squares with a Jacobian for losses
+``1/2 ||r||^2``.
+"""
+
+from curvature.preconditioners.block import Block
+from curvature.preconditioners.block_diagonal import Blocks, RunningFactors
+from curvature.preconditioners.full_curvature import WholeCurvature
+from curvature.preconditioners.inversion import invert
+from curvature.preconditioners.least_squares import LeastSquares
+from curvature.preconditioners.residual_blocks import ResidualBlock, residual_blocks
+
+__all__ = [
+    "Block",
+    "Blocks",
+    "LeastSquares",
+    "ResidualBlock",
+    "RunningFactors",
+    "WholeCurvature",
+    "invert",
+    "residual_blocks",
+]

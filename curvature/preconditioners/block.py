@@ -1,0 +1,191 @@
+"""The running curvature of some parameters: what every structure of it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from curvature.preconditioners.outliers import Gate
+from curvature.terms import Term
+
+
+class Block:
+    """Running curvature of some parameters. Sub-classes hold the matrices; the mean over samples is debiased."""
+
+    structure = ""
+    place = 0, 1  # which process this is, of how many that share a batch
+
+    def __init__(self, names: Sequence[str], reason: str = "") -> None:
+        self.names = tuple(names)
+        self.reason = reason  # why there are no Kronecker factors; "" where there are
+        self.updates = 0
+        self.samples: float = 0  # of the statistics added since the last `fold`
+        self.gate = Gate()
+
+    def weight_of_new(self, decay: float, updates: int | None = None) -> float:
+        """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
+        return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
+
+    def mixed(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
+        """The running average of what has no negative entries."""
+        w = self.weight_of_new(decay)
+        return new if old is None else old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
+
+    def discard(self) -> None:
+        """Forget what was added since the last `fold`."""
+        raise NotImplementedError
+
+    waiting: tuple[str, ...] = ("samples",)  # what is added to until `fold`
+
+    def cut(self) -> dict[str, Any]:
+        """Take out what was added since the last `fold`."""
+        found = {name: getattr(self, name) for name in self.waiting}
+        self.discard()
+        return found
+
+    def join(self, found: dict[str, Any]) -> None:
+        """Add what was `cut` out."""
+        raise NotImplementedError
+
+    def fold(self, decay: float) -> None:
+        """Move what was added since the last time into the running average."""
+        raise NotImplementedError
+
+    def decompose(self, damping: float) -> None:
+        """Prepare `solve` for the running average as it is now, plus ``damping I``."""
+        raise NotImplementedError
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `solve` was ever prepared."""
+        raise NotImplementedError
+
+    def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """``(M + damping I)^-1 gradients``, tensors in the shapes of the parameters."""
+        raise NotImplementedError
+
+    @property
+    def mean_eigenvalue(self) -> Tensor:
+        """Trace over dimension, a scalar tensor."""
+        raise NotImplementedError
+
+    @property
+    def dimension(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def cost(self) -> float:
+        """Operations of `decompose`, to a constant factor."""
+        return float(self.dimension)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what is kept, but for single numbers."""
+        found = pytree.tree_leaves({key: value for key, value in self.state().items() if key != "gate"})
+        return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
+
+    @property
+    def expected(self) -> int:
+        """Memory that will be kept, at most, before anything was seen."""
+        raise NotImplementedError
+
+    def condition(self) -> float:
+        """Largest over least eigenvalue of what `solve` inverts, nan where that is not prepared."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Shapes of what is kept."""
+        raise NotImplementedError
+
+    def measured(self, terms: Sequence[Term]) -> Any:
+        """Statistics of a batch, a tree of tensors, of the first parameter's terms; None where they do not fit."""
+        raise NotImplementedError
+
+    def take(self, found: Any, samples: float) -> None:
+        """Add what `measured` gave, which is finite."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompose_all(blocks: Sequence[Any], damping: float) -> None:
+        """`decompose` blocks of this class that have statistics."""
+        for block in blocks:
+            block.decompose(damping)
+
+    @staticmethod
+    def invert(blocks: Sequence[Any], share: float) -> None:
+        """Prepare `solve` of blocks of this class that have statistics, see `curvature.invert`."""
+        raise NotImplementedError
+
+    def multiply(self, times: float) -> None:
+        """Take what was added since the last `fold` as if its vectors had been so many times as long."""
+        self.samples /= times**2
+
+    failures = 0  # of decompositions, in a row
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        """What `solve` uses of a decomposition."""
+        return []
+
+    def without_correlations(self) -> AbstractContextManager[None]:
+        """As if the matrices were zero off their diagonals."""
+        return nullcontext()
+
+    def anew(self) -> Block:
+        """A block of the same form that has seen nothing."""
+        raise NotImplementedError
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        """What was added since the last `fold`, as tensors that add up over `size` processes, this one being `rank`."""
+        raise NotImplementedError
+
+    def take_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Have these, added up over all processes, instead of what was added here."""
+        raise NotImplementedError
+
+    def results(self) -> dict[str, Any]:
+        """What `decompose` and `invert` set: plain tensors and numbers."""
+        state = self.state()
+        return {k: state[k] for k in self.handed_on}
+
+    def adopt(self, results: Mapping[str, Any]) -> None:
+        """Have the `results` of the same block of another process."""
+        for name, value in results.items():
+            setattr(self, name, value)
+
+    handed_on: tuple[str, ...] = ("inverse",)  # from the process that decomposes
+    kept: tuple[str, ...] = ()  # tensors of a checkpoint, and numbers
+    form: tuple[str, ...] = ()  # what the arrangement of the parameters needs
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs: plain tensors, numbers and names."""
+        fields = ("names", "reason", "updates", *self.form, *self.kept)
+        return {"structure": self.structure, "gate": self.gate.state(), **{k: getattr(self, k) for k in fields}}
+
+    @staticmethod
+    def restore(state: dict[str, Any], device: torch.device) -> Block:
+        """A block from its `state`, tensors on `device`."""
+        kind = next(k for k in _below(Block) if k.structure == state["structure"])
+        block = kind.__new__(kind)
+        block.discard()
+        block.gate = Gate.restored(state.get("gate", {}), device)
+        for name, value in state.items():
+            if name not in ("structure", "gate"):
+                setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
+        block.resume()
+        return block
+
+    def resume(self) -> None:
+        """Complete what `restore` set."""
+
+
+def _below(kind: type[Block]) -> Iterator[type[Block]]:
+    """All sub-classes."""
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from _below(sub)

@@ -1,0 +1,230 @@
+"""Curvature of all parameters of a model together, nothing left out: ``G = 1/N sum_nk J_n^T v_nk v_nk^T J_n``.
+
+J_n are the outputs of sample n by the parameters and v_nk the vectors sent back, so that with exact vectors G is the
+Fisher or Gauss-Newton matrix of the batch. G is a product of the (N k, P) rows ``v_nk^T J_n``, of which activations and
+backprops are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.gradients import Jacobian
+from curvature.kronecker import wide
+from curvature.linalg import attempted, cholesky, full_precision
+from curvature.preconditioners.block import Block
+from curvature.recording import Tape
+
+Named = Mapping[str, Tensor]
+LARGEST = 1 << 15  # parameters whose matrix is built
+
+
+class WholeBlock(Block):
+    """Base: sums up the rows of the passes since the last `fold`. Sub-classes say what is kept of them, and solve."""
+
+    form = ("shapes", "trace", "rank", "is_sum")
+    handed_on = ()  # every process solves for itself
+    waiting = ("samples", "new")
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
+        super().__init__(list(shapes))
+        self.shapes, self.is_sum = dict(shapes), is_sum
+        self.trace = 0.0
+        self.rank = 1  # at most
+        self.count = 1.0  # what the sum over the last rows is divided by
+        self.damping: float | None = None
+        self.discard()
+
+    def discard(self) -> None:
+        self.samples, self.times = 0, 1.0
+        self.new: list[Jacobian] = []
+
+    def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
+        """Add a pass over so many samples."""
+        self.join({"new": [jacobian], "samples": samples})
+
+    def join(self, found: dict[str, Any]) -> None:
+        self.new = self.new + found["new"]
+        self.samples += found["samples"]
+
+    def whole(self) -> Jacobian:
+        """The rows of all passes since the last `fold`."""
+        return replace(self.new[0], parts=[part for jacobian in self.new for part in jacobian.parts])
+
+    def multiply(self, times: float) -> None:
+        self.times = times
+
+    def fold(self, decay: float) -> None:
+        if not self.new:
+            return
+        whole = self.whole()
+        new, trace = self.made(whole)
+        if bool(torch.isfinite(trace)):
+            self.count = (1 if self.is_sum else self.samples) / self.times**2
+            self.trace, self.rank = float(trace) / self.count, min(whole.shape)
+            self.keep(new, decay)  # a running average has a trace of its own
+            self.updates += 1
+        self.discard()
+
+    def made(self, jacobian: Jacobian) -> tuple[Any, Tensor]:
+        """What is needed of a batch, and the trace of ``J^T J``."""
+        raise NotImplementedError
+
+    def keep(self, new: Any, decay: float) -> None:
+        """Take what `made` gave, which is finite."""
+        raise NotImplementedError
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        """``(G + damping)^-1 gradient``."""
+        raise NotImplementedError
+
+    @full_precision()
+    def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        assert self.damping is not None
+        given = dict(zip(self.names, gradients, strict=True))
+        named = {name: g.to(wide(g.dtype)) for name, g in given.items()}
+        found = self.found(named, self.damping)
+        return [found[name].to(g.dtype) for name, g in given.items()]
+
+    def decompose(self, damping: float) -> None:
+        self.damping = damping
+
+    @staticmethod
+    def invert(blocks: Sequence[Any], share: float) -> None:
+        for block in blocks:
+            block.decompose(share * block.trace / block.rank)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.damping is not None and self.updates > 0
+
+    @property
+    def mean_eigenvalue(self) -> Tensor:
+        return torch.tensor(self.trace / self.dimension, device="cpu")
+
+    @property
+    def dimension(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def expected(self) -> int:
+        return 0
+
+    def condition(self) -> float:
+        return math.nan
+
+    def describe(self) -> str:
+        return f"{self.dimension} parameters"
+
+    def resume(self) -> None:
+        self.damping = None
+        self.shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
+
+
+class DenseWhole(WholeBlock):
+    """The whole matrix (P, P), as a running average, in double precision: small dampings have to stand out in it."""
+
+    structure = "dense"
+    kept = ("matrix",)
+    matrix: Tensor | None = None
+    root: Tensor | None = None
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
+        super().__init__(shapes, is_sum)
+        if self.dimension > LARGEST:
+            raise ValueError(
+                f'solver: "dense" keeps a matrix of {self.dimension} x {self.dimension} entries for this model; take '
+                f'"woodbury" or "cg" above {LARGEST} parameters'
+            )
+
+    def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
+        rows = jacobian.to_dense().double()
+        return rows.mT @ rows, rows.square().sum()
+
+    def keep(self, new: Tensor, decay: float) -> None:
+        new = new / self.count
+        old = new if self.matrix is None else self.matrix
+        w = self.gate.weight([(old[None], new[None])], self.weight_of_new(decay))
+        self.matrix = old.lerp(new, w)
+        self.trace = float(self.matrix.trace())
+
+    def decompose(self, damping: float) -> None:
+        assert self.matrix is not None
+        self.damping = damping
+        is_diagonal = self.matrix.ndim == 1
+        what = "NaturalGradient: the curvature"
+        self.root = (self.matrix + damping).sqrt().diag() if is_diagonal else cholesky(self.matrix, damping, what)
+
+    @property
+    def prepared(self) -> list[Tensor]:
+        return [] if self.root is None else [self.root]
+
+    @contextmanager
+    def without_correlations(self) -> Iterator[None]:
+        assert self.matrix is not None
+        whole, self.matrix = self.matrix, self.matrix.diagonal().clone()
+        yield
+        self.matrix = whole
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        assert self.root is not None
+        flat = torch.cat([g.flatten() for g in gradient.values()]).to(self.root.dtype)
+        parts = torch.cholesky_solve(flat[:, None], self.root)[:, 0].split([g.numel() for g in gradient.values()])
+        return {name: part.reshape(g.shape) for (name, g), part in zip(gradient.items(), parts, strict=True)}
+
+    @property
+    def is_ready(self) -> bool:
+        return super().is_ready and self.root is not None
+
+    @property
+    def expected(self) -> int:
+        return 8 * self.dimension**2
+
+    def condition(self) -> float:
+        if self.matrix is None or self.damping is None:
+            return math.nan
+        values = attempted(partial(torch.linalg.eigvalsh, self.matrix))
+        if values is None:
+            return math.nan
+        values = values.clamp(min=0) + self.damping
+        return float(values[-1] / values[0])
+
+
+class DiagonalWhole(WholeBlock):
+    """The diagonal, as a running average."""
+
+    structure = "whole diagonal"
+    kept = ("values",)
+    values: Tensor | None = None
+
+    def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
+        found = jacobian.squares()
+        values = torch.cat([found[name].flatten() for name in self.names])
+        values = values.to(wide(values.dtype))
+        return values, values.sum()
+
+    def keep(self, new: Tensor, decay: float) -> None:
+        self.values = self.mixed(self.values, new / self.count, decay)
+        self.trace = float(self.values.sum())
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        assert self.values is not None
+        parts = self.values.split([g.numel() for g in gradient.values()])
+        return {k: g / (v.reshape(g.shape) + damping) for (k, g), v in zip(gradient.items(), parts, strict=True)}
+
+    @property
+    def expected(self) -> int:
+        return 8 * self.dimension
+
+    def condition(self) -> float:
+        if self.values is None or self.damping is None:
+            return math.nan
+        return float((self.values.amax() + self.damping) / (self.values.amin() + self.damping))

@@ -1,0 +1,74 @@
+"""Inverses of blocks prepared for `Block.solve`, and what is left to do where a decomposition fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from curvature.linalg import full_precision, note
+from curvature.preconditioners.block import Block
+
+PATIENCE = 3  # failures of a block in a row that are too many
+
+
+def invert(blocks: Sequence[Block], share: float, damping: float | None = None) -> None:
+    """Prepare `Block.solve` of the blocks that have statistics, those of one kind together.
+
+    A block of which no decomposition succeeds (`curvature.linalg` says what is tried) leaves all others as they are. It
+    keeps the inverse that it had; where there was none, it gets that of its factors' diagonals. `curvature.watched`
+    counts these events.
+
+    Args:
+        share: damping relative to each block's own curvature, see `curvature.kronecker.factored`.
+        damping: added to the block, in place of that.
+
+    Raises:
+        torch.linalg.LinAlgError: a block failed for the third time in a row.
+        ValueError: a matrix is singular or indefinite to working precision, and damping does not change that.
+    """
+    seen = [b for b in blocks if b.updates]
+    with full_precision():
+        for kind in dict.fromkeys(type(b) for b in seen):
+            alike = [b for b in seen if type(b) is kind]
+            failed = _failing(kind, alike, share, damping)
+            if len(alike) > 1:
+                failed = [b for b in failed if _failing(kind, [b], share, damping)]
+            for block in alike:
+                block.failures = block.failures + 1 if block in failed else 0
+            for block in failed:
+                _rescue(kind, block, share, damping)
+
+
+def _failing(kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None) -> list[Block]:
+    """Prepare blocks of one kind together; those that this fails for are as they were."""
+    before = [dict(vars(b)) for b in blocks]
+    try:
+        if damping is None:
+            kind.invert(blocks, share)
+        else:
+            kind.decompose_all(blocks, damping)
+        used = [(k, t) for k, b in enumerate(blocks) for t in b.prepared]
+        fine = torch.stack([t.sum().double() for _, t in used]).isfinite().tolist() if used else []
+        failed = {k for (k, _), is_fine in zip(used, fine, strict=True) if not is_fine}
+    except torch.linalg.LinAlgError:
+        failed = set(range(len(blocks)))
+    for k in failed:
+        vars(blocks[k]).update(before[k])
+    return [blocks[k] for k in sorted(failed)]
+
+
+def _rescue(kind: type[Block], block: Block, share: float, damping: float | None) -> None:
+    if block.failures >= PATIENCE:
+        raise torch.linalg.LinAlgError(
+            f"{', '.join(block.names)}: no decomposition of the curvature succeeded, {PATIENCE} times in a row, also "
+            "in float64, on the CPU and with jitter on the diagonal"
+        )
+    if block.is_ready:
+        note("kept")
+        return
+    note("diagonal")
+    with block.without_correlations():
+        left = _failing(kind, [block], share, damping)
+    if left:
+        raise torch.linalg.LinAlgError(f"{', '.join(block.names)}: the diagonal of the curvature cannot be inverted")

@@ -1,0 +1,56 @@
+"""Batches far out of scale are kept out of running averages, once: what comes again is no outlier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from curvature.linalg import diagonal_of
+
+FAR = 1e3  # times the trace of the running average
+
+
+class Gate:
+    """Of one running average: lets new statistics in unless they are far out of scale and those before were not.
+
+    Attributes:
+        closed: whether the last ones were left out, a flag (); None before the first.
+        count: how many were.
+    """
+
+    def __init__(self) -> None:
+        self.closed: Tensor | None = None
+        self.count: Tensor | None = None
+
+    def weight(self, sides: Sequence[tuple[Tensor | None, Tensor]], weight: float) -> Tensor | float:
+        """`weight`, or zero where one of the new sides has more than `FAR` times the trace of the old.
+
+        Args:
+            sides: (old, new) matrices, diagonals or sketches; None where there is no old one.
+            weight: of the new ones in the average.
+        """
+        traces = [(diagonal_of(old).sum(), diagonal_of(new).sum()) for old, new in sides if old is not None]
+        if not traces:
+            return weight
+        far = torch.stack([(new > FAR * old) & (old > 0) for old, new in traces]).any()
+        if self.closed is not None:
+            far = far & ~self.closed
+        self.count = far.int() if self.count is None else self.count + far
+        self.closed = far
+        return self.masked(weight, traces[0][0].dtype)
+
+    def masked(self, weight: float, dtype: torch.dtype) -> Tensor | float:
+        """`weight`, or zero where the last statistics were left out."""
+        return weight if self.closed is None else (~self.closed).to(dtype) * weight
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: flag for name, flag in vars(self).items() if flag is not None}
+
+    @staticmethod
+    def restored(state: dict[str, Tensor], device: torch.device) -> Gate:
+        """From its `state`."""
+        gate = Gate()
+        vars(gate).update({name: flag.to(device, copy=True) for name, flag in state.items()})
+        return gate

@@ -1,0 +1,114 @@
+"""The last batch's curvature, solved by conjugate gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.gradients import Jacobian
+from curvature.operators import truncated
+from curvature.preconditioners.block_diagonal import RunningFactors
+from curvature.preconditioners.full import Named, WholeBlock
+from curvature.preconditioners.inversion import invert
+from curvature.recording import Tape
+
+CARRIED = 0.95  # of the last solution, where the next iteration begins
+
+
+class ConjugateGradients(WholeBlock):
+    """The last batch alone, never built: conjugate gradients preconditioned by running Kronecker factors.
+
+    They begin at the last solution, shortened, and end where the quadratic model falls no more by much, as in
+    Hessian-free optimization (Martens 2010, section 4; Martens and Sutskever 2012, section 8).
+    """
+
+    structure = "cg"
+    kept = ("last",)
+    jacobian: Jacobian | None = None
+    last: Tensor | None = None
+    iterations = 0  # of the last solution
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
+        super().__init__(shapes, is_sum)
+        self.factors = RunningFactors()
+
+    def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
+        super().add_rows(tape, jacobian, samples)
+        for k, (_, terms) in enumerate(jacobian.parts):
+            self.factors.add(tape, dict(terms), samples if k == 0 else 0)
+
+    def cut(self) -> dict[str, Any]:
+        inner = self.factors.cut()
+        return super().cut() | {"inner": inner}
+
+    def join(self, found: dict[str, Any]) -> None:
+        super().join(found)
+        self.factors.join(found.get("inner", ()))
+
+    def multiply(self, times: float) -> None:
+        super().multiply(times)
+        for block in self.factors.blocks:
+            block.multiply(times)
+
+    def discard(self) -> None:
+        super().discard()
+        if hasattr(self, "factors"):
+            self.factors.discard()
+
+    def made(self, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
+        return jacobian, jacobian.norms().sum()
+
+    def keep(self, new: Jacobian, decay: float) -> None:
+        self.jacobian = new.merged()
+        self.factors.fold(decay)
+
+    def decompose(self, damping: float) -> None:
+        self.damping = damping
+        invert(self.factors.blocks, 0.0, damping)
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        jacobian, count = self.jacobian, self.count
+        assert jacobian is not None
+
+        def product(v: Tensor) -> Tensor:
+            return jacobian.flat(jacobian.transposed(jacobian.times(jacobian.split(v)))) / count + damping * v
+
+        def precondition(v: Tensor) -> Tensor:
+            return jacobian.flat(self._preconditioned(jacobian.split(v)))
+
+        right = jacobian.flat(gradient)
+        start = torch.zeros_like(right) if self.last is None else CARRIED * self.last.to(right)
+        self.last, self.iterations = truncated(product, right, start, precondition)
+        return jacobian.split(self.last.clone())  # the step scales it in place
+
+    def _preconditioned(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        for block in self.factors.blocks:
+            if block.is_ready and all(name in named for name in block.names):
+                named |= dict(zip(block.names, block.solve([named[name] for name in block.names]), strict=True))
+        return named
+
+    @property
+    def is_ready(self) -> bool:
+        return super().is_ready and self.jacobian is not None
+
+    @property
+    def bytes(self) -> int:
+        """Of the batch, and of the preconditioner."""
+        own = 0 if self.jacobian is None else self.jacobian.bytes
+        return own + super().bytes + sum(block.bytes for block in self.factors.blocks)
+
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.iterations} iterations"
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"factors": self.factors.state_dict()}
+
+    def resume(self) -> None:
+        super().resume()
+        state: Any = self.factors
+        self.factors = RunningFactors()
+        device = torch.device("cpu") if self.last is None else self.last.device
+        self.factors.load_state_dict(state, device)

@@ -1,0 +1,65 @@
+"""The last batch's curvature, solved in the smaller of parameter and sample space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from curvature.gradients import Jacobian
+from curvature.preconditioners.full import Named, WholeBlock
+from curvature.preconditioners.least_squares import LeastSquares
+
+
+class Woodbury(WholeBlock):
+    """The last batch alone, solved in the smaller of parameter and sample space (Woodbury's identity)."""
+
+    structure = "woodbury"
+    fresh: LeastSquares | None = None  # of the last batch
+    problem: LeastSquares | None = None  # of the last batch that could be decomposed
+    divisor = 1.0  # its `count`
+    squares: Named | None = None  # the diagonal, where none could be
+
+    def made(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
+        problem = LeastSquares(jacobian)
+        return problem, problem.matrix.trace()
+
+    def keep(self, new: LeastSquares, decay: float) -> None:
+        self.fresh = new
+
+    def decompose(self, damping: float) -> None:
+        self.damping = damping
+        if self.fresh is not None:
+            self.fresh.prepare(damping * self.count)
+            self.problem, self.divisor, self.fresh = self.fresh, self.count, None
+
+    @contextmanager
+    def without_correlations(self) -> Iterator[None]:
+        assert self.fresh is not None
+        squares, self.fresh = self.fresh.jacobian.squares(), None
+        self.squares = {name: x / self.count for name, x in squares.items()}
+        yield
+
+    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+        if self.problem is None:
+            assert self.squares is not None
+            return {name: g / (self.squares[name] + damping) for name, g in gradient.items()}
+        scaled = {name: g * self.divisor for name, g in gradient.items()}
+        return self.problem.precondition(scaled, damping * self.divisor)
+
+    @property
+    def is_ready(self) -> bool:
+        return super().is_ready and (self.problem is not None or self.squares is not None)
+
+    @property
+    def bytes(self) -> int:
+        """Of the batch, and of the matrix that is solved with."""
+        if self.problem is None:
+            return 0
+        matrices = [x for x in (self.problem.matrix, self.problem.dense) if x is not None]
+        return self.problem.jacobian.bytes + sum(x.numel() * x.element_size() for x in matrices)
+
+    def describe(self) -> str:
+        kept = "" if self.problem is None else f", {len(self.problem.matrix)}x{len(self.problem.matrix)}"
+        return super().describe() + kept

@@ -1,0 +1,164 @@
+"""What is recorded of a forward pass: every read of a parameter, and how to ask for its backprop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from curvature.layers import Call, Layout, Rule, Unsupported
+from curvature.terms import Term
+
+TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False)
+class Node:
+    """A parameter, or a tensor computed from parameters alone; `names` are the parameters that it depends on.
+
+    Where only its `edge` is known, `tensor` has its shape.
+    """
+
+    tensor: Tensor
+    names: frozenset[str]
+    origin: Use | None = None
+    uses: list[Use] = field(default_factory=list)
+    edge: GradientEdge | None = None
+
+
+@dataclass(eq=False)
+class Use:
+    """One read: the function, its arguments by name, which of them are parameters, and the output's gradient edge.
+
+    `call` is None where the function has no rule; `results` are the outputs, where they depend on parameters alone.
+    """
+
+    index: int
+    function: Callable[..., Any]
+    rule: Rule | None
+    call: Call | None
+    slots: dict[str, Node]
+    edge: GradientEdge | None
+    versions: list[tuple[Tensor, int]]
+    results: list[Node] = field(default_factory=list)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset[str]().union(*(node.names for node in self.slots.values()))
+
+    @property
+    def is_transpose(self) -> bool:
+        """Whether the function transposes a matrix."""
+        return self.function in TRANSPOSES and next(iter(self.slots.values())).tensor.ndim == 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.call.shape if self.call is not None else ()
+
+    @property
+    def activation(self) -> Tensor | None:
+        """The data that met the parameter: the input as the layer received it, detached but not copied."""
+        if self.call is None:
+            return None
+        data = [(k, x) for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots]
+        biases = set(self.rule.bias_of.values()) if self.rule is not None else set()
+        parameters = set(self.rule.parameters) if self.rule is not None else set()
+        data.sort(key=lambda entry: (entry[0] in biases, entry[0] in parameters))
+        return data[0][1] if data else None
+
+    def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
+        """Per-sample gradients of one argument, given the backprop of the output.
+
+        Raises:
+            Unsupported: the function has no rule, or this call no per-sample view.
+        """
+        if self.rule is None or self.call is None:
+            raise Unsupported(f"{self.function} has no rule")
+        if any(x._version != version for x, version in self.versions):
+            raise Unsupported("the activation was changed in place after it was read")
+        return self.rule.term(self.call, slot, b, layout)
+
+
+class Tape:
+    """What a capture recorded. `uses` are in the order of the forward pass.
+
+    `mixing` names the modules whose output for one sample depends on the others (BatchNorm in training mode). `samples`
+    is the length of the model's inputs, `losses` are the calls of loss functions inside: function and arguments.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
+        named = model.named_parameters() if parameters is None else parameters.items()
+        self.uses: list[Use] = []
+        self.parameters = {name: Node(p, frozenset([name])) for name, p in named if p.requires_grad}
+        self.mixing: list[str] = []
+        self.samples: int | None = None
+        self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+
+    def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
+        """Send vectors back from the output.
+
+        Args:
+            output: what the model returned, or anything computed from it; one tensor or several.
+            vectors: (k, *output.shape), or a sequence of such for several outputs.
+
+        Returns:
+            For each of `uses` the backprops (k, *use.shape); None where the output does not depend on the use.
+        """
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        sent = [vectors] if isinstance(vectors, Tensor) else list(vectors)
+        for out, v in zip(outputs, sent, strict=True):
+            if v.shape[1:] != out.shape:
+                raise ValueError(
+                    f"vectors: expected shape (k, {', '.join(map(str, out.shape))}), found {tuple(v.shape)}"
+                )
+        if sent[0].shape[0] == 1:
+            single = self.gradients(outputs, [v[0] for v in sent])
+            return [None if g is None else g[None] for g in single]
+        return self.gradients(outputs, sent, batched=True)
+
+    def gradients(
+        self,
+        outputs: Sequence[Tensor | GradientEdge],
+        vectors: Sequence[Tensor] | None,
+        batched: bool = False,
+        also: Sequence[Tensor] = (),
+    ) -> list[Tensor | None]:
+        """One backward pass to the output of every use, then to the tensors `also`; the graph is kept."""
+        edges = [use.edge for use in self.uses if use.edge is not None]
+        found: Iterable[Tensor | None] = ()
+        if edges or also:
+            found = torch.autograd.grad(
+                cast("Sequence[Tensor]", outputs),
+                cast("Sequence[Tensor]", [*edges, *also]),
+                vectors,
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=batched,
+            )
+        queue = iter(found)
+        rows = [None if use.edge is None else next(queue) for use in self.uses]
+        lead = vectors[0].shape[:1] if batched and vectors is not None else ()
+        shaped = (None if g is None else g.reshape((*lead, *use.shape)) for use, g in zip(self.uses, rows, strict=True))
+        return [*shaped, *queue]
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether a tensor is spread over processes, as the parameters of FSDP2."""
+    found = sys.modules.get("torch.distributed.tensor")  # takes a second to import; without it there are no shards
+    return found is not None and isinstance(x, found.DTensor)
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors in arguments or results, through sequences and mappings."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+        elif isinstance(value, Mapping):
+            yield from tensors_in(value.values())

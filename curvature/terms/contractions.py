@@ -1,0 +1,275 @@
+"""Gradients, norms and Gram matrices of a sum of terms, each written once.
+
+Norms and Gram matrices never build the gradients where the inner products of activations and of backprops are cheaper
+(arXiv:1510.01799 for one place, arXiv:2009.03106 for more).
+
+Indices: n sample, t place, g group, i input, o output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvature.terms.basic import Dense, Entrywise, Outer, Rows
+from curvature.terms.convolution import Convolved, ConvolvedBack
+from curvature.terms.row_slices import Part, Term
+
+CHUNK = 1 << 24  # elements of a temporary result above which the work is split
+CACHED = 1 << 18  # the same where it is made many times over: fresh memory costs more than arithmetic
+ENTRY = 350  # multiplications that an entry of a Gram matrix over places costs beyond its own (measured, one thread)
+
+
+class Piece(NamedTuple):
+    """Rows start to stop of a parameter, and their terms."""
+
+    start: int
+    stop: int
+    terms: Sequence[Term]
+
+
+def pieces(terms: Sequence[Term]) -> list[Piece]:
+    """The row ranges of a parameter that are read apart from each other, in order; else one with the terms as given.
+
+    Rows of a parameter cut into pieces that are in none of them are never read.
+    """
+    found: dict[tuple[int, int], list[Term]] = {}
+    for term in terms:
+        if isinstance(term, Part):
+            found.setdefault(term.rows, []).append(term.term)
+        else:
+            found.setdefault((0, term.shape[0] if term.shape else 1), []).append(term)
+    ordered = sorted(found)
+    apart = all(one[1] <= other[0] for one, other in pairwise(ordered))
+    if not apart or not any(isinstance(term, Part) for term in terms):
+        return [Piece(0, terms[0].shape[0] if terms[0].shape else 1, terms)]
+    return [Piece(*rows, found[rows]) for rows in ordered]
+
+
+def merged(terms: Sequence[Term]) -> list[Term]:
+    """One term where several differ in their places only (a recurrent weight is read once per step)."""
+    out: list[Term] = []
+    groups: list[list[Outer]] = []
+    for term in terms:
+        if not isinstance(term, Outer):
+            out.append(term)
+            continue
+        for group in groups:
+            if group[0].merges_with(term):
+                group.append(term)
+                break
+        else:
+            groups.append([term])
+    for group in groups:
+        one = group[0]
+        if len(group) > 1:
+            one = replace(one, a=torch.cat([u.a for u in group], 1), b=torch.cat([u.b for u in group], 1))
+        out.append(one)
+    return out
+
+
+def unfolded(term: Term) -> Term:
+    """The patches of a convolution written out."""
+    return term.unfolded() if isinstance(term, Convolved) else term
+
+
+def gradients(terms: Sequence[Term]) -> Tensor:
+    """Per-sample gradients (N, *shape): the sum of the terms."""
+    whole = together([term for term in terms if not isinstance(term, Part)])
+    parts = [term for term in terms if isinstance(term, Part)]
+    if parts:
+        found = [term.term.gradients() for term in parts]
+        out = found[0].new_zeros(len(found[0]), *parts[0].shape)
+        for term, g in zip(parts, found, strict=True):
+            out[:, slice(*term.rows)] += g
+    else:
+        out = whole.pop(0).gradients()
+    for other in whole:
+        out = out + other.gradients()
+    return out
+
+
+def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
+    """``sum_n weights[n] g[n]``, of the parameter's shape, without the per-sample gradients."""
+    first, *others = (term.weighted_sum(weights) for term in together(terms))
+    for other in others:
+        first = first + other
+    return first
+
+
+def norms_squared(terms: Sequence[Term]) -> Tensor:
+    """Squared norms (N,) of the per-sample gradients, each built only where that is cheaper."""
+    apart = pieces(terms)
+    if apart[0].terms is not terms:
+        return torch.stack([norms_squared(piece.terms) for piece in apart]).sum(0)
+    terms = _direct(terms)
+    if _pairs_cheaper(terms, samples=1):
+        terms = together([unfolded(t) for t in terms])
+        pairs = [_pair_norms(u, v) * (1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
+        return torch.stack(pairs).sum(0).clamp(min=0)
+    return torch.cat([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square() for g in _built(terms)])
+
+
+def gram(terms: Sequence[Term]) -> Tensor:
+    """Inner products (N, N) of the per-sample gradients."""
+    apart = pieces(terms)
+    if apart[0].terms is not terms:
+        return sum_of(gram(piece.terms) for piece in apart)
+    terms = _direct(terms)
+    n = len(terms[0])
+    if _pairs_cheaper(terms, samples=n):
+        return _summed_pairs(terms, terms)
+    flat = gradients(terms).reshape(n, -1)
+    return flat @ flat.T
+
+
+def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
+    """Inner products (N, M) of the gradients of some samples with those of others."""
+    left, right = _direct(left), _direct(right)
+    if all(_pairs_cheaper(terms, samples=max(len(left[0]), len(right[0]))) for terms in (left, right, [*left, *right])):
+        return _summed_pairs(left, right)
+    one, other = gradients(left), gradients(right)
+    return one.reshape(len(one), -1) @ other.reshape(len(other), -1).mT
+
+
+def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
+    """Inner products (N,) of the per-sample gradients with one tensor of the parameter's shape."""
+    reads = together(terms)
+    if all(isinstance(u, Outer) and u.order is None for u in reads):  # one product for all places, nothing is built
+        return sum_of(u.inner(vector) for u in reads if isinstance(u, Outer))
+    return torch.cat([g.reshape(len(g), -1) @ vector.flatten().to(g.dtype) for g in _built(terms)])
+
+
+def stacked(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
+    """Terms of the samples of all parts, one part after the other; None where these differ in form."""
+    found: list[Term] = []
+    if len({len(terms) for terms in parts}) > 1:
+        return None
+    for column in zip(*parts, strict=True):
+        outers = [term for term in column if isinstance(term, Outer)]
+        denses = [term for term in column if isinstance(term, Dense)]
+        if len(outers) == len(column) and all(outers[0].stacks_with(term) for term in outers):
+            a, b = torch.cat([term.a for term in outers]), torch.cat([term.b for term in outers])
+            found.append(replace(outers[0], a=a, b=b))
+        elif len(denses) == len(column):
+            found.append(Dense(torch.cat([term.values for term in denses])))
+        else:
+            return None
+    return found
+
+
+def together(terms: Sequence[Term]) -> list[Term]:
+    """The same gradients in as few terms as can be, reads of a matrix and of its transpose in one form."""
+    return merged([term.upright if isinstance(term, Outer) else term for term in terms])
+
+
+def _direct(terms: Sequence[Term]) -> list[Term]:
+    """The terms in the form that is summed up fastest."""
+    return [t.direct if isinstance(t, ConvolvedBack | Entrywise) else t for t in together(terms)]
+
+
+def _form(term: Term) -> tuple[int, int, bool]:
+    """Groups, sum of both widths over the groups, and whether the axes are permuted."""
+    if isinstance(term, Outer):
+        groups = term.b.shape[2]
+        return groups, groups * (term.a.shape[3] + term.b.shape[3]), term.order is not None
+    if isinstance(term, Convolved):
+        return term.groups, term.shape[0] + term.groups * math.prod(term.shape[1:]), False
+    return 1, term.shape[-1] + 1, False
+
+
+def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
+    """Whether inner products over pairs of places take fewer operations than building the gradients.
+
+    Building costs t * numel multiplications a sample; the pairs cost (sum of t)^2 * (i + o), for each pair of
+    samples. With one place and one term the pairs always win.
+    """
+    if any(isinstance(u, Dense | Part) for u in terms):
+        return False
+    forms = [_form(u) for u in terms]
+    if len(terms) > 1 and any(groups > 1 or permuted for groups, _, permuted in forms):
+        return False  # terms of different layout meet entry by entry only
+    places = sum(u.places for u in terms)
+    width = max(width for _, width, _ in forms)
+    each = width if samples == 1 else 2 * width + ENTRY
+    return places * places * each * samples <= 2 * (places + samples) * math.prod(terms[0].shape)
+
+
+def _built(terms: Sequence[Term]) -> Iterator[Tensor]:
+    """The gradients, a bounded number of samples at a time."""
+    step = max(1, CHUNK // max(1, math.prod(terms[0].shape)))
+    for start in range(0, len(terms[0]), step):
+        yield gradients([u.samples(slice(start, start + step)) for u in terms])
+
+
+def _kernel(u: Term, v: Term) -> Tensor:
+    """Inner products of single places: u with p, v with q places a batch entry, to (..., p, q) summed over groups.
+
+    Outer: (..., p, g, i) and (..., p, g, o); Rows: (..., p) and (..., p, width).
+    """
+    if isinstance(u, Outer) and isinstance(v, Outer):
+        ua, ub, va, vb = (x.movedim(-2, 0) for x in (u.a, u.b, v.a, v.b))
+        return ((ua @ va.mT) * (ub @ vb.mT)).sum(0)
+    if isinstance(u, Rows) and isinstance(v, Rows):
+        return (u.values @ v.values.mT) * (u.index[..., :, None] == v.index[..., None, :])
+    if isinstance(u, Outer):
+        return _kernel(v, u).mT
+    assert isinstance(u, Rows) and isinstance(v, Outer)
+    places = v.b.shape[-3]
+    index = u.index[..., None, :].expand(*u.index.shape[:-1], places, u.index.shape[-1])
+    return (u.values @ v.a[..., 0, :].mT) * torch.gather(v.b[..., 0, :], -1, index).mT
+
+
+def _pair_norms(u: Term, v: Term) -> Tensor:
+    if u is v and isinstance(u, Outer) and u.places == 1:
+        return (u.a.square().sum(3) * u.b.square().sum(3)).sum((1, 2))
+    step = max(1, CHUNK // max(1, u.places * v.places))
+    parts = [slice(k, k + step) for k in range(0, len(u), step)]
+    return torch.cat([_kernel(u.samples(s), v.samples(s)).sum((1, 2)) for s in parts])
+
+
+def _flat(term: Term) -> Term:
+    """Samples and places as one axis."""
+    if isinstance(term, Outer):
+        return replace(term, a=term.a.flatten(0, 1), b=term.b.flatten(0, 1))
+    assert isinstance(term, Rows)
+    return replace(term, index=term.index.flatten(), values=term.values.flatten(0, 1), live=None)
+
+
+def _summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
+    left, right = (together([unfolded(t) for t in terms]) for terms in (left, right))
+    return sum_of(_pair_gram(u, v) for u in left for v in right)
+
+
+def _pair_gram(u: Term, v: Term) -> Tensor:
+    n, m = len(u), len(v)
+    single = [_flat(_place(v, k)) for k in range(v.places)]  # one at a time: to sum over the last axis is slow
+    step = max(1, CACHED // max(1, u.places * m))
+    rows = []
+    for start in range(0, n, step):
+        part = u.samples(slice(start, start + step))
+        flat = _flat(part)
+        rows.append(sum_of(_kernel(flat, other).unflatten(0, (len(part), -1)).sum(1) for other in single))
+    return torch.cat(rows)
+
+
+def _place(term: Term, k: int) -> Term:
+    """One of its places alone."""
+    if isinstance(term, Outer):
+        return replace(term, a=term.a[:, k : k + 1], b=term.b[:, k : k + 1])
+    assert isinstance(term, Rows)
+    return replace(term, index=term.index[:, k : k + 1], values=term.values[:, k : k + 1], live=None)
+
+
+def sum_of(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum, in the memory of the first."""
+    first, *others = tensors
+    for other in others:
+        first += other
+    return first

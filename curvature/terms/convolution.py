@@ -1,0 +1,191 @@
+"""Convolutions and transposed convolutions, unfolded only where that is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import mul
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvature.terms.basic import Activations, Outer, Viewed
+
+
+@dataclass(frozen=True)
+class Convolved:
+    """The `Outer` of a convolution, its places the output's pixels; unfolded only where that is asked for.
+
+    Built as one convolution's weight gradient with a group per sample, which reads the input in place.
+    """
+
+    x: Tensor  # (N, m, C, *size), padded
+    b: Tensor  # (N, m, O, *out)
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    sizes: ClassVar[tuple[int, ...] | None] = None
+    order: ClassVar[tuple[int, ...] | None] = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.b.device
+
+    @property
+    def places(self) -> int:
+        return self.b.shape[1] * math.prod(self.b.shape[3:])
+
+    @property
+    def outputs(self) -> int:
+        return self.shape[0] // self.groups
+
+    def __len__(self) -> int:
+        return len(self.b)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        b = self.b * weights.to(self.b.dtype).reshape(-1, *[1] * (self.b.ndim - 1))
+        return replace(self, x=self.x.flatten(0, 1)[None], b=b.flatten(0, 1)[None]).gradients()[0]
+
+    def gradients(self) -> Tensor:
+        n, dims = len(self.x), len(self.stride)
+        x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (self.x, self.b))
+        weight = b.new_empty(n * self.shape[0], *self.shape[1:])
+        _, found, _ = torch.ops.aten.convolution_backward(
+            b, x, weight, None, self.stride, [0] * dims, self.dilation, False, [0] * dims, n * self.groups,
+            [False, True, False],
+        )  # fmt: skip
+        return found.reshape(n, *self.shape)
+
+    def samples(self, part: slice) -> Convolved:
+        return replace(self, x=self.x[part], b=self.b[part])
+
+    def activations(self) -> Iterator[Activations]:
+        yield None, self._unfolded()
+
+    def backprops(self) -> Tensor:
+        """(N, t, g, o)."""
+        return _by_place(self.b, self.groups, len(self.stride))
+
+    def _unfolded(self) -> Tensor:
+        patches = _patches(self.x, self.shape[2:], self.dilation, self.stride, self.b.shape[3:])
+        return _by_place(patches, self.groups, len(self.stride))
+
+    def unfolded(self) -> Outer:
+        """The same with the patches of the input written out."""
+        return Outer(self._unfolded(), self.backprops(), self.shape)
+
+
+class Phase(NamedTuple):
+    """Output pixels along one axis, a stride apart, that see the same entries of the kernel.
+
+    Pixel u of them sees input pixel ``first + u - step * m`` through entry ``taps[m]``.
+    """
+
+    taps: list[int]
+    first: int
+    step: int
+    pixels: int
+
+
+@dataclass(frozen=True)
+class ConvolvedBack(Viewed):
+    """A transposed convolution, the adjoint of one. Its gradients are that one's, whose places are the input's pixels.
+
+    As a layer its places are the output's pixels, each of which sees one entry of the kernel in so many as the stride.
+    """
+
+    direct: Convolved  # x is the backprop, padded; b is the input
+    padding: tuple[int, ...]
+
+    @property
+    def groups(self) -> int:
+        return self.direct.groups
+
+    @property
+    def outputs(self) -> int:
+        return self.shape[1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        inputs, outputs, *kernel = self.shape
+        return (self.groups, outputs, inputs // self.groups, *kernel)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return (0, 2, 1, *range(3, len(self.sizes)))
+
+    @property
+    def places(self) -> int:
+        return self.direct.x.shape[1] * math.prod(self._out)
+
+    @property
+    def _out(self) -> list[int]:
+        return [size - 2 * p for size, p in zip(self.direct.x.shape[3:], self.padding, strict=True)]
+
+    def activations(self) -> Iterator[Activations]:
+        inputs, _, *kernel = self.shape
+        number = torch.arange(inputs // self.groups * math.prod(kernel), device=self.device)
+        number = number.reshape(-1, *kernel)
+        geometry = zip(kernel, self.direct.stride, self.direct.dilation, self.padding, self._out, strict=True)
+        for phases in product(*(_phases(*axis) for axis in geometry)):
+            seen = _window(self.direct.b, phases).flip(*range(3, number.ndim + 2))  # the kernel slides backwards
+            taps, _, steps, pixels = zip(*phases, strict=True)
+            patches = _patches(seen, [len(k) for k in taps], steps, [1] * len(phases), pixels)
+            chosen = number
+            for axis, k in enumerate(taps, 1):
+                chosen = chosen.index_select(axis, number.new_tensor(k))
+            some = None if chosen.shape == number.shape else chosen.flatten()
+            yield some, _by_place(patches, self.groups, len(phases))
+
+    def backprops(self) -> Tensor:
+        """(N, t, g, o)."""
+        inside: list[Any] = [slice(p, p + size) for p, size in zip(self.padding, self._out, strict=True)]
+        return _by_place(self.direct.x[(..., *inside)], self.groups, len(inside))
+
+    def samples(self, part: slice) -> ConvolvedBack:
+        return replace(self, direct=self.direct.samples(part))
+
+
+def _phases(kernel: int, stride: int, dilation: int, padding: int, out: int) -> list[Phase]:
+    """Of one axis, without the pixels that see nothing: pixel y sees ``(y + padding - dilation * k) / stride``."""
+    found = []
+    for y in range(min(stride, out)):
+        taps = [k for k in range(kernel) if (y + padding - dilation * k) % stride == 0]
+        if taps:
+            step = dilation * (taps[1] - taps[0]) // stride if len(taps) > 1 else 1
+            found.append(Phase(taps, (y + padding - dilation * taps[0]) // stride, step, len(range(y, out, stride))))
+    return found
+
+
+def _window(x: Tensor, phases: Sequence[Phase]) -> Tensor:
+    """The input's pixels that are seen from those of the phases, zeros outside of the input."""
+    padding: list[int] = []
+    inside: list[Any] = []
+    for phase, size in zip(phases, x.shape[3:], strict=True):
+        start, stop = phase.first - phase.step * (len(phase.taps) - 1), phase.first + phase.pixels
+        before, after = max(0, -start), max(0, stop - size)
+        padding = [before, after, *padding]
+        inside.append(slice(start + before, stop + before))
+    return F.pad(x, padding)[(..., *inside)]
+
+
+def _patches(
+    x: Tensor, kernel: Sequence[int], dilation: Sequence[int], stride: Sequence[int], out: Sequence[int]
+) -> Tensor:
+    """A view (N, m, C, *kernel, *out) of x (N, m, C, *size)."""
+    steps = x.stride()[3:]
+    return x.as_strided(
+        (*x.shape[:3], *kernel, *out), (*x.stride()[:3], *map(mul, steps, dilation), *map(mul, steps, stride))
+    )
+
+
+def _by_place(x: Tensor, groups: int, axes: int) -> Tensor:
+    """(N, m, channels, ..., *places), as many as `axes`, to (N, t, g, ...)."""
+    x = x.reshape(*x.shape[:2], groups, -1, math.prod(x.shape[-axes:]))
+    return x.permute(0, 1, 4, 2, 3).flatten(1, 2)

@@ -1,0 +1,76 @@
+"""Rows of a parameter that are read apart from the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.terms.basic import Dense, Entrywise, Outer, Rows
+from curvature.terms.convolution import Convolved, ConvolvedBack
+
+
+@dataclass(frozen=True)
+class Part:
+    """`term` is that of rows ``start, start + 1, ...`` of a parameter of `shape`."""
+
+    term: Outer | Convolved | ConvolvedBack | Rows | Dense | Entrywise
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.term.device
+
+    @property
+    def places(self) -> int:
+        return self.term.places
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first, and the one after the last."""
+        return self.start, self.start + self.term.shape[0]
+
+    def __len__(self) -> int:
+        return len(self.term)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        inner = self.term.weighted_sum(weights)
+        out = inner.new_zeros(self.shape)
+        out[slice(*self.rows)] = inner
+        return out
+
+    def gradients(self) -> Tensor:
+        inner = self.term.gradients()
+        out = inner.new_zeros(len(inner), *self.shape)
+        out[:, slice(*self.rows)] = inner
+        return out
+
+    def samples(self, part: slice) -> Part:
+        return replace(self, term=self.term.samples(part))
+
+
+Term = Outer | Convolved | ConvolvedBack | Rows | Dense | Entrywise | Part
+
+
+def moved(term: Any, device: torch.device | str) -> Any:
+    """The same term, its tensors on a device, without a graph."""
+    if isinstance(term, Tensor):
+        return term.detach().to(device)
+    if not is_dataclass(term) or isinstance(term, type):
+        return term
+    return replace(term, **{f.name: moved(getattr(term, f.name), device) for f in fields(term)})
+
+
+def at_least(term: Term, dtype: torch.dtype) -> Term:
+    """The same, with tensors of lower precision in `dtype`: autocast gives the two sides of a term different ones."""
+    if isinstance(term, Part):
+        inner = at_least(term.term, dtype)
+        assert not isinstance(inner, Part)
+        return replace(term, term=inner)
+    held: dict[str, Any] = {f.name: getattr(term, f.name) for f in fields(term) if f.init}
+    low = {k: x for k, x in held.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    changed: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
+    return replace(term, **changed) if any(changed[k] is not x for k, x in low.items()) else term

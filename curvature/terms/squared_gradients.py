@@ -1,0 +1,129 @@
+"""Diagonals: sums over samples and vectors of products of per-sample gradients, entry by entry.
+
+``sum_n weights[n] sum_k u_kn * w_kn`` where u and w are given as terms. The sum over places belongs inside each factor:
+``(sum_t b a)^2``, not ``sum_t b^2 a^2``.
+
+Indices: k vector, n sample, t and s place, g group, i input, o output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from curvature.terms import contractions
+from curvature.terms.basic import Dense, Outer, Rows
+from curvature.terms.contractions import gradients, merged
+from curvature.terms.convolution import Convolved
+from curvature.terms.row_slices import Term
+
+Vectors = Sequence[Sequence[Term]]  # for every vector the terms of one parameter
+
+
+def products(left: Vectors, right: Vectors, weights: Tensor) -> Tensor:
+    """``sum_kn weights[n] u_kn * w_kn``, of the parameter's shape.
+
+    Args:
+        left, right: the terms of u and w for every vector; the same object where they are the same.
+        weights: (N,).
+    """
+    lefts = [merged(terms) for terms in left]
+    rights = lefts if right is left else [merged(terms) for terms in right]
+    alone = {len(terms) for terms in (*lefts, *rights)} == {1}
+    first = lefts[0][0]
+    if alone and isinstance(first, Outer | Convolved) and first.places <= len(lefts) and _pairs_fit(first):
+        outer = [_outer(terms[0]) for terms in lefts]
+        return _by_pairs(outer, outer if rights is lefts else [_outer(terms[0]) for terms in rights], weights)
+    if alone and isinstance(first, Rows):
+        return _by_rows(lefts, rights, weights)
+    if alone and isinstance(first, Dense):
+        return _summed(lefts, rights, weights)
+    return _built(lefts, rights, weights, alone)
+
+
+def squared(terms: Sequence[Term]) -> Tensor:
+    """``sum_n g_n^2``, of the parameter's shape."""
+    vectors = [terms]
+    return products(vectors, vectors, torch.ones(len(terms[0]), dtype=torch.float64, device=terms[0].device))
+
+
+def _summed(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
+    """Of gradients that are there already."""
+    total = None
+    for (u,), (w,) in zip(left, right, strict=True):
+        assert isinstance(u, Dense) and isinstance(w, Dense)
+        total = u.values * w.values if total is None else total.addcmul_(u.values, w.values)
+    assert total is not None
+    return torch.tensordot(weights.to(total.dtype), total, 1)
+
+
+def _outer(term: Term) -> Outer:
+    unfolded = contractions.unfolded(term)
+    assert isinstance(unfolded, Outer)
+    return unfolded
+
+
+def _pairs_fit(term: Outer | Convolved) -> bool:
+    return term.places**2 * len(term.b) * (term.outputs + 1) * term.groups <= contractions.CHUNK
+
+
+def _by_pairs(left: list[Outer], right: list[Outer], weights: Tensor) -> Tensor:
+    """Vectors summed up before activations are met: cheaper where a sample has fewer places than there are vectors."""
+    first = left[0]
+    n, t, g, o = first.b.shape
+    both = first.b.new_zeros(n, t, t, g, o)
+    for u, w in zip(left, right, strict=True):
+        both.addcmul_(u.b[:, :, None], w.b[:, None])
+    both *= weights.to(both.dtype)[:, None, None, None, None]
+    a = first.a
+    inputs = (a[:, :, None] * a[:, None, :]).flatten(0, 2)
+    blocks = both.flatten(0, 2).permute(1, 2, 0) @ inputs.transpose(0, 1)
+    return first.assemble(blocks[None])[0]
+
+
+def _by_rows(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
+    """Rows that a sample looks up several times are added up first; no table per sample."""
+    first = left[0][0]
+    assert isinstance(first, Rows)
+    same = (first.index[:, :, None] == first.index[:, None, :]).to(weights.dtype)
+    shares = weights[:, None] / same.sum(2)  # of each look-up in its row's product
+    out = first.values.new_zeros(first.shape)
+    for (u,), (w,) in zip(left, right, strict=True):
+        assert isinstance(u, Rows) and isinstance(w, Rows)
+        x = same.to(u.values.dtype) @ u.values
+        y = x if w is u else same.to(w.values.dtype) @ w.values
+        out.index_add_(0, first.index.flatten(), (x * y * shares.to(x.dtype)[:, :, None]).flatten(0, 1))
+    return out
+
+
+def _built(left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool) -> Tensor:
+    """From the gradients themselves, a bounded number of samples at a time."""
+    first = left[0][0]
+    convolved = first if alone and isinstance(first, Convolved) else None
+    patches = 0 if convolved is None else convolved.groups * convolved.places * math.prod(first.shape[1:])
+    step = max(1, contractions.CHUNK // max(1, math.prod(first.shape), patches))
+    total = None
+    for start in range(0, len(weights), step):
+        part = slice(start, start + step)
+        shared = None if convolved is None else convolved.samples(part).unfolded().a  # once for all vectors
+        scale = weights[part]
+        for us, ws in zip(left, right, strict=True):
+            x = _gradients(us, part, shared)
+            y = x if ws is us else _gradients(ws, part, shared)
+            found = torch.tensordot(scale.to(x.dtype), x * y, 1)
+            total = found if total is None else total.add_(found)
+    assert total is not None
+    return total
+
+
+def _gradients(terms: list[Term], part: slice, activations: Tensor | None) -> Tensor:
+    """Of some of the samples; those of a convolution from its patches, if they are given."""
+    some = [term.samples(part) for term in terms]
+    if activations is not None:
+        (term,) = some
+        assert isinstance(term, Convolved)
+        some = [Outer(activations, term.backprops(), term.shape)]
+    return gradients(some)
