@@ -11,7 +11,6 @@ from curvature.estimators import (
     xtrace,
 )
 from curvature.forward_laplacian import laplacian
-from curvature.functional import WrittenOut
 from curvature.gradients import (
     Jacobian,
     check_gradients,
@@ -23,7 +22,6 @@ from curvature.gradients import (
     sample_layouts,
 )
 from curvature.layers import Layout
-from curvature.linalg import full_precision, symmetric_eigh, watched
 from curvature.losses import Injection, empirical, exact, isotropic, propagated, sampled
 from curvature.matrices import (
     ekfac,
@@ -48,40 +46,27 @@ from curvature.operators import (
     load,
 )
 from curvature.preconditioners import (
-    Block,
-    Blocks,
     LeastSquares,
-    ResidualBlock,
-    RunningFactors,
-    WholeCurvature,
-    invert,
-    residual_blocks,
 )
-from curvature.recording import Eagerly, Listener, Tape, Use, capture, is_sharded, unwrapped
+from curvature.recording import Tape, Use, capture
+
+__version__ = "0.1.0"
 
 __all__ = [
-    "Block",
     "BlockDiagonal",
-    "Blocks",
     "Dense",
     "Diagonal",
-    "Eagerly",
     "EigenKronecker",
     "Injection",
     "Jacobian",
     "Kronecker",
     "Layout",
     "LeastSquares",
-    "Listener",
     "MatrixFree",
     "Operator",
-    "ResidualBlock",
-    "RunningFactors",
     "Space",
     "Tape",
     "Use",
-    "WholeCurvature",
-    "WrittenOut",
     "capture",
     "check_gradients",
     "conjugate_gradient",
@@ -92,14 +77,11 @@ __all__ = [
     "fisher",
     "fisher_blocks",
     "fisher_diagonal",
-    "full_precision",
     "gauss_newton",
     "hessian",
     "hutchinson_diagonal",
     "hutchinson_trace",
     "hutchpp_trace",
-    "invert",
-    "is_sharded",
     "isotropic",
     "kfac",
     "lanczos_eigenvalues",
@@ -111,14 +93,10 @@ __all__ = [
     "per_sample_gram",
     "per_sample_norms",
     "propagated",
-    "residual_blocks",
     "residual_jacobian",
     "sample_layouts",
     "sampled",
     "spectral_density",
-    "symmetric_eigh",
-    "unwrapped",
-    "watched",
     "xdiag",
     "xtrace",
 ]

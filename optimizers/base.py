@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import unwrapped
+from curvature.recording import unwrapped
 from optimizers.health import EVENTS, Health
 
 

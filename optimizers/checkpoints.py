@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature import Block
+from curvature.preconditioners import Block
 from optimizers.base import ModelOptimizer, check_numbers
 
 VERSION = 2

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from curvature import Block, Injection, unwrapped
+from curvature import Injection
+from curvature.preconditioners import Block
+from curvature.recording import unwrapped
 from optimizers.base import check_range
 
 BUCKET = 1 << 23  # entries of a flat buffer that is sent at once

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from curvature import watched
+from curvature.linalg import watched
 
 LENGTH = 10_000  # steps that are remembered
 LOG = logging.getLogger(__name__)
 
-# what `curvature.watched` counts
+# what `watched` counts
 EVENTS = {
     "retried": "a decomposition failed and succeeded at another try",
     "kept": "no decomposition of a block succeeded; it keeps the inverse that it had",

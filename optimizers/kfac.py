@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Eagerly, Injection, Jacobian, isotropic
+from curvature import Injection, Jacobian, isotropic
+from curvature.recording import Eagerly
 from optimizers.adaptive import Adaptive
 from optimizers.base import check_flag, check_numbers
 from optimizers.checkpoints import packed, unpacked
@@ -60,7 +61,7 @@ class KFAC(PlainSteps):
     differentiate the model, and calls no ``backward``:
         def closure():
             return torch.cat([interior(model) / len(x) ** 0.5, boundary(model) / len(y) ** 0.5])
-    The factors are those of each layer and piece of ``J^T J`` (`curvature.residual_blocks`; arXiv:2405.15603), anew at
+    The factors are those of each layer and piece of ``J^T J`` (`residual_blocks`; arXiv:2405.15603), anew at
     every step, and the step is the minimum of the exact quadratic model over the directions that they give layer by
     layer and the last displacements. A step that raises the loss is never taken. `damping` is added to ``J^T J`` then,
     in residual^2 / parameter^2 (None: Levenberg-Marquardt), `momentum` says only whether displacements are directions

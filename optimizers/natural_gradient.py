@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Injection, Jacobian, LeastSquares, Tape, WholeCurvature, exact, isotropic
+from curvature import Injection, Jacobian, LeastSquares, Tape, exact, isotropic
+from curvature.preconditioners import WholeCurvature
 from optimizers.base import check_flag
 from optimizers.curves import Curves, Point
 from optimizers.distributed import Distributed

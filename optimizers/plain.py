@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import is_sharded
+from curvature.recording import is_sharded
 from optimizers.second_order import SecondOrder
 from optimizers.shards import local, spread, totals
 from optimizers.updates import Move, adapted, inner, loosened, slope_ratio

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvature import symmetric_eigh
+from curvature.linalg import symmetric_eigh
 
 GOOD, POOR = 0.75, 0.25  # reduction ratios between which the damping stays
 LEAST = 1e-6  # precision of products that were made in single precision

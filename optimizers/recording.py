@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from curvature import Blocks, Injection, Listener, RunningFactors, Tape, empirical, isotropic
+from curvature import Injection, Tape, empirical, isotropic
+from curvature.preconditioners import Blocks, RunningFactors
+from curvature.recording import Listener
 from optimizers.base import ModelOptimizer, check_arguments, check_whole
 from optimizers.distributed import Processes, Workers, rows_of_whole, trained_by
 from optimizers.outputs import Extent, Sums

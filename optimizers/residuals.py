@@ -1,6 +1,6 @@
 """Steps for a closure of residuals r, the loss being ``1/2 ||r||^2``: KFAC for physics-informed networks.
 
-The Gauss-Newton matrix ``J^T J`` has Kronecker factors by layer (`curvature.residual_blocks`; arXiv:2405.15603). What
+The Gauss-Newton matrix ``J^T J`` has Kronecker factors by layer (`residual_blocks`; arXiv:2405.15603). What
 these make of the gradient, layer by layer, and of what the first directions leave of it, spans a space with the last
 displacements; the step is the minimum of the exact damped quadratic model ``1/2 ||r + J d||^2 + damping/2 ||d||^2`` in
 that space. Each direction is one product with J, however many layers get a step size of their own.
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Jacobian, ResidualBlock, WrittenOut, isotropic, residual_blocks
+from curvature import Jacobian, isotropic
+from curvature.functional import WrittenOut
+from curvature.preconditioners import ResidualBlock, residual_blocks
 from optimizers.adaptive import Adaptive, put
 from optimizers.distributed import Processes
 from optimizers.quadratic import GROW, Quadratic, next_damping

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Block, full_precision, invert, is_sharded
+from curvature.linalg import full_precision
+from curvature.preconditioners import Block, invert
+from curvature.recording import is_sharded
 from optimizers.recording import Recording
 from optimizers.shards import local, part, totals, whole
 from optimizers.verdict import judged

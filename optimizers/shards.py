@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from curvature import is_sharded
+from curvature.recording import is_sharded
 
 
 def refuse_shards(model: Any, what: str) -> None:

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from curvature import Block
+from curvature.preconditioners import Block
 from optimizers.distributed import Processes, Workers
 
 
 class Holder(Protocol):
-    """What has sums to be added up over processes, as `curvature.Block`."""
+    """What has sums to be added up over processes, as `Block`."""
 
     def sums(self, rank: int, size: int) -> Mapping[str, Tensor]: ...
 

@@ -13,7 +13,8 @@ from case import Raw, seeded
 from torch import Tensor, nn
 
 import curvature.preconditioners.block_diagonal
-from curvature import Block, RunningFactors, capture
+from curvature import capture
+from curvature.preconditioners import Block, RunningFactors
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 

@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 import curvature
 from curvature.kronecker.inverses import bases
+from curvature.linalg import watched
 from curvature.linalg.decompositions import full_precision, inverse, symmetric_eigh
+from curvature.preconditioners import RunningFactors, invert, residual_blocks
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
 
@@ -72,7 +74,7 @@ def test_eigenvalues_by_the_ladder(fault: Fault, calls: int, faulty):
     matrix = spd(6, 6)
     expected = torch.linalg.eigh(matrix.double())[0].float()
     faulty(fault, calls)
-    with curvature.watched() as counts:
+    with watched() as counts:
         values, vectors = symmetric_eigh(matrix)
     torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(vectors @ values.diag() @ vectors.mT, matrix, rtol=1e-3, atol=1e-3)
@@ -85,7 +87,7 @@ def test_one_bad_matrix_of_a_batch_leaves_the_others(fault: Fault, faulty):
     expected = symmetric_eigh(batch)
     is_bad = lambda matrix: bool((matrix.reshape(-1, 5, 5)[:, 0, 0] == batch[1, 0, 0].to(matrix)).any())
     faulty(fault, on=lambda matrix: matrix.dtype == torch.float32 and is_bad(matrix))
-    with curvature.watched() as counts:
+    with watched() as counts:
         values, vectors = symmetric_eigh(batch)
     assert torch.equal(values[::2], expected[0][::2]) and torch.equal(vectors[::2], expected[1][::2])
     torch.testing.assert_close(values[1], expected[0][1])
@@ -106,7 +108,7 @@ def test_inverses_by_the_ladder(fault: Fault, calls: int, faulty):
     matrix = spd(2, 5, 5)
     expected = torch.linalg.inv(matrix.double()).float()
     faulty(fault, calls)
-    with curvature.watched() as counts:
+    with watched() as counts:
         torch.testing.assert_close(inverse(matrix), expected, rtol=1e-3, atol=1e-3)
     assert counts["retried"]
 
@@ -122,7 +124,7 @@ DEGENERATE = {
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])
 def test_degenerate_factors_have_finite_inverses(rows: str, columns: str, kind: str):
     block = block_of(DEGENERATE[rows].clone(), DEGENERATE[columns].clone(), kind)
-    curvature.invert([block], 0.05)
+    invert([block], 0.05)
     shape = (len(DEGENERATE[rows][0]), len(DEGENERATE[columns][0]))
     sizes = [side.diagonal(dim1=1, dim2=2).mean().item() or 1.0 for side in (DEGENERATE[rows], DEGENERATE[columns])]
     gradient = torch.ones(shape) * math.prod(sizes) ** 0.5  # of the size that belongs to such factors
@@ -139,7 +141,7 @@ def small() -> tuple[nn.Module, Any, Tensor, Tensor]:
 def block_of(rows: Tensor, columns: Tensor, kind: str = "kronecker") -> KroneckerBlock:
     """A block of these factors, from a recorded pass of a layer of their size."""
     layer = nn.Linear(columns.shape[1], rows.shape[1], bias=False)
-    factors = curvature.RunningFactors(kind=kind)
+    factors = RunningFactors(kind=kind)
     with curvature.capture(layer) as tape:
         output = layer(torch.ones(2, columns.shape[1]))
     factors.record(tape, [output], [torch.ones(1, *output.shape)], 2)
@@ -156,16 +158,16 @@ def test_matrices_of_one_shape_share_no_fate(faulty):
     assert bad.columns is not None
     first = bad.columns[0, 0, 0] / bad.columns[0].diagonal().mean() + 0.05
     x = torch.randn(4, 3)
-    curvature.invert([good, bad], 0.05)
+    invert([good, bad], 0.05)
     old = bad.solve([x])[0]
     assert good.rows is not None
     good.rows *= 2
     faulty(silent, on=lambda matrix: matrix.shape[-1] == 3 and bool(((matrix[..., 0, 0] - first).abs() < 1e-3).any()))
-    with curvature.watched() as counts:
-        curvature.invert([good, bad], 0.05)
+    with watched() as counts:
+        invert([good, bad], 0.05)
     assert torch.equal(bad.solve([x])[0], old) and counts["kept"] == 1
     alone = block_of(good.rows, good.columns)  # type: ignore[arg-type]
-    curvature.invert([alone], 0.05)
+    invert([alone], 0.05)
     torch.testing.assert_close(good.solve([x])[0], alone.solve([x])[0])
 
 
@@ -304,7 +306,7 @@ def test_no_solution_is_in_reduced_precision(matrix: str):
             curvature.LeastSquares(rows).precondition(g, 1.0)
             curvature.LeastSquares(rows).solve(torch.ones(len(x)))
         elif matrix == "residual blocks":
-            for block in curvature.residual_blocks(rows):
+            for block in residual_blocks(rows):
                 block.solve(block.inverse(1.0), g)
         else:
             found = operator.solve(g, damping=1.0)

@@ -13,7 +13,9 @@ from case import Raw, randomise, seeded
 from torch import Tensor, nn
 
 import curvature
+from curvature.functional import WrittenOut
 from curvature.gradients.plans import PLANS
+from curvature.preconditioners import residual_blocks
 
 D, N = 3, 7
 
@@ -277,7 +279,7 @@ def test_kernels_with_wrong_derivatives_are_refused(name: str):
         x = torch.randn(N, D).double().requires_grad_()
     with pytest.raises(ValueError, match=r"wrong third derivatives.*curvature\.WrittenOut\(\)"):
         curvature.Jacobian.of(mixed(model, x), model)
-    with curvature.WrittenOut():
+    with WrittenOut():
         values = mixed(model, x)
     assert curvature.Jacobian.of(values, model).shape[0] == N
     if name != "layer":
@@ -290,12 +292,12 @@ def test_written_out_norms_move_their_statistics_once():
     expected = copy.deepcopy(model)
     for _ in range(2):
         out = expected(x)
-        with curvature.WrittenOut():
+        with WrittenOut():
             torch.testing.assert_close(model(x), out)
     assert model.state_dict().keys() == expected.state_dict().keys()
     for key, value in expected.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value)
-    with curvature.WrittenOut():
+    with WrittenOut():
         torch.testing.assert_close(model.eval()(x), expected.eval()(x))
 
 
@@ -326,7 +328,7 @@ def test_rows_less_their_mean(count: int, name: str, pieces: int, device: str):
     dense = torch.cat([rows.reshape(count, -1) for rows in expected.values()], 1)
     dense, z, v = (t.to(device) for t in (dense - dense.mean(0), z, v[: dense.shape[1]]))
     model, x = model.to(device), x.to(device)
-    with curvature.WrittenOut():
+    with WrittenOut():
         values = torch.cat([mixed(model, part.requires_grad_()) for part in x.chunk(pieces)])
     plain = curvature.Jacobian.of(values, model)
     joined = lambda found: torch.cat([part.flatten() for part in found.values()])
@@ -369,7 +371,7 @@ def test_what_is_centred_has_no_kronecker_factors():
     model, x, _ = case("tanh")
     jacobian = curvature.Jacobian.of(mixed(model, x.requires_grad_()), model).merged()
     with pytest.raises(ValueError, match="rows less their mean are no sums of outer products"):
-        curvature.residual_blocks(jacobian.centred())
+        residual_blocks(jacobian.centred())
 
 
 @pytest.mark.parametrize("values", [torch.zeros(()), torch.zeros(0), torch.zeros(3, 1)], ids=["()", "(0,)", "(3, 1)"])

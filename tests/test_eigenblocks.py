@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import curvature.kronecker.inverses
 import curvature.preconditioners.block_diagonal
-from curvature import Block, RunningFactors
 from curvature.kronecker.eigenbasis import Basis
+from curvature.preconditioners import Block, RunningFactors
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.inversion import invert

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import curvature
 from curvature.forward_laplacian import NoRule
 from curvature.forward_laplacian.laplacian import _say
+from curvature.functional import WrittenOut
 from curvature.recording.autograd_graph import tape_of
 from optimizers import KFAC, NaturalGradient
 
@@ -225,7 +226,7 @@ def test_jacobians_of_residuals(name: str, warnings: pytest.LogCaptureFixture):
     for points in (x, x + 0.5):  # what the first call learnt serves the second
         expected = oracle_derivatives.residual_jacobian(model, nested, points)
         found = curvature.residual_jacobian(model, residual, points)
-        with curvature.WrittenOut():
+        with WrittenOut():
             values = torch.cat([residual(model, points), model(points)[:, 0] / 3])
         whole = curvature.Jacobian.of(values, model).rows()
         for key, rows in expected.items():

@@ -14,7 +14,8 @@ from case import randomise, seeded
 from test_derivatives import laplacian
 from torch import Tensor, nn
 
-from curvature import Jacobian, LeastSquares, WrittenOut, exact, plots
+from curvature import Jacobian, LeastSquares, exact, plots
+from curvature.functional import WrittenOut
 from optimizers import KFAC, NaturalGradient
 
 SIZES = {"few parameters": (3, 40), "many parameters": (12, 8)}  # width and number of samples

@@ -11,8 +11,9 @@ from oracle_residuals import damped_sum
 from test_kfac_residuals import Closure, by_hand, nested, problem, spread
 from torch import Tensor, nn
 
-from curvature import Jacobian, residual_blocks
+from curvature import Jacobian
 from curvature.kronecker.sums import kronecker_sum
+from curvature.preconditioners import residual_blocks
 
 # -- sums of Kronecker products
 

@@ -10,9 +10,10 @@ import torch
 from case import seeded
 from torch import Tensor, nn
 
-from curvature import RunningFactors, capture
+from curvature import capture
 from curvature.kronecker.inverses import factored, in_eigenbases
 from curvature.linalg.sketch import RANK, ROWS, added, diagonal_of, merged, mixed, scaled, sketched, spectrum
+from curvature.preconditioners import RunningFactors
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
 

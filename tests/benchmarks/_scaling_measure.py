@@ -19,8 +19,8 @@ from _scaling_networks import mlp
 from torch import Tensor, nn
 
 import optimizers.health
-from curvature import invert
 from curvature.linalg.decompositions import inverse, symmetric_eigh
+from curvature.preconditioners import invert
 from optimizers import KFAC
 
 PRODUCTS = (1, 4, 16, 64, 256, 1024)
