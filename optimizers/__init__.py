@@ -1,6 +1,6 @@
 """Second-order optimizers in place of ``torch.optim.SGD``."""
 
-from optimizers.distributed import Distributed
+from optimizers.distributed.processes import Distributed
 from optimizers.ekfac import EKFAC
 from optimizers.kfac import KFAC
 from optimizers.natural_gradient import NaturalGradient

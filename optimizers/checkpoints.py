@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from curvature.preconditioners import Block
-from optimizers.base import ModelOptimizer, check_numbers
+from optimizers.arguments import check_numbers
+from optimizers.model_optimizer import ModelOptimizer
 
 VERSION = 2
 WHOLE = "kfac"  # key of what belongs to no parameter alone

@@ -12,15 +12,22 @@ from torch import Tensor, nn
 
 from curvature import Injection, Jacobian, isotropic
 from curvature.recording import Eagerly
-from optimizers.adaptive import Adaptive
-from optimizers.base import check_flag, check_numbers
+from optimizers.arguments import check_flag, check_numbers
 from optimizers.checkpoints import packed, unpacked
-from optimizers.distributed import Distributed
-from optimizers.plain import PlainSteps
-from optimizers.replay import Replay, State
-from optimizers.residuals import FoundResiduals, ResidualSteps, Trials, described, refuse_arguments, without_residuals
-from optimizers.shards import refuse_shards
-from optimizers.updates import Move, are_finite, take
+from optimizers.distributed.processes import Distributed
+from optimizers.distributed.sharding import refuse_shards
+from optimizers.steps.adaptive import Adaptive
+from optimizers.steps.closure_replay import Replay, State
+from optimizers.steps.residuals import (
+    FoundResiduals,
+    ResidualSteps,
+    Trials,
+    described,
+    refuse_arguments,
+    without_residuals,
+)
+from optimizers.steps.trust_region import PlainSteps
+from optimizers.steps.updates import Move, are_finite, take
 
 PLAIN_EVERY = 10, 10  # steps between renewals of the factors, and between inversions of a block
 ADAPTIVE_EVERY = 3, 3  # the same, where few and long steps are taken

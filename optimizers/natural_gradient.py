@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from curvature import Injection, Jacobian, LeastSquares, Tape, exact, isotropic
 from curvature.preconditioners import WholeCurvature
-from optimizers.base import check_flag
-from optimizers.curves import Curves, Point
-from optimizers.distributed import Distributed
+from optimizers.arguments import check_flag
+from optimizers.distributed.processes import Distributed
+from optimizers.distributed.sharding import refuse_shards
 from optimizers.kfac import KFAC
-from optimizers.outputs import Sums
-from optimizers.places import samples_first
-from optimizers.quadratic import GROW, next_damping
-from optimizers.replay import Replay
-from optimizers.residuals import ResidualSteps, Trials, loss_of
-from optimizers.shards import refuse_shards
-from optimizers.updates import are_finite, inner
+from optimizers.recording.model_outputs import samples_first
+from optimizers.recording.output_scale import Sums
+from optimizers.steps.closure_replay import Replay
+from optimizers.steps.line_search import Curves, Point
+from optimizers.steps.quadratic_model import GROW, next_damping
+from optimizers.steps.residuals import ResidualSteps, Trials, loss_of
+from optimizers.steps.updates import are_finite, inner
 
 TRIES = 12  # dampings tried before a step is given up
 FIRST = 1e-3  # the first damping, relative to the largest eigenvalue

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC
-from optimizers.quadratic import Quadratic, next_damping
-from optimizers.replay import Replay
+from optimizers.steps.closure_replay import Replay
+from optimizers.steps.quadratic_model import Quadratic, next_damping
 
 
 def closure_of(model: nn.Module, opt: torch.optim.Optimizer, loss: Loss, x: Any, y: Tensor) -> Callable[[], Tensor]:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
-from optimizers.distributed import Slot, Workers, rows_of_whole
+from optimizers.distributed.processes import rows_of_whole
+from optimizers.distributed.workers import Slot, Workers
 
 
 def apart(rank: int, size: int) -> Tensor:

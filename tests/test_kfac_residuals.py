@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from curvature import empirical, plots
 from optimizers import EKFAC, KFAC, NaturalGradient
-from optimizers.residuals import DIRECTIONS, MEMORY, TRIES
+from optimizers.steps.residuals import DIRECTIONS, MEMORY, TRIES
 
 Closure = Callable[[], Tensor]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient, places
-from optimizers.outputs import Extent
+from optimizers.recording.output_scale import Extent
 
 OPTIMIZERS = [KFAC, EKFAC, NaturalGradient]
 entropy = F.cross_entropy

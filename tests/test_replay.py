@@ -14,7 +14,7 @@ from test_kfac import assert_same, copied, task
 from torch import Tensor, nn
 
 from optimizers import KFAC
-from optimizers.replay import Replay
+from optimizers.steps.closure_replay import Replay
 
 
 def small(width: int = 3) -> nn.Module:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from optimizers.updates import adapted, are_finite, inner, loosened, slope_ratio, within_trust
+from optimizers.steps.updates import adapted, are_finite, inner, loosened, slope_ratio, within_trust
 
 
 def test_updates():

@@ -18,7 +18,7 @@ from _scaling_model import EVERY, Costs, Curve, Layer, Network, assigned, longes
 from _scaling_networks import mlp
 from torch import Tensor, nn
 
-import optimizers.health
+import optimizers.monitor
 from curvature.linalg.decompositions import inverse, symmetric_eigh
 from curvature.preconditioners import invert
 from optimizers import KFAC
@@ -98,7 +98,7 @@ def check(depth: int, width: int, samples: int, rounds: int = 3) -> dict[int, di
 def _worker(rank: int, ranks: int, folder: str, depth: int, width: int, samples: int, rounds: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    optimizers.health.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
+    optimizers.monitor.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:
         torch.save(_pieces(rank, ranks, depth, width, samples, rounds), Path(folder) / f"{rank}.pt")

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from curvature import Injection, Tape, empirical, isotropic
 from curvature.preconditioners import Blocks, RunningFactors
 from curvature.recording import Listener
-from optimizers.base import ModelOptimizer, check_arguments, check_whole
-from optimizers.distributed import Processes, Workers, rows_of_whole, trained_by
-from optimizers.outputs import Extent, Sums
-from optimizers.passes import Passes, is_checkpointed
-from optimizers.places import SUBSTITUTE, Places, note_once, places_of
+from optimizers.arguments import check_arguments, check_whole
+from optimizers.distributed.processes import Processes, rows_of_whole, trained_by
+from optimizers.distributed.statistics import Statistics, Team
+from optimizers.distributed.workers import Workers
+from optimizers.model_optimizer import ModelOptimizer
+from optimizers.recording.backward_passes import Passes, is_checkpointed
+from optimizers.recording.model_outputs import SUBSTITUTE, Places, note_once, places_of
+from optimizers.recording.output_scale import Extent, Sums
 from optimizers.schedule import Schedule
-from optimizers.statistics import Statistics, Team
 
 
 class Recording(ModelOptimizer):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from curvature.linalg import full_precision
 from curvature.preconditioners import Block, invert
 from curvature.recording import is_sharded
-from optimizers.recording import Recording
-from optimizers.shards import local, part, totals, whole
-from optimizers.verdict import judged
+from optimizers.distributed.sharding import local, part, totals, whole
+from optimizers.recording.recorder import Recording
+from optimizers.steps.finite_check import judged
 
 SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from curvature import Jacobian, isotropic
 from curvature.functional import WrittenOut
 from curvature.preconditioners import ResidualBlock, residual_blocks
-from optimizers.adaptive import Adaptive, put
-from optimizers.distributed import Processes
-from optimizers.quadratic import GROW, Quadratic, next_damping
-from optimizers.replay import State
-from optimizers.updates import inner
+from optimizers.distributed.processes import Processes
+from optimizers.steps.adaptive import Adaptive, put
+from optimizers.steps.closure_replay import State
+from optimizers.steps.quadratic_model import GROW, Quadratic, next_damping
+from optimizers.steps.updates import inner
 
 DIRECTIONS = 4  # that the Kronecker factors give
 MEMORY = 3  # displacements that are directions again

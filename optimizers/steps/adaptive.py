@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimizers.quadratic import GROW, SHRINK, Quadratic, next_damping
-from optimizers.replay import Replay
-from optimizers.updates import inner
+from optimizers.steps.closure_replay import Replay
+from optimizers.steps.quadratic_model import GROW, SHRINK, Quadratic, next_damping
+from optimizers.steps.updates import inner
 
 GROUPS = 8  # at most so many ranges of layers have a step size of their own
 STRIDE = 2  # every so manieth sample of a batch gives the curvature of the directions

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from numbers import Integral, Real
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvature.recording import unwrapped
-from optimizers.health import EVENTS, Health
+from optimizers.arguments import check_numbers
+from optimizers.monitor import EVENTS, Health
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -160,60 +159,3 @@ class ModelOptimizer(torch.optim.Optimizer):
         own = [f"step {self.steps}", *shown, f"{self.health.counts['rollbacks']} rollbacks", f"{self.skipped} skipped"]
         parts = " ".join(f"{k} {v:.1f} s" for k, v in self.health.seconds.items())
         return ", ".join([*own, parts] if parts else own)
-
-
-OPTIONAL = "damping", "max_overhead"  # may be None
-RANGES = (
-    ("lr", 0.0, math.inf, False),
-    ("momentum", 0.0, 1.0, True),
-    ("weight_decay", 0.0, math.inf, False),
-    ("damping", 0.0, math.inf, False),
-    ("factor_decay", 0.0, 1.0, True),
-    ("max_overhead", 0.01, math.inf, False),
-)
-
-
-def check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, found {value!r:.80}")
-
-
-def check_arguments(model: Any, arguments: dict[str, Any]) -> None:
-    """Refuse what is no module, and numbers out of their range."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            f"model: found {type(model).__name__}, which runs where none of its layers is seen; pass the module that "
-            "was scripted or traced"
-        )
-    check_numbers(arguments)
-
-
-def check_numbers(arguments: Mapping[str, Any]) -> None:
-    """Refuse numbers out of their range, those in a parameter group as well as arguments."""
-    for name, low, high, open_end in RANGES:
-        if name in arguments and not (arguments[name] is None and name in OPTIONAL):
-            check_range(name, arguments[name], low, high, open_end)
-
-
-def check_whole(name: str, value: Any, low: int, high: int) -> None:
-    """Refuse what is no whole number from low to high."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: expected a whole number, found {value!r:.80}")
-    if not low <= int(value) <= high:
-        raise ValueError(f"{name}: expected a whole number from {low} to {high}, found {value}")
-
-
-def check_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:
-    """Refuse what is no number from low to high; a tensor of one entry is one."""
-    is_tensor = isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
-    if isinstance(value, bool) or not (is_tensor or isinstance(value, Real)):
-        raise TypeError(f"{name}: expected a number, found {value!r:.80} ({type(value).__name__})")
-    try:
-        value = float(value)
-    except OverflowError:
-        value = math.inf
-    if not low <= value <= high or value == math.inf or (open_end and value == high):
-        is_open = open_end or high == math.inf
-        raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if is_open else ''}, found {value}")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from curvature.preconditioners import Block
-from optimizers.distributed import Processes, Workers
+from optimizers.distributed.processes import Processes
+from optimizers.distributed.workers import Workers
 
 
 class Holder(Protocol):

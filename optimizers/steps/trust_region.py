@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from curvature.recording import is_sharded
-from optimizers.second_order import SecondOrder
-from optimizers.shards import local, spread, totals
-from optimizers.updates import Move, adapted, inner, loosened, slope_ratio
-from optimizers.verdict import told
+from optimizers.distributed.sharding import local, spread, totals
+from optimizers.preconditioner import SecondOrder
+from optimizers.steps.finite_check import told
+from optimizers.steps.updates import Move, adapted, inner, loosened, slope_ratio
 
 FIRST_CHANGE = 0.1  # root-mean-square change of an output entry that the first step aims at
 ADAPTATION = 0.3  # how fast the step size follows the slopes

@@ -1,0 +1,144 @@
+"""Who decomposes which block, who keeps the result, and how the others get at what they need."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from curvature.preconditioners import Block
+from optimizers.distributed.processes import Processes
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor that comes apart from what it belongs to, its axes in the order in which they lie in memory."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Tensor) -> Slot:
+        order = x.dim_order()
+        return Slot(tuple(x.permute(order).shape), order, x.dtype)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def flat(self, x: Tensor) -> Tensor:
+        return x.permute(self.order).reshape(-1)
+
+    def filled(self, flat: Tensor) -> Tensor:
+        """The tensor, of memory of its own: in another order than before, products with it may cost a copy."""
+        return flat.clone().view(self.shape).permute([self.order.index(k) for k in range(len(self.order))])
+
+
+class Workers:
+    """Which process decomposes which block, who keeps the result, and how the others get at what they need."""
+
+    def __init__(self, processes: Processes, fraction: float) -> None:
+        self.processes = processes
+        size = processes.size
+        self.width = max(1, round(fraction * size))  # processes that keep a result
+        if size % self.width:
+            raise ValueError(
+                f"gradient_worker_fraction: {fraction} of {size} processes are {self.width}, which do not divide {size}"
+            )
+        self.owners: dict[str, int] = {}
+        self.made: set[str] = set()  # blocks that were decomposed
+        self.loads = [0.0] * size
+
+    @functools.cached_property
+    def keepers(self) -> Any:
+        """The group of those that keep what this process keeps."""
+        size, start = self.processes.size, self.processes.rank // self.width * self.width
+        return self.processes.group if self.width == size else self.processes.part(range(start, start + self.width))
+
+    @functools.cached_property
+    def across(self) -> Any:
+        """The group of one process of each group of keepers."""
+        return self.processes.part(range(self.processes.rank % self.width, self.processes.size, self.width))
+
+    def assign(self, blocks: Sequence[Block]) -> None:
+        """Give each new block to the process with the least work in the group with the least, cheap ones to all.
+
+        In their order, which is that of their turns: those whose turns are together go to different processes.
+        """
+        group = lambda rank: sum(self.loads[rank // self.width * self.width :][: self.width])
+        for block in blocks:
+            if block.handed_on and block.names[0] not in self.owners:
+                owner = min(range(len(self.loads)), key=lambda rank: (group(rank), self.loads[rank]))
+                self.owners[block.names[0]] = owner
+                self.loads[owner] += block.cost
+
+    def makes(self, block: Block) -> bool:
+        """Whether this process decomposes a block."""
+        return self.owners.get(block.names[0], self.processes.rank) == self.processes.rank
+
+    def keeps(self, block: Block) -> bool:
+        """Whether this process has the inverse of a block."""
+        return self.owners.get(block.names[0], self.processes.rank) // self.width == self.processes.rank // self.width
+
+    def is_ready(self, block: Block) -> bool:
+        """Whether the processes that keep a block can solve with it: all give the same answer."""
+        return (
+            block.is_ready if self.width == self.processes.size or not block.handed_on else block.names[0] in self.made
+        )
+
+    def exchange(self, blocks: Sequence[Block]) -> None:
+        """Send what was made of blocks to the others that keep them."""
+        shared = [b for b in blocks if b.handed_on]
+        self.made |= {b.names[0] for b in shared}
+        if self.width == 1 or not shared:
+            return
+        own = self.processes.rank
+        start = own - own % self.width
+        mine = [b for b in shared if self.owners[b.names[0]] == own]
+        results = {b.names[0]: b.results() for b in mine}
+        slots = pytree.tree_map_only(Tensor, Slot.of, results)
+        named = {b.names[0]: b for b in shared}
+        for source, theirs in enumerate(self.processes.objects(slots, self.keepers), start):
+            leaves, form = pytree.tree_flatten(theirs)
+            sent = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)] if source == own else None
+            tensors = iter(self._broadcast([x for x in leaves if isinstance(x, Slot)], sent, source, self.keepers))
+            filled = [next(tensors) if isinstance(x, Slot) else x for x in leaves]
+            for name, result in pytree.tree_unflatten(filled, form).items():
+                named[name].adopt(result)  # its own, too: other strides would give products other last bits
+
+    def _broadcast(self, slots: Sequence[Slot], own: Sequence[Tensor] | None, source: int, group: Any) -> list[Tensor]:
+        """Tensors of these forms, from the process that has them."""
+        found: list[Any] = [None] * len(slots)
+        for dtype in dict.fromkeys(slot.dtype for slot in slots):
+            alike = [k for k, slot in enumerate(slots) if slot.dtype == dtype]
+            sizes = [slots[k].size for k in alike]
+            if own is None:
+                flat = torch.empty(sum(sizes), dtype=dtype, device=self.processes.device)
+            else:
+                flat = torch.cat([slots[k].flat(own[k]) for k in alike])
+            dist.broadcast(flat, self.processes.ranks[source], group=group)
+            for k, x in zip(alike, flat.split(sizes), strict=True):
+                found[k] = slots[k].filled(x)
+        return found
+
+    def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
+        """Complete the solutions found here by those of the blocks that other processes keep."""
+        if self.width == self.processes.size:
+            return
+        column = self.processes.rank % self.width
+        for first in range(0, self.processes.size, self.width):
+            theirs = [b for b in blocks if b.handed_on and self.owners[b.names[0]] // self.width == first // self.width]
+            names = [name for b in theirs for name in b.names]
+            slots = [Slot.of(right[n].contiguous()) for n in names]
+            is_here = first // self.width == self.processes.rank // self.width
+            own = [found[n] for n in names] if is_here else None
+            if names:
+                found |= dict(zip(names, self._broadcast(slots, own, first + column, self.across), strict=True))

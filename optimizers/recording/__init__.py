@@ -1,0 +1,1 @@
+"""What forward and backward passes of a training loop tell its optimizer."""

@@ -1,0 +1,1 @@
+"""Step rules: from gradients and a preconditioner to a displacement of the parameters."""
