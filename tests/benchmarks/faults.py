@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from test_kfac import cnn, curvature_of, digits
-
 from optimizers import EKFAC, KFAC, NaturalGradient
+from support.training import cnn, curvature_of, digits
 
 BATCH = 64
 LOSS = nn.CrossEntropyLoss(label_smoothing=0.1)  # a loss that does not go to zero, so that 5 % of it mean something

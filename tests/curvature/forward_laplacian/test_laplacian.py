@@ -1,0 +1,314 @@
+"""Values, gradients and Laplacians in one forward pass, against whole Hessians of one sample after the other."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+from curvature.forward_laplacian import NoRule
+from curvature.forward_laplacian.laplacian import _say
+from curvature.functional import WrittenOut
+from curvature.recording.autograd_graph import tape_of
+from optimizers import KFAC, NaturalGradient
+from support.cases.case import Raw, randomise, seeded
+from support.cases.laplacian import FORMS, GENERAL, MODELS, D, N, block, case, mlp
+from support.laplacians import assert_equal, check, slopes
+from support.oracles import derivatives as oracle_derivatives
+from support.oracles import laplacian as oracle
+
+
+@pytest.fixture(autouse=True)
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Each warning comes once a process: here once a test."""
+    _say.cache_clear()
+    caplog.set_level(logging.INFO, "curvature")
+    yield caplog
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_results(name: str, form: str, warnings: pytest.LogCaptureFixture):
+    """The three results, and the gradient of a scalar of all three by the parameters and by x."""
+    model, x = case(name)
+    expected = oracle.laplacian(model, x, FORMS[form])
+    assert_equal(curvature.laplacian(model, x, FORMS[form]), expected)
+    x.requires_grad_()
+    found = curvature.laplacian(model, x, FORMS[form])
+    assert_equal(found, expected)
+    by_loop = oracle.differentiable(model, x, FORMS[form])
+    assert_equal(by_loop, expected)
+    for a, b in zip(slopes(model, x, found), slopes(model, x, by_loop), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10 * max(1.0, b.abs().max().item()))
+    said = [record.getMessage() for record in warnings.records if record.levelno == logging.WARNING]
+    assert len(said) == (name in GENERAL), said
+    if name in GENERAL:
+        assert GENERAL[name][1] in said[0]
+
+
+def everything(m: nn.Module, x: Tensor) -> Tensor:
+    """x of shape (N, 3, 4)."""
+    h = m.first(x).tanh()
+    return m.out(h.transpose(1, 2) @ x[..., :2]) + x.movedim(1, 2).mean(2, keepdim=True)[:, :2]
+
+
+def test_inputs_of_several_axes(warnings: pytest.LogCaptureFixture):
+    with seeded(1):
+        model = Raw(everything, first=nn.Linear(4, 2), out=nn.Linear(2, 2)).double()
+        x, C = torch.randn(N, 3, 4).double(), torch.randn(12, 12).double()
+    u, grad, second = curvature.laplacian(model, x)
+    assert (u.shape, grad.shape, second.shape) == ((N, 2, 2), (N, 2, 2, 3, 4), (N, 2, 2))
+    for weights in (None, C[0], C + C.mT):
+        check(model, x, weights)
+    assert not warnings.records
+
+
+@pytest.mark.parametrize("shape", [(1, D), (5, 1), (5,)])
+def test_small_shapes(shape: tuple[int, ...]):
+    with seeded(1):
+        inner, x = mlp(nn.Tanh).double(), torch.randn(shape).double()
+    model = lambda x: inner(x.reshape(len(x), -1).expand(len(x), D) * torch.arange(1.0, D + 1))
+    check(model, x)
+    check(model, x, torch.full((x[0].numel(),), 2.0).double())
+
+
+def test_float32(device: str):
+    model, x = case("residual block")
+    expected = oracle.laplacian(model, x)
+    found = curvature.laplacian(model.to(device).float(), x.to(device).float())
+    assert all(part.dtype == torch.float32 for part in found)
+    assert_equal([part.double() for part in found], expected, rtol=1e-4)
+
+
+def test_heat_operator():
+    """The time derivative from the gradient, the Laplacian by the other inputs."""
+    model, x = case("tanh")
+    u, grad, second = curvature.laplacian(model, x, torch.tensor([0.0, 1.0, 1.0]).double())
+    y = x.clone().requires_grad_()
+    (du,) = torch.autograd.grad(model(y).sum(), y, create_graph=True)
+    expected = sum(torch.autograd.grad(du[:, k].sum(), y, retain_graph=True)[0][:, k] for k in (1, 2))
+    torch.testing.assert_close(grad[:, 0, 0] - second[:, 0], du[:, 0] - expected)
+
+
+@pytest.mark.parametrize("name", ["tanh", "determinant"])
+def test_gradients_by_the_weights(name: str):
+    """A diffusion that is learnt."""
+    model, x = case(name)
+    for weights in (FORMS["diagonal"].clone().requires_grad_(), FORMS["matrix"].clone().requires_grad_()):
+        found, expected = (
+            torch.autograd.grad(way(model, x, weights)[2].square().sum(), weights)[0]
+            for way in (curvature.laplacian, oracle.differentiable)
+        )
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["tanh", "determinant", "attention"])
+def test_without_gradients(name: str):
+    """The same values, and nothing to be differentiated."""
+    model, x = case(name)
+    expected = oracle.laplacian(model, x)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            found = curvature.laplacian(model, x.clone())
+        assert not any(part.requires_grad for part in found)
+        assert_equal(found, expected)
+    found = curvature.laplacian(model.requires_grad_(False), x)
+    assert not any(part.requires_grad for part in found)
+    assert_equal(found, expected)
+
+
+def dropped(p: float = 0.5) -> nn.Module:
+    layers = nn.Linear(D, 64), nn.Tanh(), nn.Dropout(p), nn.Linear(64, 1)
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_dropout_has_one_mask(general: bool):
+    """Value, gradient and Laplacian belong to one network with half of its units."""
+    with seeded(0):
+        model, x = dropped(), torch.randn(1, D).double()
+    bent = (lambda u: torch.linalg.det(u[:, None])[:, None]) if general else lambda u: u
+    found = curvature.laplacian(lambda x: bent(model(x)), x)
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    found = curvature.laplacian(lambda x: bent(model(x)), x)
+    assert torch.equal(state, torch.get_rng_state())
+    mask = F.dropout(torch.ones(1, 64).double(), 0.5)
+    fixed = lambda x: bent(model[3](model[1](model[0](x)) * mask))
+    assert_equal(found, oracle.laplacian(fixed, x))
+
+
+@pytest.mark.parametrize("name", ["tanh", "determinant", "batch norm"])
+def test_nothing_is_changed(name: str):
+    model, x = case(name)
+    model.register_buffer("calls", torch.zeros(()))
+    model.register_forward_pre_hook(lambda module, args: module.calls.add_(1) and None)
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    with torch.no_grad():
+        curvature.laplacian(model, x)
+        assert not torch.is_grad_enabled()
+    u, grad, second = curvature.laplacian(model, x)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters()) and x.grad is None and not x.requires_grad
+    assert len(model._forward_pre_hooks) == 1 and not model._forward_hooks
+    assert all(type(part) is Tensor for part in (u, grad, second))
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+@pytest.mark.parametrize("first", [torch.zeros(D).double(), None])
+def test_buffers_that_are_replaced(first: Tensor | None):
+    """By what depends on x, in every way that runs the model."""
+
+    def function(m: nn.Module, x: Tensor) -> Tensor:
+        m.mean = (0 if m.mean is None else 0.9 * m.mean) + 0.1 * x.sum(0)
+        return m.inner(x)
+
+    model = Raw(function, inner=nn.Linear(D, 1).double())
+    model.register_buffer("mean", first)
+    x = torch.ones(N, D).double()
+    curvature.laplacian(model, x)
+    curvature.residual_jacobian(model, lambda m, x: m(x)[:, 0], x)
+    curvature.per_sample_gradients(model, nn.MSELoss(), x, x[:, :1])
+    assert model.mean is first and (first is None or not first.any())
+
+
+def test_one_forward_pass():
+    """Of the model, after the first call."""
+    model, x = case("tanh")
+    calls: list[int] = []
+    curvature.laplacian(model, x)
+    model.register_forward_hook(lambda *_: calls.append(1))
+    curvature.laplacian(model, x)
+    assert len(calls) == 1
+
+
+def test_a_linear_layer_is_read_twice():
+    """Once with its bias and once without: what pairs them in the graph relies on it."""
+    model, x = case("tanh")
+    u, grad, second = curvature.laplacian(model, x)
+    edge = torch.autograd.graph.get_gradient_edge((u + second + grad.sum(-1)).sum())
+    names = [use.function for use in tape_of(edge, dict(model.named_parameters())).uses]
+    assert (names.count(torch.addmm), names.count(torch.mm)) == (3, 3)
+
+
+def residual(model: nn.Module, x: Tensor) -> Tensor:
+    u, grad, second = (part[:, 0] for part in curvature.laplacian(model, x))
+    return second + grad.square().sum(1) * u - torch.sin(u)
+
+
+def nested(model: nn.Module, x: Tensor) -> Tensor:
+    u, grad, second = (part[:, 0] for part in oracle.differentiable(model, x))
+    return second + grad.square().sum(1) * u - torch.sin(u)
+
+
+def one_output(name: str) -> nn.Module:
+    with seeded(0):
+        model = {
+            "tanh": lambda: mlp(nn.Tanh), "silu": lambda: mlp(nn.SiLU), "residual block": block,
+            "layer norm": lambda: nn.Sequential(nn.Linear(D, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1)),
+        }[name]()  # fmt: skip
+        randomise(model)
+    return model.double()
+
+
+@pytest.mark.parametrize("name", ["tanh", "silu", "residual block", "layer norm"])
+def test_jacobians_of_residuals(name: str, warnings: pytest.LogCaptureFixture):
+    """By rules: a way row by row would be logged."""
+    model = one_output(name)
+    with seeded(2):
+        x = torch.randn(7, D).double()
+    for points in (x, x + 0.5):  # what the first call learnt serves the second
+        expected = oracle_derivatives.residual_jacobian(model, nested, points)
+        found = curvature.residual_jacobian(model, residual, points)
+        with WrittenOut():
+            values = torch.cat([residual(model, points), model(points)[:, 0] / 3])
+        whole = curvature.Jacobian.of(values, model).rows()
+        for key, rows in expected.items():
+            for rows_found in (found[key], whole[key][:7]):
+                torch.testing.assert_close(rows_found, rows, rtol=1e-10, atol=1e-10 * max(1.0, rows.abs().max().item()))
+    assert not warnings.records
+
+
+def mixing(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+LINEAR = nn.Linear(D, 1).double()
+X = torch.ones(N, D).double()
+BATCH = nn.Sequential(nn.Linear(D, 2), nn.BatchNorm1d(2)).double()
+RECURRENT = nn.Sequential(nn.GRU(D, 2), Raw(lambda m, x: x[0]), BATCH[1]).double()
+BLOCK = torch.arange(12.0).view(4, 3).double()
+NAN = torch.full((D, D), math.nan)
+find = curvature.laplacian
+REFUSED = {
+    "no model": (lambda: find(3, X), TypeError, "model: expected a module or a function, found int"),
+    "integers": (lambda: find(LINEAR, X.long()), TypeError, "x: expected a floating point tensor, found torch.int64"),
+    "a list": (lambda: find(LINEAR, [1.0]), TypeError, "x: .* found list"),
+    "no sample": (lambda: find(LINEAR, X[:0]), ValueError, r"found \(0, 3\)"),
+    "a number": (lambda: find(LINEAR, X[0, 0]), ValueError, r"x: expected shape"),
+    "weights' type": (lambda: find(LINEAR, X, [1.0]), TypeError, "weights: .* found list"),
+    "weights' shape": (lambda: find(LINEAR, X, X[0, :2]), ValueError, r"weights: expected shape \(3,\) or \(3, 3\)"),
+    "asymmetric": (lambda: find(LINEAR, X, torch.ones(3, 3).triu()), ValueError, "weights: .* symmetric"),
+    "no weights": (lambda: find(LINEAR, X, NAN), ValueError, "weights: .* symmetric"),
+    "a tuple": (lambda: find(lambda x: (x, x), X), TypeError, "model: .* found tuple"),
+    "a sum": (lambda: find(lambda x: x.sum(), X), ValueError, r"model: expected an output \(N, ...\)"),
+    "samples": (lambda: find(lambda x: x[:1], X), ValueError, r"for the 4 samples of x, found \(1, 3\)"),
+    "mixed": (lambda: find(mixing, BLOCK), ValueError, "sample 0 of x depends on the other samples"),
+    "mixed before": (lambda: find(lambda x: x.cumsum(0), BLOCK), ValueError, "sample 3 of x depends"),
+    "BatchNorm": (lambda: find(BATCH, X), ValueError, "^1: BatchNorm in training mode"),
+    "BatchNorm in a function": (lambda: find(lambda x: BATCH(x), X), ValueError, "BatchNorm in training mode"),
+    "BatchNorm, general": (lambda: find(RECURRENT, X), ValueError, "^2: BatchNorm"),
+    "a wrong layer": (lambda: find(LINEAR, X[:, :2]), RuntimeError, "shapes cannot be multiplied"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str):
+    call, kind, text = REFUSED[name]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_random_models_are_not_compared():
+    curvature.laplacian(dropped(), torch.randn(N, D).double())
+
+
+def test_a_jet_never_passes_for_a_plain_tensor():
+    """Outside of the rules every function of it raises."""
+    kept: list[Tensor] = []
+    curvature.laplacian(lambda x: kept.append(x) or x, X)
+    jet = next(x for x in kept if type(x) is not Tensor)
+    with pytest.raises(NoRule):
+        jet + 1
+
+
+@pytest.mark.parametrize("name", ["tanh", "residual block", "layer norm"])
+def test_recorded_models(name: str, warnings: pytest.LogCaptureFixture):
+    """A recorder sees a plain forward pass, and nothing is said: the model has rules for all that it does."""
+    model = one_output(name)
+    with seeded(2):
+        x = torch.randn(7, D).double()
+    with curvature.capture(model) as tape:
+        found = curvature.laplacian(model, x)
+    assert_equal(found, oracle.laplacian(model, x, None))
+    backprops = tape.backprops(found[0], torch.ones(1, 7, 1).double())
+    assert backprops and all(b is not None for b in backprops)
+    assert not warnings.records
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient])
+def test_steps_of_residuals_say_nothing(optimizer: type, warnings: pytest.LogCaptureFixture):
+    """The first call of a closure is recorded, since it may be that of a loss."""
+    model = one_output("tanh")
+    with seeded(2):
+        x = torch.randn(7, D).double()
+    solver = optimizer(model)
+    losses = [float(solver.step(lambda: residual(model, x))) for _ in range(3)]
+    assert losses[2] < losses[0] and not warnings.records

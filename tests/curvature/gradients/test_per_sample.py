@@ -1,0 +1,302 @@
+"""Per-sample gradients, norms and Gram matrices against loops of batch size one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import curvature
+from support.cases.case import Case, seeded
+from support.cases.catalogue import CASES, CATALOGUE, EXACT_OR_REFUSED, REFUSED
+from support.oracles import brute_force as oracle
+from support.snapshots import unchanged
+
+TOLERANCE = 1e-10
+QUANTITIES = ("per_sample_gradients", "per_sample_norms", "per_sample_gram", "check_gradients")
+each_quantity = pytest.mark.parametrize("quantity", QUANTITIES)
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=[case.id for case in cases])
+
+
+@functools.cache
+def reference(case: Case, device: str, n: int, seed: int) -> dict[str, Tensor]:
+    """The oracle's rows; the tests of one case share them."""
+    model, loss = case.build(device)
+    return oracle.per_sample_gradients(model, loss, *case.batch(model, n, seed), case.sample_dim)
+
+
+def compute(quantity: str, case: Case, model: nn.Module, loss: Any, x: Any, y: Tensor) -> Any:
+    options = {} if case.sample_dim == 0 else {"sample_dim": case.sample_dim}
+    with unchanged(model, x, y):
+        return getattr(curvature, quantity)(model, loss, x, y, **options)
+
+
+def assert_rows(rows: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    assert list(rows) == list(expected)
+    for name, right in expected.items():
+        row = rows[name]
+        assert (row.shape, row.dtype, row.device) == (right.shape, right.dtype, right.device), name
+        assert not row.requires_grad, name
+        scale = max(1.0, right.abs().max().item())
+        error = (row - right).abs().max().item()
+        assert error <= tolerance * scale, f"{name}: error {error:.3g} at scale {scale:.3g}"
+
+
+def assert_norms(norms: Tensor, rows: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    """Squares are compared, as a root makes much of the rounding of what should be zero."""
+    expected = oracle.norms(rows)
+    assert norms.shape == expected.shape and not norms.requires_grad
+    floor = tolerance / 100 * expected.max().item() ** 2
+    torch.testing.assert_close(norms.square(), expected.square(), rtol=tolerance, atol=floor)
+
+
+def assert_gram(gram: Tensor, rows: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    expected = oracle.gram(rows)
+    assert gram.shape == expected.shape and not gram.requires_grad
+    torch.testing.assert_close(gram, expected, rtol=0, atol=tolerance * expected.abs().max().item())
+
+
+ASSERTIONS: dict[str, Callable[..., None]] = {
+    "per_sample_gradients": assert_rows,
+    "per_sample_norms": assert_norms,
+    "per_sample_gram": assert_gram,
+    "check_gradients": lambda nothing, rows, tolerance=0: None,
+}
+
+
+@each(CASES)
+def test_gradients(case: Case, device):
+    """Then with other data of the same shape (what was learnt of the model is kept), another batch size, and one."""
+    model, loss = case.build(device)
+    for n, seed in ((case.n, 1), (case.n, 2), (case.n + 2, 3), (1, 4)):
+        x, y = case.batch(model, n, seed)
+        rows = compute("per_sample_gradients", case, model, loss, x, y)
+        assert_rows(rows, reference(case, device, n, seed))
+
+
+@each(CASES)
+def test_norms_gram_and_check(case: Case, device):
+    model, loss = case.build(device)
+    for seed in (1, 2):
+        x, y = case.batch(model, seed=seed)
+        for quantity in QUANTITIES[1:]:
+            value = compute(quantity, case, model, loss, x, y)
+            ASSERTIONS[quantity](value, reference(case, device, case.n, seed))
+
+
+@each_quantity
+@each(CATALOGUE["models"])
+def test_single_precision(case: Case, quantity: str, device):
+    model, loss = case.build(device, torch.float32)
+    x, y = case.batch(model)
+    rows = oracle.per_sample_gradients(model, loss, x, y, case.sample_dim)
+    value = compute(quantity, case, model, loss, x, y)
+    ASSERTIONS[quantity](value, rows, tolerance=1e-4)
+
+
+@each_quantity
+@each(EXACT_OR_REFUSED)
+def test_exact_or_refused(case: Case, quantity: str, device):
+    model, loss = case.build(device)
+    for seed in (1, 2):
+        x, y = case.batch(model, seed=seed)
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+            value = compute(quantity, case, model, loss, x, y)
+            ASSERTIONS[quantity](value, reference(case, device, case.n, seed))
+
+
+@each_quantity
+@pytest.mark.parametrize(("case", "module"), REFUSED, ids=[case.id for case, _ in REFUSED])
+def test_batch_statistics_are_refused_by_name(case: Case, module: str, quantity: str, device):
+    model, loss = case.build(device)
+    x, y = case.batch(model)
+    with pytest.raises((ValueError, RuntimeError), match=rf"(?<![\w.]){re.escape(module)}(?![\w])"):
+        compute(quantity, case, model, loss, x, y)
+
+
+def small(device: str) -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(device, torch.float64)
+        x, y = torch.randn(6, 4), torch.randn(6, 3)
+    return model, x.to(device, torch.float64), y.to(device, torch.float64)
+
+
+@each_quantity
+def test_unreduced_loss_is_refused(quantity: str, device):
+    model, x, y = small(device)
+    with unchanged(model, x, y), pytest.raises(ValueError, match="reduction"):
+        getattr(curvature, quantity)(model, nn.MSELoss(reduction="none"), x, y)
+
+
+@each_quantity
+def test_sizes_that_disagree_are_refused(quantity: str, device):
+    model, x, y = small(device)
+    for loss in (nn.MSELoss(), F.mse_loss):
+        with unchanged(model, x, y), pytest.raises(ValueError):
+            getattr(curvature, quantity)(model, loss, x, y[:5])
+
+
+@each_quantity
+def test_model_without_trainable_parameter_is_refused(quantity: str, device):
+    model, x, y = small(device)
+    model.requires_grad_(False)
+    with unchanged(model, x, y), pytest.raises(ValueError):
+        getattr(curvature, quantity)(model, nn.MSELoss(), x, y)
+
+
+@each_quantity
+def test_sample_dim_is_an_option(quantity: str):
+    option = inspect.signature(getattr(curvature, quantity)).parameters["sample_dim"]
+    assert option.default == 0
+
+
+class Failing(nn.Module):
+    """Raises when told to, in the middle of the forward pass."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ArithmeticError("forward")
+        return x
+
+
+@each_quantity
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_nothing_is_left_by_a_failing_model(quantity: str, calls_before: int, device):
+    model, x, y = small(device)
+    model.insert(2, Failing())
+    function = getattr(curvature, quantity)
+    for _ in range(calls_before):
+        function(model, nn.MSELoss(), x, y)
+    model[2].fails = True
+    with unchanged(model, x, y), pytest.raises(ArithmeticError, match="forward"):
+        function(model, nn.MSELoss(), x, y)
+    model[2].fails = False
+    assert_rows(
+        curvature.per_sample_gradients(model, nn.MSELoss(), x, y),
+        oracle.per_sample_gradients(model, nn.MSELoss(), x, y),
+    )
+
+
+@each_quantity
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_nothing_is_left_by_a_failing_loss(quantity: str, calls_before: int, device):
+    model, x, y = small(device)
+    function = getattr(curvature, quantity)
+
+    def failing(output: Tensor, target: Tensor) -> Tensor:
+        raise ArithmeticError("loss")
+
+    for _ in range(calls_before):
+        function(model, nn.MSELoss(), x, y)
+    with unchanged(model, x, y), pytest.raises(ArithmeticError, match="loss"):
+        function(model, failing, x, y)
+
+
+@each_quantity
+def test_gradient_of_the_input_is_left_alone(quantity: str, device):
+    model, x, y = small(device)
+    x.requires_grad_()
+    expected = oracle.per_sample_gradients(model, nn.MSELoss(), x, y)
+    with unchanged(model, x, y):
+        value = getattr(curvature, quantity)(model, nn.MSELoss(), x, y)
+    ASSERTIONS[quantity](value, expected)
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES[:3])
+def test_dropout_leaves_the_random_state(quantity: str, device):
+    """In training mode the rows are those of the masks that the batch draws from the random state as it is."""
+    model, x, y = small(device)
+    model.insert(2, nn.Dropout(0.5))
+    loss = nn.MSELoss(reduction="sum")
+    with unchanged(model, x, y):
+        value = getattr(curvature, quantity)(model, loss, x, y)
+    if quantity == "per_sample_gradients":
+        model.zero_grad()
+        with torch.random.fork_rng():
+            loss(model(x), y).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(value[name].sum(0), parameter.grad)
+
+
+@each_quantity
+def test_running_statistics_are_left_alone(quantity: str, device):
+    """Instance normalisation has rows in training mode too, but a forward pass moves its statistics."""
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=True, track_running_stats=True))
+    model.to(device, torch.float64)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x, y = torch.randn(4, 2, 6, dtype=torch.float64), torch.randn(4, 3, 5, dtype=torch.float64)
+    getattr(curvature, quantity)(model, nn.MSELoss(), x.to(device), y.to(device))
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+
+
+def test_losses_may_change_between_calls(device):
+    """Nothing of one loss or model is kept for the next."""
+    model, x, y = small(device)
+    for loss in (nn.MSELoss(), nn.L1Loss(reduction="sum"), F.huber_loss, nn.MSELoss(reduction="sum")):
+        rows = curvature.per_sample_gradients(model, loss, x, y)
+        assert_rows(rows, oracle.per_sample_gradients(model, loss, x, y))
+
+
+def test_model_may_change_between_calls(device):
+    """New values, a frozen layer, another layer in the place of one, evaluation mode: each is seen."""
+    model, x, y = small(device)
+    loss = nn.MSELoss()
+
+    def changes() -> Any:
+        yield
+        torch.nn.init.ones_(model[0].weight)
+        yield
+        model[0].weight.requires_grad_(False)
+        yield
+        model[0].weight.requires_grad_(True)
+        model[1] = nn.ReLU(inplace=True)
+        yield
+        model[2] = nn.Linear(5, 3, bias=False).to(device, torch.float64)
+        yield
+        model.append(nn.LayerNorm(3).to(device, torch.float64)).eval()
+        yield
+
+    for _ in changes():
+        rows = curvature.per_sample_gradients(model, loss, x, y)
+        assert_rows(rows, oracle.per_sample_gradients(model, loss, x, y))
+
+
+def test_structure_is_studied_once_per_shape(monkeypatch):
+    studied = []
+    original = curvature.gradients.per_sample.studied
+    monkeypatch.setattr(curvature.gradients.per_sample, "studied", lambda *a: studied.append(1) or original(*a))
+    model, loss = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), nn.MSELoss()
+    for n in (5, 5, 6, 5, 6):
+        curvature.per_sample_norms(model, loss, torch.randn(n, 3), torch.randn(n, 2))
+    assert len(studied) == 2
+
+
+def test_a_recurrent_layer_under_checkpointing_is_not_mistaken_for_its_loop():
+    """The fused kernel runs again in the backward pass; taking its tensors for the loop's would go unnoticed."""
+    lstm, head = nn.LSTM(3, 4, batch_first=True).double(), nn.Linear(4, 2).double()
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = lstm, head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint(lambda x: self.lstm(x)[0], x, use_reentrant=False)[:, -1])
+
+    x, y = torch.randn(5, 3, 3).double(), torch.randn(5, 2).double()
+    rows = curvature.per_sample_gradients(Checkpointed(), nn.MSELoss(), x, y)
+    assert_rows(rows, oracle.per_sample_gradients(Checkpointed(), nn.MSELoss(), x, y))

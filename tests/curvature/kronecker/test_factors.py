@@ -1,0 +1,335 @@
+"""Second moments of activations and backprops of every kind of layer, against the layer's own Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature.kronecker.factors
+from curvature.kronecker.factors import Reading, Scheme, matched
+from curvature.terms import Entrywise, Outer
+from curvature.terms.contractions import gradients
+from support.cases.case import Raw
+from support.views import WEIGHTS, N, built, close, drawn, means, scheme_of, terms_of
+
+each_sharing = pytest.mark.parametrize("sharing", ["expand", "reduce"])
+
+
+# -- convolutions
+
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 7)),
+    "conv1d_groups": (lambda: nn.Conv1d(4, 6, 2, dilation=2, groups=2), (4, 6)),
+    "depthwise": (lambda: nn.Conv1d(3, 3, 2, groups=3, bias=False), (3, 4)),
+    "conv2d": (lambda: nn.Conv2d(2, 3, (2, 3), padding="same"), (2, 3, 4)),
+    "conv2d_circular": (lambda: nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular", stride=(1, 2)), (2, 3, 4)),
+    "conv3d": (lambda: nn.Conv3d(2, 4, (1, 2, 2), groups=2), (2, 2, 3, 3)),
+    "transposed1d": (lambda: nn.ConvTranspose1d(2, 3, 3), (2, 4)),
+    "transposed1d_stride": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, output_padding=1, padding=1), (2, 3)),
+    "transposed1d_dilation": (lambda: nn.ConvTranspose1d(4, 6, 3, dilation=2, groups=2, padding=1), (4, 3)),
+    "transposed1d_cropped": (lambda: nn.ConvTranspose1d(2, 2, 2, stride=3, padding=3), (2, 5)),
+    "transposed1d_apart": (lambda: nn.ConvTranspose1d(2, 3, 2, stride=3, output_padding=2, bias=False), (2, 3)),
+    "transposed2d": (
+        lambda: nn.ConvTranspose2d(4, 2, (3, 2), stride=2, padding=(1, 0), output_padding=1, dilation=(2, 1), groups=2),
+        (4, 3, 2),
+    ),
+    "transposed3d": (lambda: nn.ConvTranspose3d(2, 4, (1, 2, 2), stride=(1, 2, 1), groups=2), (2, 2, 2, 2)),
+}
+each_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
+
+
+def positions(layer: Any) -> Tensor:
+    """Where the entry (g, o, i) of the grouped view is in the flattened weight."""
+    index, groups = torch.arange(layer.weight.numel()), layer.groups
+    if layer.transposed:
+        index = index.reshape(groups, layer.in_channels // groups, layer.out_channels // groups, -1).transpose(1, 2)
+    return index.reshape(groups, layer.out_channels // groups, -1)
+
+
+def convolution_view(layer: Any, x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """a (N, t, g, i), the derivative of an output pixel by its weights, and b (N, t, g, o)."""
+    index = positions(layer)
+    rows = []
+    for sample in x:
+        run = lambda w, sample=sample: torch.func.functional_call(layer, {"weight": w}, sample[None])[0].flatten(1)
+        jacobian = torch.autograd.functional.jacobian(run, layer.weight.detach()).flatten(2)  # (channel, t, entry)
+        first = [jacobian[g * index.shape[1]][:, index[g, 0]] for g in range(len(index))]
+        rows.append(torch.stack(first, 1))
+    a = torch.stack(rows)
+    a = a if layer.bias is None else torch.cat([a, torch.ones_like(a[..., :1])], 3)
+    return a, v.flatten(2).unflatten(1, (len(index), -1)).permute(0, 3, 1, 2)
+
+
+@each_sharing
+@each_convolution
+def test_convolutions(name: str, sharing: str, monkeypatch):
+    """Their places are the output's pixels, also of transposed ones; unfolded all at once or a sample at a time."""
+    make, shape = CONVOLUTIONS[name]
+    layer, x = built(make), drawn(N, *shape)
+    terms, biases, v = terms_of(layer, x)
+    assert biases["weight"] == (None if layer.bias is None else "bias")
+    scheme = scheme_of(layer, "weight", terms, biases["weight"], sharing)
+    a, b = convolution_view(layer, x, v)
+    moment, outputs = means(a, b, sharing)
+    for chunk in (1 << 24, 1):
+        monkeypatch.setattr(curvature.kronecker.factors, "CHUNK", chunk)
+        total, number = scheme.activations(terms["weight"])
+        close(total / number, moment)
+    close(scheme.backprops(terms["weight"], weights=WEIGHTS), outputs)
+    (reading,) = scheme.readings(terms["weight"])
+    assert reading == Reading(False, False) and scheme.diagonal == (False, False)
+
+
+@each_convolution
+def test_the_view_of_a_convolution_is_its_gradient(name: str):
+    make, shape = CONVOLUTIONS[name]
+    layer, x = built(make), drawn(N, *shape)
+    terms, biases, v = terms_of(layer, x)
+    scheme = scheme_of(layer, "weight", terms, biases["weight"], "expand")
+    names = [name for name, _ in layer.named_parameters()]
+    expected = scheme.arrangement.arranged([gradients(terms[name]) for name in names])
+    a, b = convolution_view(layer, x, v)
+    close(torch.einsum("ntgo,ntgi->ngoi", b, a), expected)
+    for found, parameter in zip(scheme.arrangement.restored(expected), names, strict=True):
+        close(found, gradients(terms[parameter]))
+
+
+# -- scale and shift of norm layers
+
+# layer, shape of a sample, first axis of the parameters
+NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "layer_norm": (lambda: nn.LayerNorm(4), (5, 4), 2),
+    "layer_norm_two_axes": (lambda: nn.LayerNorm((3, 2)), (2, 3, 2), 2),
+    "layer_norm_whole": (lambda: nn.LayerNorm((3, 2)), (3, 2), 1),
+    "layer_norm_no_bias": (lambda: nn.LayerNorm(4, bias=False), (5, 4), 2),
+    "rms_norm": (lambda: nn.RMSNorm(4), (2, 3, 4), 3),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), (4, 3, 2), 1),
+    "group_norm_vector": (lambda: nn.GroupNorm(2, 4), (4,), 1),
+    "instance_norm": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 4), 1),
+    "instance_norm_statistics": (
+        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True).eval(), (3, 2, 2), 1
+    ),
+    "batch_norm": (lambda: nn.BatchNorm1d(4).eval(), (4,), 1),
+    "batch_norm_2d": (lambda: nn.BatchNorm2d(3).eval(), (3, 2, 2), 1),
+}  # fmt: skip
+
+
+@each_sharing
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_layers_have_factors_per_feature(name: str, sharing: str):
+    make, shape, first = NORMS[name]
+    layer, x = built(make), drawn(N, *shape)
+    terms, biases, v = terms_of(layer, x)
+    weight, bias = layer.weight.detach(), getattr(layer, "bias", None)
+    spread = lambda p: p.detach().reshape(*p.shape, *[1] * (x.ndim - first - p.ndim))
+    a = layer(x).detach()
+    a = (a if bias is None else a - spread(bias)) / spread(weight)
+    axes, last = tuple(range(first, first + weight.ndim)), tuple(range(-weight.ndim, 0))
+    a, b = (t.movedim(axes, last).reshape(N, -1, weight.numel(), 1) for t in (a, v))
+    a = a if bias is None else torch.cat([a, torch.ones_like(a)], 3)
+    scheme = scheme_of(layer, "weight", terms, biases["weight"], sharing)
+    assert biases["weight"] == (None if bias is None else "bias") and isinstance(terms["weight"][0], Entrywise)
+    total, number = scheme.activations(terms["weight"])
+    moment, outputs = means(a, b, sharing)
+    close(total / number, moment)
+    close(scheme.backprops(terms["weight"], weights=WEIGHTS), outputs)
+    (found,) = terms["weight"][0].samples(slice(1, 3)).samples(slice(1, 2)).activations()
+    close(found[1], a[2:3, ..., :1])
+    names = ["weight"] if bias is None else ["weight", "bias"]
+    expected = torch.einsum("ntgo,ntgi->ngoi", b, a)
+    close(scheme.arrangement.arranged([gradients(terms[k]) for k in names]), expected)
+
+
+# -- tables
+
+V, D = 6, 2
+
+
+def bag(**options: Any) -> nn.Module:
+    """Bags of different lengths, from one vector of indices."""
+    run = lambda m, starts: m.words(m.index, starts)
+    return Raw(run, words=nn.EmbeddingBag(V, D, **options), index=torch.tensor([1, 2, 2, 4, 3, 3, 1, 5, 2]))
+
+
+STARTS = torch.tensor([0, 2, 7])
+BAGS = [[1, 2], [2, 4, 3, 3, 1], [5, 2]]
+LINES = [[1, 3, 3, 0], [2, 2, 2, 5], [4, 3, 2, 1]]
+
+# model, input, what each sample looks up, and the row that is not learnt
+TABLES: dict[str, tuple[Callable[[], nn.Module], Tensor, list[list[int]], int]] = {
+    "plain": (lambda: Raw(lambda m, x: m.words(x), words=nn.Embedding(V, D)), torch.tensor(LINES), LINES, -1),
+    "padding": (
+        lambda: Raw(lambda m, x: m.words(x), words=nn.Embedding(V, D, padding_idx=3)), torch.tensor(LINES), LINES, 3
+    ),
+    "bag": (lambda: Raw(lambda m, x: m.words(x), words=nn.EmbeddingBag(V, D)), torch.tensor(LINES), LINES, -1),
+    "bag_padding": (
+        lambda: Raw(lambda m, x: m.words(x), words=nn.EmbeddingBag(V, D, mode="sum", padding_idx=-3)),
+        torch.tensor(LINES), LINES, 3,
+    ),
+    "ragged": (lambda: bag(mode="sum"), STARTS, BAGS, -1),
+    "ragged_padding": (lambda: bag(padding_idx=2), STARTS, BAGS, 2),
+}  # fmt: skip
+
+
+@each_sharing
+@pytest.mark.parametrize("name", TABLES)
+def test_tables(name: str, sharing: str):
+    """Only what is looked up and learnt counts: no frozen row, no filler of the shorter bags."""
+    make, x, looked_up, frozen = TABLES[name]
+    model = built(make)
+    terms, _, v = terms_of(model, x)
+    live = [[row for row in line if row != frozen] for line in looked_up]
+    one_hot = [F.one_hot(torch.tensor(line), V).double() for line in live]
+    scheme = scheme_of(model, "words.weight", terms, None, sharing)
+    total, number = scheme.activations(terms["words.weight"])
+    if sharing == "expand":
+        expected = torch.cat(one_hot).mean(0)
+    else:
+        expected = torch.stack([a.mean(0).square() for a in one_hot]).mean(0)
+    close(total[0] / number, expected)
+    assert scheme.diagonal == (False, True) and (frozen < 0 or total[0, frozen] == 0)
+    b = []  # backprop of every look-up that counts
+    for n, (line, kept) in enumerate(zip(looked_up, live, strict=True)):
+        share = 1 / len(kept) if getattr(model.words, "mode", "sum") == "mean" else 1
+        each = v[n] if v.ndim == 3 else v[n].expand(len(line), D)
+        b.append(share * torch.stack([each[t] for t, row in enumerate(line) if row != frozen]))
+    b = [rows.sum(0, keepdim=True) if sharing == "reduce" else rows for rows in b]
+    outputs = sum(w * rows.T @ rows for w, rows in zip(WEIGHTS, b, strict=True))
+    close(scheme.backprops(terms["words.weight"], weights=WEIGHTS)[0], torch.as_tensor(outputs))
+
+
+def test_a_batch_of_frozen_rows_has_no_curvature():
+    model = built(lambda: Raw(lambda m, x: m.words(x), words=nn.Embedding(V, D, padding_idx=3)))
+    terms, _, _ = terms_of(model, torch.tensor([[3, 3], [3, 3], [3, 3]]) + torch.tensor([[0], [0], [1]]))
+    terms = {"words.weight": [terms["words.weight"][0].samples(slice(0, 2))]}
+    for sharing in ("expand", "reduce"):
+        scheme = scheme_of(model, "words.weight", terms, None, sharing)
+        (reading,) = scheme.readings(terms["words.weight"])
+        sides = scheme.product(
+            reading, *scheme.activations(terms["words.weight"]), scheme.backprops(terms["words.weight"])
+        )
+        assert all((side == 0).all() for side in sides)
+
+
+# -- tied weights
+
+
+def tied(decode: Callable[[nn.Module, Tensor], Tensor], **options: Any) -> nn.Module:
+    run = lambda m, x: decode(m, m.inner(m.words(x)).tanh())
+    return Raw(run, words=nn.Embedding(V, D, **options), inner=nn.Linear(D, D))
+
+
+TIED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "linear": lambda m, h: F.linear(h, m.words.weight),
+    "matmul": lambda m, h: h @ m.words.weight.T,
+    "einsum": lambda m, h: torch.einsum("ntd,vd->ntv", h, m.words.weight),
+}
+
+
+@each_sharing
+@pytest.mark.parametrize("name", TIED)
+def test_tied_decoder(name: str, sharing: str):
+    """The side of the rows is a diagonal in both reads; the one for the sum of the two has the trace of both."""
+    model, x = built(lambda: tied(TIED[name], padding_idx=3)), torch.tensor(LINES)
+    terms, _, v = terms_of(model, x)
+    parts = terms["words.weight"]
+    scheme = scheme_of(model, "words.weight", terms, None, sharing)
+    readings = scheme.readings(parts)
+    assert set(readings) == {Reading(True, True), Reading(False, False)} and scheme.diagonal == (True, False)
+    h = model.inner(model.words(x)).tanh().detach()
+    moment, outputs = means(h[:, :, None], v[:, :, None], sharing)
+    decoder = readings[Reading(False, False)]
+    total, number = scheme.activations(decoder)
+    close(total / number, moment)
+    close(scheme.backprops(decoder, weights=WEIGHTS), outputs.diagonal(dim1=1, dim2=2))
+    sides = [
+        scheme.product(k, *scheme.activations(found), scheme.backprops(found, weights=WEIGHTS))
+        for k, found in readings.items()
+    ]
+    assert [(r.shape, c.shape) for r, c in sides] == [((1, V), (1, D, D))] * 2
+    rows, columns = matched(sides)
+    trace = sum(r.sum() * c.diagonal(dim1=1, dim2=2).sum() for r, c in sides)
+    close(rows.sum() * columns.diagonal(dim1=1, dim2=2).sum(), torch.as_tensor(trace))
+
+
+def test_the_reads_of_one_kind_are_places_of_one_use():
+    """A layer called on 3 and on 5 places is as one called on 8."""
+    run = lambda m, x, y: m.layer(x).tanh().sum(1) + m.layer(y).tanh().sum(1)
+    model, x, y = built(lambda: Raw(run, layer=nn.Linear(2, 2))), drawn(N, 3, 2), drawn(N, 5, 2, seed=2)
+    terms, biases, _ = terms_of(model, x, y)
+    joined = built(lambda: Raw(lambda m, x: m.layer(x).tanh().sum(1), layer=nn.Linear(2, 2)))
+    one, _, _ = terms_of(joined, torch.cat([x, y], 1))
+    assert len(terms["layer.weight"]) == 2 and len(one["layer.weight"]) == 1
+    for sharing in ("expand", "reduce"):
+        scheme = scheme_of(model, "layer.weight", terms, biases["layer.weight"], sharing)
+        (found,), (expected,) = (scheme.readings(t["layer.weight"]).values() for t in (terms, one))
+        for k in range(2):
+            close(torch.as_tensor(scheme.activations(found)[k]), torch.as_tensor(scheme.activations(expected)[k]))
+        close(scheme.backprops(found, weights=WEIGHTS), scheme.backprops(expected, weights=WEIGHTS))
+
+
+# -- what a scheme is
+
+
+@each_sharing
+def test_two_vectors(sharing: str):
+    """Left and right of an indefinite matrix."""
+    model = built(lambda: nn.Conv1d(2, 3, 2))
+    x = drawn(N, 2, 4)
+    (left, biases, v), (right, _, w) = (terms_of(model, x, seed=seed) for seed in (3, 4))
+    scheme = scheme_of(model, "weight", left, biases["weight"], sharing)
+    b, c = v.transpose(1, 2), w.transpose(1, 2)
+    b, c = (t.sum(1, keepdim=True) if sharing == "reduce" else t for t in (b, c))
+    expected = torch.einsum("n,nto,ntp->op", WEIGHTS, b, c)
+    close(scheme.backprops(left["weight"], right["weight"], WEIGHTS)[0], expected)
+
+
+@each_sharing
+def test_reads_of_different_numbers_of_samples_are_added_up(sharing: str):
+    """Where samples are guessed at, one read may be taken for one sample."""
+    one, two = (Outer(drawn(n, 2, 1, 3), drawn(n, 2, 1, 2, seed=2), (2, 3)) for n in (N, 1))
+    scheme = Scheme.of([one, two], [(2, 3)], torch.float64, sharing)
+    assert scheme is not None
+    for function in (lambda terms: scheme.activations(terms)[0], scheme.backprops):
+        close(function([one, two]), function([one]) + function([two]))
+    assert scheme.activations([one, two])[1] == (N + 1) * (2 if sharing == "expand" else 1)
+
+
+def test_a_large_side_is_its_diagonal():
+    model, x = built(lambda: nn.Linear(3, 2)), drawn(N, 4, 3)
+    terms, _, _ = terms_of(model, x)
+    whole, part = (Scheme.of(terms["weight"], [(2, 3), (2,)], torch.float64, "expand", limit) for limit in (4, 3))
+    assert whole is not None and part is not None
+    assert (whole.diagonal, part.diagonal) == ((False, False), (False, True))
+    close(part.activations(terms["weight"])[0], whole.activations(terms["weight"])[0].diagonal(dim1=1, dim2=2))
+
+
+def test_what_has_no_kronecker_factors():
+    model = built(lambda: Raw(lambda m, x: m.layer(x * m.scale), layer=nn.Linear(2, 2), scale=(2,)))
+    terms, _, _ = terms_of(model, drawn(N, 2))
+    assert Scheme.of(terms["scale"], [(2,)], torch.float64, "expand") is None
+    mixed = [*terms["layer.weight"], *terms_of(built(lambda: nn.Conv1d(2, 2, 1)), drawn(N, 2, 3))[0]["weight"]]
+    assert Scheme.of(mixed, [(2, 2)], torch.float64, "expand") is None
+    scheme = Scheme.of(terms["layer.weight"], [(2, 2)], torch.float64, "expand")
+    assert scheme is not None
+    with pytest.raises(ValueError, match="another form"):
+        scheme.readings(mixed)
+    with pytest.raises(ValueError, match="sharing"):
+        Scheme.of(terms["layer.weight"], [(2, 2)], torch.float64, "shared")
+
+
+@pytest.mark.parametrize("rows, groups, d", [(512, 1, 259), (600, 2, 256), (512, 1, 255), (511, 1, 300)])
+def test_a_large_moment_is_that_of_all_rows(rows: int, groups: int, d: int, monkeypatch):
+    a = torch.randn(rows, groups, d, dtype=torch.float64)
+    calls = []
+    symmetric = curvature.kronecker.factors._symmetric
+    monkeypatch.setattr(curvature.kronecker.factors, "_symmetric", lambda *sides: calls.append(1) or symmetric(*sides))
+    found = curvature.kronecker.factors._second(a, a, False)
+    assert len(calls) == (rows >= 512 and d >= 256)
+    close(found, torch.einsum("ngi,ngj->gij", a, a))
+    close(curvature.kronecker.factors._second(a, a.flip(0), False), torch.einsum("ngi,ngj->gij", a, a.flip(0)))

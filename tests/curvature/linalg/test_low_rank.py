@@ -1,0 +1,125 @@
+"""Inverses by the largest eigenvalues against those by all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvature.kronecker.inverses import Inverse, factored
+from curvature.linalg.low_rank import FAR, LARGE, PART, low_rank
+from optimizers import KFAC
+from support.cases.case import seeded
+
+SIZE, DAMPING = 300, 0.05
+
+
+def with_values(values: Tensor, seed: int = 0) -> Tensor:
+    """A symmetric matrix of these eigenvalues, scaled to a mean of one."""
+    with seeded(seed):
+        basis = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64)).Q
+    return (basis * values / values.mean()) @ basis.mT
+
+
+def power_law(exponent: float) -> Tensor:
+    return torch.arange(1, SIZE + 1, dtype=torch.float64) ** -exponent
+
+
+def sampled_identity() -> Tensor:
+    """The spectrum of the mean of 6 SIZE outer products of normal vectors, from 0.35 to 1.98."""
+    with seeded(1):
+        x = torch.randn(SIZE, 6 * SIZE, dtype=torch.float64)
+    return torch.linalg.eigvalsh(x @ x.mT)
+
+
+def relative(found: tuple[Tensor, Tensor], matrix: Tensor) -> Tensor:
+    """Eigenvalues of the inverse found, in units of the one looked for."""
+    vectors, shift = found
+    root = torch.linalg.cholesky(matrix + DAMPING * torch.eye(len(matrix)).double())
+    return torch.linalg.eigvalsh(root.mT @ (shift * (torch.eye(len(matrix)).double() - vectors @ vectors.mT)) @ root)
+
+
+@pytest.mark.parametrize("values", [power_law(1), power_law(2), sampled_identity()], ids=["1/k", "1/k^2", "identity"])
+def test_within_a_factor_of_the_inverse(values: Tensor):
+    matrix = with_values(values)
+    found = low_rank(matrix, DAMPING, None)
+    assert found is not None and found[0].shape[1] <= SIZE / PART
+    assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * FAR
+
+
+def test_nothing_stands_out_of_an_identity():
+    found = low_rank(with_values(sampled_identity()), DAMPING, None)
+    assert found is not None and found[0].shape[1] == 0
+    assert found[1].item() == pytest.approx(1 / (1 + DAMPING))
+
+
+def test_exact_where_the_rest_is_alike():
+    values = torch.ones(SIZE, dtype=torch.float64)
+    values[:5] = torch.tensor([100.0, 50.0, 30.0, 20.0, 10.0])
+    matrix = with_values(values)
+    first = low_rank(matrix, DAMPING, None)
+    assert first is not None and first[0].shape[1] == 5
+    found = low_rank(matrix, DAMPING, first[0])
+    assert found is not None and found[0].shape[1] == 5
+    # subspace iteration: the fifth value is 10 times the rest, and this is the fourth product
+    torch.testing.assert_close(relative(found, matrix), torch.ones(SIZE).double(), rtol=0.01, atol=0)
+
+
+def test_refused_where_many_stand_out():
+    """A third and a half of the values are ten, the others zero."""
+    for one_in in (2, 3):
+        values = (torch.arange(SIZE) % one_in == 0).double() * 10
+        assert low_rank(with_values(values), DAMPING, None) is None
+
+
+def test_follows_a_matrix_that_turns():
+    """One pass from the last basis is enough after a small turn, and what it misses counts in the rest."""
+    one, other = with_values(power_law(1.5)), with_values(power_law(1.5), seed=1)
+    first = low_rank(one, DAMPING, None)
+    assert first is not None
+    moved = 0.9 * one + 0.1 * other
+    for matrix in (moved, other):
+        found = low_rank(matrix, DAMPING, first[0])
+        assert found is not None
+        assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * FAR
+
+
+def test_sides_of_an_inverse():
+    """Rows by their largest eigenvalues, columns by Cholesky; again, from the last; condition. Thin rows by roots."""
+    rows, columns = with_values(power_law(1.5))[None], with_values(torch.arange(1.0, 21.0).double())[None]
+    (thin,) = factored([(rows, columns[:, :2, :2])], DAMPING, [None], [True])
+    assert thin.ranks == (None, None) and thin.roots[0]
+    (first,) = factored([(rows, columns)], DAMPING, [None], [True])
+    (found,) = factored([(rows, columns)], DAMPING, [first], [False])
+    (whole,) = factored([(rows, columns)], DAMPING, [None], [False])
+    assert first.ranks[0] == found.ranks[0] and found.ranks[1] is None and whole.ranks == (None, None)
+    x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
+    columns = columns + DAMPING * columns[0].trace() / 20 * torch.eye(20)
+    vectors, shift = low_rank(rows[0], DAMPING, None) or (x, x)
+    expected = (shift * (torch.eye(SIZE).double() - vectors @ vectors.mT)) @ x[0] @ torch.linalg.inv(columns[0])
+    torch.testing.assert_close(first(x)[0], expected)
+    mirrored = Inverse(first.columns, first.rows, None, first.roots[::-1], first.shifts[::-1])
+    torch.testing.assert_close(mirrored(x.mT), first(x).mT)
+    spread = torch.linalg.eigvalsh(shift * (torch.eye(SIZE).double() - vectors @ vectors.mT))
+    cond = float(spread.max() / spread.min()) * float(torch.linalg.cond(columns[0]))
+    assert first.condition() == pytest.approx(cond, rel=1e-6)
+
+
+def test_in_training(monkeypatch: pytest.MonkeyPatch):
+    """Wide layers: the loss falls as with whole inverses, and the report says what was done."""
+    found, reports = [], []
+    for large in (LARGE, SIZE * 100):
+        monkeypatch.setattr("curvature.kronecker.inverses.LARGE", large)
+        with seeded(0):
+            model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
+            x = torch.randn(64, 300) / torch.arange(1, 301)
+        opt = KFAC(model)
+        for _ in range(30):
+            opt.zero_grad()
+            loss = (model(x) - x[:, :1]).square().mean()
+            loss.backward()
+            opt.step()
+        found.append(loss.item())
+        reports.append(opt.report())
+    assert found[0] < 1.5 * found[1] and found[0] < 0.2, found
+    assert "A 301x301 by" in reports[0] and " eigenvalues" in reports[0] and " eigenvalues" not in reports[1]

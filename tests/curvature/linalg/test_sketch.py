@@ -1,0 +1,197 @@
+"""Sides too large to write down, against what they stand for."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvature import capture
+from curvature.kronecker.inverses import factored, in_eigenbases
+from curvature.linalg.sketch import RANK, ROWS, added, diagonal_of, merged, mixed, scaled, sketched, spectrum
+from curvature.preconditioners import RunningFactors
+from curvature.preconditioners.kronecker import KroneckerBlock
+from optimizers import EKFAC, KFAC
+from support.cases.case import seeded
+
+D = 600
+LARGE = 550  # a limit for the tests, so that layers of D inputs or outputs have sketches
+
+
+def rows(count: int, seed: int = 0, decay: float = 0.0) -> Tensor:
+    """Normal vectors (count, D), entry k scaled by k^-decay."""
+    with seeded(seed):
+        return torch.randn(count, D, dtype=torch.float64) / torch.arange(1, D + 1) ** decay
+
+
+def dense(sketch: Tensor) -> Tensor:
+    """What it stands for, by the definition of the module."""
+    return sketch[0, :-1].T @ sketch[0, :-1] + sketch[0, -1].square().mean() * torch.eye(D).double()
+
+
+def test_few_rows_are_kept_exactly():
+    a, b = rows(40), rows(50, seed=1)
+    found = mixed(mixed(None, scaled(sketched(a), 1 / 40), 1.0), scaled(sketched(b), 1 / 50), 0.25)
+    torch.testing.assert_close(dense(found), 0.75 * a.T @ a / 40 + 0.25 * b.T @ b / 50)
+    gram = found[0, :-1] @ found[0, :-1].T
+    torch.testing.assert_close(gram, torch.diag(gram.diagonal()), rtol=0, atol=1e-9 * gram.max().item())
+    torch.testing.assert_close(diagonal_of(found).sum(), dense(found).trace())
+
+
+def test_what_is_left_out_keeps_the_trace():
+    a = rows(ROWS, decay=1.0)
+    found = merged(sketched(a))
+    assert found.shape == (1, RANK + 1, D)
+    torch.testing.assert_close(dense(found).trace(), a.square().sum())
+    values = torch.linalg.eigvalsh(a.T @ a).flip(0)
+    _, kept, rest = spectrum(found)
+    torch.testing.assert_close(kept.sort(descending=True).values - rest, values[:RANK])
+    torch.testing.assert_close(rest, values[RANK:].sum() / D)
+
+
+def test_many_rows_are_mixed():
+    """4,000 rows as ROWS: the expected moment is theirs; the largest eigenvalue comes out within a tenth."""
+    a = rows(4000, decay=1.0)
+    found = sketched(a)
+    assert found.shape == (1, ROWS + 1, D)
+    torch.testing.assert_close(found.square().sum(), a.square().sum(), rtol=0.1, atol=0)
+    torch.testing.assert_close(spectrum(merged(found))[1].max(), torch.linalg.eigvalsh(a.T @ a)[-1], rtol=0.1, atol=0)
+
+
+def test_sums_stay_small():
+    total = sketched(rows(ROWS))
+    for k in range(1, 5):
+        total = added(total, sketched(rows(ROWS, seed=k)))
+    assert total.shape[1] <= 2 * ROWS + 1
+    exact = sum(rows(ROWS, seed=k).square().sum() for k in range(5))
+    torch.testing.assert_close(total.square().sum(), exact)
+
+
+def full(size: int) -> Tensor:
+    with seeded(size):
+        root = torch.randn(1, size, 2 * size, dtype=torch.float64)
+    return root @ root.mT / size
+
+
+@pytest.mark.parametrize("which", ["columns", "rows", "both"])
+@pytest.mark.parametrize("how", ["share", "damping"])
+def test_inverses(which: str, how: str):
+    """Against those of the matrices that the sketches stand for."""
+    large = mixed(None, scaled(sketched(rows(60, decay=0.5)), 1 / 60), 1.0)
+    other = mixed(None, scaled(sketched(rows(30, seed=1)), 1 / 30), 1.0)
+    left, right = {"columns": (full(20), large), "rows": (large, full(20)), "both": (other, large)}[which]
+    b, a = (dense(side) if side.shape[2] == D else side[0] for side in (left, right))
+    x = torch.sin(torch.arange(float(len(b) * len(a))).double()).reshape(1, len(b), len(a))
+    if how == "share":
+        (found,) = factored([(left, right)], 0.05, [None], [True])
+        one, two = (m + 0.05 * m.trace() / len(m) * torch.eye(len(m)).double() for m in (b, a))
+        expected = torch.linalg.solve(one, x[0]) @ torch.linalg.inv(two)
+        spread = torch.linalg.cond(one) * torch.linalg.cond(two)
+    else:
+        found = in_eigenbases([(left, right)], 0.3)[0]
+        (u, p), (v, q) = torch.linalg.eigh(b), torch.linalg.eigh(a)
+        damped = u[:, None] * v + 0.3
+        expected = p @ ((p.T @ x[0] @ q) / damped) @ q.T
+        spread = damped.max() / damped.min()
+    torch.testing.assert_close(found(x)[0], expected, rtol=1e-6, atol=1e-8 * expected.abs().max().item())
+    assert found.condition() == pytest.approx(float(spread), rel=1e-6)
+
+
+def wide_net() -> nn.Module:
+    with seeded(0):
+        return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = rows(64, seed=step, decay=0.5).float()
+    return x, x[:, :3].sign() * x[:, 3:6].abs().sqrt()
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, first: int, last: int) -> float:
+    for step in range(first, last):
+        opt.zero_grad()
+        x, y = batch(step)
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        opt.step()
+    return loss.item()
+
+
+OPTIONS: list[tuple[type[KFAC], dict[str, Any]]] = [
+    (KFAC, {}), (KFAC, {"damping": 1e-3}), (KFAC, {"sharing": "reduce"}), (EKFAC, {})
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("optimizer", "options"), OPTIONS)
+def test_training(monkeypatch: pytest.MonkeyPatch, optimizer: type[KFAC], options: dict[str, Any]):
+    """With sketches the loss falls about as with KFAC's whole sides; runs resume bitwise."""
+    monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIZE", LARGE)
+    model = wide_net()
+    opt = optimizer(model, **options)
+    train(model, opt, 0, 12)
+    state = io.BytesIO()
+    torch.save((model.state_dict(), opt.state_dict()), state)
+    found = train(model, opt, 12, 24)
+    other = wide_net()
+    resumed = optimizer(other, **options)
+    state.seek(0)
+    for part, saved in zip((other, resumed), torch.load(state, weights_only=True), strict=True):
+        part.load_state_dict(saved)
+    assert train(other, resumed, 12, 24) == found
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert ("too large for an eigenbasis" in opt.report()) == (optimizer is EKFAC)
+    monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIZE", 10 * D)
+    whole = wide_net()
+    expected = train(whole, KFAC(whole, **options), 0, 24)
+    start = (wide_net()(batch(23)[0]) - batch(23)[1]).square().mean().item()
+    assert found < 0.8 * start and found < 1.2 * expected, (start, expected, found)
+
+
+def test_a_layer_of_fifty_thousand_inputs():
+    """Memory is that of its directions; the report says so."""
+    model = nn.Linear(50_000, 4)
+    opt = KFAC(model)
+    with seeded(0):
+        x = torch.randn(32, 50_000)
+    for _ in range(2):
+        opt.zero_grad()
+        (model(x) - 1).square().mean().backward()
+        opt.step()
+    assert "A 50001x50001 by" in opt.report()
+    assert sum(block.bytes for block in opt.factors.blocks) < 3 * RANK * 50_000 * 4
+
+
+@pytest.mark.parametrize(("count", "stride"), [(64, 4), (24, 1)])
+def test_activations_of_some_samples_are_enough(count: int, stride: int):
+    """Of 64 samples with 400 places each and 3 inputs, every fourth is looked at: 16 of them. Of 24 samples, all."""
+    with seeded(0):
+        layer, x = nn.Conv1d(2, 4, 1), torch.randn(count, 2, 400)
+    factors = RunningFactors()
+    with capture(layer) as tape:
+        out = layer(x)
+    factors.record(tape, [out], [out.detach()[None]], count)
+    factors.fold(0.9)
+    (block,) = factors.blocks
+    assert isinstance(block, KroneckerBlock) and block.rows is not None and block.columns is not None
+    a = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].mT.flatten(0, 1)
+    torch.testing.assert_close(block.columns[0], a.T @ a / len(a))
+    b = out.detach().mT.flatten(0, 1)
+    torch.testing.assert_close(block.rows[0], b.T @ b / count)
+
+
+def test_places_that_are_averaged_first_are_one_sample():
+    """64 rows for 8 inputs are all looked at, however many places there were."""
+    with seeded(0):
+        layer, x = nn.Conv1d(8, 4, 1), torch.randn(64, 8, 400)
+    factors = RunningFactors(sharing="reduce")
+    with capture(layer) as tape:
+        out = layer(x)
+    factors.record(tape, [out], [out.detach()[None]], 64)
+    factors.fold(0.9)
+    (block,) = factors.blocks
+    assert isinstance(block, KroneckerBlock) and block.columns is not None
+    a = torch.cat([x.mean(2), torch.ones(64, 1)], 1)
+    torch.testing.assert_close(block.columns[0], a.T @ a / 64)

@@ -1,0 +1,346 @@
+"""Roots of Hessians, drawn labels and masses of all losses against torch's own differentiation of one sample."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from curvature.losses.output_hessian import hessian_root, likelihood, term_masses
+from support.moments import (
+    MANY,
+    binary,
+    counts,
+    hessian,
+    normal,
+    rand,
+    randn,
+    repeated,
+    second_moment,
+    source,
+    within_five_errors,
+)
+
+C, PLACES = 3, 2
+WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=torch.float64)
+pytestmark = pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size|There is a performance drop)")
+
+
+def classes(output):
+    return torch.randint(C, (len(output), *output.shape[2:]), generator=source(3))
+
+
+def ignoring(output):
+    """The first sample ignores everything where there is one term for each, else its first place."""
+    target = classes(output)
+    target.view(len(target), -1)[0, 0] = -100
+    return target
+
+
+def ignoring_all(output):
+    target = ignoring(output)
+    target[0] = -100
+    return target
+
+
+def soft(output):
+    """Rows that do not add up to one, which torch allows."""
+    return rand(*output.shape) + 0.1
+
+
+def unbroadcast(target):
+    return lambda output: target(output)[:, :1]
+
+
+def softened(output):
+    return (randn(*output.shape, seed=4)).softmax(1)
+
+
+def gaussian(output, target):
+    """Neither diagonal nor convex."""
+    mean, log_precision = output.flatten(1).chunk(2, 1)
+    return 0.5 * ((mean - target.flatten(1)[:, : mean.shape[1]]).square() * log_precision.exp() - log_precision).mean()
+
+
+def mixing(output, target):
+    """Convex; every entry of a sample meets every other; a mean over samples."""
+    return (output.flatten(1) - target.flatten(1)).logsumexp(1).mean() + 0.1 * (output - target).square().mean()
+
+
+def paired(output, target):
+    return mixing(output, target["a"]) + F.mse_loss(output, target["b"])
+
+
+def pair(output):
+    return {"a": normal(output), "b": soft(output)}
+
+
+def closed(reduction):
+    """id, loss, target, whether the target is needed: the losses of a likelihood."""
+    entropy = partial(nn.CrossEntropyLoss, reduction=reduction)
+    bce = partial(nn.BCEWithLogitsLoss, reduction=reduction)
+    return [
+        ("entropy", entropy(), classes, False),
+        ("entropy_smoothed", entropy(label_smoothing=0.3), classes, False),
+        ("entropy_ignored", entropy(), ignoring, True),
+        ("entropy_ignored_smoothed", entropy(label_smoothing=0.3), ignoring, True),
+        ("entropy_ignored_class", entropy(ignore_index=1), classes, True),
+        ("entropy_weight", entropy(weight=WEIGHT), classes, True),
+        ("entropy_all", entropy(weight=WEIGHT, label_smoothing=0.3), ignoring, True),
+        ("entropy_soft", entropy(), soft, True),
+        ("entropy_soft_all", entropy(weight=WEIGHT, label_smoothing=0.3), soft, True),
+        ("bce", bce(), binary, False),
+        ("bce_soft", bce(), lambda o: rand(*o.shape), False),
+        ("bce_weight", bce(weight=WEIGHT[:, None]), binary, False),
+        ("bce_pos_weight", bce(pos_weight=WEIGHT[:, None]), binary, True),
+        ("bce_both", bce(weight=WEIGHT.flip(0)[:, None], pos_weight=WEIGHT[:, None]), lambda o: rand(*o.shape), True),
+        ("mse", nn.MSELoss(reduction=reduction), normal, False),
+        ("mse_broadcast", nn.MSELoss(reduction=reduction), unbroadcast(normal), False),
+        ("poisson", nn.PoissonNLLLoss(reduction=reduction, full=True), counts, False),
+    ]
+
+
+def twice_differentiable(reduction):
+    """Those without a likelihood that is known, all of which need the target."""
+    return [
+        ("huber", nn.HuberLoss(reduction=reduction, delta=0.7), normal),
+        ("smooth_l1", nn.SmoothL1Loss(reduction=reduction, beta=0.8), normal),
+        ("l1", nn.L1Loss(reduction=reduction), normal),
+        ("kl", nn.KLDivLoss(reduction=reduction), softened),
+        ("soft_margin", nn.SoftMarginLoss(reduction=reduction), lambda o: 2 * binary(o) - 1),
+        ("multilabel", nn.MultiLabelSoftMarginLoss(reduction=reduction), binary),
+    ]
+
+
+CALLABLES = [
+    ("mixing", mixing, normal),
+    ("dict", paired, pair),
+    ("partial", partial(F.cross_entropy, label_smoothing=0.1), classes),
+    ("lambda_sum", lambda o, t: 0.5 * (o - t).square().sum(), normal),
+    ("linear", lambda o, t: (o * t).mean(), normal),
+]
+
+
+def ids(cases):
+    return [pytest.param(*case[1:], id=case[0]) for case in cases]
+
+
+LIKELIHOODS = [
+    pytest.param(*case[1:], id=f"{case[0]}_{reduction}") for reduction in ("mean", "sum") for case in closed(reduction)
+]
+OTHERS = [
+    pytest.param(*case[1:], id=f"{case[0]}_{reduction}")
+    for reduction in ("mean", "sum")
+    for case in twice_differentiable(reduction)
+] + ids(CALLABLES)
+
+
+def fits(loss, shape):
+    """Weights of shape (C, 1) are for one dim of places."""
+    column = any(getattr(loss, name, None) is not None for name in ("weight", "pos_weight"))
+    return not (isinstance(loss, nn.BCEWithLogitsLoss) and column and len(shape) != 3)
+
+
+SHAPES = [(4, C), (4, C, PLACES), (2, C, 2, 2)]
+
+
+def columns(loss, output, target=None):
+    """S S^T of every sample, (N, D, D), S being read off column by column."""
+    size = output[0].numel()
+    basis = torch.eye(size, dtype=output.dtype).reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
+    return second_moment(hessian_root(loss, output, target)(basis))
+
+
+def on_shapes(cases, applies):
+    """Every case on every shape that it applies to."""
+    return [
+        pytest.param(*case.values, shape, id=f"{case.id}-{shape}")
+        for case in cases
+        for shape in SHAPES
+        if applies(case.values[0], shape)
+    ]
+
+
+@pytest.mark.parametrize("loss, target, needed, shape", on_shapes(LIKELIHOODS, fits))
+def test_roots_of_likelihoods(loss, target, needed, shape):
+    output = randn(*shape)
+    y = target(output)
+    for given in [y] if needed else [y, None]:
+        got = columns(loss, output, given)
+        for n in range(len(output)):
+            torch.testing.assert_close(got[n], hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
+
+
+def takes(loss, shape):
+    """The multi-label losses take (N, C) alone."""
+    return len(shape) == 2 or not isinstance(loss, nn.MultiLabelSoftMarginLoss)
+
+
+@pytest.mark.parametrize("loss, target, shape", on_shapes(OTHERS, takes))
+def test_roots_of_other_losses(loss, target, shape):
+    output = randn(*shape)
+    y = target(output)
+    got = columns(loss, output, y)
+    for n in range(len(output)):
+        torch.testing.assert_close(got[n], hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
+
+
+def test_a_sample_that_ignores_everything_has_no_curvature():
+    output, loss = randn(3, C, PLACES), nn.CrossEntropyLoss(weight=WEIGHT)
+    y = ignoring_all(output)
+    got = columns(loss, output, y)
+    assert got[0].eq(0).all()
+    torch.testing.assert_close(got[1], hessian(loss, output, y, 1), rtol=1e-10, atol=1e-10)
+
+
+def test_a_single_class_has_no_curvature():
+    assert columns(nn.CrossEntropyLoss(), randn(3, 1), torch.zeros(3, dtype=torch.long)).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.BCEWithLogitsLoss(), nn.HuberLoss(), lambda o, t: (o - t).exp().sum()]
+)
+def test_one_number_per_sample(loss):
+    output = randn(4)
+    y = binary(output)
+    got = columns(loss, output, y)
+    for n in range(4):
+        torch.testing.assert_close(got[n], hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
+
+
+def test_kl_batchmean():
+    output = randn(2, C).log_softmax(1)
+    loss = nn.KLDivLoss(reduction="batchmean")
+    assert columns(loss, output, softened(output)).eq(0).all()
+    assert term_masses(loss, output).eq(1).all()
+
+
+@pytest.mark.parametrize("loss, target, needed", LIKELIHOODS)
+def test_second_moments_of_drawn_gradients(loss, target, needed):
+    output = randn(2, C, PLACES)
+    y = target(output)
+    for n in range(2):
+        draw = likelihood(loss, repeated(output, n), repeated(y, n) if needed else None)
+        within_five_errors(second_moment(draw(1, source(11))), hessian(loss, output, y, n))
+
+
+def test_labels_are_drawn_from_the_model():
+    """p - v is one-hot at a class drawn with probability p; a class without probability never comes."""
+    output = torch.tensor([[0.3, -math.inf, 1.1]], dtype=torch.float64).repeat(MANY, 1)
+    p = output.softmax(1)
+    labels = p - likelihood(nn.CrossEntropyLoss(), output)(1, source())[0]
+    torch.testing.assert_close(labels.sort(1).values, torch.tensor([0.0, 0, 1]).double().expand(MANY, -1))
+    assert labels[:, 1].abs().max() == 0
+    assert (labels.mean(0) - p[0]).abs().max() < 5 * math.sqrt(0.25 / MANY)
+
+
+@pytest.mark.parametrize(
+    "loss, mass",
+    [
+        (nn.CrossEntropyLoss(), 1 / PLACES),
+        (nn.NLLLoss(), 1 / PLACES),
+        (nn.CrossEntropyLoss(weight=WEIGHT), 1 / PLACES),
+        (nn.CrossEntropyLoss(reduction="sum"), 1.0),
+        (nn.MSELoss(), 1 / (C * PLACES)),
+        (nn.L1Loss(), 1 / (C * PLACES)),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0)), 1 / (C * PLACES)),
+        (nn.BCEWithLogitsLoss(reduction="sum"), 1.0),
+        (mixing, 1.0),
+    ],
+)
+def test_masses_without_target(loss, mass):
+    got = term_masses(loss, randn(2, C, PLACES), strict=False)
+    torch.testing.assert_close(got, torch.full_like(got, mass))
+
+
+@pytest.mark.parametrize("make", [nn.CrossEntropyLoss, nn.NLLLoss])
+def test_masses_of_places(make):
+    output, target = randn(2, C, 3), torch.tensor([[0, -100, 2], [-100, -100, -100]])
+    masses = torch.tensor([WEIGHT[0], 0.0, WEIGHT[2]], dtype=torch.float64)
+    for reduction, expected in (("mean", masses / masses.sum()), ("sum", masses)):
+        got = term_masses(make(weight=WEIGHT, reduction=reduction), output, target)
+        torch.testing.assert_close(got, torch.stack([expected, 0 * expected])[:, None])
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.PoissonNLLLoss(), mixing])
+def test_nan_in_a_sample_is_nan_there_and_nowhere_else(loss):
+    output = randn(3, C)
+    output[1, 0] = math.nan
+    y = classes(output) if isinstance(loss, nn.CrossEntropyLoss) else binary(output)
+    found = [hessian_root(loss, output, y)(torch.ones(1, 3, C).double())]
+    if loss is not mixing:
+        found.append(likelihood(loss, output, y)(1, source()))
+    for vectors in found:
+        assert vectors[:, 1].isnan().any()
+        assert vectors[:, [0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        gaussian,
+        lambda o, t: -(o - t).square().mean(),
+        lambda o, t: (o[:, 0] * o[:, 1]).mean(),
+        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(-3.0)),
+    ],
+)
+def test_refuses_losses_that_are_not_convex(loss):
+    output = randn(4, C + 1)
+    with pytest.raises(ValueError, match="not convex in the output"):
+        hessian_root(loss, output, binary(output))
+
+
+def test_refuses_a_little_negative_curvature_but_no_rounding_error():
+    with pytest.raises(ValueError, match="not convex"):
+        hessian_root(lambda o, t: (o[:, 0].square() - 1e-6 * o[:, 1].square()).mean(), randn(4, C), randn(4, C))
+    for seed in range(5):  # rank 1 of 40
+        output, line = randn(4, 40, seed=seed).float(), randn(40, seed=9).float()
+        hessian_root(lambda o, t, line=line: (o @ line).square().mean(), output, output)
+
+
+def test_a_nan_elsewhere_hides_no_negative_curvature():
+    output = randn(3, C)
+    output[1, 0] = math.nan
+    with pytest.raises(ValueError, match="not convex"):
+        hessian_root(lambda o, t: -(o - t).square().mean(), output, binary(output))
+
+
+def test_refuses_losses_that_are_not_differentiable():
+    with pytest.raises(ValueError, match="not differentiable"):
+        hessian_root(lambda o, t: (o > t).double().mean(), randn(4, C), randn(4, C))
+
+
+@pytest.mark.parametrize("find", [hessian_root, likelihood])
+@pytest.mark.parametrize(
+    "loss, name",
+    [
+        (nn.CrossEntropyLoss(WEIGHT), "weight"),
+        (nn.NLLLoss(WEIGHT), "weight"),
+        (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), "pos_weight"),
+    ],
+)
+def test_refuses_weights_without_target(find, loss, name):
+    with pytest.raises(ValueError, match=f"has {name}=, which needs targets"):
+        find(loss, randn(3, C))
+
+
+@pytest.mark.parametrize("loss", [mixing, nn.HuberLoss(), nn.KLDivLoss()])
+def test_refuses_missing_targets(loss):
+    with pytest.raises(ValueError, match="the target, which is missing"):
+        hessian_root(loss, randn(3, C))
+
+
+@pytest.mark.parametrize("loss", [nn.KLDivLoss(), nn.HuberLoss(), mixing])
+def test_refuses_to_draw_without_likelihood(loss):
+    name = getattr(loss, "__name__", type(loss).__name__)
+    with pytest.raises(ValueError, match=f"{name}.*CrossEntropyLoss, NLLLoss.* PoissonNLLLoss, GaussianNLLLoss"):
+        likelihood(loss, randn(3, C), normal(randn(3, C)))
+
+
+def test_refuses_shapes():
+    with pytest.raises(ValueError, match=r"\(N, C, ...\)"):
+        hessian_root(nn.CrossEntropyLoss(), randn(3))
+    with pytest.raises(ValueError, match="give both the same shape"):
+        hessian_root(nn.MSELoss(), randn(3, 1), randn(3, 2))

@@ -1,0 +1,151 @@
+"""What every sample counts for in a batch, and functions of torch in place of modules."""
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from curvature.losses.per_sample import per_sample_losses, resolve, sample_masses
+from support.moments import rand, randn, source
+
+C, PLACES = 4, 5
+DOUBLE = torch.float64
+WEIGHT = torch.tensor([0.3, 2.0, 0.7, 1.4], dtype=DOUBLE)
+pytestmark = pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size)")
+
+
+def classes(shape):
+    return torch.randint(C, (shape[0], *shape[2:]), generator=source(3))
+
+
+def ignoring(shape, index=-100):
+    """No sample ignores as much as another; the second ignores everything."""
+    target = classes(shape)
+    flat = target.view(len(target), -1)
+    for n, row in enumerate(flat):
+        row[: flat.shape[1] * n // 5] = index
+    flat[1] = index
+    return target
+
+
+def soft(shape):
+    return rand(*shape)
+
+
+def labels(shape):
+    return torch.tensor([[3, 0, -1, 1], [1, -1, 0, 0]]).repeat(shape[0], 1)[: shape[0]]
+
+
+OPTIONS = [{}, {"weight": WEIGHT}, {"ignore_index": 2}, {"weight": WEIGHT, "ignore_index": 2}]
+CASES = [(kind, option, target) for kind in (nn.CrossEntropyLoss, nn.NLLLoss) for option in OPTIONS
+         for target in (classes, partial(ignoring, index=option.get("ignore_index", -100)))]  # fmt: skip
+CASES += [(nn.CrossEntropyLoss, {**option, "label_smoothing": 0.2}, ignoring) for option in OPTIONS[:2]]
+CASES += [(nn.CrossEntropyLoss, {"weight": WEIGHT}, soft)]
+ENTRIES = (nn.MSELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss)
+CASES += [(kind, {}, soft) for kind in (*ENTRIES, nn.KLDivLoss, nn.SoftMarginLoss)]
+FLAT = [
+    (nn.MultiMarginLoss, {"weight": WEIGHT}, classes),
+    (nn.MultiLabelMarginLoss, {}, labels),
+    (nn.MultiLabelSoftMarginLoss, {"weight": WEIGHT}, soft),
+]
+SHAPES = [(6, C), (6, C, PLACES), (6, C, 2, 3)]
+ALL = [(*case, shape) for case in CASES for shape in SHAPES] + [(*case, SHAPES[0]) for case in FLAT]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("count", [6, 3, 1])
+@pytest.mark.parametrize("kind, option, target, shape", ALL)
+def test_masses_make_the_loss_of_the_batch(kind, option, target, shape, count, reduction):
+    """sum_n m_n l_n, over the sum of masses for a mean; a sample without valid place counts nothing."""
+    loss, output, y = kind(reduction=reduction, **option), rand(*shape), target(shape)
+    masses, losses = sample_masses(loss, output, y, count), per_sample_losses(loss, output, y, count)
+    assert masses.shape == (count,) and masses.dtype == output.dtype
+    assert losses[masses == 0].isnan().all()
+    total = (masses * losses)[masses > 0].sum() / (masses.sum() if reduction == "mean" else 1)
+    torch.testing.assert_close(total, loss(output, y), rtol=1e-12, atol=1e-12)
+    if reduction == "sum":
+        assert masses.eq(1).all()
+
+
+@pytest.mark.parametrize("kind, option, target, shape", ALL)
+def test_masses_of_uneven_batches(kind, option, target, shape):
+    """Cut in two, the batch has the same masses in all."""
+    loss, output, y = kind(**option), rand(*shape), target(shape)
+    parts = [sample_masses(loss, output[part], y[part], n) for part, n in ((slice(4), 4), (slice(4, 6), 2))]
+    torch.testing.assert_close(torch.cat(parts), sample_masses(loss, output, y, 6))
+
+
+def test_masses_of_sentences_of_unlike_length():
+    """The number of terms counts, so that batches padded to unlike lengths weigh alike per token."""
+    for loss, terms in ((nn.CrossEntropyLoss(), 7), (nn.MSELoss(), 7 * C)):
+        output = randn(3, C, 7)
+        target = torch.zeros(3, 7).long() if terms == 7 else output
+        assert sample_masses(loss, output, target, 3).tolist() == [terms] * 3
+        assert sample_masses(loss, output, None, 3).tolist() == [terms] * 3
+
+
+def test_masses_without_target():
+    for loss in (nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=1), nn.NLLLoss(weight=WEIGHT)):
+        assert sample_masses(loss, randn(6, C), None, 3).tolist() == [2] * 3
+
+
+@pytest.mark.parametrize(
+    "loss", [lambda o, t: o.mean(), nn.KLDivLoss(reduction="batchmean"), nn.MSELoss(reduction="sum"), nn.Linear(1, 1)]
+)
+def test_what_counts_one(loss):
+    assert sample_masses(loss, randn(6, C), randn(6, C), 3).tolist() == [1] * 3
+
+
+def test_other_dims_and_low_precision():
+    y = torch.tensor([[0, 1, -100], [-100, 2, -100]])
+    loss = nn.CrossEntropyLoss(weight=WEIGHT.bfloat16())
+    got = sample_masses(loss, randn(2, C, 3).bfloat16(), y, 3, 2, 1)
+    torch.testing.assert_close(got, torch.tensor([0.3, 2.7, 0.0]), rtol=1e-2, atol=0)
+    many = sample_masses(nn.MSELoss(), torch.zeros(2, 4097).bfloat16(), torch.zeros(2, 4097), 2)
+    assert many.dtype == torch.float32 and many.tolist() == [4097] * 2
+    assert sample_masses(nn.MSELoss(), randn(2, 5, 3), randn(2, 5, 3), 5, 1, 1).tolist() == [6] * 5
+    assert sample_masses(nn.MultiLabelSoftMarginLoss(), randn(4), randn(4), 4).tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("sizes", [((5, C), (6,), 3), ((6, C), (5,), 3), ((0, C), (0,), 1), ((6, C), (6,), 0)])
+def test_sizes_are_checked(sizes):
+    output, target, count = sizes
+    with pytest.raises(ValueError, match="multiple|at least 1"):
+        sample_masses(nn.CrossEntropyLoss(), randn(*output), torch.zeros(target).long(), count)
+    with pytest.raises(ValueError, match="reduction='none'"):
+        sample_masses(nn.MSELoss(reduction="none"), randn(3), randn(3), 3)
+
+
+FUNCTIONS = [
+    (F.cross_entropy, nn.CrossEntropyLoss, classes), (F.nll_loss, nn.NLLLoss, classes),
+    (F.multi_margin_loss, nn.MultiMarginLoss, classes), (F.multilabel_margin_loss, nn.MultiLabelMarginLoss, labels),
+    (F.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss, soft), (F.binary_cross_entropy, nn.BCELoss, soft),
+    (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, soft), (F.mse_loss, nn.MSELoss, soft),
+    (F.l1_loss, nn.L1Loss, soft), (F.smooth_l1_loss, nn.SmoothL1Loss, soft), (F.huber_loss, nn.HuberLoss, soft),
+    (F.poisson_nll_loss, nn.PoissonNLLLoss, soft), (F.kl_div, nn.KLDivLoss, soft),
+    (F.soft_margin_loss, nn.SoftMarginLoss, soft),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function, kind, target", FUNCTIONS)
+def test_functions_are_their_modules(function, kind, target):
+    """The same values with the defaults, at numbers where beta, delta, eps, log_input and so on make a difference."""
+    module, output, y = resolve(function), 3 * rand(6, C) if kind is not nn.BCELoss else rand(6, C), target((6, C))
+    assert type(module) is kind
+    got = per_sample_losses(function, output, y, 3)
+    want = torch.stack([function(o, t) for o, t in zip(output.chunk(3), y.chunk(3), strict=True)])
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sample_masses(function, output, y, 3), sample_masses(kind(), output, y, 3))
+    defaults = {
+        name: p.default for name, p in inspect.signature(function).parameters.items() if p.default is not p.empty
+    }
+    own = {name: value for name, value in defaults.items() if hasattr(module, name)}
+    assert {"reduction"} <= set(own) and all(getattr(module, name) == value for name, value in own.items())
+
+
+def test_other_callables_stay_what_they_are():
+    for loss in (lambda o, t: o.sum(), nn.MSELoss(), F.hinge_embedding_loss):
+        assert resolve(loss) is loss

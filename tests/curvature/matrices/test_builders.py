@@ -1,0 +1,359 @@
+"""Whole matrices and their diagonals against brute force, and how they depend on batches, seeds and arguments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import curvature
+from support.builders import BUILDERS, evaluated
+from support.cases.case import Case, Raw, floats, indices, seeded
+from support.cases.matrices import batches, extra, reference, small
+from support.cases.refused import batch_statistics
+from support.comparisons import matches
+from support.oracles import brute_force as oracle
+from support.snapshots import unchanged
+
+name_of = lambda case: case.id
+EXTRA = list(extra())
+LOSSES = [case for case in small("losses") if "equal_sizes" not in case.id]
+# One case of every kind of layer: the whole catalogue is gone through in test_matrices_blocks.py.
+FEW = {
+    *("linear", "linear_2_leading", "linear_sum", "mlp", "conv2d_twice", "conv2d_groups", "conv_transpose1d_stride"),
+    *("embedding_padding", "embedding_cross_entropy", "layer_norm_places", "group_norm_image", "batch_norm_net"),
+    *("prelu_channels_places", "raw_scale_and_shift", "raw_position_table", "raw_low_rank", "raw_erf", "tied_linear"),
+    *("called_twice", "weight_norm_linear", "unused_parameter", "frozen_bias", "checkpoint", "input_dict", "gpt"),
+    *("custom_function_mixed", "squeeze_excite", "folded_twins", "lstm_plain_batch_first", "attention_latents"),
+}
+DENSE = [*(case for case in small("layers", "raw", "shared", "models", "sequences") if case.id in FEW), *LOSSES, *EXTRA]
+
+
+@functools.cache
+def prepared(case: Case) -> tuple[nn.Module, Any, tuple[Any, Tensor], oracle.Matrices]:
+    model, loss = case.build()
+    data = case.batch(model)
+    return model, loss, data, reference(case, model, loss, data)
+
+
+def dense(builder: str, model: nn.Module, loss: Any, data: Any, **options: Any) -> Tensor:
+    """(P, P) of what `curvature` returns, nothing of the user's being changed."""
+    with unchanged(model, data if isinstance(data, tuple) else ()):
+        return getattr(curvature, builder)(model, loss, data, **options).to_dense()
+
+
+def diagonal(model: nn.Module, loss: Any, data: Any, **options: Any) -> Tensor:
+    with unchanged(model, data if isinstance(data, tuple) else ()):
+        return flat(model, curvature.fisher_diagonal(model, loss, data, **options))
+
+
+def flat(model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
+    assert {k: v.shape for k, v in tensors.items()} == {k: p.shape for k, p in oracle.trainable(model).items()}
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+def is_twice_differentiable(case: Case) -> bool:
+    try:
+        prepared(case)[3].gauss_newton  # noqa: B018
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def test_the_few_are_all_there():
+    assert not FEW - {case.id for case in DENSE}
+
+
+@pytest.mark.parametrize("case", DENSE, ids=name_of)
+def test_gauss_newton(case: Case):
+    model, loss, data, expected = prepared(case)
+    if not is_twice_differentiable(case):
+        with pytest.raises((RuntimeError, ValueError)):
+            dense("gauss_newton", model, loss, data)
+        return
+    matches(dense("gauss_newton", model, loss, data), expected.gauss_newton)
+
+
+# The variance of a rate is the rate, up to the 1e-8 that torch adds to it.
+TOLERANCE = {"loss_poisson_rate": 1e-6}
+
+
+@pytest.mark.parametrize("case", DENSE, ids=name_of)
+def test_fisher_and_its_diagonal(case: Case):
+    model, loss, data, expected = prepared(case)
+    if not is_twice_differentiable(case):
+        with pytest.raises((RuntimeError, ValueError)):
+            dense("fisher", model, loss, data)
+        return
+    tolerance = next((value for name, value in TOLERANCE.items() if case.id.startswith(name)), 1e-10)
+    matches(dense("fisher", model, loss, data), expected.fisher, tolerance)
+    with unchanged(model, data):
+        matches(curvature.fisher(model, loss, data).diagonal(), expected.fisher.diagonal(), tolerance)
+    matches(diagonal(model, loss, data), expected.fisher.diagonal(), tolerance)
+
+
+@pytest.mark.parametrize("case", DENSE, ids=name_of)
+def test_empirical_fisher(case: Case):
+    model, loss, data, expected = prepared(case)
+    inject = {"inject": curvature.empirical()}
+    matches(dense("empirical_fisher", model, loss, data), expected.empirical_fisher)
+    matches(dense("fisher", model, loss, data, **inject), expected.empirical_fisher)
+    matches(diagonal(model, loss, data, **inject), expected.empirical_fisher.diagonal())
+
+
+@pytest.mark.parametrize("case", DENSE, ids=name_of)
+def test_hessian(case: Case):
+    model, loss, data, expected = prepared(case)
+    if case.id.startswith("weight_norm"):  # whose fused form has wrong second derivatives in torch
+        matches(dense("hessian", model, loss, data), expected.hessian_by_differences, 1e-8)
+        return
+    try:
+        matrix = expected.hessian
+    except (RuntimeError, NotImplementedError):
+        with pytest.raises((RuntimeError, ValueError)):
+            dense("hessian", model, loss, data)
+        return
+    matches(dense("hessian", model, loss, data), matrix)
+
+
+class HalfProduct(torch.autograd.Function):
+    """v g, whose second derivative is there only once."""
+
+    @staticmethod
+    def forward(context: Any, v: Tensor, g: Tensor) -> Tensor:
+        context.save_for_backward(v, g)
+        return v * g
+
+    @staticmethod
+    def backward(context: Any, sent: Tensor) -> tuple[Tensor, Tensor]:
+        v, g = context.saved_tensors
+        return sent * g.detach(), sent * v
+
+
+def test_wrong_second_derivatives_are_no_hessian():
+    model = Raw(lambda m, x: x * HalfProduct.apply(m.v, m.g), v=(3,), g=(3,)).double()
+    with pytest.raises(RuntimeError, match="not symmetric"):
+        dense("hessian", model, nn.MSELoss(), (floats(3)(4).double(), floats(3)(4).double()))
+
+
+EQUAL = [nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss]
+# Of the same matrix: weighed, ignored and plain places, all of one sample's ignored among them, in rows or not.
+CUT = {
+    *("loss_cross_entropy_ignored_all_options_mean_conv", "loss_cross_entropy_weight_mean_mlp", "flat_tokens_mean"),
+    *("loss_cross_entropy_ignored_sum_conv", "loss_nll_ignored_weight_mean_conv", "flat_tokens_weight_mean"),
+    *("loss_bce_logits_weights_mean_mlp", "loss_mse_mean_conv", "loss_distance_mlp", "loss_functional_mlp"),
+    *("gaussian_heads_mean", "flat_rows_mean", "input_dict"),
+}
+IN_BATCHES = [case for case in DENSE if case.id in CUT]
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("case", IN_BATCHES, ids=name_of)
+def test_one_batch_or_many_uneven_ones(case: Case, builder: str):
+    model, loss = case.build()
+    data = case.batch(model, 6)
+    whole = dense(builder, model, loss, data)
+    for sizes in ((1, 2, 3), (4, 1, 1), (1,) * 6):
+        parts = batches(data, *sizes)
+        matches(dense(builder, model, loss, parts), whole, 1e-12)
+    if builder == "fisher":
+        parts = ((x, y) for x, y in batches(data, 3, 1, 2))
+        matches(diagonal(model, loss, parts), whole.diagonal(), 1e-12)
+
+
+def test_cases_in_batches_are_all_there():
+    assert len(IN_BATCHES) == len(CUT)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_loader(builder: str):
+    """A DataLoader that shuffles, its last batch small; only its own random state is used."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x, y = floats(3)(10).double(), indices(3)(10)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64))
+    source = torch.Generator().manual_seed(0)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True, generator=source)
+    whole = dense(builder, model, loss, (x, y))
+    matches(dense(builder, model, loss, loader, progress=True), whole, 1e-12)
+
+
+def test_batches_of_different_length():
+    """Sentences of another length in each batch: a mean over all tokens, so a sample weighs by its length."""
+    model = Raw(lambda m, x: m.head(m.words(x)).mT, words=nn.Embedding(5, 3), head=nn.Linear(3, 5)).double()
+    with seeded(0):
+        data = [(torch.randint(5, (n, t)), torch.randint(5, (n, t))) for n, t in ((2, 3), (1, 5), (3, 1))]
+    data[0][1][0, :2] = -100
+    weights = torch.tensor([1, 3, 5, 1, 1, 1], dtype=torch.float64) / 12
+    expected = oracle.Matrices(model, nn.CrossEntropyLoss(), data, weights)
+    for builder in ("gauss_newton", "fisher", "empirical_fisher"):
+        matches(dense(builder, model, nn.CrossEntropyLoss(), data), getattr(expected, builder))
+    matches(diagonal(model, nn.CrossEntropyLoss(), data), expected.fisher.diagonal())
+
+
+@pytest.mark.parametrize("loss", [kind(reduction=r) for kind in EQUAL for r in ("mean", "sum")], ids=repr)
+def test_fisher_is_gauss_newton_for_likelihoods_in_natural_parameters(loss: nn.Module):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = floats(3)(5).double()
+    y = indices(3)(5) if isinstance(loss, nn.CrossEntropyLoss) else torch.rand(5, 3, dtype=torch.float64)
+    one, two = curvature.fisher(model, loss, (x, y)), curvature.gauss_newton(model, loss, (x, y))
+    matches(one.to_dense(), two.to_dense(), 1e-12)
+
+
+def test_fisher_is_not_gauss_newton_elsewhere():
+    """Probabilities and log-probabilities: the Hessian has the labels' own curvature, or none."""
+    x, y = floats(3)(5).double(), indices(3)(5)
+    linear = lambda *last: nn.Sequential(nn.Linear(3, 3), *last).double()
+    model, logits = linear(nn.LogSoftmax(1)), linear()
+    logits.load_state_dict(model.state_dict())
+    assert not curvature.gauss_newton(model, nn.NLLLoss(), (x, y)).to_dense().any()
+    same = curvature.fisher(logits, nn.CrossEntropyLoss(), (x, y)).to_dense()
+    matches(curvature.fisher(model, nn.NLLLoss(), (x, y)).to_dense(), same)  # whatever the Fisher is taken through
+
+    model, logits = linear(nn.Sigmoid()), linear()
+    logits.load_state_dict(model.state_dict())
+    y = nn.functional.one_hot(y, 3).double()
+    same = curvature.fisher(logits, nn.BCEWithLogitsLoss(), (x, y)).to_dense()
+    matches(curvature.fisher(model, nn.BCELoss(), (x, y)).to_dense(), same)
+    other = curvature.gauss_newton(model, nn.BCELoss(), (x, y)).to_dense()
+    assert (other - same).norm() > 0.1 * same.norm()
+
+
+@pytest.mark.parametrize("case", [case for case in DENSE if case.id in ("mlp", "gpt", "loss_mse_sum_mlp")], ids=name_of)
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_operator(case: Case, builder: str):
+    """What an operator says of itself is what its dense matrix says."""
+    model, loss, data, _ = prepared(case)
+    found = getattr(curvature, builder)(model, loss, data)
+    dense = found.to_dense()
+    with seeded(3):
+        vectors = torch.randn(len(dense), 3, dtype=dense.dtype)
+    vector = vectors[:, 0]
+    assert found.shape == dense.shape
+    matches(dense, dense.T, 1e-13)
+    matches(found @ vectors, dense @ vectors)
+    matches(found @ vector, dense @ vector)
+    product = found @ oracle.split(model, vector)
+    assert list(product) == list(oracle.trainable(model))
+    matches(flat(model, product), dense @ vector)
+    matches(found.diagonal(), dense.diagonal())
+    matches(found.trace(), dense.trace())
+    values = torch.linalg.eigvalsh(dense)
+    matches(found.eigenvalues(), values)
+    damping = 0.1 + 2 * max(0.0, -values.min().item())
+    damped = dense + damping * torch.eye(len(dense), dtype=dense.dtype)
+    matches(found.solve(vectors, damping), torch.linalg.solve(damped, vectors))
+    solved = found.solve(oracle.split(model, vector), damping)
+    matches(flat(model, solved), torch.linalg.solve(damped, vector))
+    matches(found.logdet(damping), torch.logdet(damped))
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_sparse_gradients(builder: str):
+    with seeded(0):
+        parts = {"words": nn.Embedding(5, 3, sparse=True), "head": nn.Linear(3, 5)}
+        model, x, y = (
+            Raw(lambda m, x: m.head(m.words(x).tanh()).mT, **parts).double(),
+            indices(5, 4)(3),
+            indices(5, 4)(3),
+        )
+    found = getattr(curvature, builder)(model, nn.CrossEntropyLoss(), (x, y))
+    model.words.sparse = False
+    expected = getattr(oracle.Matrices(model, nn.CrossEntropyLoss(), (x, y)), builder)
+    model.words.sparse = True
+    matches(found.to_dense(), expected)
+    matches(found @ torch.ones(len(expected), dtype=torch.float64), expected.sum(1))
+
+
+def test_twice_the_data_is_the_same_mean():
+    model = nn.Linear(3, 3).double()
+    x, y = floats(3)(4).double(), indices(3)(4)
+    twice = torch.cat([x, x]), torch.cat([y, y])
+    for builder in BUILDERS:
+        build, loss = getattr(curvature, builder), nn.CrossEntropyLoss()
+        once = build(model, loss, (x, y)).to_dense()
+        matches(build(model, loss, twice).to_dense(), once, 1e-12)
+        added = build(model, nn.CrossEntropyLoss(reduction="sum"), twice).to_dense()
+        matches(added, 8 * once, 1e-12)
+
+
+@pytest.mark.parametrize("case, norm", list(batch_statistics()), ids=lambda value: getattr(value, "id", ""))
+@pytest.mark.parametrize("builder", ["fisher_diagonal", "gauss_newton", "empirical_fisher", "kfac"])
+def test_batch_statistics_are_refused_by_name(case: Case, norm: str, builder: str):
+    model, loss = case.build()
+    data = case.batch(model)
+    with pytest.raises(ValueError, match=norm), unchanged(model, data):
+        evaluated(builder, model, loss, data)
+
+
+X, Y = torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+REFUSALS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "one tensor": ({"data": X}, TypeError, "pair"),
+    "tensors": ({"data": [X, X, X]}, TypeError, "pairs"),
+    "triples": ({"data": [(X, X, Y)]}, TypeError, "pairs"),
+    "no batch": ({"data": []}, ValueError, "no batch"),
+    "an empty batch": ({"data": (X[:0], Y[:0])}, ValueError, "empty"),
+    "text as input": ({"data": ("words", Y)}, TypeError, "x: expected a tensor"),
+    "one label too few": ({"data": (X, Y[1:])}, ValueError, "4 samples"),
+    "nothing to train": ({"model": nn.Linear(3, 3).requires_grad_(False)}, ValueError, "no parameter requires"),
+    "a function as model": ({"model": lambda x: x}, TypeError, "Module"),
+    "the name of a loss": ({"loss": "cross_entropy"}, TypeError, "loss"),
+    "a loss without reduction": ({"loss": nn.CrossEntropyLoss(reduction="none")}, ValueError, "none"),
+    "the name of an injection": ({"inject": "exact"}, TypeError, "inject"),
+    "an injection's function": ({"inject": curvature.exact}, TypeError, "inject"),
+    "no likelihood": (
+        {"loss": lambda o, t: o.square().mean(), "inject": curvature.sampled()},
+        ValueError,
+        "likelihood",
+    ),
+}
+
+
+@pytest.mark.parametrize("builder", ["fisher", "fisher_diagonal", "fisher_blocks", "kfac", "ekfac", "gauss_newton"])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str, builder: str):
+    wrong, error, text = REFUSALS[name]
+    if builder == "gauss_newton" and "inject" in wrong:
+        return
+    arguments = {"model": nn.Linear(3, 3), "loss": nn.CrossEntropyLoss(), "data": (X, Y), **wrong}
+    with pytest.raises(error, match=text):
+        evaluated(builder, **arguments)
+
+
+@pytest.mark.parametrize("name", [name for name, (wrong, *_) in REFUSALS.items() if "inject" not in wrong])
+def test_refusals_of_the_hessian(name: str):
+    wrong, error, text = REFUSALS[name]
+    arguments = {"model": nn.Linear(3, 3), "loss": nn.CrossEntropyLoss(), "data": (X, Y), **wrong}
+    with pytest.raises(error, match=text):
+        curvature.hessian(**arguments).to_dense()
+
+
+AT_ONCE = ("one tensor", "nothing to train", "a function as model", "the name of a loss", "the name of an injection")
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_what_can_be_refused_before_the_first_product_is(name: str):
+    wrong, error, text = REFUSALS[name]
+    arguments = {"model": nn.Linear(3, 3), "loss": nn.CrossEntropyLoss(), "data": (X, Y), **wrong}
+    with pytest.raises(error, match=text):
+        curvature.fisher(**arguments)
+
+
+def test_an_exception_changes_nothing():
+    """In the middle of the data, as the second batch is too long."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    for builder in (*BUILDERS, "fisher_diagonal", "kfac"):
+        with unchanged(model), pytest.raises((ValueError, RuntimeError)):
+            evaluated(builder, model, nn.CrossEntropyLoss(), [(X, Y), (torch.zeros(4, 7), Y)])
+
+
+def test_a_frozen_layer_is_left_out():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    data = floats(3)(5).double(), indices(3)(5)
+    whole = curvature.fisher(model, nn.CrossEntropyLoss(), data).to_dense()
+    model[0].requires_grad_(False)
+    matches(curvature.fisher(model, nn.CrossEntropyLoss(), data).to_dense(), whole[16:, 16:])
+    assert list(curvature.fisher_diagonal(model, nn.CrossEntropyLoss(), data)) == ["2.weight", "2.bias"]

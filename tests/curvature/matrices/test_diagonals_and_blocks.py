@@ -1,0 +1,193 @@
+"""Diagonals and blocks over the catalogue, random injections within their errors, and memory that stays bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import curvature
+from support.cases.case import Case, Raw, floats, indices, seeded
+from support.cases.matrices import extra, reference, small
+from support.comparisons import matches
+from support.moments import source, within_five_errors
+from support.oracles import brute_force as oracle
+from support.snapshots import unchanged
+
+# Recurrent modules and attention: one layout and no given states; the per-sample gradients are tested with the rest.
+SEQUENCES = [case for case in small("sequences") if not case.id.endswith(("_state", "time_first"))]
+CASES = [*small("layers", "raw", "shared", "models"), *SEQUENCES, *extra()]
+# Where the names alone tell which bias belongs to which weight; queries that are parameters take both apart.
+PLAIN = {case.id for case in [*small("layers"), *SEQUENCES]} - {"attention_latents"}
+name_of = lambda case: case.id
+
+
+def flat(model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
+    assert {k: v.shape for k, v in tensors.items()} == {k: p.shape for k, p in oracle.trainable(model).items()}
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_diagonal_and_blocks(case: Case):
+    model, loss = case.build()
+    data = case.batch(model, 2 if case.id.startswith("conv") else None)
+    expected = reference(case, model, loss, data).fisher
+    with unchanged(model, data):
+        diagonal = curvature.fisher_diagonal(model, loss, data)
+        found = curvature.fisher_blocks(model, loss, data)
+    matches(flat(model, diagonal), expected.diagonal())
+    groups = [block.space.names for block in found.blocks.values()]
+    assert sorted(name for group in groups for name in group) == sorted(oracle.trainable(model))
+    matches(found.to_dense(), oracle.blocks(model, expected, groups))
+    if case.id in PLAIN:
+        assert {frozenset(group) for group in groups} == layers(model)
+
+
+def layers(model: nn.Module) -> set[frozenset[str]]:
+    """Every weight with the bias of the same name, and what is left alone."""
+    names = set(oracle.trainable(model))
+    joint = {frozenset({name, name.replace("weight", "bias")}) & names for name in names if "weight" in name}
+    return joint | {frozenset({name}) for name in names if not any(name in group for group in joint)}
+
+
+DRAWS = 120
+RANDOM = [curvature.sampled(), curvature.sampled(3), curvature.propagated(2), curvature.isotropic(2)]
+
+
+def two_places() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A layer used at three places, and targets of which some are ignored."""
+    model = Raw(lambda m, x: m.layer(x).mT, layer=nn.Linear(1, 3)).double()
+    y = indices(3, 3)(4)
+    y[0, :2] = -100
+    return model, (floats(3, 1)(4).double(), y)
+
+
+@pytest.mark.parametrize("inject", RANDOM, ids=repr)
+def test_random_injections_have_the_right_mean(inject: curvature.Injection):
+    with seeded(0):
+        model, data = two_places()
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
+    of = oracle.Matrices(model, loss, data)
+    expected = of.isotropic if "isotropic" in repr(inject) else of.fisher
+    draws = source(5)
+    options: dict[str, Any] = {"inject": inject, "generator": draws}
+    whole = torch.stack([curvature.fisher(model, loss, data, **options).to_dense() for _ in range(DRAWS)])
+    within_five_errors(whole, expected)
+    blocks = torch.stack([curvature.fisher_blocks(model, loss, data, **options).to_dense() for _ in range(DRAWS)])
+    within_five_errors(blocks, expected)
+    diagonal = [flat(model, curvature.fisher_diagonal(model, loss, data, **options)) for _ in range(DRAWS)]
+    within_five_errors(torch.stack(diagonal), expected.diagonal())
+
+
+@pytest.mark.parametrize("kind", [nn.MSELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss])
+@pytest.mark.parametrize("inject", [curvature.sampled(), curvature.propagated(), curvature.isotropic()], ids=repr)
+def test_random_injections_of_other_losses(inject: curvature.Injection, kind: type[nn.Module]):
+    with seeded(0):
+        model, x = nn.Linear(2, 2).double(), floats(2)(3).double()
+        y = torch.rand(3, 2).double()
+    of = oracle.Matrices(model, kind(), (x, y))
+    expected = of.isotropic if "isotropic" in repr(inject) else of.fisher
+    options: dict[str, Any] = {"inject": inject, "generator": source(5)}
+    found = torch.stack([curvature.fisher(model, kind(), (x, y), **options).to_dense() for _ in range(DRAWS)])
+    within_five_errors(found, expected)
+
+
+def test_isotropic_needs_no_loss():
+    """Then a mean over samples is assumed, each of one term: J^T J / N."""
+    with seeded(0):
+        model, data = two_places()
+    plain = lambda output, target: output.square().sum() / 2
+    of = oracle.Matrices(model, plain, data, torch.full((4,), 0.25, dtype=torch.float64))
+    inject, draws = curvature.isotropic(), source(1)
+    options: dict[str, Any] = {"inject": inject, "generator": draws}
+    found = [curvature.fisher(model, None, data, **options).to_dense() for _ in range(DRAWS)]
+    within_five_errors(torch.stack(found), of.gauss_newton)
+
+
+@pytest.mark.parametrize("inject", RANDOM, ids=repr)
+@pytest.mark.parametrize("builder", ["fisher", "fisher_diagonal", "fisher_blocks", "kfac", "ekfac"])
+def test_a_seed_gives_the_same_numbers(builder: str, inject: curvature.Injection):
+    with seeded(0):
+        model, data = two_places()
+
+    def drawn(generator: torch.Generator | None) -> Tensor:
+        made = getattr(curvature, builder)(model, nn.CrossEntropyLoss(), data, inject=inject, generator=generator)
+        return flat(model, made) if isinstance(made, dict) else made.to_dense()
+
+    with unchanged(model, data):
+        one, same, other = (drawn(source(seed)) for seed in (1, 1, 2))
+        assert torch.equal(one, same) and not torch.allclose(one, other)
+        assert torch.equal(drawn(None), drawn(None)), "without a generator, a seed of its own"
+        draws = source(1)
+        assert not torch.allclose(drawn(draws), drawn(draws)), "a generator moves on"
+
+
+def test_all_products_of_one_operator_are_with_the_same_draws():
+    with seeded(0):
+        model, data = two_places()
+    found = curvature.fisher(model, nn.CrossEntropyLoss(), data, inject=curvature.sampled(2), generator=source(3))
+    dense = found.to_dense()
+    matches(found @ torch.eye(6, dtype=torch.float64), dense, 1e-12)
+    matches(found.diagonal(), dense.diagonal(), 1e-12)
+    many = curvature.fisher(model, nn.CrossEntropyLoss(), [data, data], inject=curvature.sampled(), generator=source(3))
+    matches(many @ torch.ones(6, dtype=torch.float64), many.to_dense().sum(1), 1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """The number of entries of the largest tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        oracle.map_tensors(self.see, found)
+        return found
+
+    def see(self, tensor: Tensor) -> None:
+        self.numel = max(self.numel, tensor.untyped_storage().nbytes() // tensor.itemsize)
+
+
+def words_to_words(words: int) -> nn.Module:
+    """(N, T) to (N, words, T)"""
+    with seeded(0):
+        return Raw(lambda m, x: m.head(m.words(x)).mT, words=nn.Embedding(words, 2), head=nn.Linear(2, words))
+
+
+@pytest.mark.parametrize("count, places, words, budget", [(10, 1, 1_000, 2**21), (2, 2, 300, 2**16)])
+def test_memory_with_many_classes(count: int, places: int, words: int, budget: int, monkeypatch: pytest.MonkeyPatch):
+    """The roots of the Hessian alone have more entries than any tensor; the diagonal has a closed form."""
+    monkeypatch.setattr("curvature.matrices.passes.BUDGET", budget)
+    model = words_to_words(words)
+    with seeded(0):
+        x, y = indices(words, places)(count), indices(words, places)(count)
+    root = count * (places * words) ** 2
+    with Largest() as largest:
+        found = curvature.fisher_diagonal(model, nn.CrossEntropyLoss(), (x, y))
+    assert largest.numel < min(2 * budget, root), f"{largest.numel:.3g} of {root:.3g}"
+
+    a, W = model.words(x).detach(), model.head.weight.detach()
+    p = model.head(a).detach().softmax(-1)
+    hessian = (p - p.square()) / (count * places)
+    torch.testing.assert_close(found["head.bias"], hessian.sum((0, 1)))
+    torch.testing.assert_close(found["head.weight"], torch.einsum("nto,nti->oi", hessian, a.square()))
+    inner = (p @ W.square() - (p @ W).square()) / (count * places)
+    expected = torch.zeros_like(W).index_add(0, x.flatten(), inner.flatten(0, 1))
+    torch.testing.assert_close(found["words.weight"], expected)
+
+
+def test_memory_with_a_large_vocabulary():
+    """Nothing of the square of 50,000 words, where the matrix asked for has none."""
+    words, loss = 50_000, nn.CrossEntropyLoss()
+    model, x = words_to_words(words), indices(words, 3)(4)
+    with Largest() as largest:
+        found = curvature.fisher_diagonal(model, loss, (x, x), inject=curvature.sampled(2))
+        assert all(value.isfinite().all() and value.any() for value in found.values())
+        structure = {"head": "diagonal"}
+        blocks = curvature.kfac(model, loss, (x, x), inject=curvature.empirical(), structure=structure)
+        vector = {name: torch.ones_like(p) for name, p in oracle.trainable(model).items()}
+        solved = blocks.solve(vector, damping=0.1)
+        assert all(value.isfinite().all() for value in solved.values())
+    assert largest.numel < 40 * x.numel() * words, f"{largest.numel:.3g}"

@@ -1,0 +1,287 @@
+"""Kronecker factors of every layer against brute force, where they are exact, and what stands in for them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+from support.cases.case import Case, Raw, floats, indices, seeded
+from support.cases.matrices import batches, deep_linear, extra, reference, small
+from support.comparisons import check_operator, matches
+from support.moments import source, within_five_errors
+from support.oracles import brute_force as oracle
+from support.oracles.kronecker import AFFINE, Layer, affine_layers, kronecker
+from support.snapshots import unchanged
+
+# Of the convolutions in two and three dimensions a few: the references of all take minutes. A frequency over the batch
+# is no matter of one sample, and statistics that are tracked leave an instance norm to the general path.
+WIDE = {f"conv2d_{name}" for name in ("twice", "oblong", "circular_oblong", "groups", "mixed", "same_even", "stride")}
+WIDE |= {"conv3d_stride", "conv3d_mixed", "conv_transpose2d_oblong", "conv_transpose2d_output_size"}
+WIDE |= {"conv_transpose3d_padding", "conv2d_equal_sizes", "conv2d_channels_last"}
+NAMES = ("linear", "mlp", "conv1d", "conv_transpose1d", "embedding", "layer_", "rms_", "group_", "instance_", "batch_")
+LAYERS = [
+    case
+    for case in small("layers")
+    if (case.id.startswith(NAMES) or case.id in WIDE)
+    and not case.id.startswith("embedding_frequency")
+    and not case.id.endswith("_tracked")
+]
+ELSEWHERE = {
+    *("called_twice", "called_in_loop", "called_twice_other_places", "conv_called_twice", "frozen_bias", "checkpoint"),
+    *("frozen_middle_layer", "resnet", "autoencoder", "mixer", "point_set", "folded_time_linear", "folded_twins"),
+    *("loss_cross_entropy_ignored_all_options_mean_conv", "loss_cross_entropy_ignored_all_options_sum_conv"),
+    *("loss_bce_logits_weights_mean_mlp", "loss_nll_ignored_weight_mean_conv", "loss_poisson_sum_conv"),
+}
+OTHERS = [case for case in small("shared", "models", "losses") if case.id in ELSEWHERE]
+CASES = [*LAYERS, *OTHERS, *extra()]
+name_of = lambda case: case.id
+sharings = pytest.mark.parametrize("sharing", ["expand", "reduce"])
+
+
+@functools.cache
+def prepared(case: Case) -> tuple[nn.Module, Any, tuple[Any, Tensor], list[Layer]]:
+    model, loss = case.build()
+    data = case.batch(model, 2 if case.id.startswith("conv") else None)
+    return model, loss, data, affine_layers(reference(case, model, loss, data))
+
+
+def test_cases_named_are_all_there():
+    assert len(OTHERS) == len(ELSEWHERE) and not (WIDE | SPREAD | BATCHED) - {case.id for case in CASES}
+
+
+@sharings
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_factors_of_every_layer(case: Case, sharing: str):
+    model, loss, data, layers = prepared(case)
+    with unchanged(model, data):
+        found = curvature.kfac(model, loss, data, sharing=sharing)
+    matches(found.to_dense(), kronecker(layers, sharing))
+
+
+# Eigenvectors are the same up to sign where no two eigenvalues are, and where they are zero it does not matter: with
+# "expand" always, with "reduce" if there are more samples than inputs.
+SPREAD = {"linear", "linear_2_leading", "linear_no_bias", "conv1d_groups", "conv1d_depthwise", "layer_norm_places"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_eigenvalues_are_exact_in_the_basis_of_the_factors(case: Case):
+    model, loss, data, layers = prepared(case)
+    exact = layers[0].matrices.fisher
+    with unchanged(model, data):
+        found = curvature.ekfac(model, loss, data)
+    matches(found.to_dense(), torch.stack([layer.rescaled(exact) for layer in layers]).sum(0), 1e-8)
+    matches(found.trace(), exact.trace())
+
+
+@pytest.mark.parametrize("case", [case for case in LAYERS if case.id in SPREAD], ids=name_of)
+def test_eigenvalues_are_exact_with_reduced_factors(case: Case):
+    model, loss = case.build()
+    data = case.batch(model, 16)
+    of = reference(case, model, loss, data)
+    found = curvature.ekfac(model, loss, data, sharing="reduce").to_dense()
+    matches(found, torch.stack([layer.rescaled(of.fisher, "reduce") for layer in affine_layers(of)]).sum(0), 1e-8)
+
+
+@sharings
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_empirical_factors(reduction: str, sharing: str):
+    """Each sample counts once, however many of its terms do."""
+    model, loss = convolutional(), nn.CrossEntropyLoss(reduction=reduction)
+    x, y = floats(2, 6)(5).double(), indices(3, 4)(5)
+    y[1, :3] = -100
+    of = oracle.Matrices(model, loss, (x, y), torch.full((5,), 0.2 if reduction == "mean" else 1.0, dtype=x.dtype))
+    square = lambda *sample: torch.outer(*2 * [oracle.loss_gradient(*sample).flatten()])
+    found = curvature.kfac(model, loss, (x, y), inject=curvature.empirical(), sharing=sharing).to_dense()
+    matches(found, kronecker(affine_layers(of, curvature=square), sharing))
+
+
+def convolutional() -> nn.Module:
+    with seeded(0):
+        return nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.Tanh(), nn.Conv1d(4, 3, 1)).double()
+
+
+@pytest.mark.parametrize("inject", [curvature.sampled(2), curvature.propagated(), curvature.isotropic()], ids=repr)
+def test_random_injections_have_the_right_mean(inject: curvature.Injection):
+    """The activations' side is no matter of chance."""
+    with seeded(0):
+        model, x, y = nn.Linear(2, 3).double(), floats(2, 2)(4).double(), indices(3, 2)(4)
+    model = Raw(lambda m, x: m.layer(x).mT, layer=model)
+    of = oracle.Matrices(model, nn.CrossEntropyLoss(), (x, y))
+    masses = lambda *sample: oracle.output_masses(*sample).diag()
+    expected = kronecker(affine_layers(of, **({"curvature": masses} if "isotropic" in repr(inject) else {})))
+    options: dict[str, Any] = {"inject": inject, "generator": source(2)}
+    found = [curvature.kfac(model, nn.CrossEntropyLoss(), (x, y), **options).to_dense() for _ in range(120)]
+    within_five_errors(torch.stack(found), expected)
+
+
+BATCHED = {"linear_2_leading", "mlp", "conv2d_groups", "embedding_padding", "conv_transpose1d_mixed", "batch_norm_net"}
+BATCHED |= {"loss_cross_entropy_ignored_all_options_mean_conv", "flat_tokens_weight_mean", "flat_tokens_sum"}
+
+
+# Reduced factors of a few samples are singular, and a basis of the null space may be any.
+@pytest.mark.parametrize("builder, sharing", [("kfac", "expand"), ("kfac", "reduce"), ("ekfac", "expand")])
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in BATCHED], ids=name_of)
+def test_one_batch_or_many_uneven_ones(case: Case, builder: str, sharing: str):
+    model, loss = case.build()
+    data = case.batch(model, 6)
+    build = functools.partial(getattr(curvature, builder), model, loss, sharing=sharing)
+    whole = build(data).to_dense()
+    tolerance = 1e-12 if builder == "kfac" else 1e-7  # eigenvectors magnify rounding
+    for sizes in ((1, 2, 3), (1,) * 6):
+        matches(build(batches(data, *sizes)).to_dense(), whole, tolerance)
+    if builder == "kfac":
+        matches(build(iter(batches(data, 2, 4))).to_dense(), whole, tolerance)
+
+
+def exact_blocks(of: oracle.Matrices) -> Tensor:
+    groups = [[f"{layer.name}.{name}" for name in layer.parameters] for layer in affine_layers(of)]
+    return oracle.blocks(of.model, of.fisher, groups)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_expand_is_exact_with_a_term_for_every_place(reduction: str):
+    """Deep linear networks and squares: arXiv:2311.00636, section 3.2."""
+    with seeded(0):
+        model = deep_linear(3, 4, 4, 2).double()
+        data = floats(5, 3)(6).double(), floats(5, 2)(6).double()
+    loss = nn.MSELoss(reduction=reduction)
+    expected = exact_blocks(oracle.Matrices(model, loss, data))
+    matches(curvature.kfac(model, loss, data).to_dense(), expected)
+    matches(curvature.kfac(model, loss, batches(data, 1, 3, 2)).to_dense(), expected)
+    other = curvature.kfac(model, loss, data, sharing="reduce").to_dense()
+    assert (other - expected).norm() > 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_reduce_is_exact_where_places_are_averaged(reduction: str):
+    """Likewise, the mean over the places taken before the loss."""
+    with seeded(0):
+        model = Raw(lambda m, x: m.layers(x).mean(1), layers=deep_linear(3, 4, 4, 2)).double()
+        data = floats(5, 3)(6).double(), floats(2)(6).double()
+    loss = nn.MSELoss(reduction=reduction)
+    expected = exact_blocks(oracle.Matrices(model, loss, data))
+    matches(curvature.kfac(model, loss, data, sharing="reduce").to_dense(), expected)
+    matches(curvature.kfac(model, loss, batches(data, 1, 3, 2), sharing="reduce").to_dense(), expected)
+    other = curvature.kfac(model, loss, data).to_dense()
+    assert (other - expected).norm() > 0.1 * expected.norm()
+
+
+@sharings
+@pytest.mark.parametrize("builder", ["kfac", "ekfac"])
+def test_one_sample_with_one_place_is_exact(builder: str, sharing: str):
+    with seeded(0):
+        layers = [nn.Linear(3, 4), nn.Tanh(), nn.Unflatten(1, (4, 1)), nn.Conv1d(4, 3, 1), nn.Tanh(), nn.Flatten()]
+        model = nn.Sequential(*layers, nn.Linear(3, 4)).double()
+        data = floats(3)(1).double(), indices(4)(1)
+    expected = exact_blocks(oracle.Matrices(model, nn.CrossEntropyLoss(), data))
+    matches(getattr(curvature, builder)(model, nn.CrossEntropyLoss(), data, sharing=sharing).to_dense(), expected)
+
+
+def test_rows_that_are_never_read_are_zero():
+    with seeded(0):
+        model = Raw(lambda m, x: F.linear(x, m.w[1:3]).tanh(), w=(5, 3)).double()
+    data = floats(3)(6).double(), floats(2)(6).double()
+    expected = oracle.Matrices(model, nn.MSELoss(), data).fisher
+    found = curvature.ekfac(model, nn.MSELoss(), data)
+    matches(found.trace(), expected.trace())
+    matches(found.diagonal()[:3], expected.diagonal()[:3])
+    matches(found.diagonal()[9:], expected.diagonal()[9:])
+
+
+def test_rows_that_are_read_otherwise_in_another_batch_are_refused():
+    """Not left out of the sum."""
+    model = Raw(lambda m, x: F.linear(x, m.w[: x.shape[1]]).sum((1, 2)), w=(5, 3)).double()
+    data = [(floats(t, 3)(4).double(), floats()(4).double()) for t in (2, 4)]
+    for builder in (curvature.kfac, curvature.ekfac):
+        with pytest.raises(ValueError, match="w: rows 0 to 4"):
+            builder(model, nn.MSELoss(), data)
+    found = curvature.kfac(model, nn.MSELoss(), data, structure={"w": "dense"})
+    matches(found.to_dense(), curvature.fisher(model, nn.MSELoss(), data).to_dense(), 1e-12)
+
+
+@sharings
+def test_a_tied_weight_has_the_trace_of_its_uses(sharing: str):
+    """One product stands for the sum of two; the untied copy says what each is."""
+    run = lambda m, x: m.head(m.middle(m.words(x)).tanh())
+    parts = lambda: {"words": nn.Embedding(5, 3), "middle": nn.Linear(3, 3), "head": nn.Linear(3, 5, bias=False)}
+    with seeded(0):
+        tied, untied = Raw(run, **parts()).double(), Raw(run, **parts()).double()
+        x, y = indices(5, 4)(6), indices(5, 4)(6)
+    tied.head.weight = tied.words.weight
+    untied.load_state_dict(tied.state_dict())
+    loss = lambda output, target: F.cross_entropy(output.mT, target)
+    of = oracle.Matrices(untied, loss, (x, y), torch.full((6,), 1 / 6, dtype=torch.float64))
+    uses = {layer.name: layer.dense(sharing) for layer in affine_layers(of)}
+    found = curvature.kfac(tied, loss, (x, y), sharing=sharing).to_dense()
+    matches(found[:15, :15].trace(), uses["words"].trace() + uses["head"].trace())
+    matches(found[15:, 15:], uses["middle"][15:27, 15:27])
+    # a Kronecker product: as a matrix of blocks (d d', v v') it has rank one
+    rearranged = found[:15, :15].view(5, 3, 5, 3).transpose(1, 2).reshape(25, 9)
+    assert torch.linalg.svdvals(rearranged)[1] < 1e-12 * found.abs().max()
+
+
+def net() -> nn.Module:
+    with seeded(0):
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+@pytest.mark.parametrize("builder", ["kfac", "ekfac", "fisher_blocks"])
+def test_a_structure_of_ones_own_choice(builder: str):
+    model, data = net(), (floats(3)(6).double(), indices(3)(6))
+    build = functools.partial(getattr(curvature, builder), model, nn.CrossEntropyLoss(), data)
+    plain, exact = build().to_dense(), oracle.Matrices(model, nn.CrossEntropyLoss(), data).fisher
+    expected = plain.clone()
+    expected[:16, :16] = exact[:16, :16]
+    expected[16:36, 16:36] = exact[16:36, 16:36].diagonal().diag()
+    found = build(structure={"0": "dense", "2.weight": "diagonal"}).to_dense()
+    matches(found, expected)
+    if builder == "fisher_blocks":
+        factors = curvature.kfac(model, nn.CrossEntropyLoss(), data).to_dense()
+        matches(build(structure={"4": "kronecker"}).to_dense()[36:, 36:], factors[36:, 36:])
+    with pytest.raises(ValueError, match="no layer 'head'"):
+        build(structure={"head": "dense"})
+    with pytest.raises(ValueError, match="'sparse'"):
+        build(structure={"0": "sparse"})
+    if builder != "fisher_blocks":
+        with pytest.raises(ValueError, match="sharing"):
+            build(sharing="both")
+
+
+def test_blocks_by_layer():
+    found = curvature.kfac(net(), nn.CrossEntropyLoss(), (floats(3)(6).double(), indices(3)(6)))
+    assert found["2"] is found["2.bias"] is found.blocks["2.weight"]
+    for name, text in {"head": "0 blocks are called 'head'", "2.weigh": "0 blocks"}.items():
+        with pytest.raises(KeyError, match=text):
+            found[name]
+
+
+FALLBACK = {"raw_power", "raw_erf", "raw_lerp", "raw_gate", "prelu_after_conv", "bag_max_plain", "raw_temperature"}
+
+
+@pytest.mark.parametrize("case", [c for c in small("layers", "raw") if c.id in FALLBACK], ids=name_of)
+def test_layers_without_factors_have_their_exact_block(case: Case):
+    """All but the weights of Linear and convolution."""
+    model, loss = case.build()
+    data = case.batch(model)
+    of = reference(case, model, loss, data)
+    factored = [f"{name}." for name, module in model.named_modules() if isinstance(module, AFFINE)]
+    for builder in ("kfac", "ekfac"):
+        found = getattr(curvature, builder)(model, loss, data)
+        for block in found.blocks.values():
+            names = block.space.names
+            if not names[0].startswith(tuple(factored)):
+                index = torch.cat([oracle.positions(model)[name].flatten() for name in names])
+                matches(block.to_dense(), of.fisher[index[:, None], index])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id in BATCHED], ids=name_of)
+@pytest.mark.parametrize("builder", ["kfac", "ekfac"])
+def test_operator(case: Case, builder: str):
+    model, loss = case.build()
+    check_operator(model, getattr(curvature, builder)(model, loss, case.batch(model)))

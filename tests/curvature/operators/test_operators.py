@@ -1,0 +1,380 @@
+"""Every fast way of every structure against torch's dense linear algebra, and the forms, errors and files of all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+
+import pytest
+import torch
+
+from curvature.operators import BlockDiagonal, Dense, Diagonal, Space, Sum, base, load
+from curvature.operators.kronecker import Kronecker
+from curvature.operators.matrix_free import DIRECT, MatrixFree
+from curvature.terms.affine_layout import Arrangement
+from support.structures import ARRANGEMENTS, Source, blocks, dense, diagonal, kronecker, matrix_free, structures, total
+
+D = 0.3
+DTYPES = (torch.float64, torch.float32)
+
+
+def eye(op):
+    return torch.eye(op.space.size, dtype=op.space.dtype, device=op.space.device)
+
+
+def inverted(matrix, damping):
+    return torch.linalg.inv(matrix + damping * torch.eye(len(matrix)).to(matrix))
+
+
+def square_of_root(op, damping):
+    root = op._inverse_root(eye(op), damping)
+    return root @ root.T
+
+
+METHODS = {
+    "product": (lambda op: op @ eye(op), lambda M: M),
+    "dense": (lambda op: op.to_dense(), lambda M: M),
+    "materialise": (lambda op: op.materialise().matrix, lambda M: M),
+    "diagonal": (lambda op: op.diagonal(), lambda M: M.diagonal()),
+    "trace": (lambda op: op.trace(), lambda M: M.trace()),
+    "eigenvalues": (lambda op: op.eigenvalues(), torch.linalg.eigvalsh),
+    "solve": (lambda op: op.solve(eye(op)), lambda M: inverted(M, 0)),
+    "solve damped": (lambda op: op.solve(eye(op), D), lambda M: inverted(M, D)),
+    "inverse": (lambda op: op.inverse() @ eye(op), lambda M: inverted(M, 0)),
+    "inverse damped": (lambda op: op.inverse(D).to_dense(), lambda M: inverted(M, D)),
+    "inverse of inverse": (lambda op: op.inverse(D).solve(eye(op)), lambda M: M + D * torch.eye(len(M)).to(M)),
+    "inverse, solved": (lambda op: op.inverse(D).solve(eye(op), 2.0), lambda M: inverted(inverted(M, D), 2.0)),
+    "inverse, logdet": (lambda op: op.inverse(D).logdet(), lambda M: -torch.logdet(M + D * torch.eye(len(M)).to(M))),
+    "inverse, eigenvalues": (lambda op: op.inverse(D).eigenvalues(), lambda M: torch.linalg.eigvalsh(inverted(M, D))),
+    "logdet": (lambda op: op.logdet(), torch.logdet),
+    "logdet damped": (lambda op: op.logdet(D), lambda M: torch.logdet(M + D * torch.eye(len(M)).to(M))),
+    "root": (lambda op: square_of_root(op, 0.0), lambda M: inverted(M, 0)),
+    "root damped": (lambda op: square_of_root(op, D), lambda M: inverted(M, D)),
+    "scaled": (lambda op: (2 * op).solve(eye(op), D), lambda M: inverted(2 * M, D)),
+    "scaled, logdet": (lambda op: (op / 4).logdet(D), lambda M: torch.logdet(M / 4 + D * torch.eye(len(M)).to(M))),
+    "scaled, root": (lambda op: square_of_root(op * 3.0, D), lambda M: inverted(3 * M, D)),
+    "scaled, inverse": (lambda op: (op * 3.0).inverse(D).to_dense(), lambda M: inverted(3 * M, D)),
+    "scaled, trace": (lambda op: (3 * op).trace(), lambda M: 3 * M.trace()),
+    "negative": (lambda op: (-op).eigenvalues(), lambda M: torch.linalg.eigvalsh(-M)),
+    "negative, solved": (lambda op: (-op).solve(eye(op), 50.0), lambda M: inverted(-M, 50.0)),
+    "negative, logdet": (
+        lambda op: (-2 * op).logdet(80.0),
+        lambda M: torch.logdet(80.0 * torch.eye(len(M)).to(M) - 2 * M),
+    ),
+    "nothing": (lambda op: (0 * op).solve(eye(op), D), lambda M: torch.eye(len(M)).to(M) / D),
+    "damped": (lambda op: op.damped(D).to_dense(), lambda M: M + D * torch.eye(len(M)).to(M)),
+    "damped, solved": (lambda op: op.damped(D).solve(eye(op), D), lambda M: inverted(M, 2 * D)),
+    "damped, scaled": (lambda op: (2 * op.damped(D)).diagonal(), lambda M: 2 * M.diagonal() + 2 * D),
+    "sum": (lambda op: (op + op).to_dense(), lambda M: 2 * M),
+    "sum, diagonal": (lambda op: (op + 2 * op).diagonal(), lambda M: 3 * M.diagonal()),
+    "sum, solved": (lambda op: (op + op).solve(eye(op), D), lambda M: inverted(2 * M, D)),
+    "sum, damped": (lambda op: (op + op + op).damped(D) @ eye(op), lambda M: 3 * M + D * torch.eye(len(M)).to(M)),
+    "difference": (lambda op: (op - 3 * op) @ eye(op), lambda M: -2 * M),
+    "difference, trace": (lambda op: (2 * (op - 3 * op)).trace(), lambda M: -4 * M.trace()),
+    "scipy": (lambda op: torch.from_numpy(op.to_scipy() @ eye(op).cpu().numpy()).to(op.space.device), lambda M: M),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("structure", structures())
+@pytest.mark.parametrize("method", METHODS)
+def test_as_dense(method, structure, dtype, device):
+    if method == "scipy":
+        pytest.importorskip("scipy")
+    op, matrix = structures()[structure](Source(device, dtype))
+    actual, expected = METHODS[method][0](op), METHODS[method][1](matrix.double())
+    assert actual.dtype == dtype and actual.device == op.space.device
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+    scale = expected.abs().max() * max(1.0, float(torch.linalg.cond(matrix.double())) if dtype == torch.float32 else 1)
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance * float(scale))
+
+
+@pytest.mark.parametrize("structure", structures())
+def test_forms(structure, device):
+    op, matrix = structures()[structure](Source(device))
+    columns = Source(device, seed=1).normal(op.space.size, 3)
+    for function, expected in ((op.__matmul__, matrix @ columns), (op.solve, torch.linalg.solve(matrix, columns))):
+        torch.testing.assert_close(function(columns), expected)
+        torch.testing.assert_close(function(columns[:, 1]), expected[:, 1])
+        found = function(op.space.split(columns[:, 1]))
+        assert list(found) == list(op.space.names)
+        assert [tuple(tensor.shape) for tensor in found.values()] == list(op.space.shapes)
+        torch.testing.assert_close(torch.cat([tensor.flatten() for tensor in found.values()]), expected[:, 1])
+        torch.testing.assert_close(op.to_dict(expected[:, 1]), found)
+
+
+def test_another_damping_after_the_first(device):
+    op, matrix = dense(Source(device))
+    for damping in (0.0, D, 0.0):
+        torch.testing.assert_close(op.solve(eye(op), damping), inverted(matrix, damping))
+
+
+@pytest.mark.parametrize("structure", structures())
+def test_files(structure, device, tmp_path):
+    op, matrix = structures()[structure](Source(device))
+    if structure in ("matrix_free", "exact_ways", "inverse", "total"):
+        with pytest.raises(TypeError, match=r"MatrixFree|Inverse"):
+            op.save(tmp_path / "matrix.pt")
+        op = op.materialise()
+    op.save(tmp_path / "matrix.pt")
+    again = load(tmp_path / "matrix.pt")
+    assert type(again) is type(op) and again.space == op.space and repr(again) == repr(op)
+    torch.testing.assert_close(again.to_dense(), matrix)
+    torch.testing.assert_close(again.solve(matrix, D), op.solve(matrix, D))
+    moved = load(tmp_path / "matrix.pt", device="cpu")
+    assert moved.space.device == moved.to_dense().device == torch.device("cpu")
+
+
+def test_files_of_nested_ones(device, tmp_path):
+    op = 2 * (Dense(*first(device)) + diagonal_of(device))
+    op.save(tmp_path / "sum.pt")
+    again = load(tmp_path / "sum.pt")
+    assert isinstance(again, Sum)
+    torch.testing.assert_close(again.to_dense(), op.to_dense())
+
+
+def first(device):
+    op, matrix = dense(Source(device))
+    return op.space, matrix
+
+
+def diagonal_of(device):
+    space, _ = first(device)
+    return Diagonal(space, Source(device, seed=2).positive(space.size))
+
+
+def test_files_hold_no_more_than_the_matrix(tmp_path):
+    space, matrix = first("cpu")
+    large = torch.zeros(1000, 1000, dtype=torch.float64)
+    large[:8, :8] = matrix
+    Dense(space, large[:8, :8]).save(tmp_path / "matrix.pt")
+    assert (tmp_path / "matrix.pt").stat().st_size < 20_000
+
+
+def test_files_that_are_no_matrix(tmp_path):
+    torch.save({"a": 1}, tmp_path / "other.pt")
+    torch.save({"structure": "Unheard"}, tmp_path / "new.pt")
+    with pytest.raises(ValueError, match="holds no matrix"):
+        load(tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="unknown structure 'Unheard'"):
+        load(tmp_path / "new.pt")
+
+
+@pytest.mark.parametrize("structure", structures())
+def test_samples(structure, device):
+    """Their second moments within five standard errors; new draws each time; the global random state untouched."""
+    op, matrix = structures()[structure](Source(device))
+    state = torch.get_rng_state()
+    draws = op.sample(D, k=20_000)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert draws.shape == (20_000, op.space.size) and op.sample(D).shape == (op.space.size,)
+    assert not torch.equal(op.sample(D), op.sample(D))
+    seeded = [op.sample(D, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*seeded)
+    expected = inverted(matrix, D)
+    moments = draws.T @ draws / len(draws)
+    spread = expected.diagonal()
+    error = ((expected.square() + spread[:, None] * spread) / len(draws)).sqrt()
+    assert ((moments - expected).abs() <= 5 * error).all()
+    assert (draws.mean(0).abs() <= 5 * (spread / len(draws)).sqrt()).all()
+
+
+def test_arithmetic_of_different_spaces(device):
+    op, other = dense(Source(device))[0], diagonal(Source(device))[0]
+    with pytest.raises(ValueError, match="same space"):
+        op + other
+    with pytest.raises(ValueError, match="same space"):
+        op - dense(Source(device, torch.float32))[0]
+    with pytest.raises(TypeError):
+        op + 1
+    with pytest.raises(TypeError):
+        op * "2"
+    with pytest.raises(ValueError, match="times or plus nan"):
+        op * math.nan
+    with pytest.raises(ValueError, match="times or plus inf"):
+        diagonal(Source(device))[0].damped(math.inf)
+
+
+def test_numbers_of_other_kinds(device):
+    numpy = pytest.importorskip("numpy")
+    op, matrix = dense(Source(device))
+    for number in (numpy.float64(2), torch.tensor(2.0), 2):
+        torch.testing.assert_close((number * op).to_dense(), 2 * matrix)
+        torch.testing.assert_close((op * number).to_dense(), 2 * matrix)
+
+
+@pytest.mark.parametrize(
+    ("vector", "error", "text"),
+    [
+        (torch.zeros(7).double(), ValueError, r"shape \(8,\), found \(7,\)"),
+        (torch.zeros(2, 8).double(), ValueError, r"shape \(8, 8\), found \(2, 8\)"),
+        (torch.zeros(8, 1, 1).double(), ValueError, r"shape \(8, 1\), found \(8, 1, 1\)"),
+        (torch.zeros(()).double(), ValueError, r"shape \(8,\), found \(\)"),
+        (torch.zeros(8, dtype=torch.complex128), ValueError, "found torch.complex128"),
+        (torch.zeros(8, device="meta"), ValueError, "found meta"),
+        ([0.0] * 8, TypeError, "found list"),
+        ({"a": torch.zeros(3, 2)}, KeyError, r"lacks \['b', 'c'\]"),
+        ({"a": torch.zeros(3, 2), "b": torch.zeros(()), "c": torch.zeros(1), "d": 0}, KeyError, r"has \['d'\]"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(()), "c": torch.zeros(1)}, ValueError, r"a should .* \(3, 2\)"),
+        ({"a": torch.zeros(1, 3, 2), "b": torch.zeros(1), "c": torch.zeros(1, 1)}, ValueError, r"flattened .*\(1, 8\)"),
+    ],
+)
+def test_vectors_that_do_not_fit(vector, error, text):
+    op, _ = dense(Source())
+    for call in (op.__matmul__, op.solve):
+        with pytest.raises(error, match=text):
+            call(vector)
+
+
+def test_precision_is_widened_but_not_narrowed(device):
+    narrow = torch.ones(8, dtype=torch.float16, device=device)
+    op, _ = dense(Source(device))
+    assert (op @ narrow).dtype == torch.float64
+    with pytest.raises(ValueError, match="found torch.float64, which does not fit"):
+        dense(Source(device, torch.float32))[0] @ narrow.double()
+
+
+def test_space(device):
+    weight, bias = torch.zeros(2, 3, device=device, dtype=torch.bfloat16), torch.zeros(2, device=device)
+    space = Space.of({"w": weight, "b": bias})
+    assert (space.names, space.shapes, space.sizes, space.size) == (("w", "b"), ((2, 3), (2,)), (6, 2), 8)
+    assert space.dtype == torch.float32 and space.device == bias.device
+    assert Space.of({"w": weight.double()}).dtype == Space.of({"b": bias}, torch.float64).dtype == torch.float64
+    flat = torch.arange(16.0, device=device).reshape(2, 8)
+    assert space.split(flat)["w"].shape == (2, 2, 3)
+    assert torch.equal(space.flatten(dict(reversed(space.split(flat).items()))), flat)
+    swapped = space.subspace(["b", "w"])
+    assert swapped.names == ("b", "w") and swapped.size == 8 and swapped != space
+    assert torch.equal(flat[0][space.positions(["b", "w"])], swapped.flatten(space.split(flat[0])))
+    assert Space.restore(space.state()) == space and hash(space) == hash(Space.restore(space.state()))
+    with pytest.raises(KeyError, match=r"no parameters \['x'\]"):
+        space.subspace(["x"])
+    with pytest.raises(ValueError, match=r"should have shape \(8,\), found \(7,\)"):
+        space.split(flat[0, :7])
+    with pytest.raises(ValueError, match="several devices"):
+        Space.of({"w": weight, "b": bias.to("meta")})
+    with pytest.raises(ValueError, match="float32 or float64, not in torch.float16"):
+        Space(("a",), ((1,),), torch.float16)
+    for names in ((), ("a", "a"), ("a", "b", "c")):
+        with pytest.raises(ValueError, match="different names"):
+            Space(names, ((1,), (1,)))
+
+
+def test_parts_that_do_not_fit(device):
+    space, matrix = first(device)
+    with pytest.raises(ValueError, match="not symmetric"):
+        Dense(space, matrix + matrix.triu(1))
+    with pytest.raises(ValueError, match=r"the matrix should have shape \(8, 8\)"):
+        Dense(space, matrix[:7, :7])
+    with pytest.raises(ValueError, match="not finite"):
+        Dense(space, matrix / 0)
+    with pytest.raises(ValueError, match="not finite"):
+        Diagonal(space, matrix.diagonal() * math.nan)
+    rounded = matrix + 1e-13 * matrix.triu(1)
+    assert torch.equal(Dense(space, rounded).matrix, Dense(space, rounded).matrix.T)
+    one = Diagonal(space.subspace(["a"]), torch.ones(6).to(matrix))
+    with pytest.raises(ValueError, match=r"missing \['b', 'c'\], not in the space \[\], more than once \['a'\]"):
+        BlockDiagonal(space, [one, one])
+    with pytest.raises(ValueError, match="a block is over"):
+        BlockDiagonal(space, [Diagonal(Space(("a", "b", "c"), ((8,), (), ())), torch.ones(10))])
+    with pytest.raises(ValueError, match="product with the matrix should have shape"):
+        MatrixFree(space, lambda V: V[:3]) @ matrix
+    with pytest.raises(ValueError, match="not symmetric"):
+        MatrixFree(space, lambda V: matrix.tril() @ V).materialise()
+
+
+@pytest.mark.parametrize("signs", itertools.product([1.0, -1.0], repeat=3))
+def test_asymmetry_that_random_signs_may_miss(signs):
+    """The difference of a cyclic shift and its transpose sends a vector of equal entries to zero."""
+    flip = torch.tensor(signs).diag()
+    with pytest.raises(ValueError, match="not symmetric"):
+        Dense(Space(("a",), ((3,),)), flip @ torch.eye(3).roll(1, 0) @ flip)
+
+
+def test_blocks(device):
+    op, _ = blocks(Source(device))
+    assert list(op.blocks) == ["shift", "w", "rest"] and isinstance(op.blocks["w"], Kronecker)
+    assert isinstance(2 * op, BlockDiagonal) and isinstance(op.inverse(D), BlockDiagonal)
+    assert "3 blocks" in repr(op) and "Kronecker(15 x 15" in repr(op) and "w, b" in repr(op)
+
+
+def test_large_matrices_are_not_built(monkeypatch):
+    monkeypatch.setattr(base, "DENSE_LIMIT", 6)
+    made = [matrix_free(Source())[0], diagonal(Source())[0], total(Source())[0], blocks(Source())[0]]
+    made.append(kronecker(ARRANGEMENTS["bias"])(Source())[0])
+    for op in made:
+        with pytest.raises(ValueError, match=r"dense \d+ x \d+ matrix .* limit of 6.*conjugate_gradient"):
+            op.to_dense()
+    for call in (lambda: made[0].logdet(1.0), made[0].sample, made[0].eigenvalues, made[0].diagonal):
+        with pytest.raises(ValueError, match="limit of 6"):
+            call()
+
+
+def test_far_beyond_the_limit_what_is_fast_works(device):
+    """A million parameters."""
+    source = Source(device, torch.float32)
+    arrangement = Arrangement(((1000, 999), (1000,)), 1, 1000)
+    layer = Space(("w", "b"), arrangement.shapes, torch.float32, torch.device(device))
+    space = Space(("w", "scale", "b"), ((1000, 999), (7,), (1000,)), torch.float32, torch.device(device))
+    op = BlockDiagonal(
+        space,
+        [
+            Kronecker(layer, arrangement, source.definite(1, d=1000), source.definite(1, d=1000)),
+            Diagonal(space.subspace(["scale"]), source.positive(7)),
+        ],
+    )
+    v = source.normal(space.size)
+    solved = op.solve(v, D)
+    assert ((op @ solved + D * solved - v).norm() / v.norm()) < 1e-4
+    assert (op.inverse(D) @ v - solved).norm() / solved.norm() < 1e-4
+    torch.testing.assert_close(op.logdet(D), (op.eigenvalues() + D).log().sum(), rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(op.trace(), op.diagonal().sum(), rtol=1e-4, atol=0.0)
+    assert op.sample(D).shape == (space.size,)
+
+
+def test_matrix_free_above_the_direct_size(device):
+    size = DIRECT + 1
+    source = Source(device)
+    values = 1 + source.positive(size)
+    op = MatrixFree(source.space(a=(size,)), lambda V: values[:, None] * V)
+    v = source.normal(size, 2)
+    torch.testing.assert_close(op.solve(v, D), v / (values + D)[:, None], rtol=1e-8, atol=1e-8)
+    inverse = op.inverse(D)
+    torch.testing.assert_close(inverse @ v, v / (values + D)[:, None], rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(inverse.solve(v, 2.0), v / (1 / (values + D) + 2)[:, None], rtol=1e-8, atol=1e-8)
+    with pytest.raises(ValueError, match="singular or indefinite"):
+        (op.damped(-1.5)).solve(v)
+
+
+def test_matrix_free_prefers_exact_ways(device):
+    space, matrix = first(device)
+
+    def fail(_):
+        raise AssertionError("a product was made")
+
+    ways = {"diagonal": lambda: matrix.diagonal(), "dense": lambda: matrix, "trace": lambda: matrix.trace()}
+    op = MatrixFree(space, fail, **ways)
+    torch.testing.assert_close(op.trace(), matrix.trace())
+    torch.testing.assert_close(op.diagonal(), matrix.diagonal())
+    torch.testing.assert_close(MatrixFree(space, fail, trace=matrix.trace).trace(), matrix.trace())
+    torch.testing.assert_close(op.solve(matrix), torch.eye(8).to(matrix))
+
+
+def test_scipy_uses_them(device):
+    linalg = pytest.importorskip("scipy.sparse.linalg")
+    op, matrix = kronecker(ARRANGEMENTS["grouped"])(Source(device))
+    largest = linalg.eigsh(op.to_scipy(), k=3, return_eigenvectors=False)
+    torch.testing.assert_close(torch.from_numpy(largest).sort().values, torch.linalg.eigvalsh(matrix)[-3:].cpu())
+    v = Source(seed=1).normal(op.space.size)
+    found, failed = linalg.cg(op.to_scipy(), v.numpy(), rtol=1e-12, maxiter=1000)
+    assert not failed
+    torch.testing.assert_close(torch.from_numpy(found), torch.linalg.solve(matrix.cpu(), v), rtol=1e-6, atol=1e-6)
+    with pytest.raises(TypeError, match="the matrix is real"):
+        op.to_scipy() @ (1j * v.numpy())
+
+
+def test_scipy_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.sparse.linalg", None)
+    with pytest.raises(ImportError, match="pip install scipy"):
+        dense(Source())[0].to_scipy()

@@ -1,0 +1,82 @@
+"""Singular and indefinite matrices are refused in every structure, at any size, and what damping would do is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Scaled, Space, Sum
+from curvature.operators.kronecker import Kronecker
+from curvature.operators.matrix_free import MatrixFree
+from support.structures import ARRANGEMENTS, Source
+
+DTYPES = (torch.float64, torch.float32)
+
+
+def singular(source: Source) -> dict[str, Operator]:
+    """One of each structure that has the eigenvalue zero and no negative one."""
+    matrix, arrangement = source.definite(d=12, rank=5), ARRANGEMENTS["matrix"]
+    space = source.layer(arrangement)
+    factors = source.definite(1, d=3, rank=2), source.definite(1, d=4)
+    made = Kronecker(space, arrangement, *factors)
+    zero = Diagonal(space, torch.cat([source.positive(11), source.positive(1) * 0]))
+    return {
+        "dense": Dense(space, matrix),
+        "last pivot": Dense(space, source.definite(d=12, rank=11)),
+        "diagonal": zero,
+        "kronecker": made,
+        "kronecker diagonal": Kronecker(space, arrangement, factors[0], factors[1].diagonal(dim1=1, dim2=2)),
+        "eigen": made.eigen,
+        "zero": 0 * made,
+        "scaled": Scaled(Dense(space, matrix), 3.0),
+        "sum": Sum([Dense(space, matrix), Dense(space, matrix)]),
+        "matrix_free": MatrixFree(space, lambda V: matrix @ V),
+        "blocks": BlockDiagonal(space, [zero]),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", singular(Source()))
+def test_singular(name, seed, dtype, device):
+    op = singular(Source(device, dtype, seed))[name]
+    v = Source(device, dtype, 1).normal(12)
+    for call in (lambda: op.solve(v), op.logdet, op.sample, op.inverse):
+        with pytest.raises(ValueError, match=r"singular|indefinite.*least eigenvalue.*Use a damping above"):
+            call()
+    expected = torch.linalg.solve(op.to_dense().double() + 0.01 * torch.eye(12).to(v).double(), v.double())
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-2
+    torch.testing.assert_close(op.solve(v, 0.01).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", singular(Source()))
+def test_indefinite(name, device):
+    op = singular(Source(device))[name].damped(-0.01)
+    for call in (lambda: op.solve(op.diagonal()), op.logdet, op.sample, op.inverse):
+        with pytest.raises(
+            ValueError, match=r"indefinite: its least eigenvalue is -0.01 without damping\. Use a damping above 0.02"
+        ):
+            call()
+    assert op.logdet(0.02).isfinite()
+
+
+def test_advice_on_damping_works(device):
+    op = singular(Source(device))["dense"]
+    with pytest.raises(ValueError, match="Use a damping above") as caught:
+        op.logdet()
+    assert op.logdet(1.01 * float(str(caught.value).split()[-1])).isfinite()
+
+
+@pytest.mark.parametrize("size", (50, 400))
+def test_singular_of_any_size(size, device):
+    source = Source(device, torch.float32)
+    for rank in (size // 2, size - 1):
+        op = Dense(source.space(a=(size,)), source.definite(d=size, rank=rank))
+        with pytest.raises(ValueError, match="singular|indefinite"):
+            op.solve(source.normal(size))
+
+
+def test_diagonal_of_any_range_is_exact(device):
+    values = torch.tensor([1e-30, 1.0, 1e30], dtype=torch.float32, device=device)
+    op = Diagonal(Space(("a",), ((3,),), device=torch.device(device)), values)
+    torch.testing.assert_close(op.solve(values), torch.ones_like(values))

@@ -1,0 +1,393 @@
+"""Running curvature in the eigenbasis of Kronecker factors, against dense matrices of samples one by one."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature.kronecker.inverses
+import curvature.preconditioners.block_diagonal
+from curvature.kronecker.eigenbasis import Basis
+from curvature.preconditioners import Block, RunningFactors
+from curvature.preconditioners.diagonal import DiagonalBlock
+from curvature.preconditioners.eigen import EigenBlock
+from curvature.preconditioners.inversion import invert
+from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.terms import Outer, Rows, contractions, squared_gradients
+from support import running_blocks
+from support.cases.case import Raw, seeded
+from support.oracles.eigen import carried, diagonals, products, solution
+from support.running_blocks import (
+    N,
+    block_of,
+    close,
+    floats,
+    full,
+    indices,
+    jacobians,
+    normal_vectors,
+    record,
+    unit_vectors,
+)
+
+DECAY = 0.9
+
+
+def twice(layer: nn.Module) -> nn.Module:
+    return Raw(lambda m, x: m.layer(m.layer(x).tanh()).tanh(), layer=layer)
+
+
+# Beside those with many places some with few, which are turned in another way.
+MODELS = running_blocks.MODELS | {
+    "few_places": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh()), floats(2, 4)),
+    "few_pixels": (lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh()), floats(2, 2, 3)),
+    "few_grouped_pixels": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, groups=2), nn.Tanh()), floats(4, 4)),
+    "few_words": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Tanh()), indices(5, 3)),
+    "decoder": (lambda: Raw(lambda m, x: F.linear(F.embedding(x, m.w).tanh(), m.w), w=(5, 3)), indices(5, 3)),
+    "matrix": (lambda: Raw(lambda m, x: (x @ m.weight).tanh(), weight=(4, 3)), floats(4)),
+    "linear_twice": (lambda: twice(nn.Linear(4, 4)), floats(4)),
+    "conv_twice": (lambda: twice(nn.Conv1d(2, 2, 3, padding=1)), floats(2, 3)),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+some_models = pytest.mark.parametrize("name", ["linear", "few_places", "grouped_conv", "embedding", "tied_words"])
+
+
+def built(name: str, batches: int = 1, device: str = "cpu") -> tuple[nn.Module, list[Tensor]]:
+    make, inputs = MODELS[name]
+    with seeded(0):
+        model, xs = make().to(device, torch.float64), [inputs() for _ in range(batches)]
+    return model, [x.to(device, torch.float64) if x.is_floating_point() else x.to(device) for x in xs]
+
+
+def empty(model: nn.Module, x: Tensor, sharing: str = "expand", kind: type[KroneckerBlock] = EigenBlock) -> Any:
+    """Blocks that have seen nothing yet."""
+    factors = running_blocks.recorded(model, x, sharing=sharing)
+    factors.blocks = [kind(b.names, b.scheme) if isinstance(b, KroneckerBlock) else b for b in factors.blocks]
+    return factors
+
+
+def fold(factors: RunningFactors, model: nn.Module, *xs: Tensor, vectors: Any = unit_vectors) -> None:
+    for x in xs:
+        record(factors, model, x, vectors)
+        factors.fold(DECAY)
+
+
+def started(model: nn.Module, x: Tensor, sharing: str = "expand") -> tuple[RunningFactors, Any]:
+    """With a basis from one batch; and the block of the first parameter."""
+    factors = empty(model, x, sharing)
+    fold(factors, model, x)
+    invert(factors.blocks, 0.1)
+    return factors, block_of(factors, model)
+
+
+def basis_of(block: Any) -> list[Tensor]:
+    return products(block.inverse.rows, block.inverse.columns)
+
+
+def exact(block: Any, model: nn.Module, x: Tensor) -> Tensor:
+    j = [j.flatten(0, 1) for j in jacobians(model, x, block.names)]
+    return diagonals(block.scheme.arrangement.arranged(j), len(x), basis_of(block))
+
+
+def gradients(block: Any, model: nn.Module) -> list[Tensor]:
+    return [torch.sin(7 * dict(model.named_parameters())[k].detach()) for k in block.names]
+
+
+def solved(block: Any, model: nn.Module) -> Tensor:
+    return block.scheme.arrangement.arranged(block.solve(gradients(block, model)))
+
+
+def densely(block: Any, model: nn.Module, values: Tensor) -> Tensor:
+    return solution(values, basis_of(block), block.scheme.arrangement.arranged(gradients(block, model)))
+
+
+@each_model
+@pytest.mark.parametrize(
+    ("sharing", "limit", "chunk"),
+    [("expand", 2048, 1 << 24), ("expand", 3, 1 << 24), ("reduce", 2048, 1 << 24), ("expand", 2048, 40)],
+    ids=["whole", "large_sides", "reduce", "few_at_a_time"],
+)
+def test_values_are_exact(name: str, sharing: str, limit: int, chunk: int, device: str, monkeypatch):
+    """Those of samples one by one, however the factors sum over places, in whichever basis."""
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
+    monkeypatch.setattr(contractions, "CHUNK", chunk)
+    model, (x, y) = built(name, 2, device)
+    factors, block = started(model, x, sharing)
+    fold(factors, model, y)
+    close(block.values, exact(block, model, y))
+    close(block.mean_eigenvalue * block.dimension, exact(block, model, y).sum())
+
+
+@pytest.mark.parametrize("name", ["linear", "no_bias", "few_words"])
+def test_gradients_of_samples_are_not_built_where_squares_will_do(name: str, monkeypatch):
+    model, (x, y) = built(name, 2)
+    factors, block = started(model, x)
+    for owner in (squared_gradients, Basis):
+        monkeypatch.setattr(owner, "_built", None)
+    fold(factors, model, y)
+    close(block.values, exact(block, model, y))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@some_models
+def test_a_smaller_batch_at_the_end(name: str, size: int):
+    """Samples count the same: all before one fold are one batch."""
+    model, (x, y) = built(name, 2)
+    factors, block = started(model, x)
+    for part in (y[:size], y[size:]):
+        record(factors, model, part, unit_vectors)
+    factors.fold(DECAY)
+    close(block.values, exact(block, model, y))
+
+
+def test_terms_of_different_numbers_of_samples():
+    """Where no axis of samples is found, all is one sample."""
+    model, (x,) = built("linear")
+    _, block = started(model, x)
+    with seeded(1):
+        draw = lambda n, t, d: torch.randn(n, t, 1, d).double()
+        parts = [Outer(draw(n, t, 4), draw(n, t, 3), (3, 4)) for n, t in ((6, 1), (1, 6), (6, 2))]
+    block.take(block.measured(parts), 6)
+    block.fold(DECAY)
+    (q,) = basis_of(block)
+    each = [torch.cat([p.gradients(), p.b.sum(1)[:, 0, :, None]], 2).flatten(1) @ q for p in parts]
+    expected = ((each[0] + each[2]).square().sum(0) + each[1].square().sum(0)) / 6
+    close(block.values.flatten(), expected)
+
+
+@pytest.mark.parametrize("name", ["decoder", "tied_autoencoder_square", "matrix"])
+@pytest.mark.parametrize("limit", [2048, 2])
+def test_a_batch_that_reads_the_weight_in_another_way_alone(name: str, limit: int, monkeypatch):
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
+    model, (x,) = built(name)
+    _, block = started(model, x)
+    (shape,) = block.scheme.arrangement.shapes
+    with seeded(1):
+        values, index = torch.randn(N, 2, shape[1]).double(), torch.randint(shape[0], (N, 2))
+        swapped = Outer(torch.randn(N, 2, 1, shape[0]).double(), values[:, :, None], shape[::-1]).transposed()
+    for term in (Rows(index, values, shape), swapped):
+        block.take(block.measured([term]), N)
+        block.fold(0.0)
+        close(block.values, diagonals(block.scheme.arrangement.arranged([term.gradients()]), N, basis_of(block)))
+
+
+def test_low_precision_is_summed_up_in_single():
+    model, (x, y) = built("linear", 2)
+    factors, block = started(model.bfloat16(), x.bfloat16())
+    fold(factors, model, y.bfloat16())
+    assert block.values.dtype == torch.float32
+    close(block.values, exact(block, model.float(), y.bfloat16().float()), rtol=0.03)
+
+
+@each_model
+def test_values_are_carried_over_to_the_next_basis(name: str):
+    """Those of the matrix that is diagonal in the old basis; its trace is the same in any."""
+    model, (x, y, z) = built(name, 3)
+    factors, block = started(model, x)
+    fold(factors, model, y)
+    old = basis_of(block)
+    fold(factors, model, z, vectors=normal_vectors(1))
+    middle = block.values
+    block.decompose(0.1)
+    new = basis_of(block)
+    close(block.values, carried(middle, old, new))
+    close(block.values.sum((1, 2)), middle.sum((1, 2)))
+    moved = max(float((p.T @ q).square().amax(0).min()) for p, q in zip(old, new, strict=True))
+    diagonal = block.inverse.rows.ndim == block.inverse.columns.ndim == 2
+    assert diagonal or moved < 0.999, "the basis should turn"
+
+
+@some_models
+def test_sums_of_an_unfinished_step_are_carried_over_too(name: str):
+    model, (x, y, z) = built(name, 3)
+    factors, block = started(model, x)
+    fold(factors, model, y)
+    old, before = basis_of(block), exact(block, model, z)
+    record(factors, model, z, unit_vectors)
+    block.decompose(0.1)
+    factors.fold(0.0)  # of the new alone
+    close(block.values, carried(before, old, basis_of(block)))
+
+
+@some_models
+def test_signs_and_order_of_eigenvectors_do_not_matter(name: str, monkeypatch):
+    model, xs = built(name, 4)
+    eigh = curvature.kronecker.inverses.eigh
+
+    def scrambled(side: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = eigh(side)
+        order = torch.randperm(values.shape[1], generator=generator)
+        signs = torch.randn(values.shape[1], generator=generator, dtype=values.dtype).sign()
+        return values[:, order], vectors[:, :, order] * signs
+
+    def run() -> Tensor:
+        factors, block = started(model, xs[0])
+        for x in xs[1:]:
+            fold(factors, model, x)
+            invert(factors.blocks, 0.1)
+        return solved(block, model)
+
+    expected = run()
+    generator = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(curvature.kronecker.inverses, "eigh", scrambled)
+    close(run(), expected)
+
+
+@each_model
+def test_without_a_batch_in_the_basis_it_is_the_product_of_the_factors(name: str):
+    """Then blocks of both kinds solve the same, with damping of either kind; also after several decompositions."""
+    model, (x, y) = built(name, 2)
+    pair = [empty(model, x, kind=kind) for kind in (EigenBlock, KroneckerBlock)]
+    ours, theirs = (block_of(factors, model) for factors in pair)
+    for factors in pair:
+        fold(factors, model, x)
+        record(factors, model, y, unit_vectors)
+        block_of(factors, model).decompose(0.3)  # too late for the batch
+        factors.fold(DECAY)
+    for prepare in (lambda b: b.decompose(0.3), lambda b: b.decompose(0.02), lambda b: invert([b], 0.1)):
+        prepare(ours)
+        prepare(theirs)
+        close(solved(ours, model), solved(theirs, model))
+        close(ours.mean_eigenvalue, theirs.mean_eigenvalue)
+
+
+@each_model
+def test_solve_is_dense(name: str):
+    """Damped by a number; or as Kronecker factors are that are damped by a share of their own mean eigenvalues."""
+    model, (x, y) = built(name, 2)
+    factors, block = started(model, x)
+    fold(factors, model, y)
+    for damping in (0.03, 2.0):
+        block.decompose(damping)
+        close(solved(block, model), densely(block, model, block.values + damping))
+    pairs = ((block.inverse.rows, block.rows), (block.inverse.columns, block.columns))
+    b, a = ((full(u).mT @ full(side) @ full(u)).diagonal(dim1=1, dim2=2) for u, side in pairs)
+    b, a = b[:, :, None], a[:, None, :]
+    for share in (0.03, 1.0):
+        invert(factors.blocks, share)
+        damped = (b + share * b.mean(1, True)) * (a + share * a.mean(2, True))
+        close(solved(block, model), densely(block, model, block.values + damped - b * a))
+
+
+@some_models
+def test_averages_are_debiased_and_count_batches_in_a_basis(name: str):
+    model, (x, *xs) = built(name, 5)
+    factors = empty(model, x)
+    fold(factors, model, x, xs[0])  # two batches without a basis
+    invert(factors.blocks, 0.1)
+    block = block_of(factors, model)
+    for k, y in enumerate(xs[1:], 1):
+        fold(factors, model, y)
+        weights = [DECAY ** (k - j) / sum(DECAY**i for i in range(k)) for j in range(1, k + 1)]
+        close(block.values, sum(w * exact(block, model, y) for w, y in zip(weights, xs[1:], strict=False)))
+        assert (block.updates, block.seen) == (k + 2, k)
+
+
+@some_models
+def test_samples_before_the_basis_do_not_count_in_it(name: str):
+    model, (x, y, z) = built(name, 3)
+    factors = empty(model, x)
+    fold(factors, model, x)
+    record(factors, model, y, unit_vectors)
+    invert(factors.blocks, 0.1)
+    record(factors, model, z, unit_vectors)
+    factors.fold(DECAY)
+    block = block_of(factors, model)
+    close(block.values, exact(block, model, z))
+
+
+def everything(block: Any) -> list[Tensor]:
+    found = [block.rows, block.columns, block.values, block.row_values, block.column_values]
+    return [t.clone() for t in [*found, block.inverse.rows, block.inverse.columns, block.inverse.values]]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@some_models
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_batches_that_are_not_finite_or_discarded_are_left_out(name: str, bad: float):
+    model, (x, y, z) = built(name, 3)
+    factors, block = started(model, x)
+    fold(factors, model, y)
+    before = everything(block)
+    fold(factors, model, z, vectors=lambda output: bad * unit_vectors(output))
+    record(factors, model, z, unit_vectors)
+    factors.discard()
+    factors.fold(DECAY)
+    assert same(everything(block), before)
+    other, theirs = started(model, x)
+    fold(factors, model, z)
+    fold(other, model, y, z)
+    assert same(everything(block), everything(theirs))
+
+
+def test_squares_that_overflow_leave_the_factors_alone_too():
+    model, (x, y) = built("no_bias", 2)
+    model, x, y = nn.Sequential(model[0]).float(), x.float(), y.float()
+    factors, block = started(model, x)
+    fold(factors, model, y)
+    before = everything(block)
+    fold(factors, model, 1e15 * y, vectors=lambda output: 1e6 * unit_vectors(output))
+    assert same(everything(block), before) and (block.updates, block.seen) == (2, 1)
+
+
+def reloaded(block: Block, device: str) -> Any:
+    file = io.BytesIO()
+    torch.save(block.state(), file)
+    file.seek(0)
+    return Block.restore(torch.load(file, weights_only=True), torch.device(device))
+
+
+@some_models
+@pytest.mark.parametrize("stop", range(7))
+def test_going_on_from_a_checkpoint_is_bitwise_the_same(name: str, stop: int, device: str):
+    """Saved before and after there is a basis, a batch in it, and another basis."""
+    model, (x, *xs) = built(name, 4, device)
+    factors = empty(model, x)
+    steps: list[Callable[[], None]] = []
+    for y in xs:
+        steps += [lambda y=y: fold(factors, model, y), lambda: invert(factors.blocks, 0.1)]
+    for step in steps[:stop]:
+        step()
+    place = next(k for k, b in enumerate(factors.blocks) if isinstance(b, EigenBlock))
+    kept, again = factors.blocks[place], reloaded(factors.blocks[place], device)
+    assert type(again) is EigenBlock and again.bytes == kept.bytes
+    for own in (kept, again):
+        factors.blocks[place] = own
+        for step in steps[stop:]:
+            step()
+    assert same(everything(kept), everything(again))
+    assert (kept.updates, kept.seen) == (again.updates, again.seen) == (3, 2)
+
+
+def test_inverting_takes_blocks_of_all_kinds_and_those_that_saw_nothing():
+    model, (x,) = running_blocks.batches(1)
+    pair = [empty(model, x, kind=kind) for kind in (EigenBlock, KroneckerBlock)]
+    for factors in pair:
+        fold(factors, model, x)
+    blocks, unseen = [b for factors in pair for b in factors.blocks], empty(model, x, kind=KroneckerBlock).blocks[:1]
+    assert {type(b) for b in blocks} == {DiagonalBlock, EigenBlock, KroneckerBlock}
+    invert([*unseen, *blocks], 0.1)
+    assert all(b.is_ready for b in blocks) and not unseen[0].is_ready
+    eigen, kronecker = (block_of(factors, model, "head.weight") for factors in pair)
+    assert eigen.inverse.values is not None and kronecker.inverse.values is None
+
+
+def test_a_layer_that_nothing_reaches_has_a_finite_inverse():
+    model, (x, y) = built("linear", 2)
+    nothing = lambda output: 0 * unit_vectors(output)
+    factors = empty(model.float(), x.float())
+    for part in (x, y):
+        fold(factors, model, part.float(), vectors=nothing)
+        invert(factors.blocks, 0.1)
+    block = block_of(factors, model)
+    assert float(block.values.abs().max()) == 0 and bool(torch.isfinite(block.inverse.values).all())

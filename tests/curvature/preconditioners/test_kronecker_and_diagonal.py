@@ -1,0 +1,297 @@
+"""Kronecker factors and diagonals against their definitions, and what is solved with them against dense matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature.preconditioners.block_diagonal
+from curvature import capture
+from curvature.preconditioners import Block, RunningFactors
+from curvature.preconditioners.diagonal import DiagonalBlock
+from curvature.preconditioners.kronecker import KroneckerBlock
+from support.cases.case import Raw, seeded
+from support.running_blocks import (
+    MODELS,
+    N,
+    batches,
+    block_of,
+    close,
+    full,
+    jacobians,
+    normal_vectors,
+    record,
+    recorded,
+    unit_vectors,
+)
+
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def built(name: str, device: str = "cpu") -> tuple[nn.Module, Tensor]:
+    make, inputs = MODELS[name]
+    with seeded(0):
+        model, x = make().to(device, torch.float64), inputs()
+    return model, x.to(device, torch.float64 if x.is_floating_point() else x.dtype)
+
+
+def dense(block: KroneckerBlock) -> Tensor:
+    """Over the groups, block-diagonal, of the flattened (g, o, i)."""
+    assert block.rows is not None and block.columns is not None
+    rows, columns = full(block.rows), full(block.columns)
+    return torch.block_diag(*[torch.kron(r, c) for r, c in zip(rows, columns, strict=True)])
+
+
+@each_model
+@pytest.mark.parametrize("limit", [2048, 3])
+def test_solve_is_dense(name: str, limit: int, device, monkeypatch):
+    """(kron(B, A) + damping I)^-1; a side beyond the limit is a diagonal."""
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
+    model, x = built(name, device)
+    block = block_of(recorded(model, x), model)
+    assert isinstance(block, KroneckerBlock) and block.reason == ""
+    parameters = dict(model.named_parameters())
+    gradients = [torch.sin(7 * parameters[k].detach()) for k in block.names]
+    matrix = dense(block)
+    eye = torch.eye(len(matrix), device=device, dtype=matrix.dtype)
+    assert block.dimension == len(matrix) == sum(g.numel() for g in gradients)
+    close(block.mean_eigenvalue, matrix.trace() / len(matrix))
+    for damping in (0.03, 2.0):
+        block.decompose(damping)
+        found = block.solve(gradients)
+        right = block.scheme.arrangement.arranged(gradients).flatten()
+        u = torch.linalg.solve(matrix + damping * eye, right)
+        close(block.scheme.arrangement.arranged(found).flatten(), u)
+        assert [f.shape for f in found] == [g.shape for g in gradients]
+
+
+@each_model
+def test_restored_is_the_inverse_of_arranged(name: str):
+    model, x = built(name)
+    block = block_of(recorded(model, x), model)
+    parameters = [dict(model.named_parameters())[k].detach() for k in block.names]
+    arrangement = block.scheme.arrangement
+    for found, right in zip(arrangement.restored(arrangement.arranged(parameters)), parameters, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_arranged_is_groups_outputs_inputs():
+    """With the bias as the last input."""
+    model, x = built("grouped_conv")
+    weight, bias = (p.detach() for p in model.parameters())
+    expected = torch.cat([weight.reshape(2, 3, 6), bias.reshape(2, 3, 1)], 2)
+    assert torch.equal(block_of(recorded(model, x), model).scheme.arrangement.arranged([weight, bias]), expected)
+    model, x = built("transformers_conv1d")
+    block = block_of(recorded(model, x), model)
+    weight, bias = (p.detach() for p in model.parameters())
+    expected = torch.cat([weight.T, bias[:, None]], 1)[None]
+    assert torch.equal(block.scheme.arrangement.arranged([weight, bias]), expected)
+
+
+@pytest.mark.parametrize("name", ["linear", "places", "conv", "grouped_conv", "conv_transpose", "transformers_conv1d"])
+def test_a_block_is_a_layer(name: str):
+    """Weight and bias together."""
+    model, x = built(name)
+    assert block_of(recorded(model, x), model).names == ("0.weight", "0.bias")
+
+
+def test_factors_are_their_definitions(device):
+    model, x = built("linear", device)
+    block = block_of(recorded(model, x), model)
+    a = torch.cat([x, x.new_ones(N, 1)], 1)
+    slopes = 1 - model[0](x).tanh().square()
+    b = model[2].weight.T * slopes[:, :, None]  # (n, o, vector)
+    close(block.columns[0], a.T @ a / N)
+    close(block.rows[0], (b @ b.mT).mean(0).detach())
+
+
+def test_factors_of_a_convolution_are_sums_over_pixels(device):
+    """Patches by `unfold`, backprops by the chain rule: an output is its pre-activation's tanh."""
+    model, x = built("conv", device)
+    block = block_of(recorded(model, x), model)
+    patches = F.unfold(x, 2).transpose(1, 2)
+    a = torch.cat([patches, torch.ones_like(patches[..., :1])], 2).flatten(0, 1)
+    slopes = (1 - model(x).square()).flatten(2)
+    close(block.columns[0], a.T @ a / len(a))
+    close(block.rows[0], torch.diag(slopes.square().sum((0, 2)) / N).detach())
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_linear_networks_are_exact(layers: int, device):
+    """Every block is J^T J / N, where the backprops do not depend on the sample."""
+    with seeded(0):
+        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)]).to(device, torch.float64)
+        x = torch.randn(N, 3, dtype=torch.float64).to(device)
+    exactly, roughly = recorded(model, x), recorded(model, x, normal_vectors(500))
+    for k in range(layers):
+        names = [f"{k}.weight", f"{k}.bias"]
+        weight, bias = jacobians(model, x, names)
+        j = torch.cat([weight, bias[..., None]], 3).flatten(2).flatten(0, 1)
+        expected = j.T @ j / N
+        close(dense(block_of(exactly, model, names[0])), expected)
+        close(dense(block_of(roughly, model, names[0])), expected, rtol=0.15)
+    if layers == 1:
+        close(block_of(exactly, model).rows[0], torch.eye(3, dtype=x.dtype, device=x.device))
+
+
+def test_transposed_convolutions_are_exact_with_a_term_for_every_place():
+    layer, x = nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1).double(), torch.randn(N, 2, 4).double()
+    block = block_of(recorded(layer, x), layer)
+    weight, bias = jacobians(layer, x, block.names)
+    j = block.scheme.arrangement.arranged([weight.flatten(0, 1), bias.flatten(0, 1)]).flatten(1)
+    close(dense(block), j.T @ j / N)
+
+
+def test_embeddings_are_exact_where_backprops_are_constant():
+    model, x = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)).double(), torch.arange(N) % 4
+    (j,) = jacobians(model, x, ["0.weight"])
+    j = j.mT.flatten(2).flatten(0, 1)  # outputs are the features, inputs the rows
+    close(dense(block_of(recorded(model, x), model)), j.T @ j / N)
+
+
+def uses_of(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(a, b) of all reads of the first parameter, one row a place, for one vector."""
+    with capture(model) as tape:
+        output = model(x)
+    found = []
+    name = next(iter(model.named_parameters()))[0]
+    for use, b in zip(tape.uses, tape.backprops(output, normal_vectors(1)(output.detach())), strict=True):
+        if name in use.names and not use.is_transpose:
+            assert use.activation is not None and b is not None
+            one_hot = use.function is F.embedding
+            a = F.one_hot(use.activation, 5).to(b.dtype) if one_hot else use.activation
+            found.append((a.flatten(0, -2), b[0].flatten(0, -2)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["embedding", "tied_words", "transposed_words", "tied_autoencoder_square"])
+def test_tied_weights_add_the_trace_of_all_uses(name: str):
+    model, x = built(name)
+    block = block_of(recorded(model, x, normal_vectors(1)), model)
+    total = sum(a.square().sum(1).mean() * b.square().sum() / N for a, b in uses_of(model, x))
+    close(block.mean_eigenvalue * block.dimension, torch.as_tensor(total))
+
+
+@pytest.mark.parametrize("name", ["tied_words", "transposed_words", "tied_autoencoder", "tied_autoencoder_square"])
+def test_sides_of_tied_weights_are_those_of_the_weight(name: str):
+    """Where one read exchanges inputs and outputs (an embedding and its decoder, W and W^T), so do its factors."""
+    model, x = built(name)
+    (a, b), (c, d) = uses_of(model, x)
+    if name.startswith("tied_autoencoder"):
+        pairs = [(b.T @ b, a.T @ a), (c.T @ c, d.T @ d)]
+    else:
+        pairs = [(torch.diag(a.sum(0)), b.T @ b), (d.T @ d, c.T @ c)]
+    block = block_of(recorded(model, x, normal_vectors(1)), model)
+    for k, side in enumerate((block.rows, block.columns)):
+        expected, found = sum(pair[k] * pair[1 - k].trace() for pair in pairs), full(side)[0]
+        expected = expected if side.ndim == 3 else expected.diagonal().diag()
+        close(found / found.trace(), expected / expected.trace())
+
+
+@pytest.mark.parametrize("name", ["linear", "no_bias"])
+def test_sharing_is_the_same_with_one_place(name: str):
+    model, x = built(name)
+    one, two = (block_of(recorded(model, x, sharing=sharing), model) for sharing in ("expand", "reduce"))
+    close(one.rows, two.rows)
+    close(one.columns, two.columns)
+
+
+def test_samples_that_share_their_number_with_features():
+    """Flattened places, as transformers' Conv1D has them: (N * t, o) with o = N says nothing of where samples are."""
+    run = lambda m, x: m.inner(x.flatten(0, 1)).view(N, 3, N).tanh()
+    model = Raw(run, inner=nn.Linear(4, N)).double()
+    assert block_of(recorded(model, torch.randn(N, 3, 4).double()), model).structure == "kronecker"
+
+
+@pytest.mark.parametrize("flattened", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_smaller_batch_at_the_end(size: int, flattened: bool):
+    """One sample; as many samples as features, as above."""
+    run = lambda m, x: m.inner(x.flatten(0, 1) if flattened else x).view(len(x), 3, 2).tanh()
+    model = Raw(run, inner=nn.Linear(4, 2)).double()
+    factors = recorded(model, torch.randn(N, 3, 4).double())
+    record(factors, model, torch.randn(size, 3, 4).double(), unit_vectors)
+    factors.fold(0.95)
+    assert [block.updates for block in factors.blocks] == [2] * len(factors.blocks)
+
+
+def test_one_sample_has_kronecker_factors():
+    model, x = built("linear")
+    assert {block.structure for block in recorded(model, x[:1]).blocks} == {"kronecker"}
+
+
+NAMES = ["norm.weight", "norm.bias", "place", "scale"]
+
+
+def test_diagonal_is_exact_with_all_vectors(device):
+    model, (x,) = batches(1, device=device)
+    factors = recorded(model, x)
+    for name, j in zip(NAMES, jacobians(model, x, NAMES), strict=True):
+        block = block_of(factors, model, name)
+        assert isinstance(block, DiagonalBlock) and block.reason and block.values is not None
+        close(block.values, j.square().sum(1).mean(0))
+        block.decompose(0.1)
+        close(block.solve([j[0, 0]])[0], j[0, 0] / (block.smoothed + 0.1))
+        close(block.mean_eigenvalue, block.values.mean())
+
+
+def test_diagonal_is_unbiased(device):
+    model, (x,) = batches(1, device=device)
+    draws = [recorded(model, x, normal_vectors(1, seed)) for seed in range(200)]
+    for name, j in zip(NAMES, jacobians(model, x, NAMES), strict=True):
+        values = torch.stack([block_of(factors, model, name).values for factors in draws])
+        error = values.std(0) / math.sqrt(len(values))
+        assert ((values.mean(0) - j.square().sum(1).mean(0)).abs() <= 4.5 * error).all(), name
+
+
+def moments(block: Block) -> list[Tensor]:
+    found = [getattr(block, name, None) for name in ("rows", "columns", "values")]
+    return [t for t in found if t is not None]
+
+
+def averaged(model: nn.Module, xs: Sequence[Tensor], decay: float = 0.9) -> RunningFactors:
+    factors = RunningFactors()
+    for x in xs:
+        record(factors, model, x, normal_vectors(1))
+        factors.fold(decay)
+    return factors
+
+
+def test_averages_are_debiased():
+    model, xs = batches(1, 2, 3)
+    each = [averaged(model, [x]).blocks for x in xs]
+    weights = torch.tensor([0.9**2, 0.9, 1.0], dtype=torch.float64)
+    weights /= weights.sum()
+    for k, block in enumerate(averaged(model, xs).blocks):
+        for found, *parts in zip(moments(block), *(moments(other[k]) for other in each), strict=True):
+            close(found, sum(w * part for w, part in zip(weights, parts, strict=True)))
+
+
+@pytest.mark.parametrize("scales", [(1, 2, math.nan), (1, math.inf, 2), (math.nan, 1, 2)])
+def test_batches_that_are_not_finite_are_as_if_they_had_not_been(scales: tuple[float, ...]):
+    model, xs = batches(*scales)
+    expected = averaged(model, [x for x in xs if torch.isfinite(x).all()])
+    for block, right in zip(averaged(model, xs).blocks, expected.blocks, strict=True):
+        for found, wanted in zip(moments(block), moments(right), strict=True):
+            close(found, wanted)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 4), (2, 2, 2)])
+def test_batches_before_one_fold_are_one_batch(sizes: tuple[int, ...]):
+    """Equal or not: each sample counts the same."""
+    model, (x,) = batches(1)
+    v = normal_vectors(1)(model(x))
+    whole, cut = RunningFactors(), RunningFactors()
+    record(whole, model, x, lambda output: v)
+    for part, w in zip(x.split(sizes), v.split(sizes, 1), strict=True):
+        record(cut, model, part, lambda output, w=w: w)
+    for factors in (whole, cut):
+        factors.fold(0.95)
+    for block, right in zip(cut.blocks, whole.blocks, strict=True):
+        for found, wanted in zip(moments(block), moments(right), strict=True):
+            close(found, wanted)

@@ -1,0 +1,398 @@
+"""What a capture records, what it sends back, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import checkpoint
+
+from curvature import Tape, Use, capture
+from support.cases.case import Raw, seeded
+from support.oracles.brute_force import forward
+from support.snapshots import unchanged
+
+
+def active_modes() -> int:
+    return torch._C._len_torch_function_stack()
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def built(make: Callable[[], nn.Module], device: str = "cpu") -> nn.Module:
+    with seeded(0):
+        return make().to(device, torch.float64)
+
+
+def draw(*shape: int, device: str = "cpu", seed: int = 1) -> Tensor:
+    with seeded(seed):
+        return torch.randn(*shape, dtype=torch.float64).to(device)
+
+
+def weight_gradient(use: Use, b: Tensor) -> dict[str, Tensor]:
+    """{argument: gradient} of one use of a linear layer or an embedding, from its activation and its backprop alone."""
+    a = use.activation
+    assert a is not None and use.shape == b.shape
+    if use.function is F.embedding:
+        assert use.call is not None
+        table = torch.zeros_like(use.call.args["weight"])
+        return {"weight": table.index_add_(0, a.flatten(), b.flatten(0, -2))}
+    assert use.function is F.linear
+    found = {"weight": b.flatten(0, -2).T @ a.flatten(0, -2), "bias": b.flatten(0, -2).sum(0)}
+    return {slot: found[slot] for slot in use.slots}
+
+
+def assert_explains(model: nn.Module, tape: Tape, output: Tensor, device: str) -> None:
+    """The gradient of every parameter, for one vector and for several, is the sum over its uses."""
+    for k in (1, 3):
+        vectors = draw(k, *output.shape, device=device, seed=2)
+        backprops = tape.backprops(output, vectors)
+        assert len(backprops) == len(tape.uses)
+        for j, v in enumerate(vectors):
+            found: dict[str, Tensor] = {}
+            for use, b in zip(tape.uses, backprops, strict=True):
+                assert b is not None and b.shape == (k, *use.shape) and not b.requires_grad
+                for slot, gradient in weight_gradient(use, b[j]).items():
+                    (name,) = use.slots[slot].names
+                    found[name] = found.get(name, 0) + gradient
+            parameters = dict(model.named_parameters())
+            assert found.keys() == parameters.keys()
+            expected = torch.autograd.grad(output, list(parameters.values()), v, retain_graph=True)
+            for name, right in zip(parameters, expected, strict=True):
+                torch.testing.assert_close(
+                    found[name], right, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+                )
+
+
+class Tied(nn.Module):
+    """An embedding, its transpose read outside its module, and a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.inner(self.inner(self.words(x)).tanh()), self.words.weight)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.first(x).tanh(), x, use_reentrant=False)
+        return self.last(checkpoint(self.second, x, use_reentrant=False))
+
+
+def in_place() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.SiLU(inplace=True), nn.Linear(4, 2)
+    )
+
+
+def overwritten(m: nn.Module, x: Tensor) -> Tensor:
+    z = m.first(x)
+    z.mul_(2).add_(1)
+    z[:, 0] = 0
+    return m.last(z)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[str], Any]]] = {
+    "plain": (sequential, lambda device: draw(5, 3, device=device)),
+    "leading_dimensions": (sequential, lambda device: draw(5, 2, 6, 3, device=device)),
+    "in_place": (in_place, lambda device: draw(5, 3, device=device)),
+    "overwritten": (
+        lambda: Raw(overwritten, first=nn.Linear(3, 4), last=nn.Linear(4, 2)),
+        lambda device: draw(5, 3, device=device),
+    ),
+    "twice": (
+        lambda: Raw(lambda m, x: m.inner(m.inner(x).tanh()), inner=nn.Linear(3, 3)),
+        lambda device: draw(5, 3, device=device),
+    ),
+    "tied": (Tied, lambda device: torch.arange(6, device=device).reshape(2, 3) % 5),
+    "outside": (
+        lambda: Raw(lambda m, x: F.linear(x, m.inner.weight, bias=m.inner.bias).sin(), inner=nn.Linear(3, 2)),
+        lambda device: draw(5, 3, device=device),
+    ),
+    "checkpoint": (Checkpointed, lambda device: draw(5, 3, device=device)),
+    "tuple": (
+        lambda: Raw(lambda m, x, y: m.inner(x) * y, inner=nn.Linear(3, 2)),
+        lambda device: (draw(5, 3, device=device), draw(5, 2, device=device)),
+    ),
+    "dict": (
+        lambda: Raw(lambda m, x, *, scale=1: m.inner(x).tanh() * scale, inner=nn.Linear(3, 2)),
+        lambda device: {"x": draw(5, 3, device=device), "scale": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_backprops(name: str, device):
+    make, inputs = MODELS[name]
+    model = built(make, device)
+    with capture(model) as tape:
+        output = forward(model, inputs(device))
+    assert_explains(model, tape, output, device)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_are_the_same_as_without(name: str, device):
+    make, inputs = MODELS[name]
+    model, x = built(make, device), inputs(device)
+    expected = forward(model, x)
+    with capture(model):
+        found = forward(model, x)
+    assert torch.equal(found, expected) and found.requires_grad
+
+
+def test_backprops_of_one_layer_are_the_gradient_at_its_output():
+    """By hand, with no parameter in between."""
+    model, x = built(in_place), draw(5, 3)
+    with capture(model) as tape:
+        output = model(x)
+    v = draw(2, *output.shape)
+    z = (x @ model[0].weight.T + model[0].bias).detach().requires_grad_()
+    later = model[4](F.silu(model[2](z.relu())))
+    for j, b in enumerate(tape.backprops(output, v)[0]):
+        (expected,) = torch.autograd.grad(later, z, v[j], retain_graph=True)
+        torch.testing.assert_close(b, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_two_forward_passes_before_one_backward(device):
+    model = built(sequential, device)
+    with capture(model) as tape:
+        one, two = model(draw(5, 3, device=device)), model(draw(4, 3, device=device, seed=7))
+    assert [use.shape for use in tape.uses] == [(5, 4), (5, 2), (4, 4), (4, 2)]
+    assert_explains(model, tape, (one.sum(0) * two.sum(0)).cos(), device)
+    v, w = draw(2, 5, 2, device=device), draw(2, 4, 2, device=device, seed=3)
+    both = tape.backprops([one, two], [v, w])
+    for found, right in zip(both[:2], tape.backprops(one, v)[:2], strict=True):
+        torch.testing.assert_close(found, right)
+    assert tape.backprops(one, v)[2:] == [None, None]
+
+
+# -- what is recorded
+
+
+def test_uses(device):
+    model, x = built(sequential, device), draw(5, 3, device=device)
+    with capture(model) as tape:
+        output = model(x)
+    first, second = tape.uses
+    assert (first.names, second.names) == ({"0.weight", "0.bias"}, {"2.weight", "2.bias"})
+    assert (first.index, second.index) == (0, 1)
+    assert (first.shape, second.shape) == ((5, 4), (5, 2))
+    assert {slot: set(node.names) for slot, node in first.slots.items()} == {"weight": {"0.weight"}, "bias": {"0.bias"}}
+    assert all(isinstance(use.edge, GradientEdge) and use.function is F.linear for use in tape.uses)
+    assert second.edge is not None and second.edge.node is output.grad_fn
+    assert second.activation is not None and not second.activation.requires_grad
+    torch.testing.assert_close(second.activation, (x @ model[0].weight.T + model[0].bias).tanh().detach())
+    assert list(tape.parameters) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_activations_are_views():
+    """Of what the layer received, whatever the layer; also where that is itself a view, and of what it passes on."""
+    seen: list[Tensor] = []
+    layers = [nn.Linear(4, 4), nn.Conv1d(3, 3, 2), nn.LayerNorm(3), nn.PReLU(), nn.Embedding(6, 2)]
+    for layer in layers:
+        x = torch.arange(48).reshape(2, 2, 12)[:, :, 3:6].transpose(1, 2) % 6
+        x = x if isinstance(layer, nn.Embedding) else x.double().repeat(1, 1, 2)
+        x = x[..., :3] if isinstance(layer, nn.LayerNorm) else x
+        layer.double().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        with capture(layer) as tape:
+            layer(x)
+        a = tape.uses[0].activation
+        assert a is not None and seen[-1] is x
+        assert (a.data_ptr(), a.stride(), a.shape) == (x.data_ptr(), x.stride(), x.shape), layer
+    model = built(sequential)
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with capture(model) as tape:
+        model(draw(5, 3))
+    assert tape.uses[1].activation is not None
+    assert tape.uses[1].activation.data_ptr() == seen[-1].data_ptr()
+
+
+def test_activation_where_another_argument_is_frozen(device):
+    """transformers' Conv1D is ``addmm(bias, x, weight)``: a frozen bias is no activation."""
+    run = lambda m, x: torch.addmm(m.bias, x, m.weight)
+    model, x = built(lambda: Raw(run, weight=(3, 2), bias=(2,)), device), draw(5, 3, device=device)
+    model.bias.requires_grad_(False)
+    with capture(model) as tape:
+        model(x)
+    (use,) = tape.uses
+    assert use.names == {"weight"} and use.activation is not None
+    assert use.activation.data_ptr() == x.data_ptr()
+
+
+def test_factor_of_activations_is_one_einsum(device):
+    """The recipe of the design: every layer's activations, whatever its dimensions, as (n, t, i)."""
+    model, x = built(sequential, device), draw(5, 6, 3, device=device)
+    with capture(model) as tape:
+        model(x)
+    a = tape.uses[0].activation
+    found = torch.einsum("nti,ntj->ij", a, a)
+    expected = sum(torch.outer(row, row) for row in x.reshape(-1, 3))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_parameters_inside_library_modules():
+    """The output projection of an attention, whose forward is never called; every step of a recurrent layer."""
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    with capture(attention) as tape:
+        attention(*[torch.randn(2, 3, 4)] * 3)
+    read = set().union(*(use.names for use in tape.uses))
+    assert read == {name for name, _ in attention.named_parameters()}
+    lstm = nn.LSTM(3, 4, batch_first=True)
+    with capture(lstm) as tape:
+        lstm(torch.randn(2, 5, 3))
+    assert sum("weight_hh_l0" in use.names and use.function is F.linear for use in tape.uses) == 5
+
+
+def test_transposed_parameter_keeps_its_name():
+    model = Raw(lambda m, x: m.words(x) @ m.words.weight.T, words=nn.Embedding(5, 4))
+    with capture(model) as tape:
+        model(torch.tensor([[1, 2]]))
+    assert all(use.names == {"words.weight"} for use in tape.uses)
+
+
+def test_frozen_parameters_are_not_recorded():
+    model = built(sequential)
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    with capture(model) as tape:
+        model(draw(5, 3))
+    (use,) = tape.uses
+    assert use.names == {"2.weight"} and list(tape.parameters) == ["2.weight"]
+    assert use.activation is not None and use.activation.shape == (5, 4)
+
+
+def test_nothing_without_gradients_or_outside_the_context():
+    model, x = built(sequential), draw(5, 3)
+    with capture(model) as tape:
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                model(x)
+        assert tape.uses == []
+        model(x)
+        built(sequential)(x)  # another model
+        F.linear(x, model[0].weight)  # outside the forward pass
+    assert len(tape.uses) == 2
+    model(x)
+    assert len(tape.uses) == 2
+
+
+def test_a_capture_inside_a_capture():
+    model, x = built(sequential), draw(5, 3)
+    with capture(model) as outside:
+        with capture(model) as inside:
+            model(x)
+        model(x)
+    assert (len(inside.uses), len(outside.uses)) == (2, 4)
+
+
+# -- nothing is left behind
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_leaves_nothing_behind(name: str, device):
+    make, inputs = MODELS[name]
+    model, x = built(make, device), inputs(device)
+    with unchanged(model, x):
+        with capture(model) as tape:
+            output = forward(model, x)
+        tape.backprops(output, torch.ones(2, *output.shape, device=device, dtype=output.dtype))
+    assert active_modes() == 0
+
+
+class Failing(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.inner, self.error, self.fails = nn.Linear(3, 2), error, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.fails:
+            raise self.error("on purpose")
+        return x
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_leaves_nothing_behind_after_an_exception(error: type[BaseException]):
+    """An interrupt is what a notebook's stop button sends."""
+    model, x = Failing(error), torch.ones(5, 3)
+    try:
+        with unchanged(model), pytest.raises(error, match="on purpose"), capture(model):
+            model(x)
+        assert active_modes() == 0
+        model.fails = False
+        with capture(model) as tape:
+            model(x)
+        assert len(tape.uses) == 1
+    finally:
+        while active_modes():  # for the sake of the tests that follow
+            torch._C._pop_torch_function_stack()
+
+
+def test_an_exception_inside_the_context_is_survived():
+    """A forward pass may fail, be caught, and be tried again."""
+    model = Failing(ValueError)
+    with capture(model) as tape:
+        with pytest.raises(ValueError):
+            model(torch.ones(5, 3))
+        assert active_modes() == 0
+        model.fails = False
+        model(torch.ones(4, 3))
+    assert tape.uses[-1].shape == (4, 2)
+    with unchanged(model), pytest.raises(ZeroDivisionError), capture(model):
+        raise ZeroDivisionError
+
+
+def copies(model: nn.Module) -> dict[str, nn.Module]:
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    return {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.save": torch.load(saved, weights_only=False),
+    }
+
+
+def test_copies_during_a_capture_record_nothing():
+    model, x = built(sequential), draw(5, 3)
+    with capture(model) as tape:
+        twins = copies(model)
+        for twin in twins.values():
+            twin(x)
+        assert tape.uses == []
+        model(x)
+    assert len(tape.uses) == 2
+    for name, twin in twins.items():
+        assert torch.equal(twin(x), model(x)), name
+        with capture(twin) as other:
+            twin(x)
+        assert len(other.uses) == 2 and len(tape.uses) == 2, name
+    assert all(copies(twin) for twin in twins.values())
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="model"), capture([torch.zeros(2)]):  # type: ignore[arg-type]
+        pass
+    model = built(sequential)
+    with capture(model) as tape:
+        output = model(draw(5, 3))
+    for wrong in (draw(5, 2), draw(2, 5, 3), draw(1, 4, 2)):
+        with pytest.raises(ValueError, match="vectors"):
+            tape.backprops(output, wrong)

@@ -1,0 +1,275 @@
+"""Gradients, norms, Gram matrices and weighted sums of every kind of term, against plain sums over places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from curvature.terms import Convolved, ConvolvedBack, Dense, Entrywise, Outer, Part, Rows, Term, contractions
+from support.cases.case import seeded
+
+N = 5
+Sizes = tuple[int, ...]
+Built = tuple[Term, Tensor]  # a term, and the per-sample gradients that it stands for
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def outer(places: int, outputs: int, inputs: int) -> Built:
+    a, b = draw(N, places, 1, inputs), draw(N, places, 1, outputs)
+    rows = torch.zeros(N, outputs, inputs, dtype=torch.float64)
+    for n in range(N):
+        for t in range(places):
+            rows[n] += torch.outer(b[n, t, 0], a[n, t, 0])
+    return Outer(a, b, (outputs, inputs)), rows
+
+
+def transposed(places: int, outputs: int, inputs: int) -> Built:
+    """Of a parameter (outputs, inputs) that the layer reads as its transpose."""
+    term, rows = outer(places, inputs, outputs)
+    assert isinstance(term, Outer)
+    return term.transposed(), rows.mT
+
+
+def permuted(places: int, *sizes: int) -> Built:
+    """A three-axis parameter (i, g, o) of a contraction whose view is (g, o, i)."""
+    i, g, o = sizes
+    a, b = draw(N, places, g, i), draw(N, places, g, o)
+    return Outer(a, b, sizes, (g, o, i), (2, 0, 1)), torch.einsum("ntgo,ntgi->nigo", b, a)
+
+
+def grouped(places: int, groups: int, outputs: int, *inputs: int) -> Built:
+    """As a grouped convolution: the parameter is (groups * outputs, *inputs)."""
+    a, b = draw(N, places, groups, torch.Size(inputs).numel()), draw(N, places, groups, outputs)
+    parts = [torch.einsum("nto,nti->noi", b[:, :, g], a[:, :, g]) for g in range(groups)]
+    shape = (groups * outputs, *inputs)
+    return Outer(a, b, shape), torch.cat(parts, 1).reshape(N, *shape)
+
+
+def convolved(
+    rows: int, weight: tuple[int, ...], size: tuple[int, ...], stride: int, dilation: int, groups: int
+) -> Built:
+    """`rows` images a sample; the oracle is autograd of torch's own convolution, one sample at a time."""
+    convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(size)]
+    options = {"stride": stride, "dilation": dilation, "groups": groups}
+    x, w = draw(N, rows, weight[1] * groups, *size), draw(*weight).requires_grad_()
+    b = torch.randn_like(torch.stack([convolve(part, w, **options) for part in x])).detach()
+    found = [torch.autograd.grad(convolve(x[n], w, **options), w, b[n])[0] for n in range(N)]
+    spread = ((stride,) * len(size), (dilation,) * len(size))
+    return Convolved(x, b, weight, *spread, groups), torch.stack(found)
+
+
+def table(places: int, rows: int, width: int) -> Built:
+    index, values = torch.randint(rows, (N, places)), draw(N, places, width)
+    out = torch.zeros(N, rows, width, dtype=torch.float64)
+    for n in range(N):
+        for t in range(places):
+            out[n, index[n, t]] += values[n, t]
+    return Rows(index, values, (rows, width)), out
+
+
+def convolved_back(weight: tuple[int, ...], size: tuple[int, ...], stride: int, padding: int) -> Built:
+    """A transposed convolution."""
+    x, w = draw(N, 1, weight[0], *size), draw(*weight).requires_grad_()
+    options = {"stride": stride, "padding": padding}
+    b = torch.randn_like(torch.stack([F.conv_transpose2d(part, w, **options) for part in x])).detach()
+    found = [torch.autograd.grad(F.conv_transpose2d(x[n], w, **options), w, b[n])[0] for n in range(N)]
+    direct = Convolved(F.pad(b, [padding] * 4), x, weight, (stride,) * 2, (1, 1), 1)
+    return ConvolvedBack(direct, (padding,) * 2), torch.stack(found)
+
+
+def entrywise(places: int, features: int) -> Built:
+    a, b = draw(N, places, features), draw(N, places, features)
+    rows = (a * b).sum(1)
+    return Entrywise(Dense(rows), lambda: a, b), rows
+
+
+def part(start: int, rows: int, inner: Built) -> Built:
+    """Some rows of a parameter of `rows`."""
+    out = inner[1].new_zeros(N, rows, *inner[1].shape[2:])
+    out[:, start : start + inner[1].shape[1]] = inner[1]
+    return Part(inner[0], start, tuple(out.shape[1:])), out
+
+
+def outright(*shape: int) -> Built:
+    values = draw(N, *shape)
+    return Dense(values), values
+
+
+# Those whose name ends in "small" have few places, where inner products are cheaper; "large" the other way round.
+FAMILIES: dict[str, Callable[[], list[Built]]] = {
+    "outer_one_place": lambda: [outer(1, 3, 4)],
+    "outer_small": lambda: [outer(2, 30, 40)],
+    "outer_large": lambda: [outer(50, 2, 3)],
+    "grouped_one_place": lambda: [grouped(1, 3, 2, 4)],
+    "grouped_small": lambda: [grouped(2, 2, 20, 30)],
+    "grouped_large": lambda: [grouped(40, 2, 3, 2, 2)],
+    "depthwise": lambda: [grouped(9, 4, 1, 3)],
+    "convolved": lambda: [convolved(1, (4, 2, 3), (7,), 2, 1, 1)],
+    "convolved_small": lambda: [convolved(1, (12, 9, 3, 3), (4, 3), 1, 1, 1)],
+    "convolved_large": lambda: [convolved(1, (2, 1, 2, 2), (8, 8), 1, 1, 1)],
+    "convolved_groups": lambda: [convolved(2, (4, 2, 2, 3), (6, 7), 2, 1, 2)],
+    "convolved_dilation": lambda: [convolved(3, (2, 2, 2, 2), (5, 6), 1, 2, 1)],
+    "convolved_volume": lambda: [convolved(1, (2, 1, 2, 1, 2), (3, 4, 3), 1, 1, 1)],
+    "convolved_twice": lambda: [convolved(1, (6, 5, 2), (5,), 1, 1, 1), convolved(2, (6, 5, 2), (6,), 2, 1, 1)],
+    "rows_one_place": lambda: [table(1, 4, 3)],
+    "rows_small": lambda: [table(3, 50, 40)],
+    "rows_large": lambda: [table(60, 3, 2)],
+    "dense": lambda: [outright(2, 3)],
+    "dense_scalar": lambda: [outright()],
+    "transposed_small": lambda: [transposed(2, 30, 40)],
+    "transposed_large": lambda: [transposed(50, 4, 3)],
+    "permuted_one_place": lambda: [permuted(1, 4, 2, 3)],
+    "permuted": lambda: [permuted(3, 4, 2, 3)],
+    "twice_small": lambda: [outer(2, 60, 80), outer(1, 60, 80)],
+    "twice_large": lambda: [outer(20, 4, 3), outer(30, 4, 3)],
+    "steps": lambda: [outer(1, 4, 3) for _ in range(6)],
+    "tied_small": lambda: [table(2, 100, 60), outer(1, 100, 60)],
+    "tied_outer_first": lambda: [outer(2, 50, 40), table(3, 50, 40)],
+    "tied_large": lambda: [table(50, 4, 3), outer(40, 4, 3)],
+    "tied_transposed": lambda: [table(3, 30, 20), transposed(3, 30, 20)],
+    "tied_twice": lambda: [table(2, 50, 40), outer(3, 50, 40), table(4, 50, 40)],
+    "autoencoder": lambda: [outer(2, 6, 6), transposed(2, 6, 6)],
+    "mixed_with_dense": lambda: [outer(2, 5, 4), outright(5, 4), table(3, 5, 4)],
+    "convolved_back": lambda: [convolved_back((3, 2, 2, 3), (2, 3), 2, 1)],
+    "convolved_back_small": lambda: [convolved_back((16, 24, 3, 3), (2, 1), 1, 0)],
+    "entrywise": lambda: [entrywise(4, 3), outright(3)],
+    "parts_small": lambda: [
+        part(0, 140, outer(2, 60, 80)),
+        part(60, 140, outer(1, 80, 80)),
+        part(0, 140, outer(1, 60, 80)),
+    ],
+    "parts_large": lambda: [part(4, 7, outer(50, 3, 4)), part(1, 7, outer(40, 3, 4))],
+    "parts_that_overlap": lambda: [part(0, 5, outer(2, 3, 4)), part(2, 5, outer(1, 3, 4))],
+    "parts_beside_the_whole": lambda: [part(0, 5, outer(2, 3, 4)), outer(1, 5, 4), part(3, 5, outright(2, 4))],
+    "groups_beside_plain": lambda: [grouped(2, 2, 2, 3), outer(2, 4, 3)],
+}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_chunk = pytest.mark.parametrize("chunk", [1, 40, 1 << 24])
+
+
+def built(family: str, device: str) -> tuple[list[Term], Tensor]:
+    """The terms, and the sum of what they stand for."""
+    with seeded(3):
+        pairs = FAMILIES[family]()
+    total = torch.stack([rows for _, rows in pairs]).sum(0)
+    return [moved(term, device) for term, _ in pairs], total.to(device)
+
+
+def moved(term: Term, device: str) -> Term:
+    if isinstance(term, Part):
+        return replace(term, term=moved(term.term, device))
+    fields = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(term).items()}
+    if isinstance(term, ConvolvedBack | Entrywise):
+        fields["direct"] = moved(term.direct, device)
+    return type(term)(**fields)
+
+
+def assert_equal(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
+
+
+@each_family
+def test_gradients(family: str, device):
+    terms, rows = built(family, device)
+    assert_equal(contractions.gradients(terms), rows)
+    assert_equal(torch.stack([term.gradients() for term in terms]).sum(0), rows)
+    assert all(tuple(term.shape) == tuple(rows.shape[1:]) for term in terms)
+
+
+@each_chunk
+@each_family
+def test_norms_squared(family: str, chunk: int, device, monkeypatch):
+    monkeypatch.setattr(contractions, "CHUNK", chunk)
+    terms, rows = built(family, device)
+    assert_equal(contractions.norms_squared(terms), rows.reshape(N, -1).square().sum(1))
+
+
+@each_chunk
+@each_family
+def test_gram(family: str, chunk: int, device, monkeypatch):
+    monkeypatch.setattr(contractions, "CHUNK", chunk)
+    terms, rows = built(family, device)
+    flat = rows.reshape(N, -1)
+    assert_equal(contractions.gram(terms), flat @ flat.T)
+
+
+@each_family
+def test_weighted_sum(family: str, device):
+    terms, rows = built(family, device)
+    weights = torch.linspace(-1, 2, N, dtype=torch.float64, device=device)
+    assert_equal(contractions.weighted_sum(terms, weights), torch.einsum("n,n...->...", weights, rows))
+
+
+@each_family
+def test_samples(family: str, device):
+    terms, rows = built(family, device)
+    part = slice(1, 4)
+    assert_equal(contractions.gradients([term.samples(part) for term in terms]), rows[part])
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.endswith(("small", "large"))])
+@pytest.mark.parametrize("function", [contractions.norms_squared, contractions.gram])
+def test_gradients_are_built_only_where_that_is_cheaper(family: str, function, monkeypatch):
+    counted = []
+    build = contractions.gradients
+    monkeypatch.setattr(contractions, "gradients", lambda terms: counted.append(1) or build(terms))
+    function(built(family, "cpu")[0])
+    assert bool(counted) == family.endswith("large")
+
+
+def test_one_place_and_one_term_never_build(monkeypatch):
+    monkeypatch.setattr(contractions, "gradients", None)
+    for family in ("outer_one_place", "grouped_one_place", "rows_one_place"):
+        terms, _ = built(family, "cpu")
+        contractions.norms_squared(terms)
+
+
+def test_built_gradients_are_bounded_in_memory(monkeypatch):
+    """No more than CHUNK elements of per-sample gradients at once."""
+    sizes = []
+    build = contractions.gradients
+    monkeypatch.setattr(contractions, "CHUNK", 2 * 2 * 3)
+    monkeypatch.setattr(contractions, "gradients", lambda terms: sizes.append(build(terms)) or sizes[-1])
+    contractions.norms_squared(built("outer_large", "cpu")[0])
+    assert [g.numel() for g in sizes] == [12, 12, 6]
+
+
+def test_merged_joins_the_steps_of_one_weight_only():
+    steps = built("steps", "cpu")[0]
+    (one,) = contractions.merged(steps)
+    assert isinstance(one, Outer) and one.a.shape == (N, 6, 1, 3)
+    assert len(contractions.merged(built("tied_twice", "cpu")[0])) == 3
+    assert len(contractions.merged(built("autoencoder", "cpu")[0])) == 2
+    assert len(contractions.merged(built("groups_beside_plain", "cpu")[0])) == 2
+
+
+def test_norms_of_terms_that_cancel_are_not_negative():
+    term = built("outer_small", "cpu")[0][0]
+    assert isinstance(term, Outer)
+    terms: list[Term] = [term, Outer(term.a, -term.b, term.shape)]
+    assert (contractions.norms_squared(terms) >= 0).all()
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved") and "back" not in name])
+def test_unfolded_convolutions_are_the_same(family: str, device):
+    terms, rows = built(family, device)
+    outers = [contractions.unfolded(term) for term in terms]
+    assert all(isinstance(term, Outer) for term in outers)
+    assert_equal(contractions.gradients(outers), rows)
+
+
+def test_transposed_twice_is_the_same_and_needs_a_matrix():
+    term, rows = outer(2, 3, 4)
+    assert isinstance(term, Outer)
+    assert_equal(term.transposed().transposed().gradients(), rows)
+    with pytest.raises(ValueError, match="matrix"):
+        Outer(draw(N, 2, 1, 8), draw(N, 2, 1, 3), (3, 4, 2)).transposed().transposed()

@@ -1,0 +1,288 @@
+"""Models, blocks, functions and steps under ``torch.compile``: numbers as uncompiled, and nothing compiled again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import Raw
+from support.compiled import Net, assert_close, batch, closure_of_loss, draw, net, values
+
+Made = tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]
+How = Callable[[nn.Module, Any, dict[str, Any]], Made]
+
+
+def given(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Made:
+    compiled = torch.compile(model, **options)
+    return compiled, optimizer(compiled)
+
+
+def before(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Made:
+    return torch.compile(model, **options), optimizer(model)
+
+
+def after(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Made:
+    opt = optimizer(model)
+    return torch.compile(model, **options), opt
+
+
+def in_place(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Made:
+    model.compile(**options)
+    return model, optimizer(model)
+
+
+def in_place_after(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Made:
+    opt = optimizer(model)
+    model.compile(**options)
+    return model, opt
+
+
+def warmed_up(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Made:
+    """Compiled code that knows of no hooks."""
+    compiled = torch.compile(model, **options)
+    compiled(batch(0)[0])
+    return compiled, optimizer(model)
+
+
+def in_blocks(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Made:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(**options)
+    return model, optimizer(model)
+
+
+def in_wrapped_blocks(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Made:
+    model.blocks = nn.ModuleList([torch.compile(block, **options) for block in model.blocks])  # type: ignore[union-attr]
+    return model, optimizer(model)
+
+
+def in_a_function(model: nn.Module, optimizer: Any, options: dict[str, Any]) -> Made:
+    return torch.compile(lambda x: model(x) * 1.0, **options), optimizer(model)
+
+
+WAYS: list[How] = [given, before, after, in_place, in_place_after, warmed_up, in_a_function]
+BLOCKWISE: list[How] = [in_blocks, in_wrapped_blocks]
+
+
+def train(call: Callable[[Tensor], Any], opt: Any, steps: range, evaluate: bool = False) -> None:
+    for k in steps:
+        x, y = batch(k)
+        opt.zero_grad()
+        F.cross_entropy(call(x), y).backward()
+        opt.step()
+        if evaluate:
+            with torch.no_grad():
+                call(x)
+
+
+CELLS = [
+    *((KFAC, how) for how in (*WAYS, *BLOCKWISE)),
+    *((o, how) for o in (EKFAC, NaturalGradient) for how in WAYS[:2]),
+]
+CELLS += [(NaturalGradient, warmed_up), (NaturalGradient, BLOCKWISE[0])]
+
+
+@pytest.mark.parametrize("optimizer, how", CELLS, ids=lambda part: part.__name__)
+def test_same_numbers_as_uncompiled(optimizer: Any, how: How, steps: int = 16):
+    """In one graph; compiled once, or not at all where every step captures."""
+    plain, model, backend = net(), net(), CompileCounter()
+    train(plain, optimizer(plain), range(steps))
+    call, opt = how(model, optimizer, {"backend": backend, "fullgraph": True})
+    train(call, opt, range(steps))
+    assert_close(values(model), values(plain))
+    warm = how is warmed_up
+    assert backend.frame_count == (warm if optimizer is NaturalGradient else 1), backend.frame_count
+
+
+@pytest.mark.parametrize("how", [given, before, in_place, in_a_function], ids=lambda how: how.__name__)
+def test_graph_breaks_of_the_model_itself(how: How):
+    plain, model, backend = net(Net), net(Net), CompileCounter()
+    train(plain, KFAC(plain), range(16))
+    call, opt = how(model, KFAC, {"backend": backend})
+    train(call, opt, range(14))
+    count = backend.frame_count
+    train(call, opt, range(14, 16))
+    assert_close(values(model), values(plain))
+    assert 1 < backend.frame_count == count
+
+
+@pytest.mark.parametrize("how", [given, before, in_place], ids=lambda how: how.__name__)
+def test_evaluation_between_steps(how: How):
+    """A second compilation, as without the optimizer: gradients are off."""
+    plain, model, backend = net(), net(), CompileCounter()
+    train(plain, KFAC(plain), range(16))
+    call, opt = how(model, KFAC, {"backend": backend, "fullgraph": True})
+    train(call, opt, range(16), evaluate=True)
+    assert_close(values(model), values(plain))
+    assert backend.frame_count == 2
+
+
+def test_the_default_backend():
+    one, two = (nn.Linear(4, 3).double() for _ in range(2))
+    two.load_state_dict(one.state_dict())
+    call = torch.compile(two, mode="reduce-overhead")
+    train(one, KFAC(one), range(12))
+    train(call, KFAC(two), range(12))
+    assert_close(values(two), values(one))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_backends_and_shapes(backend: str):
+    """Batches of other sizes are compiled as dynamic shapes, once."""
+    plain, model, counter = net(), net(), CompileCounterWithBackend(backend)
+    call = torch.compile(model, backend=counter)
+    for run, opt in ((plain, KFAC(plain)), (call, KFAC(call))):
+        for k in range(18):
+            x, y = batch(k, 12 - (k % 3))
+            opt.zero_grad()
+            F.cross_entropy(run(x), y).backward()
+            opt.step()
+    for name, value in values(model).items():
+        torch.testing.assert_close(value, values(plain)[name], rtol=1e-6, atol=1e-8)
+    assert counter.frame_count <= 2
+
+
+def test_states_of_compiled_and_uncompiled_runs_go_into_each_other():
+    one, two = net(), net()
+    compiled = torch.compile(one, backend="eager")
+    first = KFAC(compiled)
+    train(compiled, first, range(4))
+    two.load_state_dict(one.state_dict())
+    second = KFAC(two)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(compiled, first, range(4, 8)), train(two, second, range(4, 8))
+    assert_close(values(one), values(two))
+    assert "_orig_mod" not in first.report() and "head.weight" in first.report()
+
+
+@pytest.mark.parametrize("how", [given, before, in_place], ids=lambda how: how.__name__)
+def test_an_error_in_the_forward_pass_leaves_nothing(how: How):
+    model = net()
+    call, opt = how(model, KFAC, {"backend": "eager"})
+    with pytest.raises(RuntimeError, match="shapes|size"):
+        call(draw(3, 7))
+    train(call, opt, range(12))
+    with pytest.raises(RuntimeError, match="shapes|size"):
+        call(draw(3, 7))
+    plain = net()
+    train(plain, KFAC(plain), range(12))
+    assert_close(values(model), values(plain))
+
+
+def test_two_models_of_which_one_optimizer_is_deleted():
+    one, two, plain = net(), net(), net()
+    train(plain, KFAC(plain), range(14))
+    backends = CompileCounter(), CompileCounter()
+    calls = [torch.compile(m, backend=b, fullgraph=True) for m, b in zip((one, two), backends, strict=True)]
+    first, second = KFAC(one), NaturalGradient(two)
+    for k in range(14):
+        train(calls[0], first, range(k, k + 1))
+        if k < 12:
+            train(calls[1], second, range(k, k + 1))
+        if k == 12:
+            del second
+            gc.collect()
+    assert_close(values(one), values(plain))
+    assert backends[0].frame_count == 1, "compiled although the other optimizer captured"
+
+
+def test_a_stance_of_the_user_stays():
+    model = net()
+    opt = KFAC(model)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        del opt
+        gc.collect()
+        stance = torch.compiler.set_stance()
+        stance.__exit__(None, None, None)
+        assert stance.prev.stance == "eager_on_recompile"
+    torch.compiler.set_stance()
+
+
+def test_what_is_compiled_beside_an_uncompiled_model_stays_so():
+    model, backend = net(), CompileCounter()
+    opt, double = NaturalGradient(model), torch.compile(lambda x: x + x, backend=backend)
+    train(model, opt, range(1))
+    double(torch.ones(2))
+    assert backend.frame_count == 1
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient], ids=lambda o: o.__name__)
+def test_compiled_in_the_middle_of_a_run(optimizer: Any):
+    """A renewal may come a step later than it would have."""
+    model, backend = net(), CompileCounter()
+    opt = optimizer(model)
+    train(model, opt, range(9))
+    model.compile(backend=backend)
+    train(model, opt, range(9, 40))
+    updates = {block.updates for block in opt.factors.blocks}
+    other = net()
+    same = optimizer(other)
+    train(other, same, range(40))
+    (expected,) = {block.updates for block in same.factors.blocks}
+    assert updates <= {expected, expected - 1} and backend.frame_count == 1
+
+
+def adaptive(model: nn.Module) -> KFAC:
+    return KFAC(model, adaptive=True)
+
+
+def with_line_search(model: nn.Module) -> NaturalGradient:
+    return NaturalGradient(model, line_search=True)
+
+
+def closure_of_residuals(call: Any, opt: Any, k: int) -> Tensor:
+    """Their model is differentiated twice, which compiled code is not."""
+    points = batch(0)[0].requires_grad_()
+    (slope,) = torch.autograd.grad(call(points)[:, 0].sum(), points, create_graph=True)
+    return slope[:, 0] - 1
+
+
+CLOSURES = [
+    *((optimizer, closure_of_loss) for optimizer in (KFAC, adaptive, with_line_search)),
+    *((optimizer, closure_of_residuals) for optimizer in (KFAC, NaturalGradient)),
+]
+
+
+@pytest.mark.parametrize("optimizer, closure", CLOSURES)
+def test_closures(optimizer: Any, closure: Callable[[Any, Any, int], Tensor]):
+    ends = []
+    for backend in (None, "aot_eager"):
+        model = net()
+        call = model if backend is None else torch.compile(model, backend=backend)
+        opt = optimizer(call)
+        for k in range(4 if closure is closure_of_residuals else 12):
+            opt.step(functools.partial(closure, call, opt, k))
+        ends.append(values(model))
+    assert_close(*ends)
+
+
+def test_a_copy_of_compiled_model_and_optimizer():
+    model = net()
+    call = torch.compile(model, backend="eager")
+    opt = KFAC(call)
+    train(call, opt, range(3))
+    again, resumed = copy.deepcopy((call, opt))
+    train(call, opt, range(3, 6)), train(again, resumed, range(3, 6))
+    assert_close(values(again), values(model))
+
+
+def test_dropout_and_a_loss_inside():
+    """What a compiled function does with the output is not the model's."""
+    model = Raw(lambda m, x: m.head(F.dropout(m.enter(x), 0.0)), enter=nn.Linear(4, 5), head=nn.Linear(5, 3)).double()
+    backend = CompileCounter()
+    opt = KFAC(model)
+    whole = torch.compile(lambda x, y: F.cross_entropy(model(x), y), backend=backend, fullgraph=True)
+    for k in range(14):
+        opt.zero_grad()
+        whole(*batch(k)).backward()
+        opt.step()
+    assert backend.frame_count == 1 and opt.skipped == 0

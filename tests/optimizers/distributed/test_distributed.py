@@ -1,0 +1,282 @@
+"""Several processes train one model: all alike, and as one process on the whole batch."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
+from optimizers.distributed.processes import rows_of_whole
+from optimizers.distributed.workers import Slot, Workers
+from support.cases.case import seeded
+from support.distributed import scenarios
+from support.distributed.processes import on_processes
+from support.distributed.scenarios import (
+    BY_CHANCE,
+    EACH,
+    ENTROPY,
+    ILL,
+    OF,
+    SAME,
+    WHOLE,
+    average,
+    flat,
+    one_of_many,
+    part,
+    run,
+)
+from support.training import mlp
+
+
+def apart(rank: int, size: int) -> Tensor:
+    """Models that are trained apart from each other: each on its own data, and differently long."""
+    alone = [dist.new_group([other]) for other in range(size)][rank]
+    with seeded(0):
+        model = mlp()
+    opt = KFAC(model, distributed=Distributed(alone))
+    x, y = part(rank, size)
+    for _ in range(3 + rank):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    with seeded(0):
+        other = mlp()
+    opt = KFAC(other, distributed=Distributed(alone))
+    for _ in range(3 + rank):
+        opt.zero_grad()
+        F.cross_entropy(other(x), y).backward()
+        opt.step()
+    return torch.tensor(torch.equal(flat(model), flat(other)))
+
+
+def not_averaged(rank: int, size: int) -> str:
+    model = mlp()
+    opt = KFAC(model)
+    before = flat(model)
+    x, y = part(rank, size)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="gradients differ between the 2 processes") as error:
+        opt.step()
+    assert torch.equal(before, flat(model))
+    return str(error.value)
+
+
+def saved(rank: int, size: int, folder: str) -> Tensor:
+    """Half of a run; one process writes what it has, all go on."""
+    return _run_on(rank, size, None, f"{folder}/half-{size}" if rank == 0 else None)
+
+
+def _run_on(rank: int, size: int, start: str | None, end: str | None) -> Tensor:
+    with seeded(0):
+        model = mlp().double()
+    x, y = part(0, 1, [EACH * WHOLE]) if size == 1 else part(rank, size)
+    opt = KFAC(model, inject=curvature.exact(), **ENTROPY)
+    if start:
+        state = torch.load(start, weights_only=True)
+        model.load_state_dict(state["model"])
+        opt.load_state_dict(state["optimizer"])
+    for step in range(7 if start else 14):
+        if step == 7 and end:
+            torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, end)
+        opt.zero_grad()
+        F.cross_entropy(model(x.double()), y).backward()
+        average(model, size)
+        opt.step()
+    return flat(model)
+
+
+def sharded_checkpoint(rank: int, size: int, folder: str) -> Tensor:
+    """A sharded run, and one that goes on from what it has saved; what sharded parameters cannot do."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    models = []
+    for _ in range(2):
+        with seeded(0):
+            models.append(mlp().double())
+        fully_shard(models[-1])
+    opts = [KFAC(model) for model in models]
+    x, y = part(rank, size)
+
+    def train(k: int, steps: int) -> None:
+        for _ in range(steps):
+            opts[k].zero_grad()
+            F.cross_entropy(models[k](x.double()), y).backward()
+            nn.utils.clip_grad_norm_(models[k].parameters(), 1.0)
+            opts[k].step()
+
+    states = lambda k: dict(zip(("model", "optimizer"), get_state_dict(models[k], opts[k]), strict=True))
+    train(0, 12)
+    checkpoint.save(states(0), checkpoint_id=folder)
+    found = states(1)
+    checkpoint.load(found, checkpoint_id=folder)
+    set_state_dict(models[1], opts[1], model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    for k in (0, 1):
+        train(k, 5)
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    for make in (lambda: KFAC(models[0], adaptive=True), lambda: NaturalGradient(models[0])):
+        with pytest.raises(NotImplementedError, match=r"1\.weight is spread over processes"):
+            make()
+    return torch.tensor(all(torch.equal(p.to_local(), q.to_local()) for p, q in pairs))
+
+
+def dies(rank: int, size: int) -> str:
+    """One of them is gone: the others hear of it within the process group's own time."""
+    model = mlp()
+    opt = KFAC(model)
+    x, y = part(rank, size)
+    for step in range(3):
+        if step == 2 and rank == 1:
+            time.sleep(4)  # longer than the others wait
+            return ""
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for p in model.parameters():  # the same everywhere, without a collective that would notice first
+            p.grad = torch.ones_like(p)
+        start = time.monotonic()
+        try:
+            opt.step()
+        except RuntimeError as error:
+            return f"{time.monotonic() - start:.1f} s: {error}"
+    return ""
+
+
+@functools.cache
+def results(size: int) -> list[dict[str, Any]]:
+    return on_processes(size, {name: run(one_of_many, name) for name in OF[size]}, seconds=20)
+
+
+def test_processes_on_their_own(tmp_path):
+    """Also: what two processes have begun one ends, and the other way round."""
+    one = _run_on(0, 1, None, str(tmp_path / "half-1"))
+    names = {
+        "apart": apart,
+        "not averaged": not_averaged,
+        "saved": run(saved, folder=str(tmp_path)),
+        "on": run(_run_on, start=str(tmp_path / "half-1"), end=None),
+        "sharded": run(sharded_checkpoint, folder=str(tmp_path / "sharded")),
+    }
+    found = on_processes(2, names, seconds=20)
+    assert [result["sharded"] for result in found] == [True, True]
+    assert all(result["apart"] for result in found)
+    assert all("wrap the model in DistributedDataParallel" in result["not averaged"] for result in found)
+    for other in (found[0]["saved"], found[1]["on"], _run_on(0, 1, str(tmp_path / "half-2"), None)):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-10)
+
+
+def test_a_process_that_dies_leaves_none_waiting():
+    found = on_processes(2, {"dies": dies}, seconds=2)
+    assert float(found[0]["dies"].split()[0]) < 4, found
+
+
+@pytest.mark.parametrize("kind", [EKFAC, NaturalGradient])
+def test_what_every_process_needs(kind: type[KFAC]):
+    model = mlp()
+    with pytest.raises(ValueError, match="gradient_worker_fraction: expected 1"):
+        kind(model, distributed=Distributed(gradient_worker_fraction=0.5))
+    assert not model._forward_hooks
+
+
+def test_arguments():
+    for bad, error in ((-0.1, ValueError), (1.5, ValueError), ("all", TypeError), (math.nan, ValueError)):
+        with pytest.raises(error, match="gradient_worker_fraction"):
+            Distributed(gradient_worker_fraction=bad)
+    with pytest.raises(TypeError, match="group"):
+        Distributed("all")
+    with pytest.raises(TypeError, match="distributed"):
+        KFAC(mlp(), distributed=2)
+
+
+def test_only_what_is_drawn_is_drawn_for_all():
+    """Memory of the vectors: not times the number of processes where nothing or much is drawn."""
+    output, y = torch.randn(6, 10), torch.arange(6)
+    loss, processes = nn.CrossEntropyLoss(), SimpleNamespace(rank=1, size=4)
+    sizes: list[int] = []
+
+    def drawn(inject: Any) -> Tensor:
+        def vectors(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            sizes.append(len(x))
+            return type(inject).vectors(inject, x, *args, **kwargs)
+
+        seen = SimpleNamespace(is_random=inject.is_random, number=inject.number, vectors=vectors)
+        return rows_of_whole(seen, output, loss, y, processes, lambda: 5)
+
+    assert torch.equal(drawn(curvature.exact()), curvature.exact().vectors(output, loss, y))
+    assert torch.equal(
+        drawn(curvature.sampled()),
+        curvature.sampled().vectors(output.repeat(4, 1), loss, y.repeat(4), generator=torch.Generator().manual_seed(5))[
+            :, 6:12
+        ],
+    )
+    many = curvature.isotropic(40_000)
+    assert torch.equal(drawn(many), many.vectors(output, loss, y, generator=torch.Generator().manual_seed(6)))
+    assert sizes == [6, 24, 6]
+
+
+def test_what_is_handed_on_lies_in_memory_as_before():
+    """A root by columns that arrives by rows costs a copy in every solve, more than the solve itself."""
+    for x in (torch.randn(2, 5, 3).mT, torch.randn(4, 3), torch.randn(1, 6, 6).mT, torch.tensor(2.0), torch.ones(0, 3)):
+        slot = Slot.of(x)
+        found = slot.filled(slot.flat(x))
+        assert torch.equal(found, x)
+        assert x.numel() < 2 or found.stride()[1:] == x.stride()[1:]
+    column = torch.randn(8, 3)[:, 1]  # of more than itself
+    assert torch.equal(Slot.of(column).filled(Slot.of(column).flat(column)), column)
+
+
+def test_work_is_shared_out():
+    """No process has more than the fair share and one block more."""
+    costs = [5.0, 1.0, 1.0, 3.0, 2.0, 8.0, 2.0, 2.0]
+    blocks = [SimpleNamespace(names=(str(k),), cost=cost, handed_on=("inverse",)) for k, cost in enumerate(costs)]
+    for size, fraction, kept in ((1, 1.0, 1), (2, 1.0, 2), (4, 0.5, 2), (4, 0.0, 1)):
+        teams = [Workers(SimpleNamespace(size=size, rank=rank), fraction) for rank in range(size)]
+        for workers in teams:
+            workers.assign(blocks)
+        made = [[b for b in blocks if workers.makes(b)] for workers in teams]
+        assert sorted(b.names for own in made for b in own) == [b.names for b in blocks]
+        loads = [sum(b.cost for b in own) for own in made]
+        assert max(loads) <= sum(costs) / size + max(costs)
+        assert all(sum(workers.keeps(b) for workers in teams) == kept for b in blocks)
+    with pytest.raises(ValueError, match="do not divide 3"):
+        Workers(SimpleNamespace(size=3, rank=0), 0.5)
+
+
+@pytest.mark.parametrize(("size", "name"), [(size, name) for size, names in OF.items() for name in names])
+def test_as_one_process_on_the_whole_batch(size: int, name: str, monkeypatch):
+    found = [result.get(name, "it did not come so far") for result in results(size)]
+    assert all(isinstance(x, Tensor) for x in found), next(x for x in found if not isinstance(x, Tensor))
+    assert all(torch.equal(x, found[0]) for x in found)
+    if name in BY_CHANCE:
+        return
+    monkeypatch.setattr(scenarios, "WHOLE", size)
+    # sums over shards are added up in single precision
+    allowed = {"rtol": 1e-5, "atol": 1e-6} if "sharded" in name else {"rtol": 1e-9, "atol": 1e-10}
+    allowed = {"rtol": 1e-7, "atol": 1e-8} if name in ILL else allowed
+    torch.testing.assert_close(SAME[name](0, 1), found[0], **allowed)
+
+
+def test_processes_that_come_later_are_seen(monkeypatch):
+    """A state that is loaded, or a pass that is seen, before torch.distributed is initialised: not alone for ever."""
+    model = mlp()
+    opt = KFAC(model)
+    opt.load_state_dict(opt.state_dict())
+    x, _ = part(0, 1, [EACH])
+    model(x)
+    assert opt.team.processes.size == 1
+    given = {"is_initialized": True, "get_rank": 1, "get_world_size": 3, "get_process_group_ranks": [0, 1, 2]}
+    for name, value in given.items():
+        monkeypatch.setattr(dist, name, lambda *args, value=value: value)
+    assert (opt.team.processes.rank, opt.team.processes.size) == (1, 3)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    assert opt.team.processes.size == 1

@@ -1,0 +1,249 @@
+"""Models that return only their loss, in whatever form: trained as those that return their outputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+from optimizers import EKFAC, KFAC, NaturalGradient
+from optimizers.recording import model_outputs
+from optimizers.recording.output_scale import Extent
+from support.cases.case import Raw, seeded
+from support.training import copied
+
+OPTIMIZERS = [KFAC, EKFAC, NaturalGradient]
+entropy = F.cross_entropy
+
+
+def network() -> nn.Module:
+    with seeded(0):
+        return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def batch(k: int, size: int = 12) -> tuple[Tensor, Tensor]:
+    with seeded(k):
+        return torch.randn(size, 5, dtype=torch.float64), torch.randint(3, (size,))
+
+
+@dataclass
+class Inner:
+    value: Any
+
+
+@dataclass
+class Outer:
+    name: str
+    inner: Inner
+
+
+def kept(m: nn.Module, loss: Tensor) -> None:
+    m.__dict__["loss"] = loss
+
+
+# What a model makes of its loss, and how the loop finds it again.
+FORMS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], Callable[[nn.Module, Any], Tensor]]] = {
+    "scalar": (lambda m, loss: loss, lambda m, out: out),
+    "dict": (lambda m, loss: {"loss": loss, "n": 3}, lambda m, out: out["loss"]),
+    "tuple": (lambda m, loss: (loss, None), lambda m, out: out[0]),
+    "dataclass": (lambda m, loss: Outer("", Inner(loss)), lambda m, out: out.inner.value),
+    "attribute": (kept, lambda m, out: m.__dict__["loss"]),
+}
+
+
+def with_loss(inner: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], form: str) -> tuple[nn.Module, Any]:
+    made, found = FORMS[form]
+    model = Raw(lambda m, x, y: made(m, loss(m.inner(x), y)), inner=inner)
+    return model, lambda x, y: found(model, model(x, y))
+
+
+def train(opt: torch.optim.Optimizer, loss: Callable[[Tensor, Tensor], Tensor], steps: int = 8) -> list[float]:
+    values = []
+    for k in range(steps):
+        opt.zero_grad()
+        value = loss(*batch(k))
+        value.backward()
+        opt.step()
+        values.append(value.item())
+    return values
+
+
+def trained(optimizer: Any, criterion: Callable[[Tensor, Tensor], Tensor], **options: Any) -> list[float]:
+    """The run of a model that returns its outputs."""
+    model = network()
+    return train(optimizer(model, **options), lambda x, y: criterion(model(x), y))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("form", FORMS)
+def test_same_steps_as_with_outputs(form: str, optimizer: Any):
+    model, loss = with_loss(network(), entropy, form)
+    assert train(optimizer(model), loss) == trained(optimizer, entropy)
+
+
+squares = lambda output, y: F.mse_loss(output, F.one_hot(y, 3).to(output))
+EVERY = [curvature.exact(), curvature.sampled(), curvature.propagated(), curvature.isotropic(2), curvature.empirical()]
+LOSSES = [(entropy, nn.CrossEntropyLoss()), (squares, nn.MSELoss())]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("inject", EVERY, ids=repr)
+@pytest.mark.parametrize("loss, module", LOSSES, ids=["entropy", "squares"])
+def test_injections(loss: Any, module: nn.Module, inject: curvature.Injection, optimizer: Any):
+    model, own = with_loss(network(), loss, "scalar")
+    found = train(optimizer(model, loss=module, inject=inject), own)
+    torch.testing.assert_close(found, trained(optimizer, loss, loss=module, inject=inject), rtol=1e-9, atol=1e-12)
+
+
+def test_the_target_counts_where_the_model_knows_it():
+    """What is ignored sends nothing back: the curvature is that of the other samples."""
+    module = nn.CrossEntropyLoss(ignore_index=2)
+    x, y = batch(0)
+    counted = y != 2
+    model, loss = with_loss(network(), module, "scalar")
+    opt, other = NaturalGradient(model, loss=module, solver="dense"), network()
+    same = NaturalGradient(other, loss=module, solver="dense")
+    loss(x, y).backward(), opt.step()
+    module(other(x[counted]), y[counted]).backward(), same.step()
+    (one,), (two,) = opt.factors.blocks, same.factors.blocks
+    torch.testing.assert_close(one.matrix * len(x), two.matrix * int(counted.sum()))
+    assert 0 < counted.sum() < len(x)
+
+
+def words(k: int) -> tuple[Tensor, Tensor]:
+    with seeded(k):
+        return torch.randint(7, (6, 4)), torch.randint(3, (6, 4))
+
+
+def tokens(form: Callable[[Tensor, Tensor], Any]) -> nn.Module:
+    with seeded(0):
+        parts = {"embed": nn.Embedding(7, 5), "mix": nn.GRU(5, 5, batch_first=True), "head": nn.Linear(5, 3)}
+        return Raw(lambda m, x, y: form(m.head(m.mix(m.embed(x))[0]), y), **parts).double()
+
+
+@pytest.mark.parametrize("inject", [curvature.exact(), curvature.empirical()], ids=repr)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+def test_tokens_that_are_flattened_for_the_loss(optimizer: Any, inject: curvature.Injection):
+    """Samples are those of the input, as for a model that returns (N, C, T)."""
+    flat = tokens(lambda z, y: F.cross_entropy(z.reshape(-1, 3), y.reshape(-1)))
+    plain = tokens(lambda z, y: z.movedim(-1, 1))
+    ends = []
+    for model, loss in ((flat, lambda out, y: out), (plain, F.cross_entropy)):
+        opt = optimizer(model, loss=nn.CrossEntropyLoss(), inject=inject)
+        for k in range(5):
+            opt.zero_grad()
+            x, y = words(k)
+            loss(model(x, y), y).backward()
+            opt.step()
+        ends.append(copied(model))
+    for name, value in ends[0].items():
+        torch.testing.assert_close(value, ends[1][name], rtol=1e-6, atol=1e-8)
+
+
+def test_several_loss_functions_and_what_is_no_output():
+    """All that the losses receive; not a penalty on the parameters, nor what is computed without gradients."""
+
+    def run(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        z = m.inner(x)
+        with torch.no_grad():
+            F.mse_loss(z, z + 1)
+        return F.cross_entropy(z, y) + F.mse_loss(m.inner[0](x), x[:, :1].expand(-1, 6)) + F.l1_loss(m.scale, x[0, :2])
+
+    model = Raw(run, inner=network(), scale=(2,)).double()
+    seen: list[model_outputs.Places] = []
+    with curvature.capture(model) as tape:
+        out = model(*batch(0))
+    seen.append(model_outputs.places_of(tape, out))
+    assert [tuple(x.shape) for x in seen[0].tensors] == [(12, 3), (12, 6)] and seen[0].count == 12
+    values = train(KFAC(model), model, 12)
+    assert values[-1] < values[0]
+
+
+own = lambda output, y: (output.logsumexp(1) - output.gather(1, y[:, None])[:, 0]).mean()
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC], ids=lambda o: o.__name__)
+def test_without_a_loss_function_it_is_empirical(optimizer: Any, caplog: pytest.LogCaptureFixture):
+    """As the model that returns its outputs, with empirical(), but for the unit of the first step."""
+    model_outputs.note_once.cache_clear()
+    (model, loss), other = with_loss(network(), own, "scalar"), network()
+    opt, same = optimizer(model), optimizer(other, inject=curvature.empirical())
+    with caplog.at_level(logging.WARNING, "optimizers"):
+        loss(*batch(0)).backward()
+        opt.step()
+    entropy(other(batch(0)[0]), batch(0)[1]).backward()
+    same.step()
+    assert "empirical" in caplog.text and "empirical" in opt.report().splitlines()[-1]
+    for one, two in zip(opt.factors.blocks, same.factors.blocks, strict=True):
+        torch.testing.assert_close(one.mean_eigenvalue, two.mean_eigenvalue)
+    values = train(opt, loss, 30)
+    assert values[-1] < 0.9 * values[0]
+
+
+REFUSED = [*((KFAC, inject) for inject in EVERY[:3]), (NaturalGradient, EVERY[3]), (NaturalGradient, EVERY[4])]
+
+
+@pytest.mark.parametrize("optimizer, inject", REFUSED)
+def test_what_cannot_be_sent_back_is_refused(optimizer: Any, inject: curvature.Injection):
+    """Rows of single samples cannot be had of their mean."""
+    model, loss = with_loss(network(), own, "scalar")
+    opt = optimizer(model, loss=nn.CrossEntropyLoss(), inject=inject)
+    with pytest.raises(ValueError, match="return (its|the) output"):
+        loss(*batch(0))
+    assert not opt.factors.blocks
+
+
+def test_an_error_in_the_forward_pass_is_no_output():
+    """Not even in a handler of another error."""
+    model, loss = with_loss(network(), entropy, "attribute")
+    opt = KFAC(model)
+    try:
+        raise KeyError
+    except KeyError:
+        with pytest.raises(ValueError, match="batch"):
+            model(batch(0)[0], torch.zeros(7).long())
+        assert not opt.factors.blocks
+        loss(*batch(0)).backward()
+    assert len(opt.factors.blocks) == 2
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+def test_passes_that_are_not_trained_on(optimizer: Any):
+    """What a model returns to be looked at, gradients being on by accident."""
+    model = Raw(
+        lambda m, x, y=None: m.inner(x).argmax(1) if y is None else F.cross_entropy(m.inner(x), y), inner=network()
+    )
+    opt = optimizer(model)
+    values = train(opt, lambda x, y: (model(x), model(x, y))[1])
+    assert values == trained(optimizer, entropy) and "empirical" not in opt.report()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+def test_outputs_in_dataclasses(optimizer: Any):
+    model = Raw(lambda m, x: Outer("", Inner({"z": m.inner(x)})), inner=network())
+    assert train(optimizer(model), lambda x, y: entropy(model(x).inner.value["z"], y)) == trained(optimizer, entropy)
+
+
+def test_outputs_beside_the_loss_are_taken():
+    """The loss function inside is then not looked at."""
+    inner = network()
+    model = Raw(lambda m, x, y: (lambda z: (F.cross_entropy(z, y), z))(m.inner(x)), inner=inner)
+    assert train(KFAC(model), lambda x, y: model(x, y)[0]) == trained(KFAC, entropy)
+
+
+def test_outputs_that_are_masked_do_not_count_in_their_size():
+    """Logits of -inf are no part of the root mean square, and say nothing of how far a step may go."""
+    extent = Extent()
+    extent.join(Extent.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]))
+    extent.fold()
+    assert extent.scale is not None and float(extent.scale) == pytest.approx(12.5**0.5) and extent.size == 1
+    extent.join(Extent.of([torch.full((2, 3), torch.inf)]))  # nothing to be learnt
+    extent.fold()
+    assert float(extent.scale) == pytest.approx(12.5**0.5) and extent.size == 1

@@ -1,0 +1,269 @@
+"""A batch played again: the same numbers as the first time, and nothing left behind, however the closure is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimizers import KFAC
+from optimizers.steps.closure_replay import Replay
+from support.cases.case import Raw, seeded
+from support.training import assert_same, copied, task
+
+
+def small(width: int = 3) -> nn.Module:
+    with seeded(0):
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, width)).double()
+
+
+def data(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def along(model: nn.Module, seed: int = 2) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        k: torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+        for k, p in model.named_parameters()
+    }
+
+
+def curvature(model: nn.Module, closure: Callable[[], Tensor], stride: int = 2) -> float:
+    replay = Replay(model, closure)
+    replay.first()
+    return replay.curvatures([along(model)], stride).item()
+
+
+def second_difference(
+    model: nn.Module, run: Callable[[dict[str, Tensor]], Any], loss: Callable[[Any], Tensor]
+) -> float:
+    """d^T G d by differences: of the outputs along d, then of the loss's slope along that change."""
+    d, eps, named = along(model), 1e-5, dict(model.named_parameters())
+    at = lambda t: [out.detach() for out in run({k: p + t * d[k] for k, p in named.items()})]
+    here = at(0.0)
+    moved = [(a - b) / (2 * eps) for a, b in zip(at(eps), at(-eps), strict=True)]
+    values = [loss([o + t * m for o, m in zip(here, moved, strict=True)]).item() for t in (-1e-3, 0.0, 1e-3)]
+    return (values[0] - 2 * values[1] + values[2]) / 1e-6
+
+
+def test_calls_of_different_sizes_count_each_with_its_own():
+    """One call can be cut to half of its samples, the other has one sample: each is scaled by what was cut of it."""
+    model, many, one = small(), data(1, 4).expand(8, 4), data(1, 4, seed=3)
+    closure = lambda: model(many).square().mean() + model(one).square().mean()
+    assert curvature(model, closure, 2) == pytest.approx(curvature(model, closure, 1), rel=1e-9)
+
+
+def test_samples_are_not_taken_from_one_end():
+    """Only the second half of the samples counts in the loss; every second sample sees it."""
+    model, x = small(), data(1, 4).expand(8, 4)
+    closure = lambda: model(x)[4:].square().mean()
+    assert curvature(model, closure, 2) == pytest.approx(curvature(model, closure, 1), rel=1e-9)
+
+
+def test_an_axis_that_holds_no_samples_is_not_cut():
+    """Sequence first: a recurrent net over every second token is another net."""
+    with seeded(0):
+        model = Raw(lambda m, x: m.net(x)[0], net=nn.RNN(4, 3)).double()
+    x = data(6, 5, 4)
+    closure = lambda: model(x).square().mean()
+    assert curvature(model, closure, 2) == pytest.approx(curvature(model, closure, 1), rel=1e-9)
+
+
+def test_outputs_may_be_changed_in_place():
+    model, x = small(), data(8, 4)
+
+    def closure() -> Tensor:
+        out = model(x)
+        out += 1
+        return out.pow(4).mean()
+
+    named = lambda p: [torch.func.functional_call(model, p, (x,))]
+    expected = second_difference(model, named, lambda outs: (outs[0] + 1).pow(4).mean())
+    for stride in (2, 1):
+        found = curvature(model, closure, stride)
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_random_numbers_drawn_before_the_model_is_called():
+    """Noise from the closure, then dropout: its mask is the first one, not that of another place in the stream."""
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(4, 40), nn.Dropout(0.5), nn.Linear(40, 3)).double()
+    x = data(8, 4)
+    masks: list[Tensor] = []
+    model[1].register_forward_hook(lambda m, args, out: masks.append(out.detach() == 0))
+
+    def closure() -> Tensor:
+        torch.rand(7)
+        return model(x).square().mean()
+
+    with seeded(3):
+        curvature(model, closure)
+    assert len(masks) > 1 and all(torch.equal(mask, masks[0]) for mask in masks)
+
+
+def test_a_model_that_is_not_repeatable_is_refused():
+    model, x, calls = small(), data(8, 4), iter(range(100))
+    model[0].register_forward_hook(lambda m, args, out: out + next(calls))
+    with pytest.raises(RuntimeError, match="another output"):
+        curvature(model, lambda: model(x).square().mean())
+
+
+def test_buffers_that_are_replaced_are_put_back():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = self.count + 1
+            return self.inner(x)
+
+    model, x = Counting(), data(8, 4)
+    opt = KFAC(model, adaptive=True)
+    for _ in range(2):
+        opt.step(lambda: model(x).square().mean())
+    assert model.count == 2
+
+
+def test_a_closure_without_backward_never_uses_old_gradients():
+    """Neither zero_grad nor backward: each step has its own gradients all the same."""
+    model, other = small(), small()
+    opt, same = KFAC(model, adaptive=True), KFAC(other, adaptive=True)
+    for k in range(3):
+        x = data(8, 4, seed=k)
+
+        def whole(x: Tensor = x) -> Tensor:
+            same.zero_grad()
+            loss = other(x).square().mean()
+            loss.backward()
+            return loss
+
+        opt.step(lambda x=x: model(x).square().mean())
+        same.step(whole)
+        assert_same(copied(model), copied(other))
+
+
+def test_an_error_in_a_replay_leaves_the_parameters():
+    model, x = small(), data(8, 4)
+    opt, before = KFAC(model, adaptive=True), copied(model)
+
+    def closure() -> Tensor:
+        loss = model(x).square().mean()
+        if not torch.is_grad_enabled():
+            raise KeyboardInterrupt
+        return loss
+
+    with pytest.raises(KeyboardInterrupt):
+        opt.step(closure)
+    assert_same(copied(model), before)
+
+
+def test_parameters_without_a_gradient_stay():
+    """Not moved by the last displacement either, and a step that is given up changes nothing."""
+    with seeded(0):
+        model = Raw(
+            lambda m, x, second: m.one(x) + (m.two(x) if second else 0), one=nn.Linear(4, 3), two=nn.Linear(4, 3)
+        )
+    model, x = model.double(), data(16, 4)
+    opt = KFAC(model, adaptive=True)
+
+    def closure(second: bool) -> Tensor:
+        opt.zero_grad()
+        loss = (model(x, second) - 1).square().mean() + 0.1 * model(x, second).pow(4).mean()
+        loss.backward()
+        return loss
+
+    for second in (True, False, False, True):
+        before = copied(model)
+        opt.step(lambda second=second: closure(second))
+        assert torch.equal(model.two.weight, before["two.weight"]) != second
+        assert not torch.equal(model.one.weight, before["one.weight"])
+
+
+def test_groups_have_their_learning_rates():
+    """A group with rate 0 stays; the reduction ratio is that of the step that was taken, so steps are accepted."""
+    model, loss, x, y = task("mlp")
+    opt = KFAC(model, adaptive=True)
+    first, second = list(model[1].parameters()), list(model[3].parameters())
+    opt.param_groups[0]["params"] = second
+    opt.add_param_group({"params": first, "lr": 0.0})
+    before = copied(model)
+    for _ in range(4):
+        opt.step(lambda: loss(model(x), y))
+    assert torch.equal(model[1].weight, before["1.weight"]) and not torch.equal(model[3].weight, before["3.weight"])
+    assert all(0.3 < entry["ratio"] < 3 for entry in opt.history[1:])
+
+
+def test_learning_from_fresh_data_knows_the_rate():
+    """Half the step on a quadratic, where the same data come again: the whole step would have been right."""
+    with seeded(0):
+        model = nn.Linear(4, 1).double()
+    x = data(16, 4).repeat_interleave(2, 0)  # every second sample knows all
+    opt = KFAC(model, 0.5, adaptive=True)
+    for _ in range(6):
+        opt.step(lambda: F.mse_loss(model(x), x[:, :1]))
+    assert opt.adaptive.slope / opt.adaptive.bend == pytest.approx(1.0, rel=0.05)
+
+
+def test_curvature_that_is_not_finite_is_a_failure_not_an_error():
+    """The second derivative of sqrt|f| at 0 is infinite."""
+    model, x = small(), data(8, 4)
+    opt = KFAC(model, adaptive=True)
+    opt.step(lambda: model(x).square().mean())
+    before = copied(model)
+    target = model(x).detach()
+
+    def closure() -> Tensor:
+        out = model(x)
+        return out.square().mean() + (out - target).abs().clamp(min=0).pow(1.5).sum()
+
+    opt.step(closure)
+    assert_same(copied(model), before)
+    assert opt.stats()["failures"] == 1 and math.isfinite(opt.adaptive.damping)
+
+
+def test_a_skipped_batch_does_not_change_the_time_of_the_step_before():
+    model, loss, x, y = task("mlp")
+    opt = KFAC(model)
+    for scale in (1.0, math.nan):
+        opt.zero_grad()
+        loss(model(x * scale), y).backward()
+        opt.step()
+        seconds = opt.history[0]["seconds"]
+        if scale == 1.0:
+            first = seconds
+    assert seconds == first and [h["accepted"] for h in opt.history] == [True, False]
+
+
+def test_autocast_in_the_closure():
+    """The outputs of a replay are those of the first time, to the precision of bfloat16, and steps are taken."""
+    model, loss, x, y = task("mlp")
+    opt = KFAC(model, adaptive=True)
+
+    def closure() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model(x), y)
+
+    for _ in range(3):
+        opt.step(closure)
+    assert all(entry["accepted"] for entry in opt.history)
+
+
+def test_a_closure_that_differentiates_the_model_is_refused():
+    model, x = small(1), data(8, 4).requires_grad_()
+    opt, before = KFAC(model, adaptive=True), copied(model)
+
+    def closure() -> Tensor:
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return slope.square().mean()
+
+    with pytest.raises(RuntimeError, match="not differentiate the model itself"):
+        opt.step(closure)
+    assert_same(copied(model), before)

@@ -1,0 +1,172 @@
+"""Batches that are not finite: nothing changes, they are counted, and an ordinary step never waits for the device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.host_waits import Waits
+from support.training import assert_same, copied, curvature_of, task, train
+
+
+def everything(opt: KFAC, model: nn.Module) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, the random generator's apart, and the numbers that go with them."""
+    state = opt._state()
+    own = {k: torch.as_tensor(v) for k, v in state["kfac"].items() if isinstance(v, Tensor | int | float)}
+    per = {f"{k} {n}": torch.as_tensor(v) for k, entry in state["state"].items() for n, v in entry.items()}
+    # a pass that renews the factors says anew how large outputs are, whatever becomes of its step
+    own = {k: v for k, v in own.items() if k not in ("generator", "skipped", "output_scale")}
+    assert math.isfinite(state["kfac"]["output_scale"])
+    return copied(model) | curvature_of(opt) | per | own
+
+
+def spoil(model: nn.Module, kind: str, x: Tensor) -> Tensor:
+    """The batch with one value that is no number."""
+    return x.clone().index_fill_(0, torch.tensor([3]), math.nan) if kind == "input" else x
+
+
+def spoiled_step(model: nn.Module, opt: KFAC, batch: tuple[Callable[..., Tensor], Tensor, Tensor], kind: str) -> None:
+    loss, x, y = batch
+    opt.zero_grad()
+    loss(model(spoil(model, kind, x)), y).backward()
+    if kind != "input":
+        list(model.parameters())[-1].grad.view(-1)[0] = float(kind)  # type: ignore[union-attr]
+    opt.step()
+
+
+def pair(optimizer: type[KFAC], name: str, steps: int, **options: Any) -> tuple[Any, Any, Any]:
+    model, loss, x, y = task(name)
+    other = copy.deepcopy(model)
+    one, same = optimizer(model, **options), optimizer(other, **options)
+    for m, o in ((model, one), (other, same)):
+        train(m, o, loss, x, y, steps)
+        m.eval()  # the running statistics of a batch norm are the model's own business
+    return (model, one), (other, same), (loss, x, y)
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_an_ordinary_step_asks_the_host_for_nothing(optimizer: type[KFAC], name: str, device):
+    model, loss, x, y = task(name, device)
+    opt, ordinary = optimizer(model, weight_decay=0.01), 0
+    for _ in range(50):
+        opt.zero_grad()
+        loss(model(x), y).backward()
+        assert not opt.skipped  # asks for the verdict on the last step, which has long arrived
+        with Waits() as waits:
+            opt.step()
+        entry = opt.health.entries[-1]
+        if not entry["renewed"] and not entry["inverted"]:
+            ordinary += 1
+            assert not waits.count
+    assert ordinary > 10
+
+
+@pytest.mark.parametrize("kind", ["input", "nan", "-inf"])
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_a_bad_batch_changes_nothing_at_any_kind_of_step(optimizer: type[KFAC], name: str, kind: str):
+    """Steps that renew, that invert, and that do neither; decay, momentum and trust region included."""
+    (model, opt), (other, same), batch = pair(optimizer, name, 29, weight_decay=0.01)
+    kinds = set()
+    for k in range(8):
+        spoiled_step(model, opt, batch, kind)
+        if opt.generator is not None and same.generator is not None:
+            same.generator.set_state(opt.generator.get_state())  # the vectors of a bad batch are drawn
+        assert_same(everything(opt, model), everything(same, other))
+        assert opt.skipped == k + 1 and same.skipped == 0 and opt.steps == 29 + k
+        assert opt.history[-1] == {"step": 29 + k, "accepted": False}
+        for m, o in ((model, opt), (other, same)):
+            train(m, o, *batch, 1)
+        kinds.add((opt.history[-1]["renewed"], opt.history[-1]["inverted"] > 0))
+    assert kinds >= {(False, False), (True, True)}
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient])
+@pytest.mark.parametrize("steps", [0, 3, 29])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_empty_batches(optimizer: type[KFAC], steps: int, reduction: str):
+    """Their gradients are zero, also those of a mean, which is no number: momentum goes on, no factor changes."""
+    model, _, x, y = task("mlp")
+    opt, loss = optimizer(model), functools.partial(F.cross_entropy, reduction=reduction)
+    train(model, opt, loss, x, y, steps)
+    for _ in range(2):
+        factors, before = curvature_of(opt), copied(model)
+        train(model, opt, loss, x[:0], y[:0], 1)
+        same = curvature_of(opt)
+        assert all(torch.equal(t, same[k]) for k, t in factors.items() if k.endswith((" rows", " columns")))
+        if not steps:
+            assert_same(copied(model), before)
+    assert opt.skipped == (0 if steps else 2)
+    values = train(model, opt, loss, x, y, 5)
+    assert all(map(math.isfinite, values)) and values[-1] < values[0]
+
+
+@pytest.mark.parametrize("options", [{"adaptive": True}, {"adaptive": False}])
+def test_empty_batches_of_a_closure(options: dict[str, bool]):
+    model, _, x, y = task("mlp")
+    opt = KFAC(model, **options)
+    values = []
+    for size in (0, 64, 0, 64, 0, 64):
+
+        def closure(size: int = size) -> Tensor:
+            opt.zero_grad()
+            value = F.cross_entropy(model(x[:size]), y[:size], reduction="sum")
+            value.backward()
+            return value
+
+        values.append(opt.step(closure).item())
+    assert all(map(math.isfinite, values)) and values[5] < values[3] < values[1]
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_a_batch_far_out_of_scale_stays_out_of_the_averages(optimizer: type[KFAC], name: str):
+    """At a step that renews the factors: once. What comes again is how the data are now."""
+    (model, opt), (other, same), (loss, x, y) = pair(optimizer, name, 20)
+    before = curvature_of(opt)
+    spans = lambda state: {k: float(t.norm()) for k, t in state.items() if k.endswith((" rows", " columns"))}
+    for m, o, scale in ((model, opt, 1e6), (other, same, 1.0)):
+        while not o.schedule.renews(o.steps):
+            train(m, o, loss, x, y, 1)
+        before = spans(curvature_of(o))
+        train(m, o, loss, x * scale, y, 1)
+        assert all(norm < 3 * before[k] for k, norm in spans(curvature_of(o)).items()), scale
+    assert opt.stats()["outliers"] >= 1 and same.stats()["outliers"] == 0
+    train(model, opt, loss, x * 1e6, y, 12)  # some of these renew
+    assert any(norm > 1e6 * before[k] for k, norm in spans(curvature_of(opt)).items())
+    assert all(t.isfinite().all() for t in everything(opt, model).values())
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_a_gradient_far_out_of_scale_is_not_most_of_the_mean(optimizer: type[KFAC]):
+    (model, opt), _, (loss, x, y) = pair(optimizer, "mlp", 20)
+    norm = lambda: float(torch.cat([s["momentum_buffer"].flatten() for s in opt.state.values()]).norm())
+    opt.zero_grad()
+    (loss(model(x), y) * 1e8).backward()
+    before = norm()
+    opt.step()
+    assert norm() < 20 * before
+
+
+def test_a_run_goes_on_bitwise_after_a_bad_batch():
+    """A checkpoint taken before the host knows of it."""
+    (model, opt), _, batch = pair(KFAC, "mlp", 29)
+    while not opt._is_ordinary():
+        train(model, opt, *batch, 1)
+    spoiled_step(model, opt, batch, "nan")
+    resumed = copy.deepcopy(model)
+    again = KFAC(resumed)
+    again.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert (again.skipped, again.steps) == (opt.skipped, opt.steps) == (1, opt.steps)
+    assert train(resumed, again, *batch, 12) == train(model, opt, *batch, 12)
+    assert_same(everything(again, resumed), everything(opt, model))

@@ -1,0 +1,309 @@
+"""Checkpoints: resumed runs are the uninterrupted ones, to the last bit; what does not fit is refused beforehand."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import curvature
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support import old_states
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    X, Y = torch.randn(16, 4), torch.randint(3, (16,))
+
+LOSS = nn.CrossEntropyLoss()
+CHOICES: dict[str, tuple[type[KFAC], dict[str, Any]]] = {
+    "KFAC": (KFAC, {}),
+    "KFAC sampled": (KFAC, {"loss": LOSS, "inject": curvature.propagated(2), "factor_every": 3}),
+    "KFAC empirical": (KFAC, {"inject": curvature.empirical(), "weight_decay": 0.1, "damping": 0.1}),
+    "KFAC reduce": (KFAC, {"sharing": "reduce"}),
+    "KFAC adaptive": (KFAC, {"adaptive": True}),
+    "KFAC residuals": (KFAC, {}),
+    "EKFAC": (EKFAC, {}),
+    "EKFAC adaptive": (EKFAC, {"adaptive": True}),
+    "woodbury": (NaturalGradient, {"momentum": 0.5}),
+    "woodbury adaptive": (NaturalGradient, {"adaptive": True}),
+    "woodbury residuals": (NaturalGradient, {"momentum": 0.5}),
+    "search": (NaturalGradient, {"line_search": True}),
+    "cg": (NaturalGradient, {"solver": "cg"}),
+    "dense": (NaturalGradient, {"solver": "dense", "inject": curvature.isotropic(2)}),
+    "diagonal": (NaturalGradient, {"solver": "diagonal"}),
+}
+
+
+def network(width: int = 5) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def made(name: str, model: nn.Module | None = None) -> tuple[nn.Module, KFAC]:
+    kind, options = CHOICES[name]
+    model = network() if model is None else model
+    return model, kind(model, **options)
+
+
+def train(name: str, model: nn.Module, opt: KFAC, steps: int) -> None:
+    x = X.to(next(model.parameters()).dtype)
+
+    def closure() -> Tensor:
+        if "residuals" in name:
+            return (model(x) - F.one_hot(Y)).flatten() / 4
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), Y)
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        if opt.adaptive is not None or "residuals" in name or name == "search":
+            opt.step(closure)
+        else:
+            closure()
+            opt.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for x in value.values():
+            yield from leaves(x)
+    elif isinstance(value, list | tuple):
+        for x in value:
+            yield from leaves(x)
+    else:
+        yield value
+
+
+def read(state: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True, **options)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_resumed_runs_are_the_uninterrupted_ones(name: str):
+    """At any step, from files of plain tensors and numbers; the vectors of renewals are drawn on."""
+    model, opt = made(name)
+    is_batch = isinstance(opt, NaturalGradient) or "residuals" in name  # what is solved with is of one batch
+    whole, stops = (5, (0, 3)) if is_batch else (12, (0, 4, 11))
+    states = {}
+    for step in range(whole):
+        if step in stops:
+            states[step] = read({"model": model.state_dict(), "opt": opt.state_dict()}, map_location="cpu")
+            assert {type(x) for x in leaves(states[step])} <= {Tensor, int, float, str, bool, type(None)}
+        train(name, model, opt, 1)
+    for step, state in states.items():
+        again, resumed = made(name)
+        again.load_state_dict(state["model"])
+        resumed.load_state_dict(state["opt"])
+        assert resumed.steps == step
+        train(name, again, resumed, whole - step)
+        assert torch.equal(weights(again), weights(model)), step
+
+
+@pytest.mark.parametrize("name", ["KFAC", "KFAC empirical", "EKFAC", "KFAC adaptive", "dense", "KFAC residuals"])
+def test_going_back(name: str):
+    """A state is read in the middle of another run, a forward pass seen and not stepped; it stays as it was."""
+    model, opt = made(name)
+    train(name, model, opt, 3)
+    saved = copy.deepcopy({"model": model.state_dict(), "opt": opt.state_dict()})
+    shown = str(saved)
+    ends = []
+    for _ in range(2):
+        train(name, model, opt, 9)
+        ends.append(weights(model))
+        F.cross_entropy(model(9 * X), Y).backward()
+        model.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["opt"])
+        assert str(saved) == shown
+        assert not opt._pending and opt.passes.last is None  # nothing of the pass that was seen
+    assert torch.equal(*ends)
+    fresh = made(name)[1].state_dict()
+    opt.load_state_dict(fresh)
+    start = network()
+    model.load_state_dict(start.state_dict())
+    other, alone = made(name)
+    train(name, model, opt, 4), train(name, other, alone, 4)
+    assert torch.equal(weights(model), weights(other))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("whole", [True, False], ids=["get_optimizer_state_dict", "state_dict"])
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "KFAC adaptive", "woodbury", "cg"])
+def test_distributed_checkpoints(name: str, whole: bool, tmp_path: Any):
+    """One process; into an optimizer that has seen nothing, a frozen parameter among those of the model."""
+    state_of = get_optimizer_state_dict if whole else lambda model, opt: opt.state_dict()
+    model, opt = made(name, network())
+    model[1].bias.requires_grad_(False)
+    train(name, model, opt, 5)
+    state = {"model": model.state_dict(), "optim": state_of(model, opt)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    again, resumed = made(name)
+    again[1].bias.requires_grad_(False)
+    found = {"model": again.state_dict(), "optim": state_of(again, resumed)}
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    again.load_state_dict(found["model"])
+    if whole:
+        set_optimizer_state_dict(again, resumed, found["optim"])
+    else:
+        resumed.load_state_dict(found["optim"])
+    train(name, model, opt, 7), train(name, again, resumed, 7)
+    assert resumed.steps == 12 and torch.equal(weights(again), weights(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "KFAC adaptive", "woodbury", "cg", "dense", "diagonal"])
+def test_other_precisions(name: str, dtype: torch.dtype):
+    """A state goes to the type of the parameters; with the same curvature the next step is the same, to rounding."""
+    model, opt = made(name)
+    train(name, model, opt, 3)
+    again, resumed = made(name, copy.deepcopy(model).to(dtype))
+    resumed.load_state_dict(opt.state_dict())
+    kept = [x for entry in resumed.state.values() for x in entry.values() if isinstance(x, Tensor)]
+    assert all(x.dtype == dtype for x in kept)
+    if hasattr(resumed.factors.blocks[0], "scheme"):
+        wide = torch.promote_types(dtype, torch.float32)
+        found = [x for x in leaves(resumed.factors.state_dict()) if isinstance(x, Tensor)]
+        assert {x.dtype for x in found if x.is_floating_point()} == {wide}
+    if name in ("KFAC", "EKFAC"):  # the others look at every batch, with random vectors that are others in another type
+        before = weights(model)
+        for own in (opt, resumed):
+            own.schedule.factor_every = own.schedule.decompose_every = 100
+            own._steps = 91
+        train(name, model, opt, 1), train(name, again, resumed, 1)
+        rounding = torch.finfo(dtype).eps * before.norm() + 1e-3 * (weights(model) - before).norm()
+        assert (weights(again) - weights(model)).norm() < rounding * (10 if dtype == torch.bfloat16 else 1)
+    steps = resumed.steps
+    train(name, again, resumed, 10)
+    assert torch.isfinite(weights(again)).all() and resumed.steps == steps + 10
+
+
+# -- refused, and nothing changed
+
+
+def whole_of(state: dict[str, Any]) -> dict[str, Any]:
+    return state["state"][0]["kfac"][0]
+
+
+NAN = float("nan")
+of = lambda s, name: whole_of(s)["curvature"][name]
+group = lambda s: s["param_groups"][0]
+mean = "momentum_buffer"
+DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "newer": (lambda s: whole_of(s).update(version=3), "of version 3, saved by newer code; this reads 1 to 2"),
+    "no version": (lambda s: whole_of(s).pop("version"), "expected a version, 1 to 2, found None"),
+    "version of text": (lambda s: whole_of(s).update(version="2"), "expected a version, 1 to 2, found '2'"),
+    "no curvature": (lambda s: s["state"][0].pop("kfac"), "not of KFAC.*found .'displacement', 'momentum_buffer'"),
+    "no state": (lambda s: s.pop("state"), r"found the keys \['param_groups'\]"),
+    "no steps": (lambda s: whole_of(s).pop("steps"), "it has no 'steps'"),
+    "no rows": (lambda s: of(s, "0.weight").pop("rows"), "the curvature of 0.weight is .*rows"),
+    "unknown structure": (lambda s: of(s, "3.weight").update(structure="round"), "the curvature of 3.weight is"),
+    "other names": (lambda s: of(s, "3.weight").update(names=("3.weight", "x")), "the curvature of 3.weight is"),
+    "nan in a factor": (lambda s: of(s, "3.weight")["rows"].fill_(NAN), "curvature of 3.weight is not finite"),
+    "nan in a mean": (lambda s: s["state"][4][mean].fill_(NAN), "momentum_buffer of 3.weight is not finite"),
+    "no mean": (lambda s: s["state"][4].pop(mean), "3.weight has no 'momentum_buffer'"),
+    "shape": (lambda s: s["state"][4].update({mean: X[0]}), r"of 3.weight has shape \[4\], expected \[3, 5\]"),
+    "no rate": (lambda s: group(s).pop("lr"), "a parameter group has no 'lr'"),
+    "rate": (lambda s: group(s).update(lr=NAN), "lr: expected"),
+    "sizes": (lambda s: group(s)["params"].pop(), r"groups have \[5\] parameters, those here \[6\]"),
+    "groups": (lambda s: s["param_groups"].append(group(s)), r"have \[6, 6\] parameters, those here \[6\]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_damaged_states(kind: type[KFAC], damage: str):
+    name = kind.__name__
+    model, opt = made(name)
+    train(name, model, opt, 3)
+    state, (spoil, text) = copy.deepcopy(opt.state_dict()), DAMAGED[damage]
+    spoil(state)
+    again, other = made(name)
+    train(name, again, other, 2)
+    before = str(other.state_dict())
+    with pytest.raises(ValueError, match=text):
+        other.load_state_dict(state)
+    assert str(other.state_dict()) == before
+
+
+def test_no_state_at_all():
+    opt = made("KFAC")[1]
+    with pytest.raises(TypeError, match="state_dict: expected a dict, found list"):
+        opt.load_state_dict([])  # type: ignore[arg-type]
+    sgd = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="not of KFAC, EKFAC or NaturalGradient"):
+        opt.load_state_dict(sgd.state_dict())
+
+
+DIFFERENT = ["KFAC", "EKFAC", "KFAC adaptive", "KFAC reduce", "woodbury", "dense", "woodbury adaptive"]
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["today", "version 1"])
+@pytest.mark.parametrize("there", DIFFERENT)
+def test_states_of_other_optimizers(there: str, old: bool):
+    """The kind of curvature, `adaptive`, `sharing` and `solver` are to be the same."""
+    model, opt = made(there)
+    train(there, model, opt, 2)
+    state = old_states.first(opt, opt.state_dict()) if old else opt.state_dict()
+    for here in DIFFERENT:
+        again, other = made(here)
+        if here == there:
+            other.load_state_dict(state)
+            assert other.steps == 2
+            continue
+        with pytest.raises(ValueError, match="state_dict: of an optimizer with (curvature|adaptive|sharing)"):
+            other.load_state_dict(state)
+        assert other.steps == 0 and not other.factors.blocks
+
+
+# -- older forms
+
+FORMS = [old_states.first, old_states.without_shapes, old_states.decomposed, old_states.flat]
+
+LATER = [(name, form) for name in ("EKFAC", "KFAC adaptive", "woodbury", "cg") for form in FORMS[:2]]
+
+
+@pytest.mark.parametrize("name, form", [*(("KFAC", form) for form in FORMS), *LATER])
+def test_older_forms(name: str, form: Any):
+    """Training goes on in the same way; to the last bit, where nothing of the form is missing."""
+    model, opt = made(name)
+    train(name, model, opt, 3)
+    again, resumed = made(name, copy.deepcopy(model))
+    state = form(opt, opt.state_dict())
+    resumed.load_state_dict(state)
+    blocks = zip(opt.factors.blocks, resumed.factors.blocks, strict=True)
+    assert all(one.names == two.names and one.updates == two.updates for one, two in blocks)
+    before = weights(model)
+    train(name, model, opt, 2), train(name, again, resumed, 2)
+    whole = form in (old_states.first, old_states.without_shapes)
+    assert torch.equal(weights(again), weights(model)) if whole else not torch.equal(weights(again), before)
+    wrong = made(name, network(7))[1]
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        wrong.load_state_dict(state)
+
+
+def test_the_oldest_form():
+    """Its curvature cannot be read: it is learnt anew, with a word about it."""
+    model, opt = made("KFAC")
+    train("KFAC", model, opt, 12)
+    again, resumed = made("KFAC", copy.deepcopy(model))
+    with pytest.warns(UserWarning, match="learnt anew"):
+        resumed.load_state_dict(old_states.nameless(opt, opt.state_dict()))
+    assert resumed.steps == 0 and torch.equal(resumed.step_size, opt.step_size)
+    train("KFAC", again, resumed, 2)
+    assert resumed.steps == 2 and "kronecker" in resumed.report()

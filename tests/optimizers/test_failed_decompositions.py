@@ -1,0 +1,344 @@
+"""Decompositions that fail, or return what is no number: tried again, kept, or replaced by the diagonal; counted."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import curvature
+from curvature.kronecker.inverses import bases
+from curvature.linalg import watched
+from curvature.linalg.decompositions import full_precision, inverse, symmetric_eigh
+from curvature.preconditioners import RunningFactors, invert, residual_blocks
+from curvature.preconditioners.kronecker import KroneckerBlock
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import seeded
+from support.training import assert_same, copied, curvature_of, task, train
+
+Fault = Callable[[Any], Any]
+TRUE = {name: getattr(torch.linalg, name) for name in ("eigh", "cholesky_ex")}
+
+
+def raising(found: Any) -> Any:
+    raise torch.linalg.LinAlgError("injected")
+
+
+def crashing(found: Any) -> Any:
+    raise RuntimeError("cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, injected")
+
+
+def silent(found: Any) -> Any:
+    """What is no number, and no error."""
+    return tuple(x * math.nan if x.is_floating_point() else x for x in found)
+
+
+FAULTS: list[Fault] = [raising, crashing, silent]
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Makes `torch.linalg.eigh` and `cholesky_ex` fail: so many calls, or those on matrices that `on` picks."""
+
+    def install(fault: Fault, calls: float = math.inf, on: Callable[[Tensor], bool] = lambda matrix: True) -> None:
+        left = itertools.count()
+
+        def wrapped(name: str) -> Callable[..., Any]:
+            def run(matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
+                found = TRUE[name](matrix, *args, **kwargs)
+                return fault(found) if on(matrix) and next(left) < calls else found
+
+            return run
+
+        for name in TRUE:
+            monkeypatch.setattr(torch.linalg, name, wrapped(name))
+
+    yield install
+
+
+def spd(*shape: int, seed: int = 0) -> Tensor:
+    rows = torch.randn(*shape[:-1], 2 * shape[-1], generator=torch.Generator().manual_seed(seed))
+    return rows @ rows.mT / rows.shape[-1]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("calls", [1, 2, 3, 5])
+def test_eigenvalues_by_the_ladder(fault: Fault, calls: int, faulty):
+    matrix = spd(6, 6)
+    expected = torch.linalg.eigh(matrix.double())[0].float()
+    faulty(fault, calls)
+    with watched() as counts:
+        values, vectors = symmetric_eigh(matrix)
+    torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(vectors @ values.diag() @ vectors.mT, matrix, rtol=1e-3, atol=1e-3)
+    assert counts["retried"] == (calls > 1)  # alone, the matrix as it is may do
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_bad_matrix_of_a_batch_leaves_the_others(fault: Fault, faulty):
+    batch = spd(3, 5, 5)
+    expected = symmetric_eigh(batch)
+    is_bad = lambda matrix: bool((matrix.reshape(-1, 5, 5)[:, 0, 0] == batch[1, 0, 0].to(matrix)).any())
+    faulty(fault, on=lambda matrix: matrix.dtype == torch.float32 and is_bad(matrix))
+    with watched() as counts:
+        values, vectors = symmetric_eigh(batch)
+    assert torch.equal(values[::2], expected[0][::2]) and torch.equal(vectors[::2], expected[1][::2])
+    torch.testing.assert_close(values[1], expected[0][1])
+    assert counts == {"retried": 1}
+
+
+def test_nothing_helps(faulty):
+    faulty(raising)
+    with pytest.raises(torch.linalg.LinAlgError, match="float64.*CPU.*jitter"):
+        symmetric_eigh(spd(4, 4))
+    with pytest.raises(torch.linalg.LinAlgError, match="not finite"):
+        symmetric_eigh(torch.full((4, 4), math.nan))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_inverses_by_the_ladder(fault: Fault, calls: int, faulty):
+    matrix = spd(2, 5, 5)
+    expected = torch.linalg.inv(matrix.double()).float()
+    faulty(fault, calls)
+    with watched() as counts:
+        torch.testing.assert_close(inverse(matrix), expected, rtol=1e-3, atol=1e-3)
+    assert counts["retried"]
+
+
+DEGENERATE = {
+    "zero": torch.zeros(1, 3, 3), "one": torch.full((1, 1, 1), 2.0), "nothing": torch.zeros(1, 1, 1),
+    "rank one": torch.ones(1, 4, 4), "huge": 1e18 * torch.ones(1, 3, 3), "tiny": 1e-18 * torch.eye(3)[None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", DEGENERATE)
+@pytest.mark.parametrize("columns", DEGENERATE)
+@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
+def test_degenerate_factors_have_finite_inverses(rows: str, columns: str, kind: str):
+    block = block_of(DEGENERATE[rows].clone(), DEGENERATE[columns].clone(), kind)
+    invert([block], 0.05)
+    shape = (len(DEGENERATE[rows][0]), len(DEGENERATE[columns][0]))
+    sizes = [side.diagonal(dim1=1, dim2=2).mean().item() or 1.0 for side in (DEGENERATE[rows], DEGENERATE[columns])]
+    gradient = torch.ones(shape) * math.prod(sizes) ** 0.5  # of the size that belongs to such factors
+    (found,) = block.solve([gradient])
+    assert found.isfinite().all() and (gradient.double() * found.double()).sum() > 0
+
+
+def small() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    with seeded(0):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(), nn.Linear(5, 10))
+    return model, *task("mlp", n=32)[1:]
+
+
+def block_of(rows: Tensor, columns: Tensor, kind: str = "kronecker") -> KroneckerBlock:
+    """A block of these factors, from a recorded pass of a layer of their size."""
+    layer = nn.Linear(columns.shape[1], rows.shape[1], bias=False)
+    factors = RunningFactors(kind=kind)
+    with curvature.capture(layer) as tape:
+        output = layer(torch.ones(2, columns.shape[1]))
+    factors.record(tape, [output], [torch.ones(1, *output.shape)], 2)
+    factors.fold(0.9)
+    (block,) = factors.blocks
+    assert isinstance(block, KroneckerBlock)
+    block.rows, block.columns = rows, columns
+    return block
+
+
+def test_matrices_of_one_shape_share_no_fate(faulty):
+    """Of two blocks inverted together one fails for good: the other has its inverse, the first keeps its old one."""
+    good, bad = (block_of(spd(1, 4, 4, seed=k), spd(1, 3, 3, seed=k + 2)) for k in (0, 1))
+    assert bad.columns is not None
+    first = bad.columns[0, 0, 0] / bad.columns[0].diagonal().mean() + 0.05
+    x = torch.randn(4, 3)
+    invert([good, bad], 0.05)
+    old = bad.solve([x])[0]
+    assert good.rows is not None
+    good.rows *= 2
+    faulty(silent, on=lambda matrix: matrix.shape[-1] == 3 and bool(((matrix[..., 0, 0] - first).abs() < 1e-3).any()))
+    with watched() as counts:
+        invert([good, bad], 0.05)
+    assert torch.equal(bad.solve([x])[0], old) and counts["kept"] == 1
+    alone = block_of(good.rows, good.columns)  # type: ignore[arg-type]
+    invert([alone], 0.05)
+    torch.testing.assert_close(good.solve([x])[0], alone.solve([x])[0])
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], KFAC]] = {
+    "kfac": KFAC, "damped": lambda m: KFAC(m, damping=1e-3), "ekfac": EKFAC,
+    "damped ekfac": lambda m: EKFAC(m, damping=1e-3),
+    **{s: lambda m, s=s: NaturalGradient(m, solver=s) for s in ("woodbury", "dense", "cg")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS[::2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_with_what_there_was(name: str, fault: Fault, faulty, monkeypatch, caplog):
+    model, loss, x, y = small()
+    opt = OPTIMIZERS[name](model)
+    train(model, opt, loss, x, y, 4)
+    for _ in range(2):
+        faulty(fault)
+        with caplog.at_level(logging.WARNING, "optimizers"):
+            values = train(model, opt, loss, x, y, 2)
+        monkeypatch.undo()
+        values += train(model, opt, loss, x, y, 6)
+    assert all(map(math.isfinite, values)) and opt.stats()["kept"] >= 1 and opt.steps == 20
+    assert all(x.isfinite().all() for x in (copied(model) | curvature_of(opt)).values())
+    assert sum("keeps the inverse" in record.message for record in caplog.records) == 1  # the first time only
+
+
+@pytest.mark.parametrize("fault", FAULTS[::2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_from_the_first_step_on_the_diagonal_stands_in(name: str, fault: Fault, faulty, monkeypatch):
+    model, loss, x, y = small()
+    opt = OPTIMIZERS[name](model)
+    faulty(fault)
+    values = train(model, opt, loss, x, y, 2)
+    assert opt.stats()["diagonal"] >= 1 and all(map(math.isfinite, values))
+    monkeypatch.undo()
+    values += train(model, opt, loss, x, y, 12)
+    assert all(map(math.isfinite, values)) and values[-1] < values[0]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_several_failures_in_a_row_are_an_error_that_names_the_layer(name: str, faulty):
+    model, loss, x, y = small()
+    opt = OPTIMIZERS[name](model)
+    train(model, opt, loss, x, y, 4)
+    faulty(raising)
+    before = copied(model)
+    with pytest.raises(torch.linalg.LinAlgError, match="1.weight.*3 times in a row"):
+        train(model, opt, loss, x, y, 6)  # the preconditioner of "cg" has patience of its own
+    assert not all(torch.equal(before[k], p) for k, p in copied(model).items())  # those before the third were taken
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_adaptive_steps_are_not_taken_without_a_decomposition(fault: Fault, faulty, monkeypatch):
+    model, loss, x, y = small()
+    opt = KFAC(model, adaptive=True, decompose_every=100)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss(model(x), y)
+        value.backward()
+        return value
+
+    for _ in range(3):
+        opt.step(closure)
+    before = copied(model)
+    faulty(fault, on=lambda matrix: len(matrix) <= 3)  # of the quadratic model
+    opt.step(closure)
+    assert_same(copied(model), before)
+    assert not opt.history[-1]["accepted"] and opt.stats()["failures"] == 1
+    monkeypatch.undo()
+    opt.step(closure)
+    assert opt.history[-1]["accepted"]
+
+
+class Products(TorchFunctionMode):
+    """Notes the precision that products and solutions are computed in."""
+
+    names = {"matmul", "mm", "bmm", "baddbmm_", "einsum", "cholesky_solve", "linear"}
+
+    def __init__(self, seen: dict[str, list[list[str]]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self.names:
+            self.seen.setdefault(func.__name__, []).append(precision())
+        return func(*args, **(kwargs or {}))
+
+
+def precision() -> list[str]:
+    places: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    return [place.fp32_precision for place in places]
+
+
+@pytest.mark.parametrize("options", [{}, {"damping": 0.1}], ids=["", "damping"])
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+def test_no_product_of_a_step_is_in_reduced_precision(kind: type[KFAC], options: dict[str, Any], monkeypatch):
+    """And no decomposition; what was set before is set after, also when something fails."""
+    seen: dict[str, list[list[str]]] = {}
+    for name in TRUE:
+        spy = lambda matrix, name=name: (seen.setdefault(name, []).append(precision()), TRUE[name](matrix))[1]
+        monkeypatch.setattr(torch.linalg, name, spy)
+    true = KroneckerBlock.measured
+    spy_of = lambda *args: (seen.setdefault("moments", []).append(precision()), true(*args))[1]
+    monkeypatch.setattr(KroneckerBlock, "measured", spy_of)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        expected = precision()
+        assert expected != ["ieee", "ieee"]
+        model, loss, x, y = small()
+        opt = kind(model, **options)
+        for _ in range(3):
+            loss(model(x), y).backward()
+            with Products(seen):
+                opt.step()
+        assert sum(map(len, seen.values())) > 10
+        assert {name: found for name, found in seen.items() if any(own != ["ieee", "ieee"] for own in found)} == {}
+        with pytest.raises(KeyError), full_precision():
+            raise KeyError
+        assert precision() == expected and torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("matrix", ["kfac", "ekfac", "dense", "least squares", "residual blocks"])
+def test_no_solution_is_in_reduced_precision(matrix: str):
+    model, loss, x, y = small()
+    before, seen = torch.get_float32_matmul_precision(), {}
+    rows = curvature.Jacobian.of(model(x).square().sum(1), model)
+    g = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+
+    def solve() -> None:
+        if matrix == "least squares":
+            curvature.LeastSquares(rows).precondition(g, 1.0)
+            curvature.LeastSquares(rows).solve(torch.ones(len(x)))
+        elif matrix == "residual blocks":
+            for block in residual_blocks(rows):
+                block.solve(block.inverse(1.0), g)
+        else:
+            found = operator.solve(g, damping=1.0)
+            assert found.keys() == g.keys()
+
+    torch.set_float32_matmul_precision("medium")
+    try:
+        make = curvature.gauss_newton if matrix == "dense" else getattr(curvature, matrix, None)
+        operator = None if make is None else make(model, loss, (x, y))
+        operator = operator.materialise() if matrix == "dense" else operator
+        with Products(seen):
+            solve()
+        assert seen and all(own == ["ieee", "ieee"] for found in seen.values() for own in found), seen
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("options", [{}, {"damping": 0.1}], ids=["", "damping"])
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_layers_of_one_shape_are_decomposed_together(kind: type[KFAC], options: dict[str, Any], monkeypatch):
+    shapes: list[tuple[int, ...]] = []
+    for name in TRUE:
+        spy = lambda matrix, name=name: (shapes.append(tuple(matrix.shape)), TRUE[name](matrix))[1]
+        monkeypatch.setattr(torch.linalg, name, spy)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh())))
+    opt = kind(model, **options)
+    model(torch.randn(8, 6)).square().mean().backward()
+    opt.step()
+    assert sorted(shapes) == [(3, 6, 6), (3, 7, 7)]
+
+
+def test_bases_of_several_shapes():
+    sides = [spd(1, 3, 3), spd(2, 4, 4), spd(1, 3, 3, seed=1)]
+    for side, (values, vectors) in zip(sides, bases(sides), strict=True):
+        torch.testing.assert_close(vectors @ values.diag_embed() @ vectors.mT, side)

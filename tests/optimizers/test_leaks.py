@@ -1,0 +1,99 @@
+"""What a long run keeps does not grow, and nothing outlives the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import resource
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import seeded
+from support.training import assert_same, copied, task, train
+
+MADE: dict[str, Callable[[nn.Module], KFAC]] = {
+    "kfac": KFAC, "ekfac": EKFAC, "natural": NaturalGradient,
+    "kfac empirical": lambda m: KFAC(m, inject=curvature.empirical()),
+    "natural empirical": lambda m: NaturalGradient(m, inject=curvature.empirical()),
+}  # fmt: skip
+
+
+def small() -> tuple[nn.Module, KFAC, tuple[Tensor, Tensor]]:
+    with seeded(0):
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(8, 5), torch.randn(8, 3)  # type: ignore[return-value]
+
+
+def tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_memory_is_flat(name: str):
+    """Also with forward passes under gradients that no backward pass follows."""
+    model, x, y = small()
+    opt = MADE[name](model)  # type: ignore[arg-type]
+
+    def steps(number: int) -> tuple[int, int, int]:
+        for _ in range(number):
+            model(x).sum()  # type: ignore[operator]
+            opt.zero_grad()
+            (model(x) - y).square().mean().backward()  # type: ignore[operator]
+            opt.step()
+        opt.health.entries.clear()  # 10,000 are kept on purpose
+        kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return tensors(), len(gc.get_objects()), kilobytes
+
+    steps(100)
+    before, after = steps(20), steps(300 if "empirical" in name else 1000)
+    assert after[0] <= before[0] and after[1] < before[1] + 500 and after[2] < before[2] + 4_000, (before, after)
+
+
+@pytest.mark.parametrize("name", ["kfac empirical"])
+def test_passes_without_a_backward_one_are_not_kept(name: str):
+    model, x, y = small()
+    opt = MADE[name](model)  # type: ignore[arg-type]
+    for _ in range(2):
+        (model(x) - y).square().mean().backward()  # type: ignore[operator]
+        opt.step()
+    model(x)  # type: ignore[operator]
+    before = tensors()
+    for _ in range(20):
+        model(x)  # type: ignore[operator]
+    assert tensors() <= before + 2
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_deleting_the_optimizer_frees_what_it_held(name: str):
+    model, loss, x, y = task("mlp", n=16)
+    opt = MADE[name](model)
+    train(model, opt, loss, x, y, 12)
+    held = [weakref.ref(t) for s in opt.state.values() for t in s.values() if isinstance(t, Tensor)]
+    held.append(weakref.ref(opt))
+    del opt
+    gc.collect()
+    assert not [ref for ref in held if ref() is not None]
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_model_is_copied_and_pickled_with_an_optimizer_attached(name: str):
+    model, loss, x, y = task("mlp", n=16)
+    opt = MADE[name](model)
+    train(model, opt, loss, x, y, 3)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert_same(copied(other), copied(model))
+        steps = opt.steps
+        loss(other(x), y).backward()  # is not the optimizer's
+        assert opt.steps == steps
+        train(other, KFAC(other), loss, x, y, 2)

@@ -1,0 +1,187 @@
+"""Autocast, GradScaler, parameters of low and double precision: factors are those of unscaled quantities."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import seeded
+from support.host_waits import Waits
+from support.training import assert_same, copied, curvature_of, task, train
+
+Made = Callable[..., KFAC]
+KINDS: dict[str, Made] = {
+    "kfac": KFAC, "ekfac": EKFAC,
+    **{s: lambda m, s=s, **o: NaturalGradient(m, solver=s, **o) for s in ("woodbury", "cg", "dense", "diagonal")},
+}  # fmt: skip
+INJECT = {"isotropic": curvature.isotropic(), "empirical": curvature.empirical()}
+
+
+def small() -> tuple[nn.Module, Any, Tensor, Tensor]:
+    with seeded(0):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))
+    return model, *task("mlp", n=40)[1:]
+
+
+def scaled(
+    model: nn.Module, opt: KFAC, batch: tuple[Any, Tensor, Tensor], scaler: torch.amp.GradScaler, steps: int = 1,
+    low: torch.dtype | None = None, between: Callable[[], Any] = lambda: None,
+) -> list[float]:  # fmt: skip
+    loss, x, y = batch
+    values = []
+    for _ in range(steps):
+        opt.zero_grad()
+        with torch.autocast("cpu", low, enabled=low is not None):
+            value = loss(model(x), y)
+        scaler.scale(value).backward()
+        between()
+        scaler.step(opt)
+        scaler.update()
+        values.append(value.item())
+    return values
+
+
+@pytest.mark.parametrize("inject", INJECT)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_scale_of_the_loss_makes_no_difference(name: str, inject: str):
+    """A power of two is exact, so steps, curvature and history are the same to the last bit."""
+    model, *batch = small()
+    other = copy.deepcopy(model)
+    one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)  # it changes during the run
+    values = scaled(model, one, tuple(batch), scaler, 8)
+    assert values == train(other, same, *batch, 8)
+    assert_same(copied(model) | curvature_of(one), copied(other) | curvature_of(same))
+
+
+@pytest.mark.parametrize("inject", INJECT)
+@pytest.mark.parametrize("name", ["kfac", "woodbury", "cg"])
+def test_scaled_micro_batches_of_several_sizes(name: str, inject: str):
+    """Two passes before a step, of 30 and of 10 samples."""
+    model, loss, x, y = small()
+    other = copy.deepcopy(model)
+    one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    for _ in range(4):
+        for m, opt, scale in ((model, one, scaler.scale), (other, same, lambda value: value)):
+            opt.zero_grad()
+            for part in (slice(30), slice(30, 40)):
+                scale(loss(m(x[part]), y[part]) / 2).backward()
+        scaler.step(one)
+        scaler.update()
+        same.step()
+    torch.testing.assert_close(copied(model), copied(other))
+    torch.testing.assert_close(curvature_of(one), curvature_of(same))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_overflow_is_skipped_and_the_scale_falls(name: str):
+    model, *batch = small()
+    opt, scaler = KINDS[name](model), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    scaled(model, opt, tuple(batch), scaler, 25)
+    before = copied(model) | curvature_of(opt)
+    spoil = lambda: next(model.parameters()).grad.view(-1)[:1].fill_(math.inf)  # type: ignore[union-attr]
+    for count in (1, 2):
+        scaled(model, opt, tuple(batch), scaler, between=spoil)
+        assert_same(copied(model) | curvature_of(opt), before)
+        assert (opt.skipped, opt.steps, scaler.get_scale()) == (count, 25, 2.0 ** (12 - count))
+    assert all(map(math.isfinite, scaled(model, opt, tuple(batch), scaler, 3)))
+
+
+def test_a_scaled_step_asks_the_host_for_nothing():
+    model, *batch = small()
+    opt, scaler, ordinary = KFAC(model), torch.amp.GradScaler("cpu", init_scale=2.0**12), 0
+    for _ in range(30):
+        opt.zero_grad()
+        scaler.scale(batch[0](model(batch[1]), batch[2])).backward()
+        assert not opt.skipped
+        with Waits() as waits:
+            scaler.step(opt)
+        scaler.update()
+        entry = opt.health.entries[-1]
+        if not entry["renewed"] and not entry["inverted"]:
+            ordinary += 1
+            assert not waits.count
+    assert ordinary >= 3
+
+
+def test_clipping_after_unscaling():
+    """The recipe of torch; where the loss's own backprops are taken their scale is then unknown."""
+    model, *batch = small()
+    other = copy.deepcopy(model)
+    opt, same, scaler = KFAC(model), KFAC(other), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    clip = lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01)
+    scaled(model, opt, tuple(batch), scaler, 4, between=lambda: (scaler.unscale_(opt), clip(model)))
+    for _ in range(4):
+        same.zero_grad()
+        batch[0](other(batch[1]), batch[2]).backward()
+        clip(other)
+        same.step()
+    assert_same(copied(model), copied(other))
+    for made in (KFAC, NaturalGradient):
+        model, *batch = small()
+        opt, scaler = made(model, inject=curvature.empirical()), torch.amp.GradScaler("cpu")
+        with pytest.raises(RuntimeError, match=r"unscale_.*isotropic\(\)"):
+            scaled(model, opt, tuple(batch), scaler, between=lambda: scaler.unscale_(opt))  # noqa: B023
+
+
+def test_closures_are_refused_with_a_scaler():
+    model, loss, x, y = small()
+    opt, scaler = KFAC(model), torch.amp.GradScaler("cpu")
+    scaler.scale(loss(model(x), y)).backward()
+    with pytest.raises(RuntimeError, match="closure"):
+        scaler.step(opt, lambda: loss(model(x), y))
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("inject", INJECT)
+@pytest.mark.parametrize("name", KINDS)
+def test_autocast(name: str, inject: str, low: torch.dtype):
+    """The first curvature is that of single precision, but for the rounding of the passes; training goes on."""
+    model, *batch = small()
+    other = copy.deepcopy(model)
+    one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=low == torch.float16)
+    values = scaled(model, one, tuple(batch), scaler, 1, low)
+    train(other, same, *batch, 1)
+    for k, expected in curvature_of(same).items():
+        if k.endswith((" rows", " columns", " matrix")):
+            found = curvature_of(one)[k]
+            assert found.dtype == expected.dtype
+            assert (found - expected).norm() < 0.05 * expected.norm(), k  # bfloat16 has an epsilon of 0.008
+    values += scaled(model, one, tuple(batch), scaler, 14, low)
+    assert all(map(math.isfinite, values)) and values[-1] < values[0] and one.skipped == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_parameters_of_other_precisions(name: str, dtype: torch.dtype):
+    """Factors are in single precision at least, in double where the parameters are."""
+    model, loss, x, y = small()
+    model = model.to(dtype)
+    opt = KINDS[name](model, weight_decay=1e-3)
+    values = train(model, opt, loss, x.to(dtype), y, 12)
+    assert all(map(math.isfinite, values)) and values[-1] < values[0]
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    factors = [t for t in curvature_of(opt).values() if t.is_floating_point()]
+    wide = torch.promote_types(dtype, torch.float32)
+    assert {t.dtype for t in factors} <= {wide, torch.float64}
+
+
+def test_weight_decay_in_double_precision():
+    """The factor is not rounded to single precision."""
+    model, loss, x, y = small()
+    model = model.double()
+    opt = KFAC(model, lr=1e-30, weight_decay=1e27)
+    before = copied(model)
+    train(model, opt, loss, x.double(), y, 1)
+    for k, p in copied(model).items():
+        torch.testing.assert_close(p, before[k] * (1 - 1e-3), rtol=1e-14, atol=1e-14)

@@ -1,0 +1,384 @@
+"""Exact Gauss-Newton steps, against dense algebra on the Jacobian of a loop of batch size one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvature import Jacobian, LeastSquares, exact, plots
+from curvature.functional import WrittenOut
+from optimizers import KFAC, NaturalGradient
+from support.cases.case import randomise, seeded
+from support.differential import laplacian
+from support.oracles import derivatives as oracle_derivatives
+
+SIZES = {"few parameters": (3, 40), "many parameters": (12, 8)}  # width and number of samples
+
+
+def problem(name: str) -> tuple[nn.Module, Tensor, Callable[..., Tensor]]:
+    width, count = SIZES[name]
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+        randomise(model)
+        x = torch.randn(count, 2).double()
+
+    def residual(model: nn.Module, x: Tensor) -> Tensor:
+        return (laplacian(model(x)[:, 0], x) - x.prod(1).detach().sin()) / count**0.5
+
+    return model.double(), x, residual
+
+
+def closure_of(model: nn.Module, x: Tensor, residual: Callable[..., Tensor]) -> Callable[[], Tensor]:
+    return lambda: residual(model, x.detach().requires_grad_())
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def dense(model: nn.Module, x: Tensor, residual: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    """J (M, P) and r (M,)."""
+    rows = oracle_derivatives.residual_jacobian(model, residual, x)
+    return torch.cat([g.flatten(1) for g in rows.values()], 1), closure_of(model, x, residual)().detach()
+
+
+# -- linear least squares
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("name", SIZES)
+def test_least_squares(name: str, pieces: int, device: str):
+    """Values from one place, or put together from several."""
+    model, x, residual = problem(name)
+    expected, r = dense(model, x, residual)
+    model, x, r = model.to(device), x.to(device), r.to(device)
+    expected = expected.to(device)
+    values = torch.cat([residual(model, part.detach().requires_grad_()) for part in x.chunk(pieces)])
+    jacobian = Jacobian.of(values, model)
+    assert len(jacobian.parts) == pieces and jacobian.shape == tuple(expected.shape)
+    torch.testing.assert_close(jacobian.to_dense(), expected)
+    torch.testing.assert_close(jacobian.gram(), expected @ expected.T)
+    solver = LeastSquares(jacobian)
+    assert solver.matrix.shape[0] == min(expected.shape)
+    v = jacobian.split(torch.sin(torch.arange(float(expected.shape[1]), device=device).double()))
+    vector = torch.cat([part.flatten() for part in v.values()])
+    for times in (solver.times, jacobian.times):
+        torch.testing.assert_close(times(v), expected @ vector)
+    joined = lambda found: torch.cat([part.flatten() for part in found.values()])
+    torch.testing.assert_close(joined(jacobian.transposed(r)), expected.T @ r)
+    for damping in (1e-3, 0.0):  # by Cholesky, by eigenvalues, and by these once they are known
+        damped = expected.T @ expected + damping * torch.eye(expected.shape[1], device=device).double()
+        by_hand = torch.linalg.pinv(damped, rtol=1e-13, hermitian=True) @ expected.T @ r
+        torch.testing.assert_close(joined(solver.solve(r, damping)), by_hand, rtol=1e-5, atol=1e-6)
+    again = joined(solver.solve(r, 1e-3))
+    torch.testing.assert_close(again, joined(LeastSquares(jacobian).solve(r, 1e-3)), rtol=1e-6, atol=1e-9)
+
+
+def test_damping_counts_alike_by_both_ways():
+    """Directions with eigenvalues far below a damping that stands out against rounding are damped, not left out."""
+    model, x, residual = problem("many parameters")
+    x = torch.cat([x, x + 1e-7])  # eigenvalues down to 1e-14 of the largest
+    with torch.enable_grad():
+        jacobian = Jacobian.of(closure_of(model, x, residual)(), model)
+    r = torch.sin(torch.arange(16.0).double())
+    damping = 2e-13 * float(jacobian.gram().trace())
+    solver = LeastSquares(jacobian)
+    by_cholesky = solver.solve(r, damping)
+    assert solver._spectrum is None and solver.largest > 0
+    for name, found in solver.solve(r, damping).items():
+        torch.testing.assert_close(found, by_cholesky[name], rtol=1e-2, atol=1e-2 * float(found.abs().max()))
+
+
+def test_a_matrix_that_is_not_definite_is_solved_by_its_eigenvalues():
+    """Two samples are the same, and the damping is lost in rounding."""
+    model, x, residual = problem("many parameters")
+    x = torch.cat([x[:3], x[:3]])
+    expected, r = dense(model, x, residual)
+    with torch.enable_grad():
+        solver = LeastSquares(Jacobian.of(closure_of(model, x, residual)(), model))
+    solver.matrix -= 1e-12 * solver.matrix.trace() * torch.eye(6).double()
+    found = torch.cat([part.flatten() for part in solver.solve(r, 1e-300).values()])
+    torch.testing.assert_close(found, torch.linalg.pinv(expected, rtol=1e-6) @ r, rtol=1e-4, atol=1e-6)
+
+
+# -- steps
+
+
+Curve = Callable[[float], Tensor]
+
+
+def bent_step(
+    seen: Callable[[Tensor], Tensor], jacobian: Tensor, solve: Callable[[Tensor], Tensor], direction: Tensor
+) -> Tensor:
+    """The displacement by hand: straight or bent back, whichever is lower, and one correction.
+
+    Args:
+        seen: the residuals after a displacement.
+        solve: ``J^+ v``.
+    """
+    zero = torch.zeros_like(direction)
+
+    def halved(curve: Curve, start: Tensor) -> tuple[float, Tensor]:
+        losses = [seen(start).square().sum()]
+        for k in range(31):
+            losses.append(seen(curve(0.5**k)).square().sum())
+            if losses[-1] >= min(losses[:-1]) and min(losses[:-1]) < losses[0]:
+                break
+        best = min(range(len(losses)), key=lambda k: losses[k])
+        return (0.0, start) if best == 0 else (0.5 ** (best - 1), curve(0.5 ** (best - 1)))
+
+    length, straight = halved(lambda t: t * direction, zero)
+    h = 0.1 * (length or 2**-10)
+    r = seen(zero)
+    bend = -solve((seen(h * direction) - r - h * jacobian @ direction) * 2 / h**2)
+    _, bent = halved(lambda t: t * direction + t**2 / 2 * bend, zero)
+    lower = min(straight, bent, key=lambda d: seen(d).square().sum())
+    correction = -solve(seen(lower))
+    return halved(lambda t: lower + t * correction, lower)[1]
+
+
+@pytest.mark.parametrize(("damping", "rate"), [(0.0, 1.0), (0.1, 1.0), (0.1, 0.3)])
+@pytest.mark.parametrize("name", SIZES)
+def test_the_step_is_gauss_newtons(name: str, damping: float, rate: float):
+    model, x, residual = problem(name)
+    jacobian, r = dense(model, x, residual)
+    matrix = jacobian.T @ jacobian + damping * torch.eye(jacobian.shape[1]).double()
+    inverse = torch.linalg.pinv(matrix, rtol=1e-13, hermitian=True)
+    solve = lambda v: rate * inverse @ jacobian.T @ v
+    before, closure, twin = flat(model), closure_of(model, x, residual), copy.deepcopy(model)
+    loss = NaturalGradient(model, rate, damping=damping).step(closure)
+    assert loss.item() == pytest.approx(r.square().sum().item() / 2)
+
+    def seen(displacement: Tensor) -> Tensor:
+        nn.utils.vector_to_parameters(before + displacement, twin.parameters())
+        return closure_of(twin, x, residual)().detach()
+
+    expected = bent_step(seen, jacobian, solve, -solve(r))
+    torch.testing.assert_close(flat(model) - before, expected, rtol=1e-5, atol=1e-6)
+    assert seen(flat(model) - before).square().sum() / 2 < loss
+
+
+def test_coarser_steps_where_the_finest_brings_little():
+    """Two directions of which the smaller is a trap: along it the model is right over a short way only."""
+    model = nn.ParameterList([torch.zeros(2).double()])
+    (p,) = model
+
+    def residuals() -> Tensor:
+        wall = 1e3 * torch.relu(p[1].abs() - 1e-7)
+        return torch.stack([p[0] - 1, 1e-4 * (p[1] + 1e3), wall])
+
+    opt = NaturalGradient(model)
+    for _ in range(2):
+        opt.step(residuals)
+    assert opt.history[0]["coarser"] > 0
+    torch.testing.assert_close(p.detach()[0], torch.ones(()).double())
+
+
+def test_momentum():
+    """SPRING: the step solves for what the last displacement, shortened, leaves (arXiv:2401.10190)."""
+    model, x, residual = problem("many parameters")
+    opt = NaturalGradient(model, damping=0.01, momentum=0.9)
+    closure = closure_of(model, x, residual)
+    start = flat(model)
+    opt.step(closure)
+    last = 0.9 * (flat(model) - start)
+    jacobian, r = dense(model, x, residual)
+    matrix = jacobian.T @ jacobian + 0.01 * torch.eye(len(last)).double()
+    direction = last - torch.linalg.solve(matrix, jacobian.T @ (r + jacobian @ last))
+    before = flat(model)
+    opt.step(closure)
+    torch.testing.assert_close(flat(model) - before, opt.stats()["step_size"] * direction)
+
+
+def test_a_linear_model_is_solved_in_one_step():
+    with seeded(0):
+        model, x, y = nn.Linear(5, 1).double(), torch.randn(30, 5).double(), torch.randn(30).double()
+    opt = NaturalGradient(model)
+    residual = lambda: model(x)[:, 0] - y
+    opt.step(residual)
+    best = torch.linalg.lstsq(torch.cat([x, torch.ones(30, 1).double()], 1), y[:, None]).solution[:, 0]
+    torch.testing.assert_close(torch.cat([model.weight[0], model.bias]), best)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_levenberg_marquardt(name: str):
+    model, x, residual = problem(name)
+    opt = NaturalGradient(model, adaptive=True)
+    losses = [opt.step(closure_of(model, x, residual)).item() for _ in range(8)]
+    assert all(b <= a for a, b in zip(losses, losses[1:], strict=False)) and losses[-1] < 0.5 * losses[0]
+    assert opt.stats()["ratio"] > 0 and len({entry["damping"] for entry in opt.history}) > 1
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_step_that_makes_the_loss_worse_is_not_taken(adaptive: bool):
+    model, x, residual = problem("many parameters")
+    before = flat(model)
+    wall = lambda: residual(model, x.detach().requires_grad_()) * (1.0 if torch.equal(flat(model), before) else 1e6)
+    opt = NaturalGradient(model, adaptive=adaptive, momentum=0.9)
+    opt.step(wall)
+    assert torch.equal(flat(model), before) and opt.stats()["failures"] == 1 and not opt.stats()["accepted"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_residuals_that_are_not_finite_change_nothing(bad: float):
+    model, x, residual = problem("few parameters")
+    opt = NaturalGradient(model)
+    before = flat(model)
+    opt.step(lambda: residual(model, x.detach().requires_grad_()) * bad)
+    assert torch.equal(flat(model), before) and opt.skipped == 1 and opt.steps == 0
+    opt.step(closure_of(model, x, residual))
+    assert not torch.equal(flat(model), before) and len(plots.training(opt.history)) > 0
+    plt.close("all")
+
+
+def test_points_may_be_drawn_in_the_closure():
+    """All lengths are tried on the same points; the random stream moves as if there had been one call."""
+    model, _, residual = problem("few parameters")
+    seen = []
+
+    def closure() -> Tensor:
+        seen.append(torch.rand(30, 2, dtype=torch.float64))
+        return residual(model, seen[-1].clone().requires_grad_())
+
+    torch.manual_seed(3)
+    NaturalGradient(model).step(closure)
+    assert len(seen) > 1 and all(torch.equal(x, seen[0]) for x in seen)
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    torch.rand(30, 2, dtype=torch.float64)
+    assert torch.equal(torch.rand(3), after)
+
+
+def test_groups_frozen_parameters_and_decay():
+    model, x, residual = problem("many parameters")
+    opt = NaturalGradient(model, damping=0.1, weight_decay=0.01)
+    first = opt.param_groups[0]["params"].pop(0)
+    opt.add_param_group({"params": [first], "lr": 0.5, "weight_decay": 0.0})
+    model[2].requires_grad_(False)
+    starts = {name: p.detach().clone() for name, p in model.named_parameters()}
+    jacobian, r = dense(model, x, residual)
+    inverse = torch.linalg.inv(jacobian.T @ jacobian + 0.1 * torch.eye(jacobian.shape[1]).double())
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rates = torch.cat([torch.full((p.numel(),), 0.5 if p is first else 1.0) for p in trained.values()]).double()
+    solve = lambda v: rates * (inverse @ jacobian.T @ v)
+    twin = copy.deepcopy(model)
+
+    def seen(displacement: Tensor) -> Tensor:
+        moved = nn.utils.parameters_to_vector(trained_starts) + displacement
+        nn.utils.vector_to_parameters(moved, [p for p in twin.parameters() if p.requires_grad])
+        return closure_of(twin, x, residual)().detach()
+
+    trained_starts = [starts[name] for name in trained]
+    opt.step(closure_of(model, x, residual))
+    left = bent_step(seen, jacobian, solve, -solve(r))
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            assert torch.equal(p, starts[name])
+            continue
+        own, left = left[: p.numel()].reshape(p.shape), left[p.numel() :]
+        kept = 1.0 if p is first else 0.99
+        torch.testing.assert_close(p.detach(), kept * (starts[name] + own))
+
+
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"adaptive": True}])
+def test_resumed_is_uninterrupted(options: dict[str, float]):
+    model, x, residual = problem("few parameters")
+    opt = NaturalGradient(model, **options)
+    for _ in range(2):
+        opt.step(closure_of(model, x, residual))
+    other = copy.deepcopy(model)
+    resumed = NaturalGradient(other, **options)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    both = copy.deepcopy([model, opt])
+    for trained, optimizer in ((model, opt), (other, resumed), both):
+        optimizer.step(closure_of(trained, x, residual))
+    assert torch.equal(flat(model), flat(other)) and torch.equal(flat(model), flat(both[0]))
+    assert resumed.steps == 3 and "exact Gauss-Newton" in resumed.report() and "step 3" in resumed.summary()
+
+
+def test_norm_layers():
+    """Layer norm is written out, so that its steps are those of the true derivatives; batch statistics move once."""
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(2, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
+        x = torch.randn(20, 2).double()
+    residual = lambda: laplacian(model(x.requires_grad_()).sum(1), x)
+    with WrittenOut():
+        jacobian = Jacobian.of(residual(), model).to_dense()
+    model[4].reset_running_stats()
+    opt = NaturalGradient(model, damping=1.0)
+    before, r = flat(model), residual().detach()
+    model[4].reset_running_stats()
+    opt.step(residual)
+    assert model[4].num_batches_tracked == 1
+    direction = -torch.linalg.solve(jacobian.T @ jacobian + torch.eye(len(before)).double(), jacobian.T @ r)
+    torch.testing.assert_close(flat(model) - before, opt.stats()["step_size"] * direction, rtol=1e-5, atol=1e-7)
+
+
+LINEAR = nn.Linear(2, 1)
+SEEN = nn.Linear(2, 1)
+SEEN(torch.ones(1, 2)).sum().backward()
+REFUSED = {
+    "parameters": (lambda: NaturalGradient(LINEAR.parameters()), TypeError, "pass the model itself"),
+    "a rate": (lambda: NaturalGradient(LINEAR, -1.0), ValueError, "lr: expected"),
+    "damping": (lambda: NaturalGradient(LINEAR, damping="a"), TypeError, "damping: expected a number"),
+    "momentum": (lambda: NaturalGradient(LINEAR, momentum=1.0), ValueError, "momentum: expected"),
+    "adaptive": (lambda: NaturalGradient(LINEAR, adaptive=1), TypeError, "adaptive: expected"),
+    "line search": (lambda: NaturalGradient(LINEAR, line_search=1), TypeError, "line_search: expected"),
+    "two searches": (lambda: NaturalGradient(LINEAR, line_search=True, adaptive=True), ValueError, "choose one"),
+    "a solver": (lambda: NaturalGradient(LINEAR, solver="lu"), ValueError, "solver: expected one of woodbury"),
+    "no loss": (lambda: NaturalGradient(LINEAR, inject=exact()), ValueError, "needs the loss module"),
+    "no closure": (lambda: NaturalGradient(LINEAR, line_search=True).step(), TypeError, "pass a closure"),
+    "no pass": (lambda: NaturalGradient(SEEN).step(), RuntimeError, "no forward pass"),
+    "a matrix": (lambda: NaturalGradient(LINEAR).step(lambda: LINEAR(torch.ones(2, 2))), TypeError, r"\(2, 1\)"),
+    "no graph": (lambda: NaturalGradient(LINEAR).step(lambda: torch.ones(3)), ValueError, "without gradients"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str):
+    call, kind, text = REFUSED[name]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_the_model_itself_for_all():
+    with pytest.raises(TypeError, match="pass the model itself"):
+        KFAC(LINEAR.parameters())  # type: ignore[arg-type]
+
+
+PRECISIONS = {  # of the first layer, the second and the residuals
+    "single parameters": (torch.float32, torch.float32, torch.float64),
+    "single residuals": (torch.float64, torch.float64, torch.float32),
+    "first layer": (torch.float32, torch.float64, torch.float64),
+    "second layer": (torch.float64, torch.float32, torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv1d])
+@pytest.mark.parametrize("case", PRECISIONS)
+def test_residuals_and_parameters_of_different_precision(case: str, kind: type[nn.Module], name: str):
+    """The step is that of double precision, to the rounding of single."""
+    _, x, _ = problem(name)
+    moved = []
+    for own in ([torch.float64] * 3, PRECISIONS[case]):
+        with seeded(0):
+            convolution = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 2, 2, 1, 1))
+            layers = nn.ModuleList([nn.Linear(2, 6) if kind is nn.Linear else convolution, nn.Linear(6, 1)])
+        layers[0].to(own[0])
+        layers[1].to(own[1])
+
+        def closure(layers: nn.ModuleList = layers, own: Sequence[torch.dtype] = own) -> Tensor:
+            hidden = layers[0](x.to(own[0])).flatten(1).tanh()
+            return (layers[1](hidden.to(own[1]))[:, 0].double() - x.prod(1).sin()).to(own[2])
+
+        start = flat(layers).double()
+        NaturalGradient(layers, damping=0.1).step(closure)
+        moved.append(flat(layers).double() - start)
+    torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-4)

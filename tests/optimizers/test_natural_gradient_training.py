@@ -1,0 +1,389 @@
+"""Natural-gradient steps in a training loop, against dense algebra on the Jacobians of single samples."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvature import empirical, exact, isotropic, sampled
+from curvature.gradients.plans import PLANS
+from optimizers import NaturalGradient
+from support.cases.case import Raw, randomise, seeded
+from support.oracles import brute_force as oracle
+
+N, C, DAMPING = 6, 3, 0.05
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+        self.place = nn.Parameter(torch.zeros(5, 4))
+        self.mix = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.table(tokens) + self.place
+        h = self.norm(h + self.mix(h, h, h, need_weights=False)[0])
+        return (h @ self.table.weight.T).mean(1)[:, :C]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "few parameters": (lambda: nn.Linear(2, C), lambda: torch.randn(N, 2)),
+    "perceptron": (lambda: nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, C)), lambda: torch.randn(N, 4)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 3, 2), nn.Flatten(),
+            nn.Linear(27, C),
+        ),
+        lambda: torch.randn(N, 2, 4, 4),
+    ),
+    "attention": (Attention, lambda: torch.randint(7, (N, 5))),
+    "a raw parameter": (
+        lambda: Raw(lambda m, x: m.out((x * m.scale).sin()), scale=nn.Parameter(torch.ones(4)), out=nn.Linear(4, C)),
+        lambda: torch.randn(N, 4),
+    ),
+}  # fmt: skip
+INJECTIONS = {"exact": exact(), "sampled": sampled(2), "isotropic": isotropic(3), "empirical": empirical()}
+
+
+def case(name: str, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
+    make, inputs = MODELS[name]
+    with seeded(1):
+        model, x, y = make(), inputs(), torch.randint(C, (N,))
+        randomise(model)
+    x = x.double() if x.is_floating_point() else x
+    return model.double().to(device), x.to(device), y.to(device)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
+    )
+
+
+def train(opt: NaturalGradient, model: nn.Module, x: Any, y: Tensor, loss: Any = F.cross_entropy) -> Tensor:
+    """One step of a training loop; the direction that it took, of length one."""
+    before = flat(model)
+    opt.zero_grad()
+    loss(model(x), y).backward()
+    opt.step()
+    moved = flat(model) - before
+    return moved / moved.norm()
+
+
+def rows_of(model: nn.Module, x: Tensor, vectors: Tensor) -> Tensor:
+    """(k * n, P): v^T J for every vector (k, n, ...) and sample."""
+    jacobians = [oracle.jacobian(model, x[n : n + 1])[1] for n in range(len(x))]
+    return torch.stack([v[n].flatten() @ jacobians[n] for v in vectors for n in range(len(x))])
+
+
+def fisher_of(model: nn.Module, inject: Any, x: Tensor, y: Tensor, seed: int = 0) -> Tensor:
+    """Of the mean cross-entropy, with the vectors that an injection draws."""
+    loss = nn.CrossEntropyLoss()
+    if inject == empirical():
+        return oracle.Matrices(model, loss, (x, y)).empirical_fisher
+    if inject == exact():
+        return oracle.Matrices(model, loss, (x, y)).fisher
+    output = model(x).detach()
+    own = int(torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(seed)))  # of the first pass
+    vectors = inject.vectors(output, loss, generator=torch.Generator().manual_seed(own))
+    rows = rows_of(model, x, vectors)
+    return rows.T @ rows / len(x)
+
+
+def along(direction: Tensor) -> Tensor:
+    return -direction / direction.norm()
+
+
+def damped(matrix: Tensor, damping: float = DAMPING) -> Tensor:
+    return matrix + damping * torch.eye(len(matrix)).double()
+
+
+@pytest.mark.parametrize("inject", INJECTIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_direction_is_the_natural_gradient(name: str, inject: str):
+    model, x, y = case(name)
+    matrix = fisher_of(model, INJECTIONS[inject], x, y)
+    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss(), inject=INJECTIONS[inject])
+    found = train(opt, model, x, y)
+    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
+    assert not any(plan.general for plan in PLANS[model].values())
+    block = opt.factors.blocks[0]
+    assert "woodbury" in opt.report() and block.bytes >= 8 * len(block.problem.matrix) ** 2 + 8 * N
+
+
+@pytest.mark.parametrize("solver", ["woodbury", "dense", "cg", "diagonal"])
+@pytest.mark.parametrize("name", ["few parameters", "perceptron", "attention"])
+def test_solvers(name: str, solver: str):
+    model, x, y = case(name)
+    matrix = fisher_of(model, exact(), x, y)
+    if solver == "diagonal":
+        matrix = matrix.diagonal().diag()
+    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss(), solver=solver)
+    found = train(opt, model, x, y)
+    # conjugate gradients end early: their progress is what is asked for
+    allowed = 0.05 if solver == "cg" else 1e-6
+    expected = along(torch.linalg.solve(damped(matrix), gradient_of(model)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
+    assert opt.stats()["accepted"] and not math.isnan(opt.stats()["step_size"])
+
+
+def test_conjugate_gradients_begin_where_they_ended():
+    """On the same problem again there is less to do, and many steps on it come close to the solution."""
+    model, x, y = case("perceptron")
+    matrix = fisher_of(model, exact(), x, y)
+    opt = NaturalGradient(model, lr=0.0, damping=1e-3, loss=nn.CrossEntropyLoss(), solver="cg")
+    iterations: list[int] = []
+    for _ in range(12):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        iterations.append(opt.factors.blocks[0].iterations)
+    g = gradient_of(model)
+    fall = lambda u: g @ u - u @ damped(matrix, 1e-3) @ u / 2
+    assert fall(opt.factors.blocks[0].last) > 0.995 * fall(torch.linalg.solve(damped(matrix, 1e-3), g))
+    assert max(iterations[1:]) < iterations[0]
+
+
+@pytest.mark.parametrize("solver", ["dense", "diagonal"])
+def test_running_averages(solver: str):
+    """Debiased: the second step has the mean of both batches, weighed by the decay."""
+    model, x, y = case("few parameters")
+    other = x + 1
+    matrices = [fisher_of(model, exact(), x, y), fisher_of(model, exact(), other, y)]
+    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss(), solver=solver, factor_decay=0.6)
+    opt.param_groups[0]["lr"] = 0.0
+    for batch, lr in ((x, 0.0), (other, 1.0)):
+        opt.param_groups[0]["lr"] = lr
+        before = flat(model)
+        opt.zero_grad()
+        F.cross_entropy(model(batch), y).backward()
+        opt.step()
+    matrix = (0.6 * matrices[0] + matrices[1]) / 1.6
+    matrix = matrix.diagonal().diag() if solver == "diagonal" else matrix
+    moved = flat(model) - before
+    expected = along(torch.linalg.solve(damped(matrix), gradient_of(model)))
+    torch.testing.assert_close(moved / moved.norm(), expected)
+
+
+@pytest.mark.parametrize("solver", ["woodbury", "dense", "cg", "diagonal"])
+def test_curvature_that_vanishes(solver: str):
+    """Single precision, and batches whose curvature falls by ten orders of magnitude."""
+    with seeded(0):
+        model, x, y = nn.Linear(20, C), torch.randn(8, 20), torch.randint(C, (8,))
+    opt = NaturalGradient(model, solver=solver, inject=empirical())
+    for scale in (1.0, 1e-3, 1e-5):
+        opt.zero_grad()
+        (scale * F.cross_entropy(model(x), y)).backward()
+        opt.step()
+    assert bool(torch.isfinite(flat(model)).all()) and opt.skipped == 0
+
+
+def test_momentum():
+    """SPRING: (G + damping) u = g + damping * momentum * last u."""
+    model, x, y = case("perceptron")
+    opt = NaturalGradient(model, damping=DAMPING, momentum=0.8, loss=nn.CrossEntropyLoss())
+    last = torch.zeros_like(flat(model))
+    for batch in (x, x + 0.5, x - 0.5):
+        matrix = damped(fisher_of(model, exact(), batch, y))
+        found = train(opt, model, batch, y)
+        last = torch.linalg.solve(matrix, gradient_of(model) + DAMPING * 0.8 * last)
+        torch.testing.assert_close(found, along(last))
+
+
+def test_a_sum_has_the_curvature_of_a_sum():
+    model, x, y = case("perceptron")
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    matrix = oracle.Matrices(model, loss, (x, y)).fisher
+    opt = NaturalGradient(model, damping=DAMPING, loss=loss)
+    found = train(opt, model, x, y, loss)
+    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
+
+
+@pytest.mark.parametrize("inject", ["exact", "empirical"])
+def test_accumulated_batches_are_one(inject: str):
+    model, x, y = case("perceptron")
+    matrix = fisher_of(model, INJECTIONS[inject], x, y)
+    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss(), inject=INJECTIONS[inject])
+    before = flat(model)
+    for part in (slice(0, 3), slice(3, 6)):
+        F.cross_entropy(model(x[part]), y[part]).div(2).backward()
+    opt.step()
+    moved = flat(model) - before
+    expected = along(torch.linalg.solve(damped(matrix), gradient_of(model)))
+    # the loss's own gradient is that of half a loss
+    expected_of_half = along(torch.linalg.solve(damped(matrix / 4), gradient_of(model)))
+    torch.testing.assert_close(moved / moved.norm(), expected if inject == "exact" else expected_of_half)
+
+
+def test_batch_norm():
+    """Outputs depend on all samples: G is that of the whole batch."""
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+        x, y = torch.randn(N, 3).double(), torch.randn(N, 2).double()
+    parameters = dict(model.named_parameters())
+    whole = lambda *values: torch.func.functional_call(model, dict(zip(parameters, values, strict=True)), x)
+    jacobian = torch.autograd.functional.jacobian(whole, tuple(parameters.values()))
+    rows = torch.cat([part.reshape(2 * N, -1) for part in jacobian], 1)
+    model[1].reset_running_stats()
+    opt = NaturalGradient(model, damping=DAMPING, loss=nn.MSELoss())
+    found = train(opt, model, x, y, nn.MSELoss())
+    matrix = rows.T @ rows / N  # of the mean over two entries of squares
+    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
+    assert model[1].num_batches_tracked == 1
+
+
+def test_frozen_thawed_and_unused_parameters():
+    with seeded(0):
+        model = Raw(
+            lambda m, x: m.out(m.first(x).tanh()) if m.uses else m.out(x.tanh()),
+            first=nn.Linear(4, 4), out=nn.Linear(4, C),
+        ).double()  # fmt: skip
+        x, y = torch.randn(N, 4).double(), torch.randint(C, (N,))
+    model.first.requires_grad_(False)
+    model.uses = True
+    opt = NaturalGradient(model, damping=DAMPING, loss=nn.CrossEntropyLoss())
+    frozen = model.first.weight.clone()
+    train(opt, model, x, y)
+    assert torch.equal(model.first.weight, frozen)
+    model.first.requires_grad_(True)
+    matrix = fisher_of(model, exact(), x, y)
+    found = train(opt, model, x, y)
+    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
+    model.uses = False
+    first = model.first.weight.clone()
+    matrix = fisher_of(model, exact(), x, y)
+    found = train(opt, model, x, y)
+    assert torch.equal(model.first.weight, first)
+    torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
+
+
+@pytest.mark.parametrize("solver", ["woodbury", "dense", "cg", "diagonal"])
+def test_resumed_is_uninterrupted(solver: str):
+    model, x, y = case("perceptron")
+    options: dict[str, Any] = {"solver": solver, "momentum": 0.5, "inject": isotropic(2)}
+    opt = NaturalGradient(model, **options)
+    for shift in (0.0, 0.1, 0.2):
+        train(opt, model, x + shift, y)
+    other = copy.deepcopy(model)
+    resumed = NaturalGradient(other, **options)
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    both = copy.deepcopy([model, opt])
+    for trained, optimizer in ((model, opt), (other, resumed), both):
+        train(optimizer, trained, x - 0.1, y)
+        train(optimizer, trained, x - 0.2, y)
+    assert torch.equal(flat(model), flat(other)) and torch.equal(flat(model), flat(both[0]))
+    assert both[1].defaults.items() >= opt.defaults.items() and resumed.steps == 5
+
+
+@pytest.mark.parametrize("solver", ["woodbury", "cg"])
+def test_a_loaded_state_needs_a_forward_pass(solver: str):
+    """What is solved with is of a batch, and in no checkpoint."""
+    model, x, y = case("perceptron")
+    opt = NaturalGradient(model, solver=solver)
+    train(opt, model, x, y)
+    resumed = NaturalGradient(model, solver=solver)
+    resumed.load_state_dict(opt.state_dict())
+    before = flat(model)
+    with pytest.raises(RuntimeError, match="no forward pass of the model since"):
+        resumed.step()
+    assert torch.equal(flat(model), before)
+
+
+@pytest.mark.parametrize("options", [{"line_search": True}, {"adaptive": True}, {}])
+@pytest.mark.parametrize("solver", ["woodbury", "cg"])
+def test_closures_of_the_loss(solver: str, options: dict[str, bool]):
+    model, x, y = case("attention")
+    opt = NaturalGradient(model, loss=nn.CrossEntropyLoss(), solver=solver, **options)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    losses = [float(opt.step(closure).detach()) for _ in range(15)]
+    assert losses[-1] < 0.2 * losses[0]
+    if options:
+        assert all(b <= a for a, b in zip(losses, losses[1:], strict=False))
+        assert opt.stats()["step_size"] != 0 and "step 15" in opt.summary()
+
+
+def test_a_search_halves_until_the_loss_stops_falling():
+    model, x, y = case("perceptron")
+    matrix = fisher_of(model, exact(), x, y)
+    opt = NaturalGradient(model, damping=1e-4, line_search=True, loss=nn.CrossEntropyLoss())
+    before = flat(model)
+    closure = lambda: F.cross_entropy(model(x), y)
+    loss = opt.step(closure)
+    model_after, length = flat(model), opt.stats()["step_size"]
+    nn.utils.vector_to_parameters(before, model.parameters())
+    g = torch.cat([p.flatten() for p in torch.autograd.grad(closure(), list(model.parameters()))])
+    direction = -torch.linalg.solve(damped(matrix, 1e-4), g)
+    torch.testing.assert_close(model_after - before, length * direction)
+    values = {}
+    for part in (length / 2, length, min(2 * length, 1.0)):
+        nn.utils.vector_to_parameters(before + part * direction, model.parameters())
+        values[part] = closure().item()
+    assert values[length] == min(values.values()) < loss.item()
+
+
+def test_it_learns_digits():
+    """Ten passes over 500 digits in batches."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    x, y = torch.tensor(data.data[:700]).float() / 16, torch.tensor(data.target[:700])
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+        order = torch.cat([torch.randperm(500) for _ in range(10)])
+    opt = NaturalGradient(model)
+    for batch in order.split(100):
+        opt.zero_grad()
+        F.cross_entropy(model(x[batch]), y[batch]).backward()
+        opt.step()
+    assert (model(x[500:]).argmax(1) == y[500:]).float().mean() > 0.85
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("solver", ["woodbury", "dense", "cg", "diagonal"])
+def test_a_batch_that_is_not_finite_changes_nothing(solver: str, bad: float):
+    model, x, y = case("perceptron")
+    opt = NaturalGradient(model, loss=nn.CrossEntropyLoss(), solver=solver)
+    train(opt, model, x, y)
+    before, steps = flat(model), opt.steps
+    train(opt, model, x * bad, y)
+    assert torch.equal(flat(model), before) and opt.skipped == 1 and opt.steps == steps
+    twin = copy.deepcopy([model, opt])
+    train(opt, model, x, y)
+    train(twin[1], twin[0], x, y)
+    assert bool(torch.isfinite(flat(model)).all()) and torch.equal(flat(model), flat(twin[0]))
+
+
+def test_options_that_groups_disagree_on():
+    model, x, y = case("perceptron")
+    opt = NaturalGradient(model, loss=nn.CrossEntropyLoss())
+    first = opt.param_groups[0]["params"].pop(0)
+    opt.add_param_group({"params": [first], "damping": 0.5})
+    with pytest.raises(ValueError, match="damping: all parameters are solved for together"):
+        train(opt, model, x, y)
+
+
+def test_a_matrix_too_large_is_refused():
+    model = nn.Linear(300, 200)
+    opt = NaturalGradient(model, solver="dense")
+    with pytest.raises(ValueError, match='60200 x 60200.*"woodbury" or "cg"'):
+        model(torch.randn(2, 300))
+    assert not opt.factors.blocks

@@ -1,0 +1,54 @@
+"""The arrows point down, files and functions stay small, the top level stays bare, public names are documented."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+
+import pytest
+
+from support.architecture import (
+    PACKAGES,
+    ROOT,
+    TOP_LEVEL,
+    arrow_faults,
+    assert_none,
+    cycle_of,
+    modules_of,
+    size_faults,
+    top_level,
+    undocumented,
+)
+
+
+def test_arrows_point_down() -> None:
+    assert_none(arrow_faults(modules_of(ROOT), lambda package: importlib.import_module(package).__all__))
+
+
+def test_no_cycles() -> None:
+    assert_none(cycle_of(modules_of(ROOT)))
+
+
+def test_files_and_functions_are_small() -> None:
+    folders = ("curvature", "optimizers", "tests", "examples")
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert_none(size_faults(paths))
+
+
+def test_top_level_is_bare() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    assert_none(sorted(top_level(ROOT) - TOP_LEVEL))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_documented(package: str) -> None:
+    assert_none(undocumented(importlib.import_module(package)))
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    try:
+        installed = importlib.metadata.version("curvature-optimizers")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("a checkout that is not installed")
+    assert importlib.import_module("curvature").__version__ == installed

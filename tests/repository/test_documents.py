@@ -1,0 +1,80 @@
+"""Every ```python block of README.md and docs/**/*.md runs as printed, each file's blocks in order as one program."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from support.distributed.processes import forkserver
+
+ROOT = Path(__file__).resolve().parents[2]
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
+
+
+def script_of(markdown: str) -> str:
+    """The python blocks with every other line blank, so that a traceback shows the line number of the document."""
+    script, opened = [], None
+    for line in markdown.splitlines():
+        fence = FENCE.match(line)
+        code = ""
+        if opened is None:
+            opened = fence
+        elif fence and fence["ticks"] == opened["ticks"] and not fence["language"]:
+            opened = None
+        elif opened["language"] == "python":
+            code = line.removeprefix(opened["indent"])
+        script.append(code)
+    return "\n".join(script) + "\n"
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FILES = [path for path in PAGES if script_of(path.read_text("utf-8")).strip()]
+
+
+def run(script: str, name: str, folder: Path) -> SimpleNamespace:
+    """As a program of its own, forked from a process that has imported torch."""
+    (folder / name).write_text(script, encoding="utf-8")
+    process = forkserver().Process(target=program, args=(name, folder))
+    process.start()
+    process.join()
+    out, err = ((folder / stream).read_text("utf-8") for stream in ("stdout", "stderr"))
+    return SimpleNamespace(returncode=process.exitcode, stdout=out, stderr=err)
+
+
+def program(name: str, folder: Path) -> None:
+    os.chdir(folder)
+    os.environ["MPLBACKEND"] = "Agg"
+    for number, stream in ((1, "stdout"), (2, "stderr")):
+        with open(stream, "wb") as file:
+            os.dup2(file.fileno(), number)
+    runpy.run_path(name, run_name="__main__")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_blocks_run(path: Path, tmp_path: Path) -> None:
+    result = run(script_of(path.read_text("utf-8")), path.name, tmp_path)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+
+
+def test_the_readme_has_a_block() -> None:
+    assert ROOT / "README.md" in FILES
+
+
+def test_lines_keep_their_numbers(tmp_path: Path) -> None:
+    markdown = (
+        "text\n```sh\nnot python\n```\n1. item\n   ```python\n   x = 2\n   ```\n\n```python\nassert x == 3\n```\n"
+    )
+    script = script_of(markdown)
+    assert script.splitlines() == ["", "", "", "", "", "", "x = 2", "", "", "", "assert x == 3", ""]
+    result = run(script, "page.md", tmp_path)
+    assert result.returncode == 1
+    assert 'page.md", line 11' in result.stderr
+
+
+def test_text_without_blocks_gives_an_empty_script() -> None:
+    assert not script_of("text\n```sh\nls\n```\n").strip()

@@ -1,0 +1,97 @@
+"""The GPU benchmark in its smallest form: all contestants train, and its tables and files say what was measured."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from optimizers import KFAC
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+TINY: dict[str, tuple[dict[str, Any], int]] = {
+    "resnet": ({"width": 2}, 4),
+    "vit": ({"d": 8, "layers": 1, "heads": 2, "patch": 16}, 4),
+    "gpt": ({"vocabulary": 20, "length": 6, "d": 8, "layers": 1, "heads": 2}, 4),
+}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("pytorch_optimizer", reason="a peer of the bench extra is missing: make test installs it")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("gpu")
+    monkeypatch.setattr(module, "SMALL", TINY)
+    monkeypatch.setattr(module, "WARM", 2)
+    return module
+
+
+def test_it_runs(gpu: ModuleType, tmp_path: Path, device: str) -> None:
+    name, precision = "gpt", "bf16"
+    files = {kind: tmp_path / f"gpu.{kind}" for kind in ("json", "md")}
+    chosen = ["--small", "--device", device, "--only", name, "--precisions", precision, "--threads", "1"]
+    gpu.main([*chosen, "--rounds", "10", "--json", str(files["json"]), "--out", str(files["md"])])
+    saved = json.loads(files["json"].read_text())
+    results = {result["optimizer"]: result for result in saved["results"]}
+    assert list(results) == ["SGD", "AdamW", "Muon", "SOAP", "KFAC", "EKFAC"]
+    for title, result in results.items():
+        assert len(result["seconds"]) == 10 and min(result["seconds"] + result["ordinary"]) > 0, title
+        assert len(result["renewing"]) == (title in ("KFAC", "EKFAC")), title
+        assert len(result["ordinary"]) == 3 and result["precision"] == precision and result["peak"] > 0
+    assert results["SGD"]["waits"] == 0
+    assert results["AdamW"]["peak"] > results["SGD"]["peak"]  # two buffers, not one
+    text = files["md"].read_text()
+    assert f"torch {torch.__version__}" in text and "| KFAC | " in text and saved["machine"] in text
+
+
+def test_networks(gpu: ModuleType) -> None:
+    """The sizes of the papers: 11.2, 21.3 and 123.6 million parameters, positions aside."""
+    with torch.device("meta"):
+        found = {name: make() for name, make in gpu.cases(gpu.FULL, "meta").items()}
+        counts = {name: sum(p.numel() for p in case.make().parameters()) / 1e6 for name, case in found.items()}
+    assert counts["resnet"] == pytest.approx(11.2, abs=0.1)
+    assert counts["vit"] == pytest.approx(21.4, abs=0.1)
+    assert counts["gpt"] == pytest.approx(123.8, abs=0.1)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_kfac_knows_the_layers(gpu: ModuleType, name: str) -> None:
+    case = gpu.cases(TINY, "cpu")[name]()
+    opt = KFAC(model := case.make())
+    case.loss(model(case.x), case.y).backward()
+    opt.step()
+    blocks = {k: b.structure for b in opt.factors.blocks for k in b.names}
+    matrices = {k for k, p in model.named_parameters() if p.ndim in (2, 4) and k.endswith("weight")}
+    assert {k for k in matrices if blocks[k] != "kronecker"} == set()
+    assert blocks.keys() == dict(model.named_parameters()).keys()
+
+
+def test_waits_are_counted(gpu: ModuleType, device: str) -> None:
+    x = torch.ones(3, device=device)
+    assert gpu.waits_of(lambda: x.sum(), device) == 0
+    assert gpu.waits_of(lambda: [bool(x[0] > 0), float(x.sum()), x[1].item()], device) == 3
+
+
+def test_a_run_that_did_not_train_is_refused(gpu: ModuleType) -> None:
+    case = gpu.cases(TINY, "cpu")["gpt"]()
+    run = gpu.Run("SGD", case, None)
+    run.check()
+    next(run.model.parameters()).data.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="SGD: parameters are not finite"):
+        run.check()
+    ours = gpu.Run("KFAC", case, None)
+    ours.step()
+    ours.opt.skipped = 1
+    with pytest.raises(RuntimeError, match="KFAC: 1 steps were skipped"):
+        ours.check()
+    ours.opt.skipped = 0
+    with pytest.raises(RuntimeError, match="KFAC: an ordinary step inverted something"):
+        ours.check()
+    ours.rest()
+    ours.check()

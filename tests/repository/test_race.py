@@ -1,0 +1,197 @@
+"""The race: its rivals train, its clock and its randomness are each run's own, and its tables say what happened."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+TINY: dict[str, dict[str, Any]] = {
+    "autoencoder": {"widths": (784, 32, 16), "batch": 100},
+    "cnn": {"channels": (3, 4), "batch": 32},
+    "gpt": {"d": 16, "layers": 1, "heads": 2, "length": 12, "batch": 8},
+    "tanh": {"width": 16, "depth": 3, "batch": 64},
+}
+# A step that is not too long for the problem; the race itself finds better ones.
+LRS = {"sgd": {"autoencoder": 1e-4}, "singd": {"autoencoder": 1e-4}}
+NAMES = ("sgd", "adamw", "muon", "soap", "shampoo", "singd", "empirical")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def race(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for peer in ("sklearn", "mlxtend", "pytorch_optimizer", "singd"):
+        pytest.importorskip(peer, reason="a peer of the bench extra is missing: make test installs it")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("race")
+
+
+def started(race: ModuleType, problem: str, name: str, **setting: float) -> Any:
+    entry = race.ENTRIES[name]
+    lr = LRS.get(name, {}).get(problem, entry.lrs[1] if entry.lrs else 0)
+    chosen = {**next(entry.rates()), "lr": lr, **setting} if entry.lrs else {}
+    made = race.PROBLEMS[problem](**TINY[problem])
+    return importlib.import_module("_race_run").Run(made, entry, chosen, seed=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("problem", TINY)
+def test_every_rival_lowers_the_loss(race: ModuleType, problem: str, name: str) -> None:
+    run = started(race, problem, name)
+    before = {key: value.clone() for key, value in run.model.named_parameters()}
+    for _ in range(30):
+        run.step()
+    run.evaluate()
+    assert run.points[-1].train < run.points[0].train
+    still = [key for key, value in run.model.named_parameters() if torch.equal(value, before[key])]
+    assert not still, f"not trained: {still}"
+
+
+def test_every_rival_is_tested(race: ModuleType) -> None:
+    assert tuple(entry.name for entry in race.ENTRIES.values() if entry.lrs) == NAMES
+
+
+def test_muon_is_that_of_torch(race: ModuleType) -> None:
+    torch.manual_seed(0)
+    rivals = importlib.import_module("_race_rivals")
+    layers = [nn.Linear(12, 7, bias=False), nn.Linear(12, 7, bias=False)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    ours = rivals.Muon([layers[0].weight], 0.1)
+    theirs = torch.optim.Muon([layers[1].weight], 0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    start = layers[0].weight.detach().clone()
+    for _ in range(3):
+        gradient = torch.randn(7, 12)
+        for layer, optimizer in zip(layers, (ours, theirs), strict=True):
+            layer.weight.grad = gradient.clone()
+            optimizer.step()
+    moved = (layers[1].weight - start).norm()
+    assert moved > 0.1
+    assert (layers[0].weight - layers[1].weight).norm() < 0.03 * moved  # bfloat16 there
+
+
+def test_factors_of_the_empirical_kfac(race: ModuleType) -> None:
+    torch.manual_seed(0)
+    rivals = importlib.import_module("_race_rivals")
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(27, 4))
+    x, y = torch.randn(5, 2, 6, 6), torch.tensor([0, 1, 2, 3, 0])
+    optimizer = rivals.EmpiricalKFAC(model, 0.1, 0.1)
+    hidden = model[0](x)
+    hidden.retain_grad()
+    F.cross_entropy(model[1:](hidden), y).backward()
+    patches = F.unfold(x, 3, padding=1, stride=2)  # (5, 18, 9)
+    a = torch.cat([patches, torch.ones(5, 1, 9)], 1)
+    b = 5 * hidden.grad.flatten(2)  # of each sample's own loss
+    wanted = torch.einsum("nit,njt->ij", a, a) / 45, torch.einsum("nit,njt->ij", b, b) / 5
+    for found, factor in zip(optimizer.factors[model[0]], wanted, strict=True):
+        torch.testing.assert_close(found, 0.95 * torch.eye(len(factor)) + 0.05 * factor)
+    gradient = torch.cat([model[3].weight.grad, model[3].bias.grad[:, None]], 1)
+    A, B = optimizer.factors[model[3]]
+    product = torch.kron(B, A) + 0.1 * torch.eye(len(A) * len(B))
+    direction = torch.linalg.solve(product, gradient.flatten()).view_as(gradient)
+    optimizer.step()
+    scaled = torch.cat([model[3].weight.grad, model[3].bias.grad[:, None]], 1)
+    ratio = scaled.norm() / direction.norm()
+    torch.testing.assert_close(scaled, ratio * direction, rtol=1e-3, atol=1e-5)
+    assert ratio <= 1
+
+
+def test_neither_turns_nor_evaluations_change_a_run(race: ModuleType) -> None:
+    state = torch.random.get_rng_state()
+    alone, other, watched = (started(race, "cnn", "sgd") for _ in range(3))
+    for _ in range(4):
+        alone.step()
+    for _ in range(4):
+        other.step()
+        torch.rand(3)
+        watched.step()
+        watched.evaluate(whole=True)
+    for key, value in alone.model.state_dict().items():
+        assert torch.equal(value, watched.model.state_dict()[key]), key
+    assert watched.model.training
+    torch.random.set_rng_state(state)
+
+
+def test_the_target_is_met_between_evaluations(race: ModuleType) -> None:
+    runs = importlib.import_module("_race_run")
+    before, after = runs.Point(10, 1.0, 4.0, math.nan, math.nan), runs.Point(20, 3.0, 1.0, 0.5, 0.9)
+    assert runs.crossing(before, after, 2.0) == runs.Point(15.0, 2.0, 2.0, 0.5, 0.9)
+
+
+def test_grids_widen_and_bad_points_are_abandoned(race: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = importlib.import_module("_race_run")
+    limits = []
+
+    def attempt(problem: Any, entry: Any, setting: dict[str, float], limit: float) -> Any:
+        limits.append(limit)
+        needed = 10 * (1 + abs(math.log10(setting["lr"] / 1e-4)))  # the best is 1e-4
+        end = "reached" if needed <= limit else "stopped"
+        return runs.Trial(setting, end, needed, needed, 1.0)
+
+    monkeypatch.setattr(runs, "attempt", attempt)
+    trials = list(runs.tune(None, race.ENTRIES["adamw"], 100.0))
+    assert [trial.setting["lr"] for trial in trials] == [3e-3, 1e-3, 1e-2, 3e-4, 1e-4, 3e-5]
+    assert min(trials, key=lambda trial: trial.rank).setting == {"lr": 1e-4}
+    assert limits[0] == 100.0
+    assert limits[-1] == pytest.approx(13.0)
+
+
+def test_a_race_is_run_and_reported(race: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = race.PROBLEMS["tanh"](**TINY["tanh"])
+    easy = type(problem)(**{**vars(problem), "target": 2.0, "cap": 0.5})
+    monkeypatch.setitem(race.PROBLEMS, "tanh", lambda device: easy)
+    files = {name: tmp_path / f"race.{name}" for name in ("json", "md", "png", "tuned")}
+    common = ["--problem", "tanh", "--threads", "1", "--tuned", str(files["tuned"])]
+    out = ["--json", str(files["json"]), "--table", str(files["md"]), "--figure", str(files["png"])]
+    with pytest.raises(SystemExit, match="--tune --problem tanh --only adamw"):
+        race.main([*common, "--only", "adamw"])
+    race.main([*common, "--only", "adamw", "sgd", "--tune", "--cap-scale", "0.2"])
+    tuned = race.load(files["tuned"])["tanh"]
+    tuned["sgd"]["chosen"] = {"lr": 1e-9}  # one that does not come to the target
+    race.save(files["tuned"], {"tanh": tuned})
+    race.main([*common, *out, "--only", "adamw", "sgd", "kfac", "--seeds", "2"])
+    text = files["md"].read_text()
+    rows = {line.split(" | ")[0][2:]: line.split(" | ") for line in text.splitlines() if line.startswith("| ")}
+    assert rows["AdamW"][3] == "1.00"
+    assert float(rows["KFAC"][3]) > 0
+    assert rows["SGD, Nesterov 0.9"][2].startswith("- (2.3")
+    assert "### Grids" in text and "**lr" in text
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    files["md"].unlink()
+    race.main(["--report", *common, *out])
+    assert files["md"].read_text() == text
+
+
+def test_batch_sizes(race: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row for each size; what does not come to the target says so."""
+
+    def sized(device: str, batch: int = 64) -> Any:
+        problem = importlib.import_module("_race_problems").tanh(device, **(TINY["tanh"] | {"batch": batch}))
+        return type(problem)(**{**vars(problem), "target": 2.0 if batch == 128 else -1.0, "cap": 0.5})
+
+    monkeypatch.setitem(race.PROBLEMS, "tanh", sized)
+    out = tmp_path / "batches.md"
+    sizes = ["--batches", "64", "128", "--problem", "tanh", "--only", "kfac", "adaptive"]
+    race.main([*sizes, "--threads", "1", "--seeds", "1", "--table", str(out)])
+    rows = [line.split(" | ") for line in out.read_text().splitlines() if line.startswith("| tanh")]
+    assert [row[1] for row in rows] == ["64", "128"]
+    assert rows[0][2:4] == ["-", "not in 0"] and float(rows[1][2]) > 0 and float(rows[1][3]) > 0
+
+
+def test_other_settings_are_tried_with_the_best_rate(race: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = importlib.import_module("_race_run")
+
+    def attempt(problem: Any, entry: Any, setting: dict[str, float], limit: float) -> Any:
+        steps = abs(math.log10(setting["lr"] / 0.1)) + abs(math.log10(setting["damping"] / 0.1))
+        return runs.Trial(setting, "reached", 1 + steps, 1.0, 1.0)
+
+    monkeypatch.setattr(runs, "attempt", attempt)
+    trials = [(t.setting["lr"], t.setting["damping"]) for t in runs.tune(None, race.ENTRIES["empirical"], 100.0)]
+    assert trials == [(0.1, 0.01), (0.03, 0.01), (0.3, 0.01), (0.1, 0.001), (0.1, 0.1), (0.3, 0.1), (0.03, 0.1)]

@@ -1,0 +1,178 @@
+"""The rules of the architecture: which package may import what, how long files are, what must be documented."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("curvature", "optimizers")
+# A package imports only packages of lower floors, and only what their __init__ exports.
+FLOORS = {
+    "linalg": 1,
+    "terms": 1,
+    "functional": 1,
+    "layers": 2,
+    "losses": 2,
+    "operators": 2,
+    "recording": 3,
+    "kronecker": 3,
+    "estimators": 3,
+    "gradients": 4,
+    "forward_laplacian": 4,
+    "plots": 4,
+    "matrices": 5,
+    "preconditioners": 5,
+}
+# What may be imported from outside, beside the standard library and torch.
+LIBRARIES = {"linalg": set[str](), "matrices": {"tqdm"}, "plots": {"matplotlib", "numpy"}}
+FILE_LINES, FUNCTION_LINES = 400, 60
+# Files that are one thing and longer than that.
+LONGER = {
+    "injections.py": 420,  # the five injections, which share one contract
+    "natural_gradient.py": 410,  # one optimizer
+    "test_derivatives.py": 410,  # one subject
+}
+TOP_LEVEL = {
+    ".ci",
+    ".gitignore",
+    "CHANGELOG.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "constraints.txt",
+    "curvature",
+    "docs",
+    "examples",
+    "optimizers",
+    "pyproject.toml",
+    "tests",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """`module` as it stands in the import statement, made absolute, and the `name` taken from it, if any."""
+
+    module: str
+    name: str = ""
+
+    def among(self, modules: Iterable[str]) -> str | None:
+        """The longest of `modules` that this import loads, or None where it goes elsewhere."""
+        parts = f"{self.module}.{self.name}".strip(".").split(".")
+        prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((prefix for prefix in prefixes if prefix in modules), None)
+
+
+def modules_of(root: Path, packages: Iterable[str] = PACKAGES) -> dict[str, Path]:
+    found = {}
+    for path in (path for package in packages for path in sorted((root / package).rglob("*.py"))):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(module: str, path: Path) -> Iterator[Import]:
+    """All of them: at the top, inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") + ([""] if path.name == "__init__.py" else [])
+                base = ".".join([*package[: -node.level], *filter(None, [base])])
+            yield from (Import(base, alias.name) for alias in node.names)
+
+
+def package_of(module: str) -> str:
+    """The room that a module is in: "curvature.layers" for "curvature.layers.base", "optimizers" for all of these."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "curvature" else 1])
+
+
+def outside(item: Import) -> str | None:
+    library = item.module.split(".")[0]
+    return None if library in sys.stdlib_module_names else library
+
+
+def arrow_faults(modules: Mapping[str, Path], exported: Callable[[str], Iterable[str]]) -> Iterator[str]:
+    """Imports that go up, sideways, past the __init__ of another package, or to libraries that it may not use."""
+    for module, path in modules.items():
+        here = package_of(module)
+        room = here.partition(".")[2]
+        if room and room not in FLOORS:
+            yield f"{module} has no floor: add it to FLOORS in tests/support/architecture.py"
+            continue
+        for item in imports_of(module, path):
+            target = item.among(modules)
+            library = outside(item)
+            if target is None:
+                if library and library not in {"torch", *LIBRARIES.get(room, ())}:
+                    yield f"{module} imports {library}, which {here} may not"
+            elif package_of(target) != here:
+                yield from _crossing_faults(module, item, package_of(target), exported)
+
+
+def _crossing_faults(module: str, item: Import, there: str, exported: Callable[[str], Iterable[str]]) -> Iterator[str]:
+    here = package_of(module)
+    floor = lambda package: {"curvature": 6, "optimizers": 7}.get(package) or FLOORS.get(package.partition(".")[2], 0)
+    if floor(there) >= floor(here):
+        yield f"{module} (floor {floor(here)}) imports {there} (floor {floor(there)})"
+    elif f"{item.module}.{item.name}" != there and (item.module != there or item.name not in exported(there)):
+        yield f"{module} imports {item.module} {item.name}, which {there} does not export"
+
+
+def cycle_of(modules: Mapping[str, Path]) -> list[str]:
+    """The modules of one import cycle, or nothing."""
+    graph = {
+        module: {target for item in imports_of(module, path) if (target := item.among(modules))} - {module}
+        for module, path in modules.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def size_faults(paths: Iterable[Path]) -> Iterator[str]:
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        lines = len(text.splitlines())
+        if lines > (most := LONGER.get(path.name, FILE_LINES)):
+            yield f"{path.name} has {lines} lines, more than {most}"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    yield f"{path.name}:{node.lineno} {node.name} has {length} lines, more than {FUNCTION_LINES}"
+
+
+def top_level(root: Path) -> set[str]:
+    """The first path component of everything that git tracks or would add."""
+    listing = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = ["git", "-c", "safe.directory=*", "-C", str(root), *listing]
+    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0")
+    return {name.split("/")[0] for name in names if name}
+
+
+def undocumented(package: ModuleType) -> list[str]:
+    """Public names without a docstring of their own (what a dataclass writes for itself is none)."""
+
+    def missing(name: str) -> bool:
+        text = getattr(getattr(package, name), "__doc__", None) or ""
+        return not text.strip() or text.startswith(f"{name}(")
+
+    return [name for name in package.__all__ if missing(name)]
+
+
+def assert_none(faults: Iterable[str]) -> None:
+    found = list(faults)
+    assert not found, "\n".join(found)

@@ -1,0 +1,348 @@
+"""Habits in the loop itself: gradients, batches, schedules, looks in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+
+from support.habits.table import (
+    EXACT,
+    Make,
+    X,
+    Y,
+    assert_close,
+    assert_same,
+    backward,
+    copied,
+    flat,
+    habit,
+    loop_habit,
+    moved,
+    net,
+    reference,
+    train,
+)
+
+ACCUMULATED = {"halves": [(0, 8), (8, 16)], "uneven": [(0, 3), (3, 4), (4, 16)]}
+
+
+@loop_habit
+def accumulation(make: Make) -> None:
+    """Equal to the big batch."""
+    x = X.double()
+    whole = net().double()
+    train(whole, make(whole, **EXACT), 4, x)
+    for pieces in ACCUMULATED.values():
+        model = net().double()
+        opt = make(model, **EXACT)
+        for _ in range(4):
+            opt.zero_grad()
+            for a, b in pieces:
+                backward(model, opt, x[a:b], Y[a:b], zero=False, part=(b - a) / 16)
+            opt.step()
+        assert_close(model, whole, 1e-12)
+
+
+@loop_habit
+def clipped_norms(make: Make) -> None:
+    """The step is that of the clipped gradient, and no longer than the trust region has it."""
+    model, other = net(), net()
+    opt, same = make(model), make(other)
+    for step in range(4):
+        backward(model, opt), backward(other, same)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3 * 10**step)
+        for p in other.parameters():
+            assert p.grad is not None
+            p.grad = p.grad * (1e-3 * 10**step / (norm + 1e-6)).clamp(max=1.0)
+        before = copied(model)
+        opt.step(), same.step()
+        for name in ("0.weight", "2.weight"):
+            length = (model.get_parameter(name) - before[name]).norm()
+            assert 0 < length <= 0.21 * before[name].norm().clamp(min=1) * 2**0.5  # weight and bias have one length
+    assert_same(model, other)
+    assert not torch.equal(flat(model), flat(reference(make, 4)))
+
+
+@loop_habit
+def clipped_values(make: Make) -> None:
+    model, other = net(), net()
+    opt, same = make(model), make(other)
+    backward(model, opt), backward(other, same)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    for p in other.parameters():
+        assert p.grad is not None
+        p.grad = p.grad.clamp(-1e-3, 1e-3)
+    opt.step(), same.step()
+    assert_same(model, other)
+    assert not torch.allclose(flat(model), flat(reference(make, 1)), rtol=1e-3)
+
+
+SCHEDULERS: dict[str, Any] = {
+    "one cycle": lambda opt: lr_scheduler.OneCycleLR(opt, 1.0, total_steps=8),
+    "cosine": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 6),
+    "lambda": lambda opt: lr_scheduler.LambdaLR(opt, lambda k: min(1.0, k / 4)),  # from zero
+    "plateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5, threshold=10.0),
+    "sequence": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.LinearLR(opt, 0.1, total_iters=3), lr_scheduler.ExponentialLR(opt, 0.5)], [3]
+    ),
+}
+
+
+@loop_habit
+def schedulers(make: Make) -> None:
+    """What they set is what is used: as if set by hand; the momentum too."""
+    for name, schedule in SCHEDULERS.items():
+        model, other, third = net(), net(), net()
+        opt, same, rates = make(model), make(other), make(third)
+        scheduler, seen = schedule(opt), []
+        for _ in range(6):
+            group = opt.param_groups[0]
+            seen.append((group["lr"], group["momentum"]))
+            (loss,) = train(model, opt, 1)
+            scheduler.step(*([loss] if name == "plateau" else []))
+        for lr, momentum in seen:
+            same.param_groups[0].update(lr=lr, momentum=momentum)
+            rates.param_groups[0].update(lr=lr)
+            train(other, same, 1), train(third, rates, 1)
+        assert_same(model, other)
+        assert torch.equal(flat(model), flat(third)) == (name != "one cycle")
+        assert len(set(seen)) > 2 and not torch.equal(flat(model), flat(reference(make, 6))), name
+
+
+@habit
+def warm_up_from_zero(make: Make) -> None:
+    model = net()
+    opt, before = make(model, lr=0.0), copied(model)
+    train(model, opt, 2)
+    assert not moved(model, before)
+    opt.param_groups[0]["lr"] = 1.0
+    train(model, opt, 1)
+    assert moved(model, before) == set(before)
+
+
+@habit
+def rates_that_are_tensors(make: Make) -> None:
+    model = net()
+    train(model, make(model, lr=torch.tensor(0.5)))
+    assert_same(model, reference(make, lr=0.5))
+
+
+@loop_habit
+def zero_grad_to_zeros(make: Make) -> None:
+    model = net()
+    opt = make(model)
+    for _ in range(3):
+        opt.zero_grad(set_to_none=False)
+        backward(model, opt, zero=False)
+        opt.step()
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert_same(model, reference(make))
+
+
+@loop_habit
+def gradients_by_hand(make: Make) -> None:
+    model = net()
+    opt = make(model)
+    for _ in range(3):
+        gradients = torch.autograd.grad(F.cross_entropy(model(X), Y), list(model.parameters()))
+        for p, g in zip(model.parameters(), gradients, strict=True):
+            p.grad = g
+        opt.step()
+    assert_same(model, reference(make))
+
+
+@loop_habit
+def some_gradients_are_none(make: Make) -> None:
+    model = net()
+    opt = make(model)
+    train(model, opt, 2)
+    before = copied(model)
+    backward(model, opt)
+    model[0].weight.grad = None
+    opt.step()
+    assert moved(model, before) == {"0.bias", "2.weight", "2.bias"}
+    opt.zero_grad()
+    opt.step()  # nothing to do
+    assert moved(model, before) == {"0.bias", "2.weight", "2.bias"} and opt.steps == 3
+
+
+@loop_habit
+def evaluation_between_steps(make: Make) -> None:
+    """In all modes, with gradients and without; nothing that is not sent back counts."""
+    model = net()
+    opt = make(model, **EXACT)
+    for step in range(12):
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad)[: step + 1]:
+            model.eval()
+            with mode():
+                F.cross_entropy(model(100 * X[:5]), Y[:5])
+            model.train()
+        train(model, opt, 1)
+    assert_same(model, reference(make, 12, **EXACT))
+
+
+@habit
+def evaluation_without_gradients(make: Make) -> None:
+    model = net(inner=nn.Dropout(0.0))
+    opt = make(model)
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        model.eval()
+        model(100 * X)
+        model.train()
+
+    for _ in range(3):
+        evaluate()
+        train(model, opt, 1)
+    other = net(inner=nn.Dropout(0.0))
+    train(other, make(other))
+    assert_same(model, other)
+
+
+@loop_habit
+def zeroed_gradients_leave_no_trace(make: Make) -> None:
+    model = net()
+    opt = make(model, **EXACT)
+    for _ in range(3):
+        backward(model, opt, 10 * X, Y.flip(0))  # a batch that is thought better of
+        backward(model, opt)
+        opt.step()
+    assert_same(model, reference(make, **EXACT))
+
+
+@loop_habit
+def zero_grad_before_backward(make: Make) -> None:
+    """The other usual place."""
+    model = net()
+    opt = make(model)
+    for _ in range(3):
+        loss = F.cross_entropy(model(X), Y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    assert_same(model, reference(make))
+
+
+@loop_habit
+def several_forwards_and_one_backward(make: Make) -> None:
+    model, other = net().double(), net().double()
+    opt, same = make(model, **EXACT), make(other, **EXACT)
+    x = X.double()
+    for _ in range(4):
+        opt.zero_grad()
+        ((F.cross_entropy(model(x[:8]), Y[:8]) + F.cross_entropy(model(x[8:]), Y[8:])) / 2).backward()
+        opt.step()
+    train(other, same, 4, x)
+    assert_close(model, other, 1e-12)
+
+
+@loop_habit
+def several_backwards(make: Make) -> None:
+    model = net()
+    opt = make(model)
+    for _ in range(3):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(X), Y) / 2
+        loss.backward(retain_graph=True)
+        loss.backward()
+        opt.step()
+    assert_close(model, reference(make), 1e-6)
+
+
+@loop_habit
+def two_models(make: Make) -> None:
+    """A GAN: the discriminator is as without the generator's steps, whose gradients it sees and zeroes."""
+    options: dict[str, Any] = EXACT | {"loss": nn.BCEWithLogitsLoss()}
+    ends, judge = [], nn.functional.binary_cross_entropy_with_logits
+    for with_steps in (True, False):
+        d, g = net(2), net(3)
+        d[2], g[2] = nn.Linear(6, 1), nn.Linear(6, 8)
+        d.load_state_dict({k: v * 0 + 0.1 for k, v in d.state_dict().items()})
+        g.load_state_dict({k: v * 0 + 0.2 for k, v in g.state_dict().items()})
+        opt, own = make(d, **options), make(g, lr=0.0)
+        for k in range(3):
+            fake = g(X + k)
+            opt.zero_grad()
+            (judge(d(X), torch.ones(16, 1)) + judge(d(fake.detach()), torch.zeros(16, 1))).backward()
+            opt.step()
+            if with_steps:
+                own.zero_grad()
+                judge(d(fake), torch.ones(16, 1)).backward()
+                own.step()
+                assert own.steps == k + 1
+        ends.append(d)
+    assert_same(*ends)
+
+
+@loop_habit
+def one_model_within_another(make: Make) -> None:
+    """Two optimizers over its parts; each as if the other were not there."""
+    whole = nn.Sequential(net(), nn.Linear(3, 3))
+    opts = [make(whole[0]), make(whole[1])]
+    before = copied(whole)
+    for _ in range(3):
+        whole.zero_grad()
+        backward(whole, opts[0], zero=False)
+        for opt in opts:
+            opt.step()
+    assert moved(whole, before) == set(before) and [opt.steps for opt in opts] == [3, 3]
+
+
+@habit
+def closures(make: Make) -> None:
+    """As for LBFGS: the loss before the step comes back."""
+    model = net()
+    opt = make(model)
+    values = [opt.step(lambda: backward(model, opt)) for _ in range(3)]
+    assert all(isinstance(v, torch.Tensor) and v.ndim == 0 for v in values)
+    assert values[0] == F.cross_entropy(net()(X), Y) and values[2] < values[0]
+    assert_same(model, reference(make))
+
+
+@loop_habit
+def batches_of_all_sizes(make: Make) -> None:
+    """Every one of them counts."""
+    model = net()
+    opt, before = make(model), copied(model)
+    for size in (16, 5, 1, 16, 3):
+        train(model, opt, 1, X[:size], Y[:size])
+        assert moved(model, before) == set(before)
+        before = copied(model)
+    assert opt.steps == 5 and opt.skipped == 0 and {b.updates for b in opt.factors.blocks} == {5}
+
+
+@habit
+def anomaly_mode(make: Make) -> None:
+    model = net()
+    with torch.autograd.set_detect_anomaly(True):
+        train(model, make(model))
+    assert_same(model, reference(make))
+
+
+@habit
+def deterministic_algorithms(make: Make) -> None:
+    model = net()
+    torch.use_deterministic_algorithms(True)
+    try:
+        train(model, make(model))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(model, reference(make))
+
+
+@loop_habit
+def steps_within_no_grad(make: Make) -> None:
+    model = net()
+    opt = make(model)
+    with torch.no_grad():
+        for _ in range(3):
+            with torch.enable_grad():
+                backward(model, opt)
+            opt.step()
+    assert_same(model, reference(make))

@@ -1,0 +1,319 @@
+"""Habits in models: what they are made of and what they return."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils import checkpoint as checkpoints
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from support.cases.case import Raw
+from support.habits.table import (
+    EXACT,
+    Make,
+    X,
+    assert_close,
+    assert_same,
+    copied,
+    flat,
+    habit,
+    loop_habit,
+    moved,
+    net,
+    reference,
+    train,
+)
+
+
+@dataclass
+class Output:
+    value: Tensor
+    note: str = ""
+
+
+Pair = namedtuple("Pair", "value rest")
+
+RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda z: {"value": z, "note": 1}, lambda r: r["value"]),
+    "tuple": (lambda z: (z, None), lambda r: r[0]),
+    "named tuple": (lambda z: Pair(z, 1), lambda r: r.value),
+    "nested": (lambda z: {"all": [{"value": z}]}, lambda r: r["all"][0]["value"]),
+    "logits": (lambda z: SimpleNamespace(logits=z), lambda r: r.logits),
+    "dataclass": (Output, lambda r: r.value),
+}
+
+
+@habit
+def outputs_of_all_kinds(make: Make) -> None:
+    plain = reference(make)
+    for wrapped, unwrapped in RETURNS.values():
+        model = Raw(lambda m, x, f=wrapped: f(m.net(x)), net=net())
+        train(model, make(model), call=lambda x, f=unwrapped, m=model: f(m(x)))
+        assert_same(model, plain)
+
+
+def checked(make: Make, model: nn.Module, x: Any = X, steps: int = 8, fall: float = 0.9) -> None:
+    """Every parameter moves, and the loss falls."""
+    before = copied(model)
+    opt = make(model)
+    losses = train(model, opt, steps, x)
+    assert moved(model, before) == set(before) and losses[-1] < fall * losses[0], losses
+    assert all(name in opt.report() for name in before)
+
+
+def words() -> Tensor:
+    return torch.arange(80).reshape(16, 5) % 7
+
+
+def reader(sparse: bool = False) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Raw(
+            lambda m, i: m.head(m.words(i).mean(1)), words=nn.Embedding(7, 4, sparse=sparse), head=nn.Linear(4, 3)
+        )
+
+
+@loop_habit
+def sparse_embeddings(make: Make) -> None:
+    models = [reader(True), reader(False)]
+    for model in models:
+        train(model, make(model), x=words())
+    assert models[0].words.weight.grad.is_sparse
+    assert_same(*models)
+
+
+@habit
+def tied_weights(make: Make) -> None:
+    """One parameter, read twice, with the gradient of both reads."""
+    model = Raw(lambda m, i: F.linear(m.words(i).mean(1), m.words.weight)[:, :3], words=nn.Embedding(7, 4))
+    checked(make, model, words(), fall=1.0)
+    two = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3))
+    two[2].weight = two[0].weight
+    checked(make, two)
+    assert two[2].weight is two[0].weight
+
+
+@habit
+def parametrizations_of_weights(make: Make) -> None:
+    for change, is_kept in (
+        (parametrizations.weight_norm, lambda w: True),
+        (parametrizations.orthogonal, lambda w: torch.allclose(w.T @ w, torch.eye(w.shape[1]), atol=1e-4)),
+        (parametrizations.spectral_norm, lambda w: True),
+    ):
+        model = net()
+        model[0] = nn.Linear(8, 8)
+        model[2] = nn.Linear(8, 3)
+        change(model[0])
+        checked(make, model, fall=1.0)
+        assert is_kept(model[0].weight)
+
+
+@loop_habit
+def in_place_activations(make: Make) -> None:
+    models = [net(inner=nn.ReLU()), net(inner=nn.ReLU(inplace=True))]
+    for model in models:
+        train(model, make(model))
+    assert_same(*models)
+
+
+@habit
+def batch_norm(make: Make) -> None:
+    """Its parameters are trained, and its running statistics are those of SGD."""
+    checked(make, net(inner=nn.Sequential(nn.BatchNorm1d(6), nn.Tanh())))
+    models = [net(inner=nn.BatchNorm1d(6)) for _ in range(2)]
+    train(models[0], make(models[0], lr=0.0), 4)
+    train(models[1], torch.optim.SGD(models[1].parameters(), lr=0.0), 4)
+    buffers = [dict(model.named_buffers()) for model in models]
+    assert (
+        all(torch.equal(buffers[0][k], buffers[1][k]) for k in buffers[1]) and buffers[0]["1.num_batches_tracked"] == 4
+    )
+
+
+@habit
+def attention(make: Make) -> None:
+    run = lambda m, x: m.head(m.attention(x, x, x, need_weights=False)[0].mean(1))
+    checked(
+        make,
+        Raw(run, attention=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, 3)),
+        X.view(16, 2, 4),
+        fall=1.0,
+    )
+
+
+@habit
+def recurrent_layers(make: Make) -> None:
+    for layer in (nn.LSTM(4, 5, batch_first=True), nn.GRU(4, 5, batch_first=True)):
+        model = Raw(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=layer, head=nn.Linear(5, 3))
+        checked(make, model, X.view(16, 2, 4), fall=1.0)
+
+
+@loop_habit
+def sequences_of_all_lengths(make: Make) -> None:
+    model = Raw(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=nn.GRU(4, 5, batch_first=True), head=nn.Linear(5, 3))
+    opt = make(model)
+    for length in (2, 3, 5, 2):
+        before = copied(model)
+        train(model, opt, 1, X.view(16, 2, 4).repeat(1, 3, 1)[:, :length])
+        assert moved(model, before) == set(before)
+    assert {b.updates for b in opt.factors.blocks} == {4}
+
+
+@loop_habit
+def activation_checkpointing(make: Make) -> None:
+    """Equal to the model without, in both of its ways; also where recorded and other steps alternate."""
+    plain = reference(make, 13)
+    for reentrant in (False, True):
+        model = Raw(lambda m, x, r=reentrant: checkpoint(m.net, x, use_reentrant=r), net=net())
+        train(model, make(model), 13, X.clone().requires_grad_())
+        assert_close(model, plain, 1e-5)
+        assert checkpoints.CheckpointFunction is CheckpointFunction
+    model = Raw(lambda m, x: CheckpointFunction.apply(m.net, True, x), net=net())
+    with pytest.raises(RuntimeError, match=r"net.0.weight is read within checkpoint.*use_reentrant=False"):
+        train(model, make(model), x=X.clone().requires_grad_())
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@loop_habit
+def low_precision(make: Make) -> None:
+    """Parameters keep their type, and go where those in single precision go."""
+    start, end = flat(net()), flat(reference(make, 4, **EXACT))
+    for dtype in (torch.bfloat16, torch.float16):
+        model = net().to(dtype)
+        train(model, make(model, **EXACT), 4, X.to(dtype))
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert (flat(model).float() - end).norm() < 0.2 * (end - start).norm()
+
+
+@loop_habit
+def double_precision(make: Make) -> None:
+    model = net().double()
+    train(model, make(model), x=X.double())
+    assert (flat(model) - flat(reference(make))).abs().max() > 0  # other random vectors, at the least
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = net(1)
+        other.load_state_dict(net().state_dict())
+        other.double().load_state_dict({k: v.double() for k, v in net().float().state_dict().items()})
+        train(other, make(other), x=X.double())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in other.parameters()} == {torch.float64}
+
+
+@habit
+def a_default_device_elsewhere(make: Make) -> None:
+    """What the optimizer makes is where the parameters are."""
+    model = net()
+    torch.set_default_device("meta")
+    try:
+        train(model, make(model))
+    finally:
+        torch.set_default_device(None)
+    assert_same(model, reference(make))
+
+
+@habit
+def lists_of_parameters(make: Make) -> None:
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList([net()[0].weight.T.clone(), net()[2].weight.T.clone()])
+            self.rest = nn.ParameterDict({"bias": torch.zeros(3)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weights[0]).tanh() @ self.weights[1] + self.rest["bias"]
+
+    checked(make, Lists())
+
+
+@habit
+def lazy_layers(make: Make) -> None:
+    """Their parameters have no shape yet when the optimizer is made."""
+    model = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3))
+    opt = make(model)
+    losses = train(model, opt, 8)
+    assert losses[-1] < 0.9 * losses[0] and opt.steps == 8 and "0.weight" in opt.report()
+
+
+@habit
+def other_tensors(make: Make) -> None:
+    """Whole-numbered parameters and buffers stay; one number is a parameter; no layer has to be linear."""
+    run = lambda m, x: m.size * (x * m.scale)[:, :3] + m.shift
+    model = Raw(run, size=(), scale=(8,), shift=(3,))
+    model.size.data.fill_(1.0), model.scale.data.fill_(1.0)
+    model.kept = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    model.register_buffer("table", torch.arange(3))
+    before = copied(model)
+    losses = train(model, make(model), 8)
+    assert moved(model, before) == {"size", "scale", "shift"} and losses[-1] < losses[0]
+
+
+@loop_habit
+def a_huge_layer(make: Make) -> None:
+    model = nn.Sequential(nn.Linear(8, 2200), nn.ReLU(), nn.Linear(2200, 3))
+    checked(make, model, steps=3, fall=1.0)
+
+
+@loop_habit
+def layers_unused_for_ever(make: Make) -> None:
+    """They stay, and the others are as without them."""
+    model = Raw(lambda m, x: m.net(x), net=net(), spare=nn.Linear(3, 3))
+    before = copied(model)
+    opt = make(model)
+    train(model, opt)
+    assert moved(model, before) == {name for name in before if name.startswith("net")}
+    assert torch.equal(flat(model.net), flat(reference(make)))
+    assert "spare.weight" in opt.report()
+
+
+@loop_habit
+def layers_unused_at_times(make: Make) -> None:
+    run = lambda m, x: (m.one if m.turn % 2 else m.two)(m.inner(x).tanh())
+    model = Raw(run, inner=nn.Linear(8, 6), one=nn.Linear(6, 3), two=nn.Linear(6, 3))
+    opt = make(model)
+    for model.turn in range(6):
+        before = copied(model)
+        train(model, opt, 1)
+        used = "one" if model.turn % 2 else "two"
+        assert moved(model, before) == {f"{layer}.{kind}" for layer in ("inner", used) for kind in ("weight", "bias")}
+
+
+@loop_habit
+def data_parallel(make: Make) -> None:
+    """Which is the module itself where there is no GPU; the optimizer of the wrapper, or of what it wraps."""
+    for outer in (True, False):
+        model = net()
+        wrapped = nn.DataParallel(model)
+        train(wrapped, make(wrapped if outer else model))
+        assert_same(model, reference(make))
+
+
+@loop_habit
+def scripted_modules(make: Make) -> None:
+    """A whole model is refused by name; a part of one is trained by a diagonal."""
+    for whole in (torch.jit.script(net()), torch.jit.trace(net(), X)):
+        with pytest.raises(TypeError, match=r"model: .*scripted or traced"):
+            make(whole)
+        assert not whole._forward_hooks
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(net()))
+    before = copied(model)
+    opt = make(model)
+    train(model, opt)
+    assert moved(model, before) == set(before) and "nothing yet" not in opt.report()
+
+
+@habit
+def nothing_to_train(make: Make) -> None:
+    model = net().requires_grad_(False)
+    with pytest.raises(ValueError, match="model: no parameter requires a gradient"):
+        make(model)
+    assert not model._forward_hooks and not model._forward_pre_hooks

@@ -1,0 +1,327 @@
+"""Habits with the optimizer as an object: groups, hooks, copies, pickles, and what is left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from support.habits.table import (
+    EXACT,
+    MAKERS,
+    Make,
+    X,
+    Y,
+    assert_same,
+    backward,
+    copied,
+    flat,
+    habit,
+    loop_habit,
+    moved,
+    net,
+    reference,
+    train,
+)
+
+
+@loop_habit
+def rates_of_groups(make: Make) -> None:
+    """Half the rate is half the step; zero is none."""
+    steps = []
+    for rate in (1.0, 0.5, 0.0):
+        model = net()
+        opt, before = make(model), copied(model)
+        split(opt, lr=rate)
+        train(model, opt, 1)
+        steps.append({name: p.detach() - before[name] for name, p in model.named_parameters()})
+    for name in ("2.weight", "2.bias"):
+        torch.testing.assert_close(steps[1][name], steps[0][name] / 2, rtol=1e-3, atol=1e-7)
+        assert steps[0][name].any() and not steps[2][name].any()
+    assert torch.equal(steps[2]["0.weight"], steps[0]["0.weight"])
+
+
+def split(opt: torch.optim.Optimizer, **options: float) -> None:
+    """The last layer in a group of its own."""
+    (group,) = opt.param_groups
+    head = {"params": group["params"][2:]} | options
+    group["params"] = group["params"][:2]
+    opt.add_param_group(head)
+
+
+@loop_habit
+def weight_decay_of_groups(make: Make) -> None:
+    """Decoupled: ``p -= lr * weight_decay * p``, in the group that says so."""
+    models = [net(), net()]
+    before = copied(models[0])
+    for model, decay in zip(models, (0.0, 0.1), strict=True):
+        opt = make(model, lr=0.5)
+        split(opt, weight_decay=decay)
+        train(model, opt, 1)
+    plain, decayed = map(copied, models)
+    torch.testing.assert_close(decayed["2.weight"], plain["2.weight"] - 0.05 * before["2.weight"])
+    assert torch.equal(decayed["0.weight"], plain["0.weight"])
+
+
+@loop_habit
+def damping_of_groups(make: Make) -> None:
+    """Much of it leaves the gradient's own direction; all parameters together can have one only."""
+    model = net().double()
+    opt, before = make(model), copied(model)
+    split(opt, damping=1e6)
+    if make is MAKERS["NaturalGradient"]:
+        with pytest.raises(ValueError, match=r"damping: .*found \[None, 1000000.0\]"):
+            train(model, opt, 1, X.double())
+        assert not moved(model, before)
+        return
+    train(model, opt, 1, X.double())
+    cosines = {}
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        cosines[name] = F.cosine_similarity((before[name] - p.detach()).flatten(), p.grad.flatten(), dim=0)
+    assert cosines["2.weight"] > 0.9999 > 0.99 > cosines["0.weight"]
+
+
+@habit
+def groups_are_as_in_torch(make: Make) -> None:
+    model = net()
+    opt = make(model, lr=0.5, weight_decay=0.1)
+    assert isinstance(opt, torch.optim.Optimizer) and len(opt.param_groups) == 1
+    assert {"lr": 0.5, "weight_decay": 0.1}.items() <= opt.defaults.items()
+    assert {"momentum", "damping"} <= opt.defaults.keys() == opt.param_groups[0].keys() - {"params"}
+    assert [id(p) for p in opt.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert "Parameter Group 0" in repr(opt) and "lr: 0.5" in repr(opt) and len(repr(opt)) < 300
+    with pytest.raises(TypeError, match="foreach"):
+        make(model, foreach=True)
+
+
+@habit
+def freezing_and_thawing(make: Make) -> None:
+    model = net()
+    opt = make(model)
+    train(model, opt, 2)
+    before = copied(model)
+    model[0].requires_grad_(False)
+    train(model, opt, 2)
+    assert moved(model, before) == {"2.weight", "2.bias"}
+    model[0].requires_grad_(True)
+    before = copied(model)
+    train(model, opt, 1)
+    assert moved(model, before) == set(before)
+
+
+@habit
+def layers_that_come_later(make: Make) -> None:
+    """Not trained until they are in a group, as with SGD; the report says so."""
+    model = net()
+    opt = make(model)
+    train(model, opt, 2)
+    model.append(nn.Linear(3, 3))
+    before = copied(model)
+    train(model, opt, 1)
+    assert moved(model, before) == {name for name in before if name[0] != "3"}
+    assert "in no parameter group" in opt.report()
+    opt.add_param_group({"params": model[3].parameters()})
+    train(model, opt, 1)
+    assert moved(model, before) == set(before) and "in no parameter group" not in opt.report()
+
+
+@habit
+def names_that_change(make: Make) -> None:
+    """As by pruning: the parameter is the same, its name another."""
+    model = net()
+    opt = make(model)
+    train(model, opt, 2)
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    before = copied(model)
+    train(model, opt, 2)
+    assert "0.weight_orig" in before and moved(model, before) == set(before)
+    assert int((model[0].weight == 0).sum()) == 24 and "0.weight_orig" in opt.report()
+
+
+@habit
+def hooks_of_steps(make: Make) -> None:
+    """Once each, before and after the parameters move."""
+    model, seen = net(), []
+    opt = make(model)
+    note = lambda *_: seen.append(flat(model))
+    opt.register_step_pre_hook(note), opt.register_step_post_hook(note)
+    handle = register_optimizer_step_pre_hook(note)
+    try:
+        train(model, opt, 2)
+    finally:
+        handle.remove()
+    moves = [not torch.equal(a, b) for a, b in zip(seen, seen[1:], strict=False)]
+    assert moves == [False, True, False, False, True]
+
+
+@habit
+def hooks_of_states(make: Make) -> None:
+    model, seen = net(), []
+    opt = make(model)
+    opt.register_state_dict_pre_hook(lambda *_: seen.append("saving"))
+    opt.register_state_dict_post_hook(lambda o, state: {**state, "epoch": 3})
+    opt.register_load_state_dict_pre_hook(lambda o, state: seen.append("loading"))
+    opt.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    state = opt.state_dict()
+    assert state["epoch"] == 3
+    opt.load_state_dict(state)
+    assert seen == ["saving", "loading", "loaded"]
+
+
+@habit
+def averaged_models(make: Make) -> None:
+    """A copy of the model is none of the optimizer's business, with gradients or without."""
+    model = net()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    opt = make(model)
+    expected = flat(model)
+    for step in range(3):
+        if step == 1:
+            average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # once there are hooks to copy
+            expected = flat(model)
+        F.cross_entropy(average(100 * X), Y).backward()
+        train(model, opt, 1)
+        average.update_parameters(model)
+        expected = flat(model) if step < 2 else (expected + flat(model)) / 2
+    assert_same(model, reference(make))
+    assert torch.allclose(flat(average.module), expected)
+
+
+@habit
+def copies(make: Make) -> None:
+    """Of the model and the optimizer together, of the optimizer alone, which then has a model of its own; pickles."""
+    model = net()
+    opt = make(model)
+    train(model, opt, 2)
+    alone = copy.deepcopy(opt)
+    pairs = [copy.deepcopy((model, opt)), copy.deepcopy((opt, model))[::-1], (alone.model, alone)]
+    pairs.append(pickle.loads(pickle.dumps((model, opt))))
+    file = io.BytesIO()
+    torch.save({"model": model, "opt": opt}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    pairs.append((loaded["model"], loaded["opt"]))
+    before = flat(model)
+    for other, own in pairs:
+        assert own.model is other and own.param_groups[0]["params"][0] is other[0].weight
+        train(other, own, 2)
+    assert torch.equal(flat(model), before)
+    train(model, opt, 2)
+    for other, _ in pairs:
+        assert_same(model, other)
+
+
+@habit
+def pickled_models(make: Make) -> None:
+    """A model is saved whole while the optimizer is attached; what is read is a plain model."""
+    model = net()
+    opt = make(model)
+    train(model, opt, 1)
+    again = pickle.loads(pickle.dumps(model))
+    F.cross_entropy(again(X), Y).backward()
+    opt.zero_grad()
+    train(model, opt, 2)
+    assert_same(model, reference(make))
+
+
+@habit
+def what_is_left(make: Make) -> None:
+    """Nothing, where the optimizer is gone; and a second one is like the first."""
+    model = net()
+    start = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        model.load_state_dict(start)
+        opt = make(model)
+        train(model, opt)
+        del opt
+        gc.collect()
+        assert not model._forward_hooks and not model._forward_pre_hooks
+        assert_same(model, reference(make))
+        model.zero_grad()
+
+
+class Interrupted(nn.Tanh):
+    now = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.now:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+@loop_habit
+def interrupts(make: Make) -> None:
+    """In the middle of a forward pass: the next batch is as if there had been none."""
+    inner = Interrupted()
+    model = net(inner=inner)
+    opt = make(model)
+    train(model, opt, 1)
+    inner.now = True
+    with pytest.raises(KeyboardInterrupt):
+        backward(model, opt)
+    inner.now = False
+    opt.zero_grad()
+    assert torch._C._len_torch_function_stack() == 0
+    train(model, opt, 2)
+    assert_same(model, reference(make))
+
+
+@habit
+def other_threads(make: Make) -> None:
+    model, errors = net(), []
+    opt = make(model)
+
+    def run() -> None:
+        try:
+            train(model, opt)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert_same(model, reference(make))
+
+
+@loop_habit
+def several_optimizers_of_one_model(make: Make) -> None:
+    """SGD for a part, whose parameters are taken out of the groups."""
+    model = net()
+    opt = make(model)
+    opt.param_groups[0]["params"] = opt.param_groups[0]["params"][2:]
+    sgd = torch.optim.SGD(model[0].parameters(), lr=0.0)
+    before = copied(model)
+    for _ in range(3):
+        backward(model, opt)
+        opt.step(), sgd.step()
+    assert moved(model, before) == {"2.weight", "2.bias"}
+    frozen = net()
+    frozen[0].requires_grad_(False)
+    train(frozen, make(frozen))
+    assert_same(model, frozen)
+
+
+@loop_habit
+def weights_loaded_between_steps(make: Make) -> None:
+    """`load_state_dict` of the model: training goes on from there."""
+    model = net()
+    opt = make(model, **EXACT)
+    start = copy.deepcopy(model.state_dict())
+    train(model, opt, 2)
+    model.load_state_dict(start)
+    before = copied(model)
+    train(model, opt, 1)
+    assert moved(model, before) == set(before)
+    assert all(torch.allclose(before[name], start[name]) for name in before)

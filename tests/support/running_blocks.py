@@ -1,0 +1,128 @@
+"""Models of which one block of running curvature is looked at, and what it should be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvature import capture
+from curvature.preconditioners import RunningFactors
+from support.cases.case import Raw, seeded
+
+N = 6
+
+
+def conv1d() -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(3, 4)
+
+
+def tied_words() -> nn.Module:
+    run = lambda m, x: F.linear(m.inner(m.words(x)).tanh(), m.words.weight)
+    return Raw(run, words=nn.Embedding(5, 3), inner=nn.Linear(3, 3))
+
+
+def transposed_words() -> nn.Module:
+    return Raw(lambda m, x: m.words(x).tanh() @ m.words.weight.T, words=nn.Embedding(5, 3))
+
+
+def tied_autoencoder(hidden: int) -> Callable[[], nn.Module]:
+    """The decoder is the encoder's transpose: the two reads have their inputs and outputs exchanged."""
+    run = lambda m, x: F.linear(F.linear(x, m.weight).tanh(), m.weight.T)
+    return lambda: Raw(run, weight=(hidden, 4))
+
+
+def floats(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(N, *shape)
+
+
+def indices(high: int, *shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randint(high, (N, *shape))
+
+
+# A model whose first parameter's block is looked at, and its input.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), floats(4)),
+    "places": (lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh()), floats(5, 4)),
+    "no_bias": (lambda: nn.Sequential(nn.Linear(4, 3, bias=False), nn.Tanh()), floats(4)),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh()), floats(2, 3, 4)),
+    "grouped_conv": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3, groups=2, padding=1), nn.Tanh()), floats(4, 5)),
+    "conv_transpose": (lambda: nn.Sequential(nn.ConvTranspose1d(4, 6, 3, groups=2), nn.Tanh()), floats(4, 3)),
+    "transformers_conv1d": (lambda: nn.Sequential(conv1d(), nn.Tanh()), floats(2, 4)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(5, 3), nn.Tanh()), indices(5, 4)),
+    "tied_words": (tied_words, indices(5, 4)),
+    "transposed_words": (transposed_words, indices(5, 4)),
+    "tied_autoencoder": (tied_autoencoder(3), floats(4)),
+    "tied_autoencoder_square": (tied_autoencoder(4), floats(4)),
+}
+
+
+def unit_vectors(output: Tensor) -> Tensor:
+    """Every entry of a sample's output once: the squares of these add up to the identity."""
+    eye = torch.eye(output[0].numel(), dtype=output.dtype, device=output.device)
+    return eye.reshape(-1, 1, *output.shape[1:]).expand(-1, *output.shape)
+
+
+def normal_vectors(k: int, seed: int = 5) -> Callable[[Tensor], Tensor]:
+    def draw(output: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(k, *output.shape, generator=generator, dtype=output.dtype).to(output.device) / math.sqrt(k)
+
+    return draw
+
+
+def record(factors: RunningFactors, model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor]) -> None:
+    with capture(model) as tape:
+        output = model(x)
+    factors.record(tape, [output], [vectors(output.detach())], len(output))
+
+
+def recorded(
+    model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor] = unit_vectors, sharing: str = "expand"
+) -> RunningFactors:
+    factors = RunningFactors(sharing)
+    record(factors, model, x, vectors)
+    factors.fold(0.95)
+    return factors
+
+
+def block_of(factors: RunningFactors, model: nn.Module, name: str = "") -> Any:
+    """The block of a parameter; of the first one unless named."""
+    name = name or next(iter(model.named_parameters()))[0]
+    return next(block for block in factors.blocks if name in block.names)
+
+
+def jacobians(model: nn.Module, x: Tensor, names: Sequence[str]) -> list[Tensor]:
+    """Per parameter (N, outputs of a sample, *shape), one autograd call for each entry."""
+    parameters = [dict(model.named_parameters())[name] for name in names]
+    rows = []
+    for n in range(len(x)):
+        entries = model(x[n : n + 1])[0].flatten()
+        rows.append([torch.autograd.grad(e, parameters, retain_graph=True) for e in entries])
+    return [torch.stack([torch.stack([e[k] for e in row]) for row in rows]) for k in range(len(names))]
+
+
+def full(side: Tensor) -> Tensor:
+    return torch.diag_embed(side) if side.ndim == 2 else side
+
+
+def close(found: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * expected.abs().max().item())
+
+
+def scaled() -> nn.Module:
+    """A norm layer, a position table, a scale: all but the head is without Kronecker factors."""
+    run = lambda m, x: m.head((m.norm(x + m.place) * m.scale).tanh())
+    return Raw(run, norm=nn.LayerNorm(3), place=(2, 3), scale=(3,), head=nn.Linear(3, 2))
+
+
+def batches(*scales: float, device: str = "cpu") -> tuple[nn.Module, list[Tensor]]:
+    with seeded(0):
+        model = scaled().to(device, torch.float64)
+        return model, [scale * torch.randn(N, 2, 3, dtype=torch.float64).to(device) for scale in scales]
