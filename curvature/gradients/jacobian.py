@@ -17,7 +17,7 @@ from curvature.gradients.parameter_terms import explained, sent_back
 from curvature.gradients.plans import PLANS, Plan, signature_of
 from curvature.gradients.verification import studied
 from curvature.recording import Tape, identity_of, preserved, tape_of, unwrapped
-from curvature.terms import Dense, Outer, Term, at_least, contractions, moved, squared
+from curvature.terms import DenseGradients, OuterProduct, Term, contractions, promote, sum_of_squares, to_device
 
 CHUNK = 1 << 26  # elements of the rows that go back together
 NOTHING = "model: no parameter requires a gradient"
@@ -132,7 +132,7 @@ class Jacobian:
                 values = torch.stack([(x * v).reshape(len(x), -1).sum(1) for x, v in pairs]).sum(0)
             edge = get_gradient_edge(values)
             own = _terms(values.detach(), edge, parameters, model, tape)
-            parts.append((len(values), {k: [at_least(t, torch.float32) for t in terms] for k, terms in own.items()}))
+            parts.append((len(values), {k: [promote(t, torch.float32) for t in terms] for k, terms in own.items()}))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         zero = outputs[0].new_zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32))
         return Jacobian(_stacked(parts), shapes, zero)
@@ -150,26 +150,28 @@ class Jacobian:
         """``J J^T`` (M, M)."""
         found = [[self.zero for _ in self.parts] for _ in self.parts]
         for k, (_, left) in enumerate(self.parts):
-            found[k][k] = contractions.sum_of(contractions.gram(left[name]) for name in self.shapes)
+            found[k][k] = contractions.sum_in_place(contractions.gram(left[name]) for name in self.shapes)
             for j, (_, right) in enumerate(self.parts[:k]):
-                block = contractions.sum_of(contractions.cross_gram(left[name], right[name]) for name in self.shapes)
+                blocks = (contractions.cross_gram(left[name], right[name]) for name in self.shapes)
+                block = contractions.sum_in_place(blocks)
                 found[k][j], found[j][k] = block, block.mT
         return torch.cat([torch.cat(row, 1) for row in found])
 
     def norms(self) -> Tensor:
         """Squared norms of the rows, (M,)."""
-        norms = contractions.norms_squared
-        return torch.cat([contractions.sum_of(norms(terms[name]) for name in self.shapes) for _, terms in self.parts])
+        norms, summed = contractions.norms_squared, contractions.sum_in_place
+        return torch.cat([summed(norms(terms[name]) for name in self.shapes) for _, terms in self.parts])
 
     def squares(self) -> dict[str, Tensor]:
         """The diagonal of ``J^T J``, in the shapes of the parameters."""
-        return {name: contractions.sum_of(squared(terms[name]) for _, terms in self.parts) for name in self.shapes}
+        summed = contractions.sum_in_place
+        return {name: summed(sum_of_squares(terms[name]) for _, terms in self.parts) for name in self.shapes}
 
     def transposed(self, z: Tensor) -> dict[str, Tensor]:
         """``J^T z``, of the parameters' shapes."""
         pieces = z.split([size for size, _ in self.parts])
         both = list(zip(pieces, self.parts, strict=True))
-        summed = contractions.sum_of
+        summed = contractions.sum_in_place
         return {
             name: summed(contractions.weighted_sum(terms[name], v) for v, (_, terms) in both) for name in self.shapes
         }
@@ -180,7 +182,7 @@ class Jacobian:
 
     def columns(self, vector: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> Tensor:
         """``J v`` with all of v but the parameters of one group zero, for each group: (M, groups)."""
-        inner, summed = contractions.inner_products, contractions.sum_of
+        inner, summed = contractions.inner_products, contractions.sum_in_place
         return torch.cat(
             [
                 torch.stack([summed(inner(terms[k], vector[k]) for k in group) for group in groups], 1)
@@ -199,7 +201,7 @@ class Jacobian:
 
     def merged(self) -> Jacobian:
         """The same with the reads of each weight in one term: for many products with it."""
-        together = contractions.together
+        together = contractions.merge_terms
         parts = [(size, {name: together(own) for name, own in terms.items()}) for size, terms in self.parts]
         return replace(self, parts=parts)
 
@@ -253,8 +255,8 @@ class Centred(Jacobian):
 
     def norms(self) -> Tensor:
         mean = self._mean()
-        squared = contractions.sum_of(m.square().sum() for m in mean.values())
-        return (super().norms() - 2 * self.times(mean) - squared).clamp(min=0)
+        square = contractions.sum_in_place(m.square().sum() for m in mean.values())
+        return (super().norms() - 2 * self.times(mean) - square).clamp(min=0)
 
     def squares(self) -> dict[str, Tensor]:
         mean, size = self._mean(), self.shape[0]
@@ -276,7 +278,7 @@ Parts = Sequence[tuple[int, Mapping[str, list[Term]]]]
 
 
 def _moved(parts: Parts, device: torch.device | str) -> list[tuple[int, dict[str, list[Term]]]]:
-    return [(size, {name: [moved(t, device) for t in own] for name, own in terms.items()}) for size, terms in parts]
+    return [(size, {name: [to_device(t, device) for t in own] for name, own in terms.items()}) for size, terms in parts]
 
 
 def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[int, Mapping[str, list[Term]]]]:
@@ -284,8 +286,8 @@ def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[i
     found: dict[str, list[Term]] = {}
     for name in parts[0][1]:
         own = [terms[name] for _, terms in parts]
-        held = sum(t.a.numel() + t.b.numel() if isinstance(t, Outer) else 0 for terms in own for t in terms)
-        rows = contractions.stacked(own) if held <= CHUNK else None
+        held = sum(t.a.numel() + t.b.numel() if isinstance(t, OuterProduct) else 0 for terms in own for t in terms)
+        rows = contractions.stack_terms(own) if held <= CHUNK else None
         if rows is None:
             return parts
         found[name] = rows
@@ -321,12 +323,11 @@ def _terms(
     else:
         backprops = tape.gradients([edge], [torch.ones_like(values)]) if tape.uses else []
         terms, _ = explained(tape, backprops, plan.layouts, plan.general)
-        terms = {name: [at_least(t, parameters[name].dtype) for t in own] for name, own in terms.items()}
+        terms = {name: [promote(t, parameters[name].dtype) for t in own] for name, own in terms.items()}
     if plan.general:
         terms |= _one_by_one(values, edge, {name: p for name, p in parameters.items() if name in plan.general})
-    return {
-        name: terms.get(name) or [Dense(p.detach().new_zeros(len(values), *p.shape))] for name, p in parameters.items()
-    }
+    zeros = lambda p: DenseGradients(p.detach().new_zeros(len(values), *p.shape))
+    return {name: terms.get(name) or [zeros(p)] for name, p in parameters.items()}
 
 
 def _row(edge: GradientEdge, values: Tensor, n: int, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -342,4 +343,5 @@ def _one_by_one(values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.
     step = max(1, CHUNK // (len(values) * max(p.numel() for p in leaves)))
     eye = torch.eye(len(values), dtype=values.dtype, device=values.device)
     rows = [sent_back(edge, part, leaves) for part in eye.split(step)]
-    return {name: [Dense(torch.cat(parts))] for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
+    columns = zip(parameters, zip(*rows, strict=True), strict=True)
+    return {name: [DenseGradients(torch.cat(parts))] for name, parts in columns}

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from curvature.layers import Layout, Unsupported
 from curvature.recording import Node, Tape, Use
-from curvature.terms import Dense, Outer, Part, Term, gradients
+from curvature.terms import DenseGradients, OuterProduct, RowSlice, Term, gradients
 
 log = logging.getLogger("curvature")
 
@@ -111,15 +111,15 @@ def _pulled_back(node: Node, terms: list[Term], tape: Tape) -> dict[str, list[Te
     if node.origin is None:
         return {next(iter(node.names)): terms}
     parent = next(iter(node.origin.slots.values()))
-    if node.origin.is_transpose and all(isinstance(t, Outer) for t in terms):
-        return _pulled_back(parent, [t.transposed() for t in terms if isinstance(t, Outer)], tape)
+    if node.origin.is_transpose and all(isinstance(t, OuterProduct) for t in terms):
+        return _pulled_back(parent, [t.transpose() for t in terms if isinstance(t, OuterProduct)], tape)
     start = _first_row(node)
     if start is not None:
         return _pulled_back(parent, [_part(t, start, tuple(parent.tensor.shape)) for t in terms], tape)
     names = sorted(node.names)
     roots = [tape.parameters[name].tensor for name in names]
     back = sent_back(node.tensor if node.edge is None else node.edge, gradients(terms), roots)
-    return {name: [Dense(g)] for name, g in zip(names, back, strict=True)}
+    return {name: [DenseGradients(g)] for name, g in zip(names, back, strict=True)}
 
 
 def sent_back(result: Tensor | GradientEdge, vectors: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -145,8 +145,10 @@ def _first_row(node: Node) -> int | None:
     return int(x.storage_offset() - whole.storage_offset()) // max(1, whole.stride(0))
 
 
-def _part(term: Term, start: int, shape: tuple[int, ...]) -> Part:
-    return Part(term.term, start + term.start, shape) if isinstance(term, Part) else Part(term, start, shape)
+def _part(term: Term, start: int, shape: tuple[int, ...]) -> RowSlice:
+    if isinstance(term, RowSlice):
+        return RowSlice(term.term, start + term.start, shape)
+    return RowSlice(term, start, shape)
 
 
 def joint_bias(tape: Tape, weight: str) -> str | None:

@@ -13,7 +13,7 @@ from curvature.gradients.parameter_terms import explained
 from curvature.gradients.plans import PLANS, Plan, key_of, signature_of
 from curvature.gradients.verification import alone_in, by_general_path, differences, refuse_mixing, studied
 from curvature.recording import capture, preserved
-from curvature.terms import Dense, Term, contractions
+from curvature.terms import DenseGradients, Term, contractions
 
 
 def per_sample_gradients(
@@ -145,7 +145,7 @@ def _terms(batch: Batch) -> dict[str, list[Term]]:
         if failed:
             terms |= by_general_path(batch, plan, failed, random)
         return {
-            name: terms.get(name) or [Dense(p.detach().new_zeros(batch.count, *p.shape))]
+            name: terms.get(name) or [DenseGradients(p.detach().new_zeros(batch.count, *p.shape))]
             for name, p in batch.parameters.items()
         }
 
@@ -156,6 +156,6 @@ def _single(batch: Batch, output: Any) -> dict[str, list[Term]]:
     value = batch.loss(output, batch.y)
     found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     return {
-        k: [Dense((torch.zeros_like(p) if g is None else g)[None])]
+        k: [DenseGradients((torch.zeros_like(p) if g is None else g)[None])]
         for (k, p), g in zip(parameters.items(), found, strict=True)
     }

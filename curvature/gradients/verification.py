@@ -17,7 +17,7 @@ from curvature.gradients.plans import Plan, signature_of
 from curvature.gradients.sample_axes import find_layout
 from curvature.linalg import noise, rounding
 from curvature.recording import Tape
-from curvature.terms import Dense, Term, at_least, contractions
+from curvature.terms import DenseGradients, Term, contractions, promote
 
 log = logging.getLogger("curvature")
 Alone = Callable[[int], dict[str, Tensor] | None]
@@ -57,7 +57,7 @@ def studied(
         layouts.append(layout)
         certain = certain and only
     terms, failed = explained(tape, backprops, layouts, set())
-    terms = {name: [at_least(t, parameters[name].dtype) for t in parts] for name, parts in terms.items()}
+    terms = {name: [promote(t, parameters[name].dtype) for t in parts] for name, parts in terms.items()}
     low = max((torch.finfo(b.dtype).eps for b in backprops if b is not None), default=0.0) ** 0.5
     uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
     floor = noise(whole)
@@ -138,4 +138,4 @@ def by_general_path(batch: Batch, plan: Plan, names: set[str], random: bool) -> 
         alone = batch.alone(batch.count - 1).gradients()
         if differences({k: g[-1] for k, g in found.items()}, alone):
             found, plan.loop = general_gradients(batch, names, loop=True)
-    return {name: [Dense(g)] for name, g in found.items()}
+    return {name: [DenseGradients(g)] for name, g in found.items()}

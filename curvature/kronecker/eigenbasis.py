@@ -19,19 +19,19 @@ from curvature.kronecker.factors import Scheme
 from curvature.linalg import matmul
 from curvature.operators import left, right
 from curvature.terms import (
-    Convolved,
-    Dense,
-    Outer,
-    Part,
-    Rows,
+    Convolution,
+    DenseGradients,
+    IndexedRows,
+    OuterProduct,
+    RowSlice,
     Term,
-    Vectors,
+    TermsByVector,
     contractions,
     gradients,
-    merged,
+    merge_places,
     squared_gradients,
-    sum_of,
-    unfolded,
+    sum_in_place,
+    unfold,
 )
 
 
@@ -49,7 +49,7 @@ class Basis:
     rows: Tensor | None
     columns: Tensor | None
 
-    def products(self, lefts: Vectors, rights: Vectors, weights: Tensor) -> Tensor:
+    def products(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         """``sum_kn weights[n] (U_B^T u_kn U_A) * (U_B^T w_kn U_A)``, (g, o, i).
 
         Args:
@@ -58,13 +58,13 @@ class Basis:
             weights: (N,).
         """
         same = rights is lefts
-        lefts = [merged(terms) for terms in lefts]
-        rights = lefts if same else [merged(terms) for terms in rights]
+        lefts = [merge_places(terms) for terms in lefts]
+        rights = lefts if same else [merge_places(terms) for terms in rights]
         if {len(terms) for terms in (*lefts, *rights)} == {1}:
             first = lefts[0][0]
-            if isinstance(first, Outer | Convolved) and self._places_are_cheaper(first):
+            if isinstance(first, OuterProduct | Convolution) and self._places_are_cheaper(first):
                 return self._by_places(lefts, rights, weights)
-            if isinstance(first, Rows) and self._rows_are_cheaper(first):
+            if isinstance(first, IndexedRows) and self._rows_are_cheaper(first):
                 return self._by_rows(lefts, rights, weights)
         return self._built(lefts, rights, weights)
 
@@ -74,55 +74,55 @@ class Basis:
         here = self.scheme.arrangement
         return here.groups, here.outputs, here.dimension // (here.groups * here.outputs)
 
-    def _places_are_cheaper(self, term: Outer | Convolved) -> bool:
+    def _places_are_cheaper(self, term: OuterProduct | Convolution) -> bool:
         """Whether to turn activations and backprops at every place instead of gradients."""
         return not self.scheme.reading(term).flipped and term.places <= min(self.sides[1:])
 
-    def _by_places(self, lefts: Vectors, rights: Vectors, weights: Tensor) -> Tensor:
+    def _by_places(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         """A bounded number of samples at a time, so that `squares` need not build what it can sum up by pairs."""
         groups, outputs, inputs = self.sides
         places = lefts[0][0].places
-        step = max(1, contractions.CHUNK // max(1, groups * places * max(inputs, (outputs + 1) * places)))
+        step = max(1, contractions.CHUNK_ELEMENTS // max(1, groups * places * max(inputs, (outputs + 1) * places)))
         found = []
         for start in range(0, max(1, len(weights)), step):
             part = slice(start, start + step)
             a = self._activations(lefts[0][0].samples(part))
             ours = [[self._outer(a, term.samples(part))] for (term,) in lefts]
             theirs = ours if rights is lefts else [[self._outer(a, term.samples(part))] for (term,) in rights]
-            found.append(squared_gradients.products(ours, theirs, weights[part]))
-        return sum_of(found)
+            found.append(squared_gradients.sum_of_products(ours, theirs, weights[part]))
+        return sum_in_place(found)
 
     def _activations(self, term: Term) -> Tensor:
         """Turned (n, t, g, i), with the 1 of a bias; the same for all vectors."""
-        whole = unfolded(term)
-        assert isinstance(whole, Outer)
+        whole = unfold(term)
+        assert isinstance(whole, OuterProduct)
         a = whole.a.to(self.scheme.dtype)
         if len(self.scheme.arrangement.shapes) > 1:
             a = torch.cat([a, a.new_ones(*a.shape[:3], 1)], 3)
         return _turned(a, self.columns)
 
     def _outer(self, a: Tensor, term: Term) -> Term:
-        return Outer(a, _turned(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)
+        return OuterProduct(a, _turned(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)
 
-    def _rows_are_cheaper(self, term: Rows) -> bool:
+    def _rows_are_cheaper(self, term: IndexedRows) -> bool:
         """Whether to turn the rows that were looked up, and no table per sample. Their one-hot side must stay."""
         stays = self.columns is None and not self.scheme.reading(term).flipped
         return stays and term.places**2 <= math.prod(term.shape)
 
-    def _by_rows(self, lefts: Vectors, rights: Vectors, weights: Tensor) -> Tensor:
+    def _by_rows(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         first = lefts[0][0]
-        assert isinstance(first, Rows)
+        assert isinstance(first, IndexedRows)
 
-        def turned(vectors: Vectors) -> list[list[Term]]:
+        def turned(vectors: TermsByVector) -> list[list[Term]]:
             values = [_turned(_backprops(term).to(self.scheme.dtype), self.rows)[:, :, 0] for (term,) in vectors]
             return [[replace(first, values=v)] for v in values]
 
         ours = turned(lefts)
-        return squared_gradients.products(ours, ours if rights is lefts else turned(rights), weights).T[None]
+        return squared_gradients.sum_of_products(ours, ours if rights is lefts else turned(rights), weights).T[None]
 
-    def _built(self, lefts: Vectors, rights: Vectors, weights: Tensor) -> Tensor:
+    def _built(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         """From the gradients themselves, a bounded number of samples at a time."""
-        step = max(1, contractions.CHUNK // max(1, self.scheme.arrangement.dimension))
+        step = max(1, contractions.CHUNK_ELEMENTS // max(1, self.scheme.arrangement.dimension))
         total = torch.zeros(self.sides, dtype=self.scheme.dtype, device=weights.device)
         for start in range(0, len(weights), step):
             part = slice(start, start + step)
@@ -137,8 +137,8 @@ class Basis:
         some = [term.samples(part) for term in terms]
         found = [gradients(some)]
         for shape in self.scheme.arrangement.shapes[1:]:
-            found.append(sum_of(b.sum(1) for b in map(_backprops, some)).reshape(-1, *shape))
-        x = self.scheme.arrangement.arranged([g.to(self.scheme.dtype) for g in found])
+            found.append(sum_in_place(b.sum(1) for b in map(_backprops, some)).reshape(-1, *shape))
+        x = self.scheme.arrangement.to_matrices([g.to(self.scheme.dtype) for g in found])
         return right(left(None if self.rows is None else self.rows.mT, x), self.columns)
 
 
@@ -151,5 +151,5 @@ def _turned(x: Tensor, side: Tensor | None) -> Tensor:
 
 def _backprops(term: Term) -> Tensor:
     """(n, t, g, o)."""
-    assert not isinstance(term, Dense | Part)
+    assert not isinstance(term, DenseGradients | RowSlice)
     return term.backprops()

@@ -20,16 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.linalg import RANK, SMALL, added, diagonal_of, scaled, sketched
-from curvature.terms import Arrangement, Convolved, ConvolvedBack, Entrywise, Outer, Rows, Term, sum_of
+from curvature.terms import (
+    AffineLayout,
+    Convolution,
+    ElementwiseProduct,
+    IndexedRows,
+    OuterProduct,
+    Term,
+    TransposedConvolution,
+    sum_in_place,
+)
 
 CHUNK = 1 << 24  # elements of unfolded activations at a time
 ENOUGH = 8  # rows of activations for each column of their moment, in a running mean
 LEAST = 16  # samples that they are of
 WIDE, LONG, PARTS = 256, 512, 4  # a symmetric product of so many columns and rows is computed in so many parts
 
-Whole = Outer | Convolved | ConvolvedBack | Entrywise
-Affine = Whole | Rows  # terms that have a view as a grouped affine map
-Read = TypeVar("Read", Whole, Rows, Affine, Tensor)
+Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
+Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
+Read = TypeVar("Read", Whole, IndexedRows, Affine, Tensor)
 
 
 class Reading(NamedTuple):
@@ -61,7 +70,7 @@ class Scheme:
             the places of a sample first (arXiv:2311.00636).
     """
 
-    arrangement: Arrangement
+    arrangement: AffineLayout
     diagonal: tuple[bool, bool]
     dtype: torch.dtype
     sharing: str
@@ -91,8 +100,8 @@ class Scheme:
         found = [term for term in terms if isinstance(term, Affine)]
         if not found or len(found) < len(terms):
             return None
-        first = next((term for term in found if not isinstance(term, Rows)), found[0])
-        arrangement = Arrangement(tuple(shapes), first.groups, first.outputs, first.sizes, first.order)
+        first = next((term for term in found if not isinstance(term, IndexedRows)), found[0])
+        arrangement = AffineLayout(tuple(shapes), first.groups, first.outputs, first.sizes, first.order)
         if any(math.prod(shape) != first.groups * first.outputs for shape in shapes[1:]):
             return None  # a bias that is broadcast
         outputs, inputs = arrangement.outputs, arrangement.dimension // (arrangement.groups * arrangement.outputs)
@@ -123,7 +132,7 @@ class Scheme:
             return False
         order = (term.order is not None and term.sizes, term.order)
         same = order == (here.order is not None and here.sizes, here.order)
-        if any(self.few) and (isinstance(term, Rows) or not same):
+        if any(self.few) and (isinstance(term, IndexedRows) or not same):
             return False
         if same and (term.groups, term.outputs) == (here.groups, here.outputs):
             return True
@@ -133,7 +142,7 @@ class Scheme:
         """How a term that this accepts reads the weight."""
         assert isinstance(term, Affine)
         flipped = len(term.shape) == 2 and (term.order == (1, 0)) != (self.arrangement.order == (1, 0))
-        return Reading(isinstance(term, Rows), flipped)
+        return Reading(isinstance(term, IndexedRows), flipped)
 
     def readings(self, terms: Sequence[Term]) -> dict[Reading, list[Affine]]:
         """The terms by the way in which they read the weight.
@@ -157,9 +166,9 @@ class Scheme:
         one_hot, flipped = self.reading(terms[0])
         diagonal = self.diagonal[0 if flipped else 1]
         if one_hot:
-            moment, number = self._looked_up([term for term in terms if isinstance(term, Rows)])
+            moment, number = self._looked_up([term for term in terms if isinstance(term, IndexedRows)])
             return moment if diagonal else torch.diag_embed(moment), number
-        whole = [term for term in terms if not isinstance(term, Rows)]
+        whole = [term for term in terms if not isinstance(term, IndexedRows)]
         if self.few[1]:
             return self._few(whole)
         if self.sharing == "reduce":
@@ -190,7 +199,7 @@ class Scheme:
         root = None if weights is None else weights.to(self.dtype).sqrt()
         lefts = self._backprops(left, root)
         rights = lefts if right is None else self._backprops(right, root)
-        return sum_of(_second(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
+        return sum_in_place(_second(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
 
     def product(
         self, reading: Reading, activations: Tensor, number: int | Tensor, backprops: Tensor
@@ -207,7 +216,7 @@ class Scheme:
         """Of each term (N * t, g, o), times a number for each sample; added up over all places for "reduce"."""
         found = [term.backprops().to(self.dtype) for term in terms]
         if self.sharing == "reduce":
-            found = [sum_of(b.sum(1, keepdim=True) for b in same) for same in _by_length(found)]
+            found = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in _by_length(found)]
         flat = [b.flatten(0, 1) for b in found]
         if scale is None:
             return flat
@@ -279,18 +288,18 @@ class Scheme:
             moment[:, -1, some] += total
             moment[:, some, -1] += total
 
-    def _looked_up(self, terms: Sequence[Rows]) -> tuple[Tensor, int | Tensor]:
+    def _looked_up(self, terms: Sequence[IndexedRows]) -> tuple[Tensor, int | Tensor]:
         """The diagonal (1, rows) of the moment of one-hot inputs, and the number of what was summed."""
         rows = terms[0].shape[0]
         moment = torch.zeros(rows, dtype=self.dtype, device=terms[0].device)
         number: int | Tensor = 0
         for same in _by_length(terms):
             index = torch.cat([term.index for term in same], 1)
-            live = torch.cat([_live(term) for term in same], 1)
-            weights = live.to(self.dtype)
+            valid = torch.cat([_valid(term) for term in same], 1)
+            weights = valid.to(self.dtype)
             if self.sharing == "reduce":
                 # row v counts (number of v in the sample / places)^2, of which each of its look-ups brings a share
-                order = index.masked_fill(~live, rows).sort(1).values
+                order = index.masked_fill(~valid, rows).sort(1).values
                 equal = torch.searchsorted(order, index, right=True) - torch.searchsorted(order, index)
                 number = number + len(index)
                 weights = weights * equal / weights.sum(1, keepdim=True).clamp(min=1).square()
@@ -306,7 +315,7 @@ def enough(terms: Sequence[Any], sharing: str, place: tuple[int, int] = (0, 1)) 
     It is a mean over a batch that is itself a sample, and goes on as a running mean. `place` says which of how many
     equal parts of the batch the samples are: together these are the samples that would be taken of the whole.
     """
-    whole = [term for term in terms if not isinstance(term, Rows)]
+    whole = [term for term in terms if not isinstance(term, IndexedRows)]
     if not whole:
         return terms
     rank, size = place
@@ -317,7 +326,7 @@ def enough(terms: Sequence[Any], sharing: str, place: tuple[int, int] = (0, 1)) 
     if stride < 2:
         return terms
     some = lambda term: term.samples(slice(-rank * len(term) % stride, None, stride))
-    return [term if isinstance(term, Rows) else some(term) for term in terms]
+    return [term if isinstance(term, IndexedRows) else some(term) for term in terms]
 
 
 def matched(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -370,5 +379,5 @@ def _by_length(terms: Sequence[Read]) -> list[list[Read]]:
     return [[term for term in terms if len(term) == n] for n in dict.fromkeys(map(len, terms))]
 
 
-def _live(term: Rows) -> Tensor:
-    return torch.ones_like(term.index, dtype=torch.bool) if term.live is None else term.live
+def _valid(term: IndexedRows) -> Tensor:
+    return torch.ones_like(term.index, dtype=torch.bool) if term.valid is None else term.valid

@@ -5,11 +5,11 @@ parameter (`curvature.terms`). The table is `RULES`; a new rule is one function 
 """
 
 from curvature.layers import convolution, elementwise, embedding, matrix_products, normalisation
-from curvature.layers.base import RULES, Call, Layout, Rule, Unsupported, reduced, register
+from curvature.layers.base import RULES, Layout, RecordedCall, Rule, Unsupported, register, sum_over_broadcast
 from curvature.layers.normalisation import uses_running_statistics
 
 __all__ = [
-    "Call",
+    "RecordedCall",
     "Layout",
     "RULES",
     "Rule",
@@ -19,7 +19,7 @@ __all__ = [
     "embedding",
     "matrix_products",
     "normalisation",
-    "reduced",
+    "sum_over_broadcast",
     "register",
     "uses_running_statistics",
 ]

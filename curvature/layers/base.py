@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from curvature.terms import Dense, Term
+from curvature.terms import DenseGradients, Term
 
 
 class Unsupported(Exception):
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return x.flatten(dim + 1, dim + 2)
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """One recorded call: the arguments by name, its output's shape."""
 
     args: dict[str, Any]
@@ -59,7 +59,7 @@ class Rule:
         """The arguments by name; the data in them as they are before the call."""
         return dict(zip(self.signature, args, strict=False)) | dict(kwargs)
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         """The per-sample gradients of argument `slot`, given the backprop `b` (the output's shape).
 
         Raises:
@@ -67,7 +67,7 @@ class Rule:
         """
         raise NotImplementedError
 
-    def counts_over_batch(self, call: Call) -> bool:
+    def counts_over_batch(self, call: RecordedCall) -> bool:
         """Whether torch's batch gradient is not the sum of the samples' own (frequencies counted over the batch)."""
         return False
 
@@ -83,7 +83,9 @@ def register(rule: type[Rule]) -> type[Rule]:
     return rule
 
 
-def reduced(per_place: Tensor, shape: Sequence[int], layout: Layout, offset: int | None = None) -> Dense:
+def sum_over_broadcast(
+    per_place: Tensor, shape: Sequence[int], layout: Layout, offset: int | None = None
+) -> DenseGradients:
     """Sum per-place gradients, the layout's axes in (N, ...), over all that a parameter of `shape` is broadcast along.
 
     `offset` is the output axis of the parameter's first axis; None aligns to the right as broadcasting does.
@@ -95,4 +97,4 @@ def reduced(per_place: Tensor, shape: Sequence[int], layout: Layout, offset: int
         raise Unsupported("the parameter varies along the axis of the samples")
     summed = [k + 1 for k in range(ndim) if k not in keep and per_place.shape[k + 1] != 1]
     out = per_place.sum(summed) if summed else per_place
-    return Dense(out.reshape(len(per_place), *shape))
+    return DenseGradients(out.reshape(len(per_place), *shape))

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.layers.base import Call, Layout, Rule, Unsupported, reduced, register
-from curvature.terms import Convolved, ConvolvedBack, Term
+from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, register, sum_over_broadcast
+from curvature.terms import Convolution, Term, TransposedConvolution
 
 
 def _spread(value: Any, n: int) -> list[int]:
@@ -36,34 +36,34 @@ def _geometry(args: dict[str, Any], n: int) -> tuple[tuple[int, ...], tuple[int,
     return stride, dilation, args.get("groups", 1)
 
 
-class _Convolution(Rule):
+class _ConvolutionRule(Rule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         x, weight = call.args["input"], call.args["weight"]
         if layout.dim != 0 or x.ndim != weight.ndim:
             raise Unsupported("the samples are not along the batch axis")
         if slot == "bias":
-            return reduced(layout.front(b), call.args["bias"].shape, layout, offset=1)
+            return sum_over_broadcast(layout.front(b), call.args["bias"].shape, layout, offset=1)
         stride, dilation, groups = _geometry(call.args, weight.ndim - 2)
         padding = padding_amounts(call.args.get("padding", 0), weight.shape[2:], dilation)
         dtype = torch.promote_types(x.dtype, b.dtype)
         seen, sent = self.roles(x.to(dtype), b.to(dtype), padding)
-        one = Convolved(layout.front(seen), layout.front(sent), tuple(weight.shape), stride, dilation, groups)
+        one = Convolution(layout.front(seen), layout.front(sent), tuple(weight.shape), stride, dilation, groups)
         return self.viewed(one, padding)
 
     def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
         """What the kernel slides over, padded, and what it is multiplied by."""
         raise NotImplementedError
 
-    def viewed(self, term: Convolved, padding: list[int]) -> Term:
+    def viewed(self, term: Convolution, padding: list[int]) -> Term:
         """The term of a layer whose gradients are those of the convolution `term`."""
         return term
 
 
 @register
-class Convolution(_Convolution):
+class ConvolutionRule(_ConvolutionRule):
     """``z[o, y] = sum_{c, k} W[o, c, k] x[c, stride * y + dilation * k - padding] + bias[o]``, by groups."""
 
     functions = (F.conv1d, F.conv2d, F.conv3d)
@@ -74,7 +74,7 @@ class Convolution(_Convolution):
 
 
 @register
-class TransposedConvolution(_Convolution):
+class TransposedConvolutionRule(_ConvolutionRule):
     """The adjoint of a convolution: input and backprop change their parts."""
 
     functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -83,5 +83,5 @@ class TransposedConvolution(_Convolution):
     def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
         return F.pad(b, padding), x
 
-    def viewed(self, term: Convolved, padding: list[int]) -> Term:
-        return ConvolvedBack(term, tuple(padding[::-2]))
+    def viewed(self, term: Convolution, padding: list[int]) -> Term:
+        return TransposedConvolution(term, tuple(padding[::-2]))

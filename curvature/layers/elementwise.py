@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.layers.base import Call, Layout, Rule, Unsupported, reduced, register
-from curvature.terms import Dense, Term
+from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, register, sum_over_broadcast
+from curvature.terms import DenseGradients, Term
 
 _NAMES = [
     "add",
@@ -81,7 +81,7 @@ _NAMES = [
 
 
 @register
-class Elementwise(Rule):
+class ElementwiseRule(Rule):
     """Any function that broadcasts its tensors and acts on each entry alone.
 
     Differentiating it with the parameter expanded to the output's shape gives the per-place gradients, whatever
@@ -101,7 +101,7 @@ class Elementwise(Rule):
             bound["arg0"] = bound["arg0"].detach().clone()  # overwritten by the call itself
         return bound | {"function": func}
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         args = dict(call.args)
         function = args.pop("function")
         shape = args[slot].shape
@@ -114,11 +114,11 @@ class Elementwise(Rule):
         with torch.enable_grad():
             out = function(*positional, **rest)
         (per_place,) = torch.autograd.grad(out, whole, b.to(out.dtype))
-        return reduced(layout.front(per_place), shape, layout)
+        return sum_over_broadcast(layout.front(per_place), shape, layout)
 
 
 @register
-class Repeat(Rule):
+class RepeatRule(Rule):
     """``Tensor.repeat``: an axis of size ``r * s`` holds r copies of s entries."""
 
     functions = (Tensor.repeat, torch.tile, Tensor.tile)
@@ -128,7 +128,7 @@ class Repeat(Rule):
     def bind(self, func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
         return {"input": args[0]}
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         shape = call.args["input"].shape
         sizes = (1,) * (len(call.shape) - len(shape)) + tuple(shape)
         if sizes[layout.dim] != 1:
@@ -136,18 +136,18 @@ class Repeat(Rule):
         out = layout.front(b)
         for k, size in enumerate(sizes, 1):
             out = out.unflatten(k, (-1, size)).sum(k)
-        return Dense(out.reshape(len(out), *shape))
+        return DenseGradients(out.reshape(len(out), *shape))
 
 
 @register
-class PReLU(Rule):
+class PReLURule(Rule):
     """``z = max(x, 0) + weight * min(x, 0)``, one weight or one per channel (axis 1)."""
 
     functions = (F.prelu, torch.prelu, Tensor.prelu)
     signature = ("input", "weight")
     parameters = ("weight",)
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         shape = call.args["weight"].shape
         offset = 1 if len(call.shape) > 1 else None
-        return reduced(layout.front(b * call.args["input"].clamp(max=0)), shape, layout, offset)
+        return sum_over_broadcast(layout.front(b * call.args["input"].clamp(max=0)), shape, layout, offset)

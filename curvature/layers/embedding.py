@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.layers.base import Call, Layout, Rule, Unsupported, register
-from curvature.terms import Dense, Rows, Term
+from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, register
+from curvature.terms import DenseGradients, IndexedRows, Term
 
 
 def _frozen_row(args: dict[str, Any]) -> int:
@@ -21,32 +21,32 @@ def _frozen_row(args: dict[str, Any]) -> int:
 
 
 @register
-class Embedding(Rule):
+class EmbeddingRule(Rule):
     """``z[..., :] = W[index[...]]``; frequencies of `scale_grad_by_freq` count within each sample."""
 
     functions = (F.embedding,)
     signature = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     parameters = ("weight",)
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         if layout.dim == len(call.shape) - 1:
             raise Unsupported("the samples are along the features")
         args = call.args
         index = layout.front(args["input"]).flatten(1)
         values = layout.front(b).flatten(1, -2)
-        live = None if args.get("padding_idx") is None else index != _frozen_row(args)
-        values = values if live is None else values.masked_fill(~live[..., None], 0)
+        valid = None if args.get("padding_idx") is None else index != _frozen_row(args)
+        values = values if valid is None else values.masked_fill(~valid[..., None], 0)
         if args.get("scale_grad_by_freq"):
             counts = (index[:, :, None] == index[:, None, :]).sum(2)
             values = values / counts[..., None]
-        return Rows(index, values, tuple(args["weight"].shape), live)
+        return IndexedRows(index, values, tuple(args["weight"].shape), valid)
 
-    def counts_over_batch(self, call: Call) -> bool:
+    def counts_over_batch(self, call: RecordedCall) -> bool:
         return bool(call.args.get("scale_grad_by_freq"))
 
 
 @register
-class EmbeddingBag(Rule):
+class EmbeddingBagRule(Rule):
     """Sum, mean or maximum over bags of rows, 2-d input or 1-d input with offsets."""
 
     functions = (F.embedding_bag,)
@@ -56,7 +56,7 @@ class EmbeddingBag(Rule):
     )  # fmt: skip
     parameters = ("weight",)
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         args = call.args
         if layout.dim != 0:
             raise Unsupported("the samples are not along the bags")
@@ -78,20 +78,20 @@ class EmbeddingBag(Rule):
         longest = int(sizes.max()) if len(order) else 0
         rows = index.new_zeros(layout.samples, longest)
         values = b.new_zeros(layout.samples, longest, width)
-        live = torch.zeros_like(rows, dtype=torch.bool)
+        valid = torch.zeros_like(rows, dtype=torch.bool)
         rows[who[order], place] = index[order]
-        live[who[order], place] = index[order] != _frozen_row(args)
+        valid[who[order], place] = index[order] != _frozen_row(args)
         values[who[order], place] = (b[bag] * weights[:, None])[order]
-        return Rows(rows, values, tuple(args["weight"].shape), live)
+        return IndexedRows(rows, values, tuple(args["weight"].shape), valid)
 
     def _weights(self, args: dict[str, Any], index: Tensor, bag: Tensor, bags: int, b: Tensor) -> Tensor:
         """What each looked-up row counts for in its bag."""
-        live = (index != _frozen_row(args)).to(b.dtype)
+        valid = (index != _frozen_row(args)).to(b.dtype)
         if args.get("per_sample_weights") is not None:
-            live = live * args["per_sample_weights"].reshape(-1)
+            valid = valid * args["per_sample_weights"].reshape(-1)
         if args.get("mode", "mean") == "mean":
-            live = live / b.new_zeros(bags).index_add_(0, bag, live).clamp(min=1)[bag]
-        return live
+            valid = valid / b.new_zeros(bags).index_add_(0, bag, valid).clamp(min=1)[bag]
+        return valid
 
 
 def _flat_bags(args: dict[str, Any], bags: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def _flat_bags(args: dict[str, Any], bags: int) -> tuple[Tensor, Tensor]:
     return index, bag
 
 
-def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> Dense:
+def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> DenseGradients:
     """Each feature of a bag comes from one row: the one that torch reports as the maximum."""
     index, weight = args["input"], args["weight"].detach()
     offsets: Any = args.get("offsets")
@@ -127,4 +127,4 @@ def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> Den
     out = b.new_zeros(count, *weight.shape)
     feature = torch.arange(b.shape[1], device=b.device).expand_as(chosen)
     out.index_put_((sample[:, None].expand_as(chosen), chosen, feature), b, accumulate=True)
-    return Dense(out)
+    return DenseGradients(out)

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.layers.base import Call, Layout, Rule, Unsupported, reduced, register
-from curvature.terms import Outer, Term
+from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, register, sum_over_broadcast
+from curvature.terms import OuterProduct, Term
 
 Labels = Sequence[Hashable]
 Labelled = tuple[Tensor, Labels]
 
 
-def outer(weight: Labelled, data: Sequence[Labelled], b: Tensor, out: Labels, layout: Layout) -> Outer:
-    """The `Outer` view of an einsum ``data, weight -> out``, labels as einsum's letters.
+def outer_product(weight: Labelled, data: Sequence[Labelled], b: Tensor, out: Labels, layout: Layout) -> OuterProduct:
+    """The `OuterProduct` view of an einsum ``data, weight -> out``, labels as einsum's letters.
 
     A label of out, data and weight is a group, of out and weight an output, of data and weight an input,
     of out and data a place.
@@ -45,7 +45,7 @@ def outer(weight: Labelled, data: Sequence[Labelled], b: Tensor, out: Labels, la
     sizes = dict(zip(p_labels, tensor.shape, strict=True))
     order = [*groups, *outputs, *inputs]
     plain = order == list(p)
-    return Outer(
+    return OuterProduct(
         a=_arranged(x, x_labels, places, groups, inputs),
         b=_arranged(z, z_labels, places, groups, outputs),
         shape=tuple(tensor.shape),
@@ -97,7 +97,7 @@ def _arranged(x: Tensor, labels: Labels, *groups: Labels) -> Tensor:
 
 
 @register
-class Linear(Rule):
+class LinearRule(Rule):
     """``z[..., o] = sum_i W[o, i] x[..., i] + c[o]``, any number of leading axes."""
 
     functions = (F.linear,)
@@ -105,22 +105,22 @@ class Linear(Rule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot == "bias":
-            return reduced(layout.front(b), call.args["bias"].shape, layout)
+            return sum_over_broadcast(layout.front(b), call.args["bias"].shape, layout)
         x, weight = call.args["input"], call.args["weight"]
-        if weight.ndim == 2 and layout.dim < x.ndim - 1:  # what `outer` comes to, without its bookkeeping
+        if weight.ndim == 2 and layout.dim < x.ndim - 1:  # what `outer_product` comes to, without its bookkeeping
             dtype = torch.promote_types(x.dtype, b.dtype)
             a, z = (layout.front(t).flatten(1, -2)[:, :, None].to(dtype) for t in (x, b))
-            return Outer(a, z, tuple(weight.shape))
+            return OuterProduct(a, z, tuple(weight.shape))
         tail: list[Hashable] = ["o"] * (weight.ndim - 1)  # a weight that is a vector sums the features up
         lead = list(range(len(call.shape) - len(tail)))
         data = [(x, [*lead, "i"])]
-        return outer((weight, [*tail, "i"]), data, b, [*lead, *tail], layout)
+        return outer_product((weight, [*tail, "i"]), data, b, [*lead, *tail], layout)
 
 
 @register
-class Bilinear(Rule):
+class BilinearRule(Rule):
     """``z[..., o] = sum_ij x[..., i] W[o, i, j] y[..., j] + c[o]``."""
 
     functions = (F.bilinear,)
@@ -128,12 +128,12 @@ class Bilinear(Rule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot == "bias":
-            return reduced(layout.front(b), call.args["bias"].shape, layout)
+            return sum_over_broadcast(layout.front(b), call.args["bias"].shape, layout)
         lead = list(range(len(call.shape) - 1))
         data = [(call.args["input1"], [*lead, "i"]), (call.args["input2"], [*lead, "j"])]
-        return outer((call.args["weight"], ["o", "i", "j"]), data, b, [*lead, "o"], layout)
+        return outer_product((call.args["weight"], ["o", "i", "j"]), data, b, [*lead, "o"], layout)
 
 
 def _matmul_labels(x: Tensor, y: Tensor, ndim: int) -> tuple[list[Hashable], list[Hashable], list[Hashable]]:
@@ -146,15 +146,15 @@ def _matmul_labels(x: Tensor, y: Tensor, ndim: int) -> tuple[list[Hashable], lis
     return [*lead[len(lead) - more_x :], *left], [*lead[len(lead) - more_y :], *right], [*lead, *tail]
 
 
-def matmul_term(x: Tensor, y: Tensor, left: bool, call: Call, b: Tensor, layout: Layout) -> Term:
-    """`Outer` of the left or the right operand of ``x @ y``."""
+def matmul_term(x: Tensor, y: Tensor, left: bool, call: RecordedCall, b: Tensor, layout: Layout) -> Term:
+    """`OuterProduct` of the left or the right operand of ``x @ y``."""
     x_labels, y_labels, out = _matmul_labels(x, y, len(call.shape))
     first, second = (x, x_labels), (y, y_labels)
-    return outer(first, [second], b, out, layout) if left else outer(second, [first], b, out, layout)
+    return outer_product(first, [second], b, out, layout) if left else outer_product(second, [first], b, out, layout)
 
 
 @register
-class Matmul(Rule):
+class MatmulRule(Rule):
     """Matrix products with a parameter on either side, batched or not."""
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = (
@@ -168,12 +168,12 @@ class Matmul(Rule):
         renamed = {{"mat2": "other", "vec": "other", "tensor2": "other"}.get(k, k): v for k, v in kwargs.items()}
         return super().bind(func, args, renamed)
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         return matmul_term(call.args["input"], call.args["other"], slot == "input", call, b, layout)
 
 
 @register
-class ReversedMatmul(Matmul):
+class ReversedMatmulRule(MatmulRule):
     """``other.__rmatmul__``: the operands in reverse."""
 
     functions = (Tensor.__rmatmul__,)
@@ -181,7 +181,7 @@ class ReversedMatmul(Matmul):
 
 
 @register
-class AddMatmul(Rule):
+class AddMatmulRule(Rule):
     """``beta * input + alpha * x @ y`` (addmm, baddbmm, addmv)."""
 
     functions = (torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addmv, Tensor.addmv)
@@ -193,15 +193,15 @@ class AddMatmul(Rule):
         names = {"mat1": "x", "mat2": "y", "batch1": "x", "batch2": "y", "mat": "x", "vec": "y"}
         return super().bind(func, args, {names.get(k, k): v for k, v in kwargs.items()})
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         args = call.args
         if slot == "input":
-            return reduced(layout.front(b * args.get("beta", 1)), args["input"].shape, layout)
+            return sum_over_broadcast(layout.front(b * args.get("beta", 1)), args["input"].shape, layout)
         return matmul_term(args["x"], args["y"], slot == "x", call, b * args.get("alpha", 1), layout)
 
 
 @register
-class Einsum(Rule):
+class EinsumRule(Rule):
     """``torch.einsum`` in its string form, one parameter among the operands."""
 
     functions = (torch.einsum,)
@@ -214,12 +214,12 @@ class Einsum(Rule):
             operands = list(operands[0])
         return {"equation": equation} | {f"operand{k}": x for k, x in enumerate(operands)}
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         operands = {name: x for name, x in call.args.items() if name != "equation"}
         labels, out = _equation(call.args["equation"], list(operands.values()), len(call.shape))
         pairs = dict(zip(operands, zip(operands.values(), labels, strict=True), strict=True))
         weight = pairs.pop(slot)
-        return outer(weight, list(pairs.values()), b, out, layout)
+        return outer_product(weight, list(pairs.values()), b, out, layout)
 
 
 def _equation(equation: Any, operands: Sequence[Tensor], ndim: int) -> tuple[list[list[Hashable]], list[Hashable]]:

@@ -8,29 +8,29 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.layers.base import Call, Layout, Rule, reduced, register
-from curvature.terms import Entrywise, Term
+from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
+from curvature.terms import ElementwiseProduct, Term
 
 
 class _ScaleShift(Rule):
-    """``z = weight * normalised(x) + bias``, the parameters along the axes from `first_axis`."""
+    """``z = weight * normalize(x) + bias``, the parameters along the axes from `first_axis`."""
 
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
-    def normalised(self, args: dict[str, Any]) -> Tensor:
+    def normalize(self, args: dict[str, Any]) -> Tensor:
         """The input after normalisation, before scale and shift."""
         raise NotImplementedError
 
-    def first_axis(self, call: Call) -> int | None:
+    def first_axis(self, call: RecordedCall) -> int | None:
         """Output axis of the parameters' first; None: aligned to the right."""
         return 1
 
-    def term(self, call: Call, slot: str, b: Tensor, layout: Layout) -> Term:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         shape, first = call.args[slot].shape, self.first_axis(call)
         if slot == "bias":
-            return reduced(layout.front(b), shape, layout, first)
-        direct = reduced(layout.front(b * self.normalised(call.args)), shape, layout, first)
+            return sum_over_broadcast(layout.front(b), shape, layout, first)
+        direct = sum_over_broadcast(layout.front(b * self.normalize(call.args)), shape, layout, first)
         offset = b.ndim - len(shape) if first is None else first
         axes = range(offset + 1, offset + 1 + len(shape))
 
@@ -39,39 +39,39 @@ class _ScaleShift(Rule):
             x = layout.front(x).movedim(tuple(axes), tuple(range(-len(shape), 0)))
             return x.reshape(len(x), -1, shape.numel())
 
-        return Entrywise(direct, lambda: by_feature(self.normalised(call.args)), by_feature(b))
+        return ElementwiseProduct(direct, lambda: by_feature(self.normalize(call.args)), by_feature(b))
 
 
 @register
-class LayerNorm(_ScaleShift):
+class LayerNormRule(_ScaleShift):
     functions = (F.layer_norm,)
     signature = ("input", "normalized_shape", "weight", "bias", "eps")
 
-    def normalised(self, args: dict[str, Any]) -> Tensor:
+    def normalize(self, args: dict[str, Any]) -> Tensor:
         return F.layer_norm(args["input"], args["normalized_shape"], eps=args.get("eps", 1e-5))
 
-    def first_axis(self, call: Call) -> int | None:
+    def first_axis(self, call: RecordedCall) -> int | None:
         return None
 
 
 @register
-class RMSNorm(_ScaleShift):
+class RMSNormRule(_ScaleShift):
     functions = (F.rms_norm,)
     signature = ("input", "normalized_shape", "weight", "eps")
 
-    def normalised(self, args: dict[str, Any]) -> Tensor:
+    def normalize(self, args: dict[str, Any]) -> Tensor:
         return F.rms_norm(args["input"], args["normalized_shape"], eps=args.get("eps"))
 
-    def first_axis(self, call: Call) -> int | None:
+    def first_axis(self, call: RecordedCall) -> int | None:
         return None
 
 
 @register
-class GroupNorm(_ScaleShift):
+class GroupNormRule(_ScaleShift):
     functions = (F.group_norm,)
     signature = ("input", "num_groups", "weight", "bias", "eps")
 
-    def normalised(self, args: dict[str, Any]) -> Tensor:
+    def normalize(self, args: dict[str, Any]) -> Tensor:
         return F.group_norm(args["input"], args["num_groups"], eps=args.get("eps", 1e-5))
 
 
@@ -80,7 +80,7 @@ class _RunningNorm(_ScaleShift):
 
     batch_statistics = ""
 
-    def normalised(self, args: dict[str, Any]) -> Tensor:
+    def normalize(self, args: dict[str, Any]) -> Tensor:
         eps = args.get("eps", 1e-5)
         if not uses_running_statistics(args, self.batch_statistics):
             return self._from_input(args["input"], eps)
@@ -96,7 +96,7 @@ def uses_running_statistics(args: dict[str, Any], flag: str) -> bool:
 
 
 @register
-class BatchNorm(_RunningNorm):
+class BatchNormRule(_RunningNorm):
     functions = (F.batch_norm,)
     signature = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     batch_statistics = "training"
@@ -106,7 +106,7 @@ class BatchNorm(_RunningNorm):
 
 
 @register
-class InstanceNorm(_RunningNorm):
+class InstanceNormRule(_RunningNorm):
     functions = (F.instance_norm,)
     signature = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     batch_statistics = "use_input_stats"

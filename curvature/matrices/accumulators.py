@@ -16,7 +16,7 @@ from curvature import operators
 from curvature.kronecker import Basis, Reading, Scheme, matched
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
-from curvature.terms import Term, gradients, pieces, products
+from curvature.terms import Term, gradients, row_ranges, sum_of_products
 
 Terms = dict[str, list[Term]]
 Range = tuple[int, int]  # the first row, and the one after the last
@@ -99,7 +99,7 @@ class DiagonalSum(Accumulator):
         for name in self.names:
             found = chunk.of(name)
             if found is not None:
-                self.sums[name] += products(*found, chunk.weights)
+                self.sums[name] += sum_of_products(*found, chunk.weights)
 
     def result(self, scale: float) -> Operator:
         return Diagonal(self.space, scale * self.space.flatten(self.sums))
@@ -214,7 +214,7 @@ class RowSums(Accumulator):
         """
         found: list[Terms] = []
         for terms in vectors:
-            cut = {name: pieces(terms[name]) for name in self.names if name in terms}
+            cut = {name: row_ranges(terms[name]) for name in self.names if name in terms}
             for name, parts in cut.items():
                 for part in parts:
                     if (part.start, part.stop) not in self.parts:

@@ -24,7 +24,7 @@ from curvature.matrices.accumulators import (
 from curvature.matrices.passes import Pass
 from curvature.operators import Operator, Space
 from curvature.recording import unwrapped
-from curvature.terms import Term, pieces
+from curvature.terms import Term, row_ranges
 
 EXACT_SIZE = 1024  # a layer without Kronecker factors gets its exact block up to this size, its diagonal beyond
 Structure = Literal["kronecker", "dense", "diagonal"]
@@ -175,7 +175,7 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator 
     scheme = Scheme.of(terms, space.shapes, space.dtype, sharing)
     if scheme is not None:
         return KroneckerSum(space, scheme)
-    apart = pieces(terms)
+    apart = row_ranges(terms)
     if apart[0].terms is terms:
         return None
     parts: dict[Range, Accumulator] = {}

@@ -36,7 +36,7 @@ from curvature.kronecker import wide
 from curvature.losses import Injection, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
 from curvature.recording import capture, mapped, preserved, unwrapped
-from curvature.terms import Dense, gradients
+from curvature.terms import DenseGradients, gradients
 
 log = logging.getLogger("curvature")
 BUDGET = 1 << 25  # entries of what one batched backward pass may hold
@@ -208,7 +208,7 @@ class Pass:
             terms, failed = explained(self.tape, backprops, self.plan.layouts, self.plan.general)
             if failed:
                 found = by_general_path(self._against(v), self.plan, failed, self.random)
-                terms |= {k: [Dense(gradients(parts).to(self.wide))] for k, parts in found.items()}
+                terms |= {k: [DenseGradients(gradients(parts).to(self.wide))] for k, parts in found.items()}
             rows.append({name: parts for name, parts in terms.items() if parts})
         return rows
 

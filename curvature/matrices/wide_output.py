@@ -21,7 +21,7 @@ from curvature.losses import Injection
 from curvature.matrices.accumulators import Chunk, Terms
 from curvature.matrices.passes import Pass, samples_first
 from curvature.recording import Use
-from curvature.terms import Arrangement, Outer
+from curvature.terms import AffineLayout, OuterProduct
 
 WIDER = 2  # the outputs are at least so many times the inputs
 
@@ -160,8 +160,8 @@ def find_head(run: Pass) -> Head | None:
     assert isinstance(index, Tensor)
     if not torch.equal(index.flatten().sort().values, torch.arange(run.output.numel(), device=index.device)):
         return None
-    arrangement = Arrangement((term.shape,), 1, term.outputs, term.sizes, term.order)
-    weight = arrangement.arranged([run.batch.parameters[name].detach()])[0]
+    arrangement = AffineLayout((term.shape,), 1, term.outputs, term.sizes, term.order)
+    weight = arrangement.to_matrices([run.batch.parameters[name].detach()])[0]
     head = Head(use.names, weight, index, run.output.shape)
     return head if _is_only_way(run, head) else None
 
@@ -187,14 +187,14 @@ def _numbered(run: Pass, use: int) -> Iterator[Tensor]:
         scale *= base
 
 
-def _affine(use: Use, b: Tensor, layout: Layout) -> tuple[str, Outer] | None:
+def _affine(use: Use, b: Tensor, layout: Layout) -> tuple[str, OuterProduct] | None:
     """The weight that the use multiplies its input with, and its term."""
     for slot, node in use.slots.items():
         try:
             term = use.term(slot, b, layout)
         except Unsupported:
             return None
-        if isinstance(term, Outer) and term.groups == 1 and len(node.names) == 1:
+        if isinstance(term, OuterProduct) and term.groups == 1 and len(node.names) == 1:
             return next(iter(node.names)), term
     return None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvature.linalg import damped_values, finite, matmul, rounding_of, symmetric_eigh, symmetrised
 from curvature.operators.base import Operator
 from curvature.operators.space import Space
-from curvature.terms import Arrangement
+from curvature.terms import AffineLayout
 
 
 def left(matrix: Tensor | None, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Arranged(Operator):
         ValueError: the shapes of the space are not those of the arrangement.
     """
 
-    def __init__(self, space: Space, arrangement: Arrangement) -> None:
+    def __init__(self, space: Space, arrangement: AffineLayout) -> None:
         super().__init__(space)
         if tuple(map(tuple, arrangement.shapes)) != space.shapes:
             raise ValueError(f"the arrangement is of shapes {arrangement.shapes}, the space of {space.shapes}")
@@ -62,11 +62,11 @@ class Arranged(Operator):
 
     def _arranged(self, V: Tensor) -> Tensor:
         """Columns (P, c) to (c, g, o, i)."""
-        return self.arrangement.arranged(list(self.space.split(V.T).values()))
+        return self.arrangement.to_matrices(list(self.space.split(V.T).values()))
 
     def _flat(self, X: Tensor) -> Tensor:
         """The inverse of `_arranged`."""
-        return torch.cat([part.flatten(1) for part in self.arrangement.restored(X)], 1).T
+        return torch.cat([part.flatten(1) for part in self.arrangement.from_matrices(X)], 1).T
 
     def _shown(self, name: str, matrix: Tensor | None, size: int) -> str:
         kind = "identity" if matrix is None else "diagonal" if matrix.ndim == 2 else f"{size} x {size}"
@@ -94,7 +94,7 @@ class EigenKronecker(Arranged):
     def __init__(
         self,
         space: Space,
-        arrangement: Arrangement,
+        arrangement: AffineLayout,
         row_vectors: Tensor | None,
         column_vectors: Tensor | None,
         values: Tensor,
@@ -198,7 +198,7 @@ class Kronecker(Arranged):
 
     fields = ("space", "arrangement", "rows", "columns")
 
-    def __init__(self, space: Space, arrangement: Arrangement, rows: Tensor, columns: Tensor) -> None:
+    def __init__(self, space: Space, arrangement: AffineLayout, rows: Tensor, columns: Tensor) -> None:
         super().__init__(space, arrangement)
         _, outputs, inputs = self.sides
         self.rows = self._side(rows, "rows", outputs)
@@ -237,7 +237,7 @@ class Kronecker(Arranged):
         dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
         spans = torch.arange(self.space.size, device=self.space.device).split(self.space.sizes)
         places = [span.reshape(shape) for span, shape in zip(spans, self.space.shapes, strict=True)]
-        for group, where in enumerate(self.arrangement.arranged(places).flatten(1)):
+        for group, where in enumerate(self.arrangement.to_matrices(places).flatten(1)):
             B, A = (side[group] if side.ndim == 3 else side[group].diag() for side in (self.rows, self.columns))
             dense[where[:, None], where] = torch.kron(B, A)
         return dense

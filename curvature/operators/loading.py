@@ -9,7 +9,7 @@ import torch
 
 from curvature.operators.base import Operator
 from curvature.operators.space import Space
-from curvature.terms import Arrangement
+from curvature.terms import AffineLayout
 
 
 def load(path: str | PathLike[str], device: torch.device | str | None = None) -> Operator:
@@ -41,7 +41,7 @@ def _restored(value: Any, device: torch.device | str | None) -> Any:
         return fields
     if value["structure"] == "Space":
         return Space.restore(fields, device)
-    kinds = {**_kinds(Operator), "Arrangement": Arrangement}
+    kinds = {**_kinds(Operator), "AffineLayout": AffineLayout}
     if value["structure"] not in kinds:
         raise ValueError(f"unknown structure {value['structure']!r} of a matrix; known are {sorted(kinds)}")
     return kinds[value["structure"]](**fields)

@@ -19,7 +19,7 @@ from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.recording import Tape
-from curvature.terms import Dense, Entrywise, Term
+from curvature.terms import DenseGradients, ElementwiseProduct, Term
 
 MAX_SIZE = 2048  # a side larger than this is kept by few directions
 
@@ -38,7 +38,7 @@ def layer_blocks(
         names = [name] if bias is None or bias in taken else [name, bias]
         shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
         scheme = Scheme.of(terms[name], shapes, node.tensor.dtype, sharing, MAX_SIZE)
-        if scheme is not None and not any(isinstance(t, Entrywise) for t in terms[name]):  # (1 x 1) would be all it has
+        if scheme is not None and not any(isinstance(t, ElementwiseProduct) for t in terms[name]):  # else 1 x 1
             large = any(scheme.few)
             blocks.append(LAYERS["kronecker" if large else kind](names, scheme))
             blocks[-1].reason = "too large for an eigenbasis" if large and kind == "eigen" else ""
@@ -134,7 +134,7 @@ class RunningFactors(Blocks):
         """The gradient of the whole batch, for parameters that no rule explains."""
         roots = [tape.parameters[name].tensor for name in names]
         found = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True) if roots else ()
-        return {name: [Dense(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
+        return {name: [DenseGradients(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
 
     def record_backprops(self, tape: Tape, backprops: list[Tensor | None], count: int) -> None:
         """Add a pass whose backprops came from elsewhere (the loss's own backward pass)."""

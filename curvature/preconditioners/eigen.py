@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvature.kronecker import Basis, Inverse, Scheme, bases, carried, not_zero
 from curvature.preconditioners.kronecker import KroneckerBlock
-from curvature.terms import Term, sum_of
+from curvature.terms import Term, sum_in_place
 
 
 class EigenBlock(KroneckerBlock):
@@ -68,7 +68,7 @@ class EigenBlock(KroneckerBlock):
         for term in terms:
             found.setdefault(len(term), []).append(term)
         alone = [[own] for own in found.values()]  # one vector
-        return sum_of(turned.products(v, v, inverse.rows.new_ones(n)) for n, v in zip(found, alone, strict=True))
+        return sum_in_place(turned.products(v, v, inverse.rows.new_ones(n)) for n, v in zip(found, alone, strict=True))
 
     @property
     def expected(self) -> int:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from curvature.kronecker import Inverse, Reading, Scheme, diagonal_of, enough, factored, in_eigenbases, matched
 from curvature.linalg import added, gathered, is_sketch, mixed, scaled, slotted
 from curvature.preconditioners.block import Block
-from curvature.terms import Arrangement, Term
+from curvature.terms import AffineLayout, Term
 
 # for each way in which a weight is read: moment of activations, number to divide it by, moment of backprops
 Sums = dict[Reading, tuple[Tensor, int | Tensor, Tensor]]
@@ -60,7 +60,7 @@ class KroneckerBlock(Block):
         parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
         self.inverse = Inverse(**parts) if parts else None
         form: Any = self.scheme
-        self.scheme = Scheme(**form | {"arrangement": Arrangement(**form["arrangement"])})
+        self.scheme = Scheme(**form | {"arrangement": AffineLayout(**form["arrangement"])})
 
     def measured(self, terms: Sequence[Term]) -> Any:
         if not all(self.scheme.accepts(t) for t in terms):
@@ -162,8 +162,8 @@ class KroneckerBlock(Block):
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
         arrangement = self.scheme.arrangement
-        u = self.inverse(arrangement.arranged(gradients).to(self.scheme.dtype), own=len(gradients) > 1)
-        return [u.to(g.dtype).contiguous() for u, g in zip(arrangement.restored(u), gradients, strict=True)]
+        u = self.inverse(arrangement.to_matrices(gradients).to(self.scheme.dtype), own=len(gradients) > 1)
+        return [u.to(g.dtype).contiguous() for u, g in zip(arrangement.from_matrices(u), gradients, strict=True)]
 
     @property
     def mean_eigenvalue(self) -> Tensor:

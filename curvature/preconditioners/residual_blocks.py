@@ -25,7 +25,7 @@ from torch import Tensor
 from curvature.gradients import Centred, Jacobian
 from curvature.kronecker import KroneckerSum, Pair, kronecker_sum, wide
 from curvature.linalg import full_precision
-from curvature.terms import Dense, Outer, Term, contractions, squared
+from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
 
 Named = Mapping[str, Tensor]
 
@@ -107,13 +107,13 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
             found |= dict.fromkeys(names, ResidualBlock(names, pairs))
     for name, shape in jacobian.shapes.items():
         if name not in found:
-            squares = contractions.sum_of(squared(part[name]) for part in parts)
+            squares = contractions.sum_in_place(sum_of_squares(part[name]) for part in parts)
             reason = "no weight's bias" if len(shape) < 2 else "its rows are no outer products"
             found[name] = ResidualBlock((name,), diagonal=squares, reason=reason)
     return list({id(block): block for block in (found[name] for name in jacobian.shapes)}.values())
 
 
-def pair_of(read: Outer) -> Pair:
+def pair_of(read: OuterProduct) -> Pair:
     """B (o, o) and A (i, i) of one piece, as written above, in units of value^2 / parameter^2."""
     a, b = (x[:, :, 0].to(wide(x.dtype)) for x in (read.a, read.b))
     alpha, beta = a.square().sum((0, 2)) / len(a), b.square().sum((0, 2))
@@ -123,27 +123,27 @@ def pair_of(read: Outer) -> Pair:
     return right.mT @ right, left.mT @ left
 
 
-def _read(terms: Sequence[Term]) -> Outer | None:
+def _read(terms: Sequence[Term]) -> OuterProduct | None:
     """The places at which a matrix is read, none where nothing depends on it; None where it is read in other ways."""
     term = terms[0]
     if len(terms) > 1 or len(term.shape) != 2:
         return None
-    if isinstance(term, Dense) and not term.values.any():
+    if isinstance(term, DenseGradients) and not term.values.any():
         outputs, inputs = (term.values.new_zeros(len(term), 0, 1, size) for size in term.shape)
-        return Outer(inputs, outputs, term.shape)
-    if not isinstance(term, Outer) or term.groups > 1 or term.order is not None:
+        return OuterProduct(inputs, outputs, term.shape)
+    if not isinstance(term, OuterProduct) or term.groups > 1 or term.order is not None:
         return None
     # a row may be held as a column: their outer products are the same
     return term if term.outputs == term.shape[0] else replace(term, a=term.b, b=term.a)
 
 
-def _joins(reads: Sequence[Outer], parts: Sequence[Sequence[Term]]) -> bool:
+def _joins(reads: Sequence[OuterProduct], parts: Sequence[Sequence[Term]]) -> bool:
     """Whether a parameter is a bias that is read together with a weight, in every piece that depends on it."""
     places = [_places(read, terms) for read, terms in zip(reads, parts, strict=True)]
     return None not in places and any(places)
 
 
-def _places(read: Outer, terms: Sequence[Term]) -> tuple[int, ...] | None:
+def _places(read: OuterProduct, terms: Sequence[Term]) -> tuple[int, ...] | None:
     """The place of a weight at which a bias is read: there both have the same backprop. () where it is not read."""
     rows = contractions.gradients(terms)
     if not rows.any():
@@ -151,7 +151,7 @@ def _places(read: Outer, terms: Sequence[Term]) -> tuple[int, ...] | None:
     return next(((t,) for t in range(read.places) if torch.equal(read.b[:, t, 0], rows)), None)
 
 
-def _widened(read: Outer, terms: Sequence[Term]) -> Outer:
+def _widened(read: OuterProduct, terms: Sequence[Term]) -> OuterProduct:
     """The bias as the last input."""
     last = read.a.new_zeros(*read.a.shape[:3], 1)
     for t in _places(read, terms) or ():

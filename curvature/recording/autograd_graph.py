@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 
-from curvature.layers import RULES, Call
+from curvature.layers import RULES, RecordedCall
 from curvature.recording.tape import Node, Tape, Use
 
 Step = tuple[GraphNode, int]
@@ -190,11 +190,13 @@ def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, Node]) -> Use:
     args |= {k: x.detach() if isinstance(x, Tensor) else x for k, x in saved.items() if x is not None}
     if function in (torch.mul, torch.div, torch.add, torch.sub):
         args = {name: next(iter(args.values())).new_zeros(()) for name in names} | args | {"function": function}
-    call = Call(args, tuple(node._input_metadata[0].shape))
+    call = RecordedCall(args, tuple(node._input_metadata[0].shape))
     return _entered(tape, function, slots, call, GradientEdge(node, 0))
 
 
-def _entered(tape: Tape, function: Any, slots: Mapping[str, Node], call: Call | None, edge: GradientEdge | None) -> Use:
+def _entered(
+    tape: Tape, function: Any, slots: Mapping[str, Node], call: RecordedCall | None, edge: GradientEdge | None
+) -> Use:
     use = Use(len(tape.uses), function, RULES.get(function) if call else None, call, dict(slots), edge, [])
     tape.uses.append(use)
     for node in {id(node): node for node in slots.values()}.values():

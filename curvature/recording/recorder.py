@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from curvature.functional import rewritten
-from curvature.layers import RULES, Call, uses_running_statistics
+from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.recording.loss_functions import LOSSES
 from curvature.recording.tape import Node, Tape, Use, is_sharded, tensors_in
 
@@ -89,7 +89,7 @@ class Recorder(TorchFunctionMode):
             or len(used) > len({*map(id, slots.values())})
         ):
             rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
-        call = Call(saved, tuple(outs[0].shape)) if rule is not None else None
+        call = RecordedCall(saved, tuple(outs[0].shape)) if rule is not None else None
         edge = _edge_of(outs[0]) if rule is not None else None
         use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule is not None else [])
         self.tape.uses.append(use)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from curvature.layers import Call, Layout, Rule, Unsupported
+from curvature.layers import Layout, RecordedCall, Rule, Unsupported
 from curvature.terms import Term
 
 TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ class Use:
     index: int
     function: Callable[..., Any]
     rule: Rule | None
-    call: Call | None
+    call: RecordedCall | None
     slots: dict[str, Node]
     edge: GradientEdge | None
     versions: list[tuple[Tensor, int]]

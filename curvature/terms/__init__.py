@@ -1,40 +1,43 @@
 """Per-sample gradients of one parameter, in the forms in which layers hand them over.
 
-A layer that reads a weight at t places gives ``sum_t b[n,t,g,o] a[n,t,g,i]`` (`Outer`; `Convolved` and `ConvolvedBack`
-before unfolding), an embedding gives rows to add at indices (`Rows`), a scale entry by entry `Entrywise`, everything
-else is given outright (`Dense`). A parameter that is cut into rows before it is read has a `Part` for each.
+In: a layer's activations and backprops. Out: terms, which sum to the per-sample gradients. A layer that reads a weight
+at t places gives ``sum_t b[n,t,g,o] a[n,t,g,i]`` (`OuterProduct`; before unfolding `Convolution` and
+`TransposedConvolution`), an embedding gives rows to add at indices (`IndexedRows`), a scale an `ElementwiseProduct`,
+everything else the gradients themselves (`DenseGradients`). A parameter whose row ranges are read separately has one
+`RowSlice` for each. `contractions` turns terms into gradients, norms and Gram matrices, `squared_gradients` into
+diagonals.
 
 Indices: n sample, t place, g group, i input, o output.
 """
 
 from curvature.terms import contractions, squared_gradients
-from curvature.terms.affine_layout import Arrangement
-from curvature.terms.basic import Dense, Entrywise, Outer, Rows
-from curvature.terms.contractions import gradients, merged, pieces, sum_of, unfolded
-from curvature.terms.convolution import Convolved, ConvolvedBack
-from curvature.terms.row_slices import Part, Term, at_least, moved
-from curvature.terms.squared_gradients import Vectors, products, squared
+from curvature.terms.affine_layout import AffineLayout
+from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
+from curvature.terms.contractions import gradients, merge_places, row_ranges, sum_in_place, unfold
+from curvature.terms.convolution import Convolution, TransposedConvolution
+from curvature.terms.row_slices import RowSlice, Term, promote, to_device
+from curvature.terms.squared_gradients import TermsByVector, sum_of_products, sum_of_squares
 
 __all__ = [
-    "Arrangement",
-    "Convolved",
-    "ConvolvedBack",
-    "Dense",
-    "Entrywise",
-    "Outer",
-    "Part",
-    "Rows",
+    "AffineLayout",
+    "Convolution",
+    "TransposedConvolution",
+    "DenseGradients",
+    "ElementwiseProduct",
+    "OuterProduct",
+    "RowSlice",
+    "IndexedRows",
     "Term",
-    "Vectors",
-    "at_least",
+    "TermsByVector",
+    "promote",
     "contractions",
     "gradients",
-    "merged",
-    "moved",
-    "pieces",
-    "products",
-    "squared",
+    "merge_places",
+    "to_device",
+    "row_ranges",
+    "sum_of_products",
+    "sum_of_squares",
     "squared_gradients",
-    "sum_of",
-    "unfolded",
+    "sum_in_place",
+    "unfold",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class AffineLayout:
     """Where the entries of a layer's parameters are in a (g, o, i) array; a bias is the last input.
 
     The weight's axes, put in the order (g, o, i), have `sizes`; `order` permutes these into the weight's own axes
@@ -33,7 +33,7 @@ class Arrangement:
         """Number of entries."""
         return sum(math.prod(shape) for shape in self.shapes)
 
-    def arranged(self, tensors: Sequence[Tensor]) -> Tensor:
+    def to_matrices(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors of shapes (*batch, *shape) to (*batch, g, o, i)."""
         weight = tensors[0]
         batch = weight.shape[: weight.ndim - len(self.shapes[0])]
@@ -46,8 +46,8 @@ class Arrangement:
             return matrix
         return torch.cat([matrix, tensors[1].reshape(*batch, self.groups, self.outputs, 1)], -1)
 
-    def restored(self, matrix: Tensor) -> list[Tensor]:
-        """The inverse of `arranged`."""
+    def from_matrices(self, matrix: Tensor) -> list[Tensor]:
+        """The inverse of `to_matrices`."""
         batch = matrix.shape[:-3]
         weight = matrix[..., :-1] if len(self.shapes) > 1 else matrix
         if self.sizes is not None and self.order is not None:

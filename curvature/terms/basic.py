@@ -16,7 +16,7 @@ Activations = tuple[Tensor | None, Tensor]
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterProduct:
     """``sum_t b[n,t,g,o] a[n,t,g,i]``, its axes split into `sizes` (g, o, i) and permuted by `order` into `shape`."""
 
     a: Tensor  # (N, t, g, i)
@@ -68,13 +68,13 @@ class Outer:
             return self.assemble(b[:, 0, :, :, None] * a[:, 0, :, None, :])
         return self.assemble(b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3))
 
-    def inner(self, vector: Tensor) -> Tensor:
+    def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape, axes not permuted."""
         g, o = self.b.shape[2:]
         moved = self.a.permute(2, 0, 1, 3).flatten(1, 2) @ vector.to(self.a.dtype).reshape(g, o, -1).mT
         return (moved.unflatten(1, self.b.shape[:2]).permute(1, 2, 0, 3) * self.b).sum((1, 2, 3))
 
-    def transposed(self) -> Outer:
+    def transpose(self) -> OuterProduct:
         """The same term for the transpose of a matrix parameter."""
         if self.is_transposed:
             return replace(self, shape=self.shape[::-1], sizes=None, order=None)
@@ -88,34 +88,34 @@ class Outer:
         return len(self.shape) == 2 and self.order == (1, 0)
 
     @property
-    def upright(self) -> Outer:
+    def untransposed(self) -> OuterProduct:
         """The same gradients with activations and backprops exchanged, where a matrix is held as (i, o)."""
         if not self.is_transposed or self.groups > 1:
             return self
         return replace(self, a=self.b, b=self.a, sizes=None, order=None)
 
-    def samples(self, part: slice) -> Outer:
+    def samples(self, part: slice) -> OuterProduct:
         return replace(self, a=self.a[part], b=self.b[part])
 
     def merges_with(self, other: object) -> bool:
         return (
-            isinstance(other, Outer)
+            isinstance(other, OuterProduct)
             and (self.shape, self.sizes, self.order) == (other.shape, other.sizes, other.order)
             and self.a.shape[2:] == other.a.shape[2:]
         )
 
-    def stacks_with(self, other: Outer) -> bool:
+    def stacks_with(self, other: OuterProduct) -> bool:
         return self.merges_with(other) and self.b.shape[1:] == other.b.shape[1:]
 
 
 @dataclass(frozen=True)
-class Rows:
+class IndexedRows:
     """``sum_t`` of `values[n,t]` added to row `index[n,t]` of a table of `shape` (rows, width)."""
 
     index: Tensor  # (N, t)
     values: Tensor  # (N, t, width)
     shape: tuple[int, ...]
-    live: Tensor | None = None  # (N, t), bool: False where nothing is looked up, the values being zero there
+    valid: Tensor | None = None  # (N, t), bool: False where nothing is looked up, the values being zero there
 
     groups: ClassVar[int] = 1
     order: ClassVar[tuple[int, ...]] = (1, 0)
@@ -154,13 +154,13 @@ class Rows:
         out = self.values.new_zeros(n * rows, width)
         return out.index_add_(0, (self.index + start).flatten(), self.values.flatten(0, 1)).view(n, rows, width)
 
-    def samples(self, part: slice) -> Rows:
-        live = None if self.live is None else self.live[part]
-        return replace(self, index=self.index[part], values=self.values[part], live=live)
+    def samples(self, part: slice) -> IndexedRows:
+        valid = None if self.valid is None else self.valid[part]
+        return replace(self, index=self.index[part], values=self.values[part], valid=valid)
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseGradients:
     """The per-sample gradients themselves, (N, *shape)."""
 
     values: Tensor
@@ -186,11 +186,11 @@ class Dense:
     def gradients(self) -> Tensor:
         return self.values
 
-    def samples(self, part: slice) -> Dense:
-        return Dense(self.values[part])
+    def samples(self, part: slice) -> DenseGradients:
+        return DenseGradients(self.values[part])
 
 
-class Viewed:
+class WithDirectForm:
     """A term whose gradients are summed up in another form, `direct`, than the one in which the layer is affine."""
 
     direct: Any
@@ -214,13 +214,13 @@ class Viewed:
 
 
 @dataclass(frozen=True)
-class Entrywise(Viewed):
+class ElementwiseProduct(WithDirectForm):
     """``sum_t b[n,t,g] a[n,t,g]``, a weight that multiplies entry by entry, summed up at once.
 
     Activations and backprops are asked for by Kronecker factors only, so the input is not kept normalised.
     """
 
-    direct: Dense
+    direct: DenseGradients
     inputs: Callable[[], Tensor]  # a (N, t, g)
     b: Tensor  # (N, t, g)
 
@@ -243,5 +243,5 @@ class Entrywise(Viewed):
         """(N, t, g, 1)."""
         return self.b[..., None]
 
-    def samples(self, part: slice) -> Entrywise:
+    def samples(self, part: slice) -> ElementwiseProduct:
         return replace(self, direct=self.direct.samples(part), b=self.b[part], inputs=lambda: self.inputs()[part])

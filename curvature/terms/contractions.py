@@ -17,16 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvature.terms.basic import Dense, Entrywise, Outer, Rows
-from curvature.terms.convolution import Convolved, ConvolvedBack
-from curvature.terms.row_slices import Part, Term
+from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
+from curvature.terms.convolution import Convolution, TransposedConvolution
+from curvature.terms.row_slices import RowSlice, Term
 
-CHUNK = 1 << 24  # elements of a temporary result above which the work is split
-CACHED = 1 << 18  # the same where it is made many times over: fresh memory costs more than arithmetic
-ENTRY = 350  # multiplications that an entry of a Gram matrix over places costs beyond its own (measured, one thread)
+CHUNK_ELEMENTS = 1 << 24  # elements of a temporary result above which the work is split
+CACHED_CHUNK_ELEMENTS = 1 << 18  # the same where it is made many times over: fresh memory costs more than arithmetic
+GRAM_ENTRY_COST = 350  # extra multiplications that an entry of a Gram matrix over places costs (measured, one thread)
 
 
-class Piece(NamedTuple):
+class RowRange(NamedTuple):
     """Rows start to stop of a parameter, and their terms."""
 
     start: int
@@ -34,30 +34,30 @@ class Piece(NamedTuple):
     terms: Sequence[Term]
 
 
-def pieces(terms: Sequence[Term]) -> list[Piece]:
+def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
     """The row ranges of a parameter that are read apart from each other, in order; else one with the terms as given.
 
     Rows of a parameter cut into pieces that are in none of them are never read.
     """
     found: dict[tuple[int, int], list[Term]] = {}
     for term in terms:
-        if isinstance(term, Part):
+        if isinstance(term, RowSlice):
             found.setdefault(term.rows, []).append(term.term)
         else:
             found.setdefault((0, term.shape[0] if term.shape else 1), []).append(term)
     ordered = sorted(found)
     apart = all(one[1] <= other[0] for one, other in pairwise(ordered))
-    if not apart or not any(isinstance(term, Part) for term in terms):
-        return [Piece(0, terms[0].shape[0] if terms[0].shape else 1, terms)]
-    return [Piece(*rows, found[rows]) for rows in ordered]
+    if not apart or not any(isinstance(term, RowSlice) for term in terms):
+        return [RowRange(0, terms[0].shape[0] if terms[0].shape else 1, terms)]
+    return [RowRange(*rows, found[rows]) for rows in ordered]
 
 
-def merged(terms: Sequence[Term]) -> list[Term]:
+def merge_places(terms: Sequence[Term]) -> list[Term]:
     """One term where several differ in their places only (a recurrent weight is read once per step)."""
     out: list[Term] = []
-    groups: list[list[Outer]] = []
+    groups: list[list[OuterProduct]] = []
     for term in terms:
-        if not isinstance(term, Outer):
+        if not isinstance(term, OuterProduct):
             out.append(term)
             continue
         for group in groups:
@@ -74,15 +74,15 @@ def merged(terms: Sequence[Term]) -> list[Term]:
     return out
 
 
-def unfolded(term: Term) -> Term:
+def unfold(term: Term) -> Term:
     """The patches of a convolution written out."""
-    return term.unfolded() if isinstance(term, Convolved) else term
+    return term.unfold() if isinstance(term, Convolution) else term
 
 
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
-    whole = together([term for term in terms if not isinstance(term, Part)])
-    parts = [term for term in terms if isinstance(term, Part)]
+    whole = merge_terms([term for term in terms if not isinstance(term, RowSlice)])
+    parts = [term for term in terms if isinstance(term, RowSlice)]
     if parts:
         found = [term.term.gradients() for term in parts]
         out = found[0].new_zeros(len(found[0]), *parts[0].shape)
@@ -97,7 +97,7 @@ def gradients(terms: Sequence[Term]) -> Tensor:
 
 def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
     """``sum_n weights[n] g[n]``, of the parameter's shape, without the per-sample gradients."""
-    first, *others = (term.weighted_sum(weights) for term in together(terms))
+    first, *others = (term.weighted_sum(weights) for term in merge_terms(terms))
     for other in others:
         first = first + other
     return first
@@ -105,12 +105,12 @@ def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
 
 def norms_squared(terms: Sequence[Term]) -> Tensor:
     """Squared norms (N,) of the per-sample gradients, each built only where that is cheaper."""
-    apart = pieces(terms)
+    apart = row_ranges(terms)
     if apart[0].terms is not terms:
         return torch.stack([norms_squared(piece.terms) for piece in apart]).sum(0)
     terms = _direct(terms)
     if _pairs_cheaper(terms, samples=1):
-        terms = together([unfolded(t) for t in terms])
+        terms = merge_terms([unfold(t) for t in terms])
         pairs = [_pair_norms(u, v) * (1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
         return torch.stack(pairs).sum(0).clamp(min=0)
     return torch.cat([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square() for g in _built(terms)])
@@ -118,9 +118,9 @@ def norms_squared(terms: Sequence[Term]) -> Tensor:
 
 def gram(terms: Sequence[Term]) -> Tensor:
     """Inner products (N, N) of the per-sample gradients."""
-    apart = pieces(terms)
+    apart = row_ranges(terms)
     if apart[0].terms is not terms:
-        return sum_of(gram(piece.terms) for piece in apart)
+        return sum_in_place(gram(piece.terms) for piece in apart)
     terms = _direct(terms)
     n = len(terms[0])
     if _pairs_cheaper(terms, samples=n):
@@ -140,46 +140,46 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
 
 def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     """Inner products (N,) of the per-sample gradients with one tensor of the parameter's shape."""
-    reads = together(terms)
-    if all(isinstance(u, Outer) and u.order is None for u in reads):  # one product for all places, nothing is built
-        return sum_of(u.inner(vector) for u in reads if isinstance(u, Outer))
+    reads = merge_terms(terms)
+    if all(isinstance(u, OuterProduct) and u.order is None for u in reads):  # one product for all places
+        return sum_in_place(u.inner_products(vector) for u in reads if isinstance(u, OuterProduct))
     return torch.cat([g.reshape(len(g), -1) @ vector.flatten().to(g.dtype) for g in _built(terms)])
 
 
-def stacked(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
+def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
     """Terms of the samples of all parts, one part after the other; None where these differ in form."""
     found: list[Term] = []
     if len({len(terms) for terms in parts}) > 1:
         return None
     for column in zip(*parts, strict=True):
-        outers = [term for term in column if isinstance(term, Outer)]
-        denses = [term for term in column if isinstance(term, Dense)]
+        outers = [term for term in column if isinstance(term, OuterProduct)]
+        denses = [term for term in column if isinstance(term, DenseGradients)]
         if len(outers) == len(column) and all(outers[0].stacks_with(term) for term in outers):
             a, b = torch.cat([term.a for term in outers]), torch.cat([term.b for term in outers])
             found.append(replace(outers[0], a=a, b=b))
         elif len(denses) == len(column):
-            found.append(Dense(torch.cat([term.values for term in denses])))
+            found.append(DenseGradients(torch.cat([term.values for term in denses])))
         else:
             return None
     return found
 
 
-def together(terms: Sequence[Term]) -> list[Term]:
+def merge_terms(terms: Sequence[Term]) -> list[Term]:
     """The same gradients in as few terms as can be, reads of a matrix and of its transpose in one form."""
-    return merged([term.upright if isinstance(term, Outer) else term for term in terms])
+    return merge_places([term.untransposed if isinstance(term, OuterProduct) else term for term in terms])
 
 
 def _direct(terms: Sequence[Term]) -> list[Term]:
     """The terms in the form that is summed up fastest."""
-    return [t.direct if isinstance(t, ConvolvedBack | Entrywise) else t for t in together(terms)]
+    return [t.direct if isinstance(t, TransposedConvolution | ElementwiseProduct) else t for t in merge_terms(terms)]
 
 
 def _form(term: Term) -> tuple[int, int, bool]:
     """Groups, sum of both widths over the groups, and whether the axes are permuted."""
-    if isinstance(term, Outer):
+    if isinstance(term, OuterProduct):
         groups = term.b.shape[2]
         return groups, groups * (term.a.shape[3] + term.b.shape[3]), term.order is not None
-    if isinstance(term, Convolved):
+    if isinstance(term, Convolution):
         return term.groups, term.shape[0] + term.groups * math.prod(term.shape[1:]), False
     return 1, term.shape[-1] + 1, False
 
@@ -190,20 +190,20 @@ def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
     Building costs t * numel multiplications a sample; the pairs cost (sum of t)^2 * (i + o), for each pair of
     samples. With one place and one term the pairs always win.
     """
-    if any(isinstance(u, Dense | Part) for u in terms):
+    if any(isinstance(u, DenseGradients | RowSlice) for u in terms):
         return False
     forms = [_form(u) for u in terms]
     if len(terms) > 1 and any(groups > 1 or permuted for groups, _, permuted in forms):
         return False  # terms of different layout meet entry by entry only
     places = sum(u.places for u in terms)
     width = max(width for _, width, _ in forms)
-    each = width if samples == 1 else 2 * width + ENTRY
+    each = width if samples == 1 else 2 * width + GRAM_ENTRY_COST
     return places * places * each * samples <= 2 * (places + samples) * math.prod(terms[0].shape)
 
 
 def _built(terms: Sequence[Term]) -> Iterator[Tensor]:
     """The gradients, a bounded number of samples at a time."""
-    step = max(1, CHUNK // max(1, math.prod(terms[0].shape)))
+    step = max(1, CHUNK_ELEMENTS // max(1, math.prod(terms[0].shape)))
     for start in range(0, len(terms[0]), step):
         yield gradients([u.samples(slice(start, start + step)) for u in terms])
 
@@ -213,61 +213,61 @@ def _kernel(u: Term, v: Term) -> Tensor:
 
     Outer: (..., p, g, i) and (..., p, g, o); Rows: (..., p) and (..., p, width).
     """
-    if isinstance(u, Outer) and isinstance(v, Outer):
+    if isinstance(u, OuterProduct) and isinstance(v, OuterProduct):
         ua, ub, va, vb = (x.movedim(-2, 0) for x in (u.a, u.b, v.a, v.b))
         return ((ua @ va.mT) * (ub @ vb.mT)).sum(0)
-    if isinstance(u, Rows) and isinstance(v, Rows):
+    if isinstance(u, IndexedRows) and isinstance(v, IndexedRows):
         return (u.values @ v.values.mT) * (u.index[..., :, None] == v.index[..., None, :])
-    if isinstance(u, Outer):
+    if isinstance(u, OuterProduct):
         return _kernel(v, u).mT
-    assert isinstance(u, Rows) and isinstance(v, Outer)
+    assert isinstance(u, IndexedRows) and isinstance(v, OuterProduct)
     places = v.b.shape[-3]
     index = u.index[..., None, :].expand(*u.index.shape[:-1], places, u.index.shape[-1])
     return (u.values @ v.a[..., 0, :].mT) * torch.gather(v.b[..., 0, :], -1, index).mT
 
 
 def _pair_norms(u: Term, v: Term) -> Tensor:
-    if u is v and isinstance(u, Outer) and u.places == 1:
+    if u is v and isinstance(u, OuterProduct) and u.places == 1:
         return (u.a.square().sum(3) * u.b.square().sum(3)).sum((1, 2))
-    step = max(1, CHUNK // max(1, u.places * v.places))
+    step = max(1, CHUNK_ELEMENTS // max(1, u.places * v.places))
     parts = [slice(k, k + step) for k in range(0, len(u), step)]
     return torch.cat([_kernel(u.samples(s), v.samples(s)).sum((1, 2)) for s in parts])
 
 
 def _flat(term: Term) -> Term:
     """Samples and places as one axis."""
-    if isinstance(term, Outer):
+    if isinstance(term, OuterProduct):
         return replace(term, a=term.a.flatten(0, 1), b=term.b.flatten(0, 1))
-    assert isinstance(term, Rows)
-    return replace(term, index=term.index.flatten(), values=term.values.flatten(0, 1), live=None)
+    assert isinstance(term, IndexedRows)
+    return replace(term, index=term.index.flatten(), values=term.values.flatten(0, 1), valid=None)
 
 
 def _summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
-    left, right = (together([unfolded(t) for t in terms]) for terms in (left, right))
-    return sum_of(_pair_gram(u, v) for u in left for v in right)
+    left, right = (merge_terms([unfold(t) for t in terms]) for terms in (left, right))
+    return sum_in_place(_pair_gram(u, v) for u in left for v in right)
 
 
 def _pair_gram(u: Term, v: Term) -> Tensor:
     n, m = len(u), len(v)
     single = [_flat(_place(v, k)) for k in range(v.places)]  # one at a time: to sum over the last axis is slow
-    step = max(1, CACHED // max(1, u.places * m))
+    step = max(1, CACHED_CHUNK_ELEMENTS // max(1, u.places * m))
     rows = []
     for start in range(0, n, step):
         part = u.samples(slice(start, start + step))
         flat = _flat(part)
-        rows.append(sum_of(_kernel(flat, other).unflatten(0, (len(part), -1)).sum(1) for other in single))
+        rows.append(sum_in_place(_kernel(flat, other).unflatten(0, (len(part), -1)).sum(1) for other in single))
     return torch.cat(rows)
 
 
 def _place(term: Term, k: int) -> Term:
     """One of its places alone."""
-    if isinstance(term, Outer):
+    if isinstance(term, OuterProduct):
         return replace(term, a=term.a[:, k : k + 1], b=term.b[:, k : k + 1])
-    assert isinstance(term, Rows)
-    return replace(term, index=term.index[:, k : k + 1], values=term.values[:, k : k + 1], live=None)
+    assert isinstance(term, IndexedRows)
+    return replace(term, index=term.index[:, k : k + 1], values=term.values[:, k : k + 1], valid=None)
 
 
-def sum_of(tensors: Iterable[Tensor]) -> Tensor:
+def sum_in_place(tensors: Iterable[Tensor]) -> Tensor:
     """The sum, in the memory of the first."""
     first, *others = tensors
     for other in others:

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.terms.basic import Activations, Outer, Viewed
+from curvature.terms.basic import Activations, OuterProduct, WithDirectForm
 
 
 @dataclass(frozen=True)
-class Convolved:
-    """The `Outer` of a convolution, its places the output's pixels; unfolded only where that is asked for.
+class Convolution:
+    """The `OuterProduct` of a convolution, its places the output's pixels; unfolded only where that is asked for.
 
     Built as one convolution's weight gradient with a group per sample, which reads the input in place.
     """
@@ -62,23 +62,23 @@ class Convolved:
         )  # fmt: skip
         return found.reshape(n, *self.shape)
 
-    def samples(self, part: slice) -> Convolved:
+    def samples(self, part: slice) -> Convolution:
         return replace(self, x=self.x[part], b=self.b[part])
 
     def activations(self) -> Iterator[Activations]:
-        yield None, self._unfolded()
+        yield None, self._input_patches()
 
     def backprops(self) -> Tensor:
         """(N, t, g, o)."""
         return _by_place(self.b, self.groups, len(self.stride))
 
-    def _unfolded(self) -> Tensor:
+    def _input_patches(self) -> Tensor:
         patches = _patches(self.x, self.shape[2:], self.dilation, self.stride, self.b.shape[3:])
         return _by_place(patches, self.groups, len(self.stride))
 
-    def unfolded(self) -> Outer:
+    def unfold(self) -> OuterProduct:
         """The same with the patches of the input written out."""
-        return Outer(self._unfolded(), self.backprops(), self.shape)
+        return OuterProduct(self._input_patches(), self.backprops(), self.shape)
 
 
 class Phase(NamedTuple):
@@ -94,13 +94,13 @@ class Phase(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ConvolvedBack(Viewed):
+class TransposedConvolution(WithDirectForm):
     """A transposed convolution, the adjoint of one. Its gradients are that one's, whose places are the input's pixels.
 
     As a layer its places are the output's pixels, each of which sees one entry of the kernel in so many as the stride.
     """
 
-    direct: Convolved  # x is the backprop, padded; b is the input
+    direct: Convolution  # x is the backprop, padded; b is the input
     padding: tuple[int, ...]
 
     @property
@@ -148,7 +148,7 @@ class ConvolvedBack(Viewed):
         inside: list[Any] = [slice(p, p + size) for p, size in zip(self.padding, self._out, strict=True)]
         return _by_place(self.direct.x[(..., *inside)], self.groups, len(inside))
 
-    def samples(self, part: slice) -> ConvolvedBack:
+    def samples(self, part: slice) -> TransposedConvolution:
         return replace(self, direct=self.direct.samples(part))
 
 

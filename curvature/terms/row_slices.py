@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.terms.basic import Dense, Entrywise, Outer, Rows
-from curvature.terms.convolution import Convolved, ConvolvedBack
+from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
+from curvature.terms.convolution import Convolution, TransposedConvolution
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSlice:
     """`term` is that of rows ``start, start + 1, ...`` of a parameter of `shape`."""
 
-    term: Outer | Convolved | ConvolvedBack | Rows | Dense | Entrywise
+    term: OuterProduct | Convolution | TransposedConvolution | IndexedRows | DenseGradients | ElementwiseProduct
     start: int
     shape: tuple[int, ...]
 
@@ -48,27 +48,27 @@ class Part:
         out[:, slice(*self.rows)] = inner
         return out
 
-    def samples(self, part: slice) -> Part:
+    def samples(self, part: slice) -> RowSlice:
         return replace(self, term=self.term.samples(part))
 
 
-Term = Outer | Convolved | ConvolvedBack | Rows | Dense | Entrywise | Part
+Term = OuterProduct | Convolution | TransposedConvolution | IndexedRows | DenseGradients | ElementwiseProduct | RowSlice
 
 
-def moved(term: Any, device: torch.device | str) -> Any:
+def to_device(term: Any, device: torch.device | str) -> Any:
     """The same term, its tensors on a device, without a graph."""
     if isinstance(term, Tensor):
         return term.detach().to(device)
     if not is_dataclass(term) or isinstance(term, type):
         return term
-    return replace(term, **{f.name: moved(getattr(term, f.name), device) for f in fields(term)})
+    return replace(term, **{f.name: to_device(getattr(term, f.name), device) for f in fields(term)})
 
 
-def at_least(term: Term, dtype: torch.dtype) -> Term:
+def promote(term: Term, dtype: torch.dtype) -> Term:
     """The same, with tensors of lower precision in `dtype`: autocast gives the two sides of a term different ones."""
-    if isinstance(term, Part):
-        inner = at_least(term.term, dtype)
-        assert not isinstance(inner, Part)
+    if isinstance(term, RowSlice):
+        inner = promote(term.term, dtype)
+        assert not isinstance(inner, RowSlice)
         return replace(term, term=inner)
     held: dict[str, Any] = {f.name: getattr(term, f.name) for f in fields(term) if f.init}
     low = {k: x for k, x in held.items() if isinstance(x, Tensor) and x.is_floating_point()}

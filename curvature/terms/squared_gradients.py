@@ -15,62 +15,62 @@ import torch
 from torch import Tensor
 
 from curvature.terms import contractions
-from curvature.terms.basic import Dense, Outer, Rows
-from curvature.terms.contractions import gradients, merged
-from curvature.terms.convolution import Convolved
+from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
+from curvature.terms.contractions import gradients, merge_places
+from curvature.terms.convolution import Convolution
 from curvature.terms.row_slices import Term
 
-Vectors = Sequence[Sequence[Term]]  # for every vector the terms of one parameter
+TermsByVector = Sequence[Sequence[Term]]  # for every vector the terms of one parameter
 
 
-def products(left: Vectors, right: Vectors, weights: Tensor) -> Tensor:
+def sum_of_products(left: TermsByVector, right: TermsByVector, weights: Tensor) -> Tensor:
     """``sum_kn weights[n] u_kn * w_kn``, of the parameter's shape.
 
     Args:
         left, right: the terms of u and w for every vector; the same object where they are the same.
         weights: (N,).
     """
-    lefts = [merged(terms) for terms in left]
-    rights = lefts if right is left else [merged(terms) for terms in right]
+    lefts = [merge_places(terms) for terms in left]
+    rights = lefts if right is left else [merge_places(terms) for terms in right]
     alone = {len(terms) for terms in (*lefts, *rights)} == {1}
     first = lefts[0][0]
-    if alone and isinstance(first, Outer | Convolved) and first.places <= len(lefts) and _pairs_fit(first):
+    if alone and isinstance(first, OuterProduct | Convolution) and first.places <= len(lefts) and _pairs_fit(first):
         outer = [_outer(terms[0]) for terms in lefts]
         return _by_pairs(outer, outer if rights is lefts else [_outer(terms[0]) for terms in rights], weights)
-    if alone and isinstance(first, Rows):
+    if alone and isinstance(first, IndexedRows):
         return _by_rows(lefts, rights, weights)
-    if alone and isinstance(first, Dense):
+    if alone and isinstance(first, DenseGradients):
         return _summed(lefts, rights, weights)
     return _built(lefts, rights, weights, alone)
 
 
-def squared(terms: Sequence[Term]) -> Tensor:
+def sum_of_squares(terms: Sequence[Term]) -> Tensor:
     """``sum_n g_n^2``, of the parameter's shape."""
     vectors = [terms]
-    return products(vectors, vectors, torch.ones(len(terms[0]), dtype=torch.float64, device=terms[0].device))
+    return sum_of_products(vectors, vectors, torch.ones(len(terms[0]), dtype=torch.float64, device=terms[0].device))
 
 
 def _summed(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
     """Of gradients that are there already."""
     total = None
     for (u,), (w,) in zip(left, right, strict=True):
-        assert isinstance(u, Dense) and isinstance(w, Dense)
+        assert isinstance(u, DenseGradients) and isinstance(w, DenseGradients)
         total = u.values * w.values if total is None else total.addcmul_(u.values, w.values)
     assert total is not None
     return torch.tensordot(weights.to(total.dtype), total, 1)
 
 
-def _outer(term: Term) -> Outer:
-    unfolded = contractions.unfolded(term)
-    assert isinstance(unfolded, Outer)
+def _outer(term: Term) -> OuterProduct:
+    unfolded = contractions.unfold(term)
+    assert isinstance(unfolded, OuterProduct)
     return unfolded
 
 
-def _pairs_fit(term: Outer | Convolved) -> bool:
-    return term.places**2 * len(term.b) * (term.outputs + 1) * term.groups <= contractions.CHUNK
+def _pairs_fit(term: OuterProduct | Convolution) -> bool:
+    return term.places**2 * len(term.b) * (term.outputs + 1) * term.groups <= contractions.CHUNK_ELEMENTS
 
 
-def _by_pairs(left: list[Outer], right: list[Outer], weights: Tensor) -> Tensor:
+def _by_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tensor) -> Tensor:
     """Vectors summed up before activations are met: cheaper where a sample has fewer places than there are vectors."""
     first = left[0]
     n, t, g, o = first.b.shape
@@ -87,12 +87,12 @@ def _by_pairs(left: list[Outer], right: list[Outer], weights: Tensor) -> Tensor:
 def _by_rows(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
     """Rows that a sample looks up several times are added up first; no table per sample."""
     first = left[0][0]
-    assert isinstance(first, Rows)
+    assert isinstance(first, IndexedRows)
     same = (first.index[:, :, None] == first.index[:, None, :]).to(weights.dtype)
     shares = weights[:, None] / same.sum(2)  # of each look-up in its row's product
     out = first.values.new_zeros(first.shape)
     for (u,), (w,) in zip(left, right, strict=True):
-        assert isinstance(u, Rows) and isinstance(w, Rows)
+        assert isinstance(u, IndexedRows) and isinstance(w, IndexedRows)
         x = same.to(u.values.dtype) @ u.values
         y = x if w is u else same.to(w.values.dtype) @ w.values
         out.index_add_(0, first.index.flatten(), (x * y * shares.to(x.dtype)[:, :, None]).flatten(0, 1))
@@ -102,13 +102,13 @@ def _by_rows(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -
 def _built(left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool) -> Tensor:
     """From the gradients themselves, a bounded number of samples at a time."""
     first = left[0][0]
-    convolved = first if alone and isinstance(first, Convolved) else None
+    convolved = first if alone and isinstance(first, Convolution) else None
     patches = 0 if convolved is None else convolved.groups * convolved.places * math.prod(first.shape[1:])
-    step = max(1, contractions.CHUNK // max(1, math.prod(first.shape), patches))
+    step = max(1, contractions.CHUNK_ELEMENTS // max(1, math.prod(first.shape), patches))
     total = None
     for start in range(0, len(weights), step):
         part = slice(start, start + step)
-        shared = None if convolved is None else convolved.samples(part).unfolded().a  # once for all vectors
+        shared = None if convolved is None else convolved.samples(part).unfold().a  # once for all vectors
         scale = weights[part]
         for us, ws in zip(left, right, strict=True):
             x = _gradients(us, part, shared)
@@ -124,6 +124,6 @@ def _gradients(terms: list[Term], part: slice, activations: Tensor | None) -> Te
     some = [term.samples(part) for term in terms]
     if activations is not None:
         (term,) = some
-        assert isinstance(term, Convolved)
-        some = [Outer(activations, term.backprops(), term.shape)]
+        assert isinstance(term, Convolution)
+        some = [OuterProduct(activations, term.backprops(), term.shape)]
     return gradients(some)

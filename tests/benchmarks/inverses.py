@@ -40,7 +40,7 @@ def factors_of(problem: str, name: str, steps: int) -> tuple[Tensor, Tensor]:
     (block,) = (b for b in opt.factors.blocks if isinstance(b, KroneckerBlock) and b.names[0] == name)
     gradients = [dict(model.named_parameters())[k].grad for k in block.names]
     assert block.columns is not None
-    return block.columns[0].clone(), block.scheme.arrangement.arranged(gradients)[0].clone()
+    return block.columns[0].clone(), block.scheme.arrangement.to_matrices(gradients)[0].clone()
 
 
 def schulz(matrix: Tensor, start: Tensor) -> tuple[Tensor, int]:

@@ -11,17 +11,17 @@ from torch import Tensor
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Operator, Scaled, Space, Sum
 from curvature.operators.kronecker import EigenKronecker, Kronecker
 from curvature.operators.matrix_free import Inverse, MatrixFree
-from curvature.terms.affine_layout import Arrangement
+from curvature.terms.affine_layout import AffineLayout
 
 # How layers lie in (g, o, i): plain, with a bias, grouped convolution, transposed matrix, grouped transposed
 # convolution, scale and shift of a normalisation.
 ARRANGEMENTS = {
-    "matrix": Arrangement(((3, 4),), 1, 3),
-    "bias": Arrangement(((3, 4), (3,)), 1, 3),
-    "grouped": Arrangement(((4, 3, 2), (4,)), 2, 2),
-    "transposed": Arrangement(((4, 3), (3,)), 1, 3, (1, 3, 4), (0, 2, 1)),
-    "grouped transposed": Arrangement(((4, 3, 2), (6,)), 2, 3, (2, 3, 2, 2), (0, 2, 1, 3)),
-    "scale": Arrangement(((5,), (5,)), 5, 1),
+    "matrix": AffineLayout(((3, 4),), 1, 3),
+    "bias": AffineLayout(((3, 4), (3,)), 1, 3),
+    "grouped": AffineLayout(((4, 3, 2), (4,)), 2, 2),
+    "transposed": AffineLayout(((4, 3), (3,)), 1, 3, (1, 3, 4), (0, 2, 1)),
+    "grouped transposed": AffineLayout(((4, 3, 2), (6,)), 2, 3, (2, 3, 2, 2), (0, 2, 1, 3)),
+    "scale": AffineLayout(((5,), (5,)), 5, 1),
 }
 
 
@@ -53,7 +53,7 @@ class Source:
     def space(self, **shapes: tuple[int, ...]) -> Space:
         return Space(tuple(shapes), tuple(shapes.values()), self.dtype, torch.device(self.device))
 
-    def layer(self, arrangement: Arrangement) -> Space:
+    def layer(self, arrangement: AffineLayout) -> Space:
         return self.space(**dict(zip(("weight", "bias"), arrangement.shapes, strict=False)))
 
 
@@ -102,15 +102,15 @@ def total(source: Source) -> Pair:
     return Sum([first, second]), one + two
 
 
-def places(arrangement: Arrangement, device: str) -> Tensor:
+def places(arrangement: AffineLayout, device: str) -> Tensor:
     """Where in the flat vector the entries (g, o, i) are."""
     sizes = [torch.Size(shape).numel() for shape in arrangement.shapes]
     flat = torch.arange(arrangement.dimension, device=device).split(sizes)
     shaped = [part.reshape(shape) for part, shape in zip(flat, arrangement.shapes, strict=True)]
-    return arrangement.arranged(shaped)
+    return arrangement.to_matrices(shaped)
 
 
-def entries(arrangement: Arrangement, rows: Tensor, columns: Tensor) -> Tensor:
+def entries(arrangement: AffineLayout, rows: Tensor, columns: Tensor) -> Tensor:
     """``kron(rows, columns)`` of full factors entry by entry."""
     where = places(arrangement, "cpu").tolist()
     matrix = rows.new_zeros(arrangement.dimension, arrangement.dimension)
@@ -122,7 +122,7 @@ def entries(arrangement: Arrangement, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def kronecker(
-    arrangement: Arrangement, diagonal_rows: bool = False, diagonal_columns: bool = False
+    arrangement: AffineLayout, diagonal_rows: bool = False, diagonal_columns: bool = False
 ) -> Callable[[Source], Pair]:
     def build(source: Source) -> Pair:
         g, o, i = places(arrangement, "cpu").shape
@@ -135,7 +135,7 @@ def kronecker(
     return build
 
 
-def eigen(arrangement: Arrangement, rows: bool = True, columns: bool = True) -> Callable[[Source], Pair]:
+def eigen(arrangement: AffineLayout, rows: bool = True, columns: bool = True) -> Callable[[Source], Pair]:
     def build(source: Source) -> Pair:
         g, o, i = places(arrangement, "cpu").shape
         U = source.orthogonal(g, d=o) if rows else None

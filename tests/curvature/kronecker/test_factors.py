@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvature.kronecker.factors
 from curvature.kronecker.factors import Reading, Scheme, matched
-from curvature.terms import Entrywise, Outer
+from curvature.terms import ElementwiseProduct, OuterProduct
 from curvature.terms.contractions import gradients
 from support.cases.case import Raw
 from support.views import WEIGHTS, N, built, close, drawn, means, scheme_of, terms_of
@@ -92,10 +92,10 @@ def test_the_view_of_a_convolution_is_its_gradient(name: str):
     terms, biases, v = terms_of(layer, x)
     scheme = scheme_of(layer, "weight", terms, biases["weight"], "expand")
     names = [name for name, _ in layer.named_parameters()]
-    expected = scheme.arrangement.arranged([gradients(terms[name]) for name in names])
+    expected = scheme.arrangement.to_matrices([gradients(terms[name]) for name in names])
     a, b = convolution_view(layer, x, v)
     close(torch.einsum("ntgo,ntgi->ngoi", b, a), expected)
-    for found, parameter in zip(scheme.arrangement.restored(expected), names, strict=True):
+    for found, parameter in zip(scheme.arrangement.from_matrices(expected), names, strict=True):
         close(found, gradients(terms[parameter]))
 
 
@@ -133,7 +133,7 @@ def test_norm_layers_have_factors_per_feature(name: str, sharing: str):
     a, b = (t.movedim(axes, last).reshape(N, -1, weight.numel(), 1) for t in (a, v))
     a = a if bias is None else torch.cat([a, torch.ones_like(a)], 3)
     scheme = scheme_of(layer, "weight", terms, biases["weight"], sharing)
-    assert biases["weight"] == (None if bias is None else "bias") and isinstance(terms["weight"][0], Entrywise)
+    assert biases["weight"] == (None if bias is None else "bias") and isinstance(terms["weight"][0], ElementwiseProduct)
     total, number = scheme.activations(terms["weight"])
     moment, outputs = means(a, b, sharing)
     close(total / number, moment)
@@ -142,7 +142,7 @@ def test_norm_layers_have_factors_per_feature(name: str, sharing: str):
     close(found[1], a[2:3, ..., :1])
     names = ["weight"] if bias is None else ["weight", "bias"]
     expected = torch.einsum("ntgo,ntgi->ngoi", b, a)
-    close(scheme.arrangement.arranged([gradients(terms[k]) for k in names]), expected)
+    close(scheme.arrangement.to_matrices([gradients(terms[k]) for k in names]), expected)
 
 
 # -- tables
@@ -292,7 +292,7 @@ def test_two_vectors(sharing: str):
 @each_sharing
 def test_reads_of_different_numbers_of_samples_are_added_up(sharing: str):
     """Where samples are guessed at, one read may be taken for one sample."""
-    one, two = (Outer(drawn(n, 2, 1, 3), drawn(n, 2, 1, 2, seed=2), (2, 3)) for n in (N, 1))
+    one, two = (OuterProduct(drawn(n, 2, 1, 3), drawn(n, 2, 1, 2, seed=2), (2, 3)) for n in (N, 1))
     scheme = Scheme.of([one, two], [(2, 3)], torch.float64, sharing)
     assert scheme is not None
     for function in (lambda terms: scheme.activations(terms)[0], scheme.backprops):

@@ -12,7 +12,7 @@ import torch
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Space, Sum, base, load
 from curvature.operators.kronecker import Kronecker
 from curvature.operators.matrix_free import DIRECT, MatrixFree
-from curvature.terms.affine_layout import Arrangement
+from curvature.terms.affine_layout import AffineLayout
 from support.structures import ARRANGEMENTS, Source, blocks, dense, diagonal, kronecker, matrix_free, structures, total
 
 D = 0.3
@@ -314,7 +314,7 @@ def test_large_matrices_are_not_built(monkeypatch):
 def test_far_beyond_the_limit_what_is_fast_works(device):
     """A million parameters."""
     source = Source(device, torch.float32)
-    arrangement = Arrangement(((1000, 999), (1000,)), 1, 1000)
+    arrangement = AffineLayout(((1000, 999), (1000,)), 1, 1000)
     layer = Space(("w", "b"), arrangement.shapes, torch.float32, torch.device(device))
     space = Space(("w", "scale", "b"), ((1000, 999), (7,), (1000,)), torch.float32, torch.device(device))
     op = BlockDiagonal(

@@ -20,7 +20,7 @@ from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.kronecker import KroneckerBlock
-from curvature.terms import Outer, Rows, contractions, squared_gradients
+from curvature.terms import IndexedRows, OuterProduct, contractions, squared_gradients
 from support import running_blocks
 from support.cases.case import Raw, seeded
 from support.oracles.eigen import carried, diagonals, products, solution
@@ -93,7 +93,7 @@ def basis_of(block: Any) -> list[Tensor]:
 
 def exact(block: Any, model: nn.Module, x: Tensor) -> Tensor:
     j = [j.flatten(0, 1) for j in jacobians(model, x, block.names)]
-    return diagonals(block.scheme.arrangement.arranged(j), len(x), basis_of(block))
+    return diagonals(block.scheme.arrangement.to_matrices(j), len(x), basis_of(block))
 
 
 def gradients(block: Any, model: nn.Module) -> list[Tensor]:
@@ -101,11 +101,11 @@ def gradients(block: Any, model: nn.Module) -> list[Tensor]:
 
 
 def solved(block: Any, model: nn.Module) -> Tensor:
-    return block.scheme.arrangement.arranged(block.solve(gradients(block, model)))
+    return block.scheme.arrangement.to_matrices(block.solve(gradients(block, model)))
 
 
 def densely(block: Any, model: nn.Module, values: Tensor) -> Tensor:
-    return solution(values, basis_of(block), block.scheme.arrangement.arranged(gradients(block, model)))
+    return solution(values, basis_of(block), block.scheme.arrangement.to_matrices(gradients(block, model)))
 
 
 @each_model
@@ -117,7 +117,7 @@ def densely(block: Any, model: nn.Module, values: Tensor) -> Tensor:
 def test_values_are_exact(name: str, sharing: str, limit: int, chunk: int, device: str, monkeypatch):
     """Those of samples one by one, however the factors sum over places, in whichever basis."""
     monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
-    monkeypatch.setattr(contractions, "CHUNK", chunk)
+    monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
     model, (x, y) = built(name, 2, device)
     factors, block = started(model, x, sharing)
     fold(factors, model, y)
@@ -153,7 +153,7 @@ def test_terms_of_different_numbers_of_samples():
     _, block = started(model, x)
     with seeded(1):
         draw = lambda n, t, d: torch.randn(n, t, 1, d).double()
-        parts = [Outer(draw(n, t, 4), draw(n, t, 3), (3, 4)) for n, t in ((6, 1), (1, 6), (6, 2))]
+        parts = [OuterProduct(draw(n, t, 4), draw(n, t, 3), (3, 4)) for n, t in ((6, 1), (1, 6), (6, 2))]
     block.take(block.measured(parts), 6)
     block.fold(DECAY)
     (q,) = basis_of(block)
@@ -171,11 +171,11 @@ def test_a_batch_that_reads_the_weight_in_another_way_alone(name: str, limit: in
     (shape,) = block.scheme.arrangement.shapes
     with seeded(1):
         values, index = torch.randn(N, 2, shape[1]).double(), torch.randint(shape[0], (N, 2))
-        swapped = Outer(torch.randn(N, 2, 1, shape[0]).double(), values[:, :, None], shape[::-1]).transposed()
-    for term in (Rows(index, values, shape), swapped):
+        swapped = OuterProduct(torch.randn(N, 2, 1, shape[0]).double(), values[:, :, None], shape[::-1]).transpose()
+    for term in (IndexedRows(index, values, shape), swapped):
         block.take(block.measured([term]), N)
         block.fold(0.0)
-        close(block.values, diagonals(block.scheme.arrangement.arranged([term.gradients()]), N, basis_of(block)))
+        close(block.values, diagonals(block.scheme.arrangement.to_matrices([term.gradients()]), N, basis_of(block)))
 
 
 def test_low_precision_is_summed_up_in_single():

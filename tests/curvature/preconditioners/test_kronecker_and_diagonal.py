@@ -64,9 +64,9 @@ def test_solve_is_dense(name: str, limit: int, device, monkeypatch):
     for damping in (0.03, 2.0):
         block.decompose(damping)
         found = block.solve(gradients)
-        right = block.scheme.arrangement.arranged(gradients).flatten()
+        right = block.scheme.arrangement.to_matrices(gradients).flatten()
         u = torch.linalg.solve(matrix + damping * eye, right)
-        close(block.scheme.arrangement.arranged(found).flatten(), u)
+        close(block.scheme.arrangement.to_matrices(found).flatten(), u)
         assert [f.shape for f in found] == [g.shape for g in gradients]
 
 
@@ -76,7 +76,7 @@ def test_restored_is_the_inverse_of_arranged(name: str):
     block = block_of(recorded(model, x), model)
     parameters = [dict(model.named_parameters())[k].detach() for k in block.names]
     arrangement = block.scheme.arrangement
-    for found, right in zip(arrangement.restored(arrangement.arranged(parameters)), parameters, strict=True):
+    for found, right in zip(arrangement.from_matrices(arrangement.to_matrices(parameters)), parameters, strict=True):
         assert torch.equal(found, right)
 
 
@@ -85,12 +85,12 @@ def test_arranged_is_groups_outputs_inputs():
     model, x = built("grouped_conv")
     weight, bias = (p.detach() for p in model.parameters())
     expected = torch.cat([weight.reshape(2, 3, 6), bias.reshape(2, 3, 1)], 2)
-    assert torch.equal(block_of(recorded(model, x), model).scheme.arrangement.arranged([weight, bias]), expected)
+    assert torch.equal(block_of(recorded(model, x), model).scheme.arrangement.to_matrices([weight, bias]), expected)
     model, x = built("transformers_conv1d")
     block = block_of(recorded(model, x), model)
     weight, bias = (p.detach() for p in model.parameters())
     expected = torch.cat([weight.T, bias[:, None]], 1)[None]
-    assert torch.equal(block.scheme.arrangement.arranged([weight, bias]), expected)
+    assert torch.equal(block.scheme.arrangement.to_matrices([weight, bias]), expected)
 
 
 @pytest.mark.parametrize("name", ["linear", "places", "conv", "grouped_conv", "conv_transpose", "transformers_conv1d"])
@@ -143,7 +143,7 @@ def test_transposed_convolutions_are_exact_with_a_term_for_every_place():
     layer, x = nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1).double(), torch.randn(N, 2, 4).double()
     block = block_of(recorded(layer, x), layer)
     weight, bias = jacobians(layer, x, block.names)
-    j = block.scheme.arrangement.arranged([weight.flatten(0, 1), bias.flatten(0, 1)]).flatten(1)
+    j = block.scheme.arrangement.to_matrices([weight.flatten(0, 1), bias.flatten(0, 1)]).flatten(1)
     close(dense(block), j.T @ j / N)
 
 

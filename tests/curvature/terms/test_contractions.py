@@ -10,7 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.terms import Convolved, ConvolvedBack, Dense, Entrywise, Outer, Part, Rows, Term, contractions
+from curvature.terms import (
+    Convolution,
+    DenseGradients,
+    ElementwiseProduct,
+    IndexedRows,
+    OuterProduct,
+    RowSlice,
+    Term,
+    TransposedConvolution,
+    contractions,
+)
 from support.cases.case import seeded
 
 N = 5
@@ -28,21 +38,21 @@ def outer(places: int, outputs: int, inputs: int) -> Built:
     for n in range(N):
         for t in range(places):
             rows[n] += torch.outer(b[n, t, 0], a[n, t, 0])
-    return Outer(a, b, (outputs, inputs)), rows
+    return OuterProduct(a, b, (outputs, inputs)), rows
 
 
 def transposed(places: int, outputs: int, inputs: int) -> Built:
     """Of a parameter (outputs, inputs) that the layer reads as its transpose."""
     term, rows = outer(places, inputs, outputs)
-    assert isinstance(term, Outer)
-    return term.transposed(), rows.mT
+    assert isinstance(term, OuterProduct)
+    return term.transpose(), rows.mT
 
 
 def permuted(places: int, *sizes: int) -> Built:
     """A three-axis parameter (i, g, o) of a contraction whose view is (g, o, i)."""
     i, g, o = sizes
     a, b = draw(N, places, g, i), draw(N, places, g, o)
-    return Outer(a, b, sizes, (g, o, i), (2, 0, 1)), torch.einsum("ntgo,ntgi->nigo", b, a)
+    return OuterProduct(a, b, sizes, (g, o, i), (2, 0, 1)), torch.einsum("ntgo,ntgi->nigo", b, a)
 
 
 def grouped(places: int, groups: int, outputs: int, *inputs: int) -> Built:
@@ -50,7 +60,7 @@ def grouped(places: int, groups: int, outputs: int, *inputs: int) -> Built:
     a, b = draw(N, places, groups, torch.Size(inputs).numel()), draw(N, places, groups, outputs)
     parts = [torch.einsum("nto,nti->noi", b[:, :, g], a[:, :, g]) for g in range(groups)]
     shape = (groups * outputs, *inputs)
-    return Outer(a, b, shape), torch.cat(parts, 1).reshape(N, *shape)
+    return OuterProduct(a, b, shape), torch.cat(parts, 1).reshape(N, *shape)
 
 
 def convolved(
@@ -63,7 +73,7 @@ def convolved(
     b = torch.randn_like(torch.stack([convolve(part, w, **options) for part in x])).detach()
     found = [torch.autograd.grad(convolve(x[n], w, **options), w, b[n])[0] for n in range(N)]
     spread = ((stride,) * len(size), (dilation,) * len(size))
-    return Convolved(x, b, weight, *spread, groups), torch.stack(found)
+    return Convolution(x, b, weight, *spread, groups), torch.stack(found)
 
 
 def table(places: int, rows: int, width: int) -> Built:
@@ -72,7 +82,7 @@ def table(places: int, rows: int, width: int) -> Built:
     for n in range(N):
         for t in range(places):
             out[n, index[n, t]] += values[n, t]
-    return Rows(index, values, (rows, width)), out
+    return IndexedRows(index, values, (rows, width)), out
 
 
 def convolved_back(weight: tuple[int, ...], size: tuple[int, ...], stride: int, padding: int) -> Built:
@@ -81,26 +91,26 @@ def convolved_back(weight: tuple[int, ...], size: tuple[int, ...], stride: int, 
     options = {"stride": stride, "padding": padding}
     b = torch.randn_like(torch.stack([F.conv_transpose2d(part, w, **options) for part in x])).detach()
     found = [torch.autograd.grad(F.conv_transpose2d(x[n], w, **options), w, b[n])[0] for n in range(N)]
-    direct = Convolved(F.pad(b, [padding] * 4), x, weight, (stride,) * 2, (1, 1), 1)
-    return ConvolvedBack(direct, (padding,) * 2), torch.stack(found)
+    direct = Convolution(F.pad(b, [padding] * 4), x, weight, (stride,) * 2, (1, 1), 1)
+    return TransposedConvolution(direct, (padding,) * 2), torch.stack(found)
 
 
 def entrywise(places: int, features: int) -> Built:
     a, b = draw(N, places, features), draw(N, places, features)
     rows = (a * b).sum(1)
-    return Entrywise(Dense(rows), lambda: a, b), rows
+    return ElementwiseProduct(DenseGradients(rows), lambda: a, b), rows
 
 
 def part(start: int, rows: int, inner: Built) -> Built:
     """Some rows of a parameter of `rows`."""
     out = inner[1].new_zeros(N, rows, *inner[1].shape[2:])
     out[:, start : start + inner[1].shape[1]] = inner[1]
-    return Part(inner[0], start, tuple(out.shape[1:])), out
+    return RowSlice(inner[0], start, tuple(out.shape[1:])), out
 
 
 def outright(*shape: int) -> Built:
     values = draw(N, *shape)
-    return Dense(values), values
+    return DenseGradients(values), values
 
 
 # Those whose name ends in "small" have few places, where inner products are cheaper; "large" the other way round.
@@ -164,10 +174,10 @@ def built(family: str, device: str) -> tuple[list[Term], Tensor]:
 
 
 def moved(term: Term, device: str) -> Term:
-    if isinstance(term, Part):
+    if isinstance(term, RowSlice):
         return replace(term, term=moved(term.term, device))
     fields = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(term).items()}
-    if isinstance(term, ConvolvedBack | Entrywise):
+    if isinstance(term, TransposedConvolution | ElementwiseProduct):
         fields["direct"] = moved(term.direct, device)
     return type(term)(**fields)
 
@@ -188,7 +198,7 @@ def test_gradients(family: str, device):
 @each_chunk
 @each_family
 def test_norms_squared(family: str, chunk: int, device, monkeypatch):
-    monkeypatch.setattr(contractions, "CHUNK", chunk)
+    monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
     terms, rows = built(family, device)
     assert_equal(contractions.norms_squared(terms), rows.reshape(N, -1).square().sum(1))
 
@@ -196,7 +206,7 @@ def test_norms_squared(family: str, chunk: int, device, monkeypatch):
 @each_chunk
 @each_family
 def test_gram(family: str, chunk: int, device, monkeypatch):
-    monkeypatch.setattr(contractions, "CHUNK", chunk)
+    monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
     terms, rows = built(family, device)
     flat = rows.reshape(N, -1)
     assert_equal(contractions.gram(terms), flat @ flat.T)
@@ -237,7 +247,7 @@ def test_built_gradients_are_bounded_in_memory(monkeypatch):
     """No more than CHUNK elements of per-sample gradients at once."""
     sizes = []
     build = contractions.gradients
-    monkeypatch.setattr(contractions, "CHUNK", 2 * 2 * 3)
+    monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", 2 * 2 * 3)
     monkeypatch.setattr(contractions, "gradients", lambda terms: sizes.append(build(terms)) or sizes[-1])
     contractions.norms_squared(built("outer_large", "cpu")[0])
     assert [g.numel() for g in sizes] == [12, 12, 6]
@@ -245,31 +255,31 @@ def test_built_gradients_are_bounded_in_memory(monkeypatch):
 
 def test_merged_joins_the_steps_of_one_weight_only():
     steps = built("steps", "cpu")[0]
-    (one,) = contractions.merged(steps)
-    assert isinstance(one, Outer) and one.a.shape == (N, 6, 1, 3)
-    assert len(contractions.merged(built("tied_twice", "cpu")[0])) == 3
-    assert len(contractions.merged(built("autoencoder", "cpu")[0])) == 2
-    assert len(contractions.merged(built("groups_beside_plain", "cpu")[0])) == 2
+    (one,) = contractions.merge_places(steps)
+    assert isinstance(one, OuterProduct) and one.a.shape == (N, 6, 1, 3)
+    assert len(contractions.merge_places(built("tied_twice", "cpu")[0])) == 3
+    assert len(contractions.merge_places(built("autoencoder", "cpu")[0])) == 2
+    assert len(contractions.merge_places(built("groups_beside_plain", "cpu")[0])) == 2
 
 
 def test_norms_of_terms_that_cancel_are_not_negative():
     term = built("outer_small", "cpu")[0][0]
-    assert isinstance(term, Outer)
-    terms: list[Term] = [term, Outer(term.a, -term.b, term.shape)]
+    assert isinstance(term, OuterProduct)
+    terms: list[Term] = [term, OuterProduct(term.a, -term.b, term.shape)]
     assert (contractions.norms_squared(terms) >= 0).all()
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved") and "back" not in name])
 def test_unfolded_convolutions_are_the_same(family: str, device):
     terms, rows = built(family, device)
-    outers = [contractions.unfolded(term) for term in terms]
-    assert all(isinstance(term, Outer) for term in outers)
+    outers = [contractions.unfold(term) for term in terms]
+    assert all(isinstance(term, OuterProduct) for term in outers)
     assert_equal(contractions.gradients(outers), rows)
 
 
 def test_transposed_twice_is_the_same_and_needs_a_matrix():
     term, rows = outer(2, 3, 4)
-    assert isinstance(term, Outer)
-    assert_equal(term.transposed().transposed().gradients(), rows)
+    assert isinstance(term, OuterProduct)
+    assert_equal(term.transpose().transpose().gradients(), rows)
     with pytest.raises(ValueError, match="matrix"):
-        Outer(draw(N, 2, 1, 8), draw(N, 2, 1, 3), (3, 4, 2)).transposed().transposed()
+        OuterProduct(draw(N, 2, 1, 8), draw(N, 2, 1, 3), (3, 4, 2)).transpose().transpose()

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature.kronecker.factors import Scheme
-from curvature.terms import Part
-from curvature.terms.contractions import gradients, pieces
+from curvature.terms import RowSlice
+from curvature.terms.contractions import gradients, row_ranges
 from support.cases.case import Raw
 from support.views import WEIGHTS, N, built, close, drawn, means, terms_of
 
@@ -52,7 +52,7 @@ def test_rows_that_are_read_apart_have_terms_of_their_own(name: str):
     model, x = built(lambda: cut(CUTS[name])), drawn(N, 4, 3)
     terms, biases, v = terms_of(model, x)
     numbers = [part.tolist() for part in CUTS[name](torch.arange(5))]
-    found = pieces(terms["weight"])
+    found = row_ranges(terms["weight"])
     assert [list(range(piece.start, piece.stop)) for piece in found] == sorted(numbers)
     assert biases["weight"] == ("bias" if name != "slices_of_slices" else None)
     outputs = torch.cat([model.weight[rows] for rows in numbers])
@@ -90,9 +90,9 @@ def test_cross_attention_is_in_pieces():
     model, x, y, z = built(Attention), drawn(N, 2, 4), drawn(N, 3, 4, seed=2), drawn(N, 3, 4, seed=3)
     for inputs, expected in {(x, y, y): [(0, 4), (4, 12)], (x, y, z): [(0, 4), (4, 8), (8, 12)]}.items():
         terms, biases, _ = terms_of(model, *inputs)
-        assert [(p.start, p.stop) for p in pieces(terms["inner.in_proj_weight"])] == expected
+        assert [(p.start, p.stop) for p in row_ranges(terms["inner.in_proj_weight"])] == expected
         assert biases["inner.in_proj_weight"] == "inner.in_proj_bias"
-        for start, stop, parts in pieces(terms["inner.in_proj_weight"]):
+        for start, stop, parts in row_ranges(terms["inner.in_proj_weight"]):
             assert Scheme.of(parts, [(stop - start, 4), (stop - start,)], torch.float64, "expand") is not None
 
 
@@ -103,8 +103,8 @@ def test_what_is_not_rows_next_to_each_other_is_not_taken_for_such(function):
     run = lambda m, x: sum(F.linear(x[..., : w.shape[1]], w).tanh().sum(-1) for w in function(m.weight))
     model, x = built(lambda: Raw(run, weight=(4, 3))), drawn(N, 2, 3)
     terms, _, v = terms_of(model, x)
-    (piece,) = pieces(terms["weight"])
-    assert piece.terms is terms["weight"] and not any(isinstance(term, Part) for term in piece.terms)
+    (piece,) = row_ranges(terms["weight"])
+    assert piece.terms is terms["weight"] and not any(isinstance(term, RowSlice) for term in piece.terms)
     (expected,) = torch.autograd.grad((model(x) * v).sum(), model.weight)
     close(gradients(piece.terms).sum(0), expected)
 
@@ -112,5 +112,5 @@ def test_what_is_not_rows_next_to_each_other_is_not_taken_for_such(function):
 def test_rows_of_one_parameter_read_by_one_and_together_by_another_are_one_piece():
     run = lambda m, x: F.linear(x, m.weight[:2]).sum(-1) + F.linear(x, m.weight).sum(-1)
     terms, _, _ = terms_of(built(lambda: Raw(run, weight=(4, 3))), drawn(N, 2, 3))
-    (piece,) = pieces(terms["weight"])
+    (piece,) = row_ranges(terms["weight"])
     assert piece.terms is terms["weight"] and gradients(piece.terms).shape == (N, 4, 3)
