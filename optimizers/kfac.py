@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature import Injection, Jacobian, isotropic
-from curvature.recording import Eagerly
+from curvature.recording import force_eager
 from optimizers.arguments import check_flag, check_numbers
 from optimizers.checkpoints import packed, unpacked
 from optimizers.distributed.processes import Distributed
@@ -173,7 +173,7 @@ class KFAC(PlainSteps):
                 f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
             )
         start, steps = time.perf_counter(), self.steps
-        with self.health.watching(), Eagerly() if self._differentiates(closure) else nullcontext():
+        with self.health.watching(), force_eager() if self._differentiates(closure) else nullcontext():
             value = self._loss_step(closure) if self.residuals is None else None
             if self.residuals is not None:
                 value = self._residual_step(closure, self.residuals)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.recording import unwrapped
+from curvature.recording import unwrap_compiled
 from optimizers.arguments import check_numbers
 from optimizers.monitor import EVENTS, Health
 
@@ -27,7 +27,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         for name, p in model.named_parameters():
             if p.is_complex():
                 raise ValueError(f"{name}: complex parameters are not supported, found {p.dtype}; keep two real ones")
-        self.model = unwrapped(model)
+        self.model = unwrap_compiled(model)
         self._names: dict[int, str] = {}
         super().__init__(list(model.parameters()), options)  # frozen ones too: they may be thawed
         self.health = Health()

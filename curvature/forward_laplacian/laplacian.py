@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature.forward_laplacian.jet import Form, Jet, NoRule, Recorded
 from curvature.forward_laplacian.mode import Taylor
-from curvature.functional import NORMS, MixesSamples, WrittenOut
+from curvature.functional import NORMS, ExactNorms, MixesSamples
 from curvature.linalg import noise, rounding
-from curvature.recording import leaves_of, logits, preserved, unwrapped
+from curvature.recording import graph_leaves, logits, preserve_state, unwrap_compiled
 
 log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
@@ -48,19 +48,19 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
         ValueError: a shape does not fit, `weights` is not symmetric, or samples are not apart: a BatchNorm in training
             mode, or what the first call at a shape finds by running two samples alone.
     """
-    form, model = Form(_checked(model, x, weights)), unwrapped(model)
+    form, model = Form(_checked(model, x, weights)), unwrap_compiled(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.enable_grad():
         given = x.clone() if x.is_inference() else x
         try:
             try:
-                with preserved(module):
+                with preserve_state(module):
                     found = _by_rules(model, given, form)
             except MixesSamples:
                 raise
             except Exception as error:  # also of a model that is wrong: then the plain pass says so in its own words
-                with preserved(module):
+                with preserve_state(module):
                     found = _by_autograd(model, given, form)
                 if not isinstance(error, Recorded):  # nothing about the model is amiss
                     _say(str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}")
@@ -70,7 +70,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
     return found if record else (found[0].detach(), found[1].detach(), found[2].detach())
 
 
-class Apart(WrittenOut):
+class Apart(ExactNorms):
     """Every norm as its formula; a batch norm in training mode is refused."""
 
     formulas = NORMS
@@ -137,7 +137,7 @@ def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: Form) -> Resul
         seconds = [_gradient(part, y).flatten(1)[:, k] for k, part in enumerate(weighted)]
         sums.append(torch.stack(seconds).sum(0))
     found = u, torch.stack(grads, 1).reshape(*u.shape, *x.shape[1:]), torch.stack(sums, 1).reshape(u.shape)
-    if x.requires_grad or any(leaf is not y for t in found for leaf in leaves_of(t)):
+    if x.requires_grad or any(leaf is not y for t in found for leaf in graph_leaves(t)):
         return found
     return found[0].detach(), found[1].detach(), found[2].detach()
 
@@ -161,7 +161,7 @@ def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Te
         return
     seen.add(key)
     for n in (0, len(x) - 1):
-        with preserved(module) as drew, torch.no_grad():
+        with preserve_state(module) as drew, torch.no_grad():
             try:
                 alone = logits(model(x[n : n + 1]))[0]
             except Exception as error:

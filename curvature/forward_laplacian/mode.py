@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from curvature.forward_laplacian.function_kinds import METADATA
 from curvature.forward_laplacian.jet import RULES, Form, NoRule, jets_in, name_of
 from curvature.functional import FORMULAS
-from curvature.recording import opened
+from curvature.recording import traceable_body
 
 
 class Taylor(TorchFunctionMode):
@@ -38,7 +38,7 @@ class Taylor(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is not None:
             return rule(self.form, func, jets, args, kwargs)
-        written = FORMULAS.get(func) or opened(func)
+        written = FORMULAS.get(func) or traceable_body(func)
         if written is None:
             raise NoRule(name_of(func))
         with self:

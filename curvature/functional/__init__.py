@@ -4,7 +4,7 @@ In: a fused function of torch (a norm, a softmax, a recurrent kernel, weight nor
 plain functions, whose reads of parameters can be recorded and which have correct derivatives of any order.
 """
 
-from curvature.functional.exact_norms import WrittenOut
+from curvature.functional.exact_norms import ExactNorms
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples
 from curvature.functional.unfused import rewritten
 
@@ -12,6 +12,6 @@ __all__ = [
     "FORMULAS",
     "MixesSamples",
     "NORMS",
-    "WrittenOut",
+    "ExactNorms",
     "rewritten",
 ]

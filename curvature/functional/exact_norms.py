@@ -49,7 +49,7 @@ def _weights_first(written: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
-class WrittenOut(TorchFunctionMode):
+class ExactNorms(TorchFunctionMode):
     """Norms run as their formulas."""
 
     formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {

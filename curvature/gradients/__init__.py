@@ -5,37 +5,42 @@ samples are is found by experiment at the first call and kept as a `Plan`; what 
 (`vmap`, or a loop). Both are verified against autograd.
 """
 
-from curvature.gradients.batch import Batch, Loss, usable
-from curvature.gradients.jacobian import Centred, Jacobian, residual_jacobian
+from curvature.gradients.batch import Batch, Loss, validate_loss
+from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jvp import output_changes
-from curvature.gradients.parameter_terms import explained, joint_bias
+from curvature.gradients.parameter_terms import joint_bias, terms_by_parameter
 from curvature.gradients.per_sample import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
-from curvature.gradients.plans import PLANS, Plan, key_of, signature_of
-from curvature.gradients.sample_axes import guesses, sample_layouts
-from curvature.gradients.verification import alone_in, by_general_path, refuse_mixing, studied
+from curvature.gradients.plans import PLANS, Plan, plan_key, tape_signature
+from curvature.gradients.sample_axes import candidate_axes, sample_layouts
+from curvature.gradients.verification import (
+    general_path_terms,
+    learn_and_verify,
+    require_independent_samples,
+    single_sample_reference,
+)
 
 __all__ = [
     "Batch",
-    "Centred",
+    "CentredJacobian",
     "Jacobian",
     "Loss",
     "PLANS",
     "Plan",
-    "alone_in",
-    "by_general_path",
+    "single_sample_reference",
+    "general_path_terms",
     "check_gradients",
-    "explained",
-    "guesses",
+    "terms_by_parameter",
+    "candidate_axes",
     "joint_bias",
-    "key_of",
+    "plan_key",
     "output_changes",
     "per_sample_gradients",
     "per_sample_gram",
     "per_sample_norms",
-    "refuse_mixing",
+    "require_independent_samples",
     "residual_jacobian",
     "sample_layouts",
-    "signature_of",
-    "studied",
-    "usable",
+    "tape_signature",
+    "learn_and_verify",
+    "validate_loss",
 ]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from curvature.losses import joined, per_sample_losses, reduction_of, resolve
-from curvature.recording import call, logits, mapped, tensors, unwrapped
+from curvature.recording import call, logits, map_tensors, tensors, unwrap_compiled
 
 Loss = Callable[[Any, Any], Tensor]
 
 
-def usable(loss: Loss) -> Loss:
+def validate_loss(loss: Loss) -> Loss:
     """The loss as a function of (output, target).
 
     Raises:
@@ -49,10 +49,10 @@ class Batch:
             TypeError: `model` is no module, `loss` not callable, or `x` holds no tensor.
             ValueError: the loss has no scalar reduction, no parameter requires a gradient, or sizes disagree.
         """
-        model = unwrapped(model)
+        model = unwrap_compiled(model)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-        loss = usable(loss)
+        loss = validate_loss(loss)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError("model: no parameter requires a gradient")
@@ -71,7 +71,7 @@ class Batch:
             if t.ndim <= dims[2] or t.shape[dims[2]] % count:
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
         same: Callable[[Tensor], Tensor] = lambda t: t
-        return Batch(model, loss, mapped(same, x), mapped(same, y), count, dims, parameters)
+        return Batch(model, loss, map_tensors(same, x), map_tensors(same, y), count, dims, parameters)
 
     def part(self, tree: Any, start: int, stop: int, dim: int) -> Any:
         """Samples start..stop of every tensor that has them; m rows a sample where the axis has N * m."""
@@ -82,11 +82,11 @@ class Batch:
             rows = t.shape[dim] // self.count
             return t.narrow(dim, start * rows, (stop - start) * rows)
 
-        return mapped(cut, tree)
+        return map_tensors(cut, tree)
 
     def inputs(self, start: int, stop: int) -> Any:
         dim = self.dims[0]
-        return mapped(
+        return map_tensors(
             lambda t: t.narrow(dim, start, stop - start) if t.ndim > dim and t.shape[dim] == self.count else t, self.x
         )
 

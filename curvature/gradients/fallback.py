@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from curvature.gradients.batch import Batch
-from curvature.recording import call, logits, mapped
+from curvature.recording import call, logits, map_tensors
 
 log = logging.getLogger("curvature")
 CHUNK = 1 << 27  # elements of the per-sample gradients above which vmap works on part of the batch at a time
@@ -28,10 +28,10 @@ def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
     parameters = batch.parameters
     wanted = {k: p.detach() for k, p in parameters.items() if k in names}
     n, dims = batch.count, batch.dims
-    batched = mapped(lambda t: t.ndim > dims[0] and t.shape[dims[0]] == n, batch.x)
+    batched = map_tensors(lambda t: t.ndim > dims[0] and t.shape[dims[0]] == n, batch.x)
     in_x = _flags(batched, dims[0])
-    y = mapped(lambda t: t.unflatten(dims[2], (n, -1)), batch.y)
-    in_y = mapped(lambda t: dims[2], y) if y is not None else None
+    y = map_tensors(lambda t: t.unflatten(dims[2], (n, -1)), batch.y)
+    in_y = map_tensors(lambda t: dims[2], y) if y is not None else None
 
     def loss(values: dict[str, Tensor], x: Any, y: Any) -> Tensor:
         x = _restored(x, batched, dims[0])

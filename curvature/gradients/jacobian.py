@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from curvature.functional import WrittenOut
-from curvature.gradients.parameter_terms import explained, sent_back
-from curvature.gradients.plans import PLANS, Plan, signature_of
-from curvature.gradients.verification import studied
-from curvature.recording import Tape, identity_of, preserved, tape_of, unwrapped
+from curvature.functional import ExactNorms
+from curvature.gradients.parameter_terms import sent_back, terms_by_parameter
+from curvature.gradients.plans import PLANS, Plan, tape_signature
+from curvature.gradients.verification import learn_and_verify
+from curvature.recording import Tape, graph_signature, preserve_state, tape_from_graph, unwrap_compiled
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, promote, sum_of_squares, to_device
 
 CHUNK = 1 << 26  # elements of the rows that go back together
@@ -43,9 +43,9 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
         ValueError: the residual is not (N,), or nothing requires a gradient.
     """
     _checked(model, batch)
-    with preserved(model):
+    with preserve_state(model):
         own = [x.detach().requires_grad_(x.is_floating_point()) for x in batch]
-        with WrittenOut():
+        with ExactNorms():
             values = residual(model, *own)
         if not isinstance(values, Tensor):
             raise TypeError(f"residual: expected a tensor (N,), found {type(values).__name__}")
@@ -99,11 +99,11 @@ class Jacobian:
         Raises:
             ValueError: the values are not (M,), M at least 1, or were computed without gradients; no parameter of the
                 model requires one; the values differentiate a layer, batch or instance norm and were not computed in
-                the context `curvature.WrittenOut()` (torch's kernels have wrong third derivatives).
+                the context `curvature.functional.ExactNorms()` (torch's kernels have wrong third derivatives).
         """
         if values.ndim != 1 or not len(values):
             raise ValueError(f"values: expected shape (M,), M at least 1, found {tuple(values.shape)}")
-        model = unwrapped(model)
+        model = unwrap_compiled(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not parameters:
             raise ValueError(NOTHING)
@@ -224,7 +224,7 @@ class Jacobian:
             order = [row for theirs in rows for own in theirs for row in own]
         return replace(self, parts=parts), torch.tensor(order, device=self.zero.device)
 
-    def centred(self) -> Centred:
+    def centred(self) -> CentredJacobian:
         """The same less the mean of all rows: ``Jc = J - 1 mean(J)``.
 
         For stochastic reconfiguration: with J the Jacobian of log(psi), psi a real wave function, at N points drawn
@@ -238,11 +238,11 @@ class Jacobian:
         that ``p += lr * d`` goes a time lr (hbar / unit of E) along imaginary time. The damping is in units of
         1 / parameter^2; since it is added to a sum over points, it is N times one that is added to S.
         """
-        return Centred(self.parts, self.shapes, self.zero)
+        return CentredJacobian(self.parts, self.shapes, self.zero)
 
 
 @dataclass(frozen=True)
-class Centred(Jacobian):
+class CentredJacobian(Jacobian):
     """A Jacobian less the mean of its rows, `parts` as they were; precise to the rounding of the rows themselves."""
 
     def rows(self) -> dict[str, Tensor]:
@@ -311,18 +311,18 @@ def _terms(
     recorded: Tape | None = None,
 ) -> dict[str, list[Term]]:  # fmt: skip
     """The gradient of each of `values` (N,); their graph, which begins at the edge, is the only thing looked at."""
-    identity = identity_of(edge, parameters)
-    tape = tape_of(edge, parameters) if recorded is None else recorded
+    identity = graph_signature(edge, parameters)
+    tape = tape_from_graph(edge, parameters) if recorded is None else recorded
     plans = PLANS.setdefault(model, {})
-    key = (len(values), identity, recorded is None, *signature_of(tape))
+    key = (len(values), identity, recorded is None, *tape_signature(tape))
     plan = plans.get(key) if tape.uses else Plan([], [], set())
     if plan is None:
-        terms, plan, certain = studied(tape, values, lambda n: _row(edge, values, n, parameters), edge)
+        terms, plan, certain = learn_and_verify(tape, values, lambda n: _row(edge, values, n, parameters), edge)
         if certain and identity is not None:
             plans[key] = plan
     else:
         backprops = tape.gradients([edge], [torch.ones_like(values)]) if tape.uses else []
-        terms, _ = explained(tape, backprops, plan.layouts, plan.general)
+        terms, _ = terms_by_parameter(tape, backprops, plan.layouts, plan.general)
         terms = {name: [promote(t, parameters[name].dtype) for t in own] for name, own in terms.items()}
     if plan.general:
         terms |= _one_by_one(values, edge, {name: p for name, p in parameters.items() if name in plan.general})

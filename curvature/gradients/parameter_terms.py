@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvature.layers import Layout, Unsupported
-from curvature.recording import Node, Tape, Use
+from curvature.recording import ParameterNode, Tape, Use
 from curvature.terms import DenseGradients, OuterProduct, RowSlice, Term, gradients
 
 log = logging.getLogger("curvature")
@@ -29,7 +29,7 @@ SLICES = {
 }  # fmt: skip
 
 
-def explained(
+def terms_by_parameter(
     tape: Tape, backprops: list[Tensor | None], layouts: Sequence[Iterable[Layout]], skip: set[str]
 ) -> tuple[dict[str, list[Term]], set[str]]:
     """Terms of every parameter, and the names of those that the recorded uses do not explain.
@@ -100,13 +100,13 @@ def _note_failure(names: str, error: str) -> None:
     log.warning("%s: the layer's rule failed (%s); please report it", names, error)
 
 
-def _clean(node: Node, cuts: list[Cut]) -> bool:
+def _clean(node: ParameterNode, cuts: list[Cut]) -> bool:
     """Whether nothing on the way from the parameters to this tensor was already counted."""
     use = node.origin
     return use is None or (cuts[use.index] is None and all(_clean(x, cuts) for x in use.slots.values()))
 
 
-def _pulled_back(node: Node, terms: list[Term], tape: Tape) -> dict[str, list[Term]]:
+def _pulled_back(node: ParameterNode, terms: list[Term], tape: Tape) -> dict[str, list[Term]]:
     """Terms with respect to a tensor computed from parameters to terms with respect to these."""
     if node.origin is None:
         return {next(iter(node.names)): terms}
@@ -134,7 +134,7 @@ def sent_back(result: Tensor | GradientEdge, vectors: Tensor, leaves: Sequence[T
         return [torch.stack(rows) for rows in zip(*each, strict=True)]
 
 
-def _first_row(node: Node) -> int | None:
+def _first_row(node: ParameterNode) -> int | None:
     """The first of the rows of another tensor that this one is, next to each other; None where it is something else."""
     if node.origin is None or node.origin.function not in SLICES:
         return None
@@ -171,9 +171,9 @@ def joint_bias(tape: Tape, weight: str) -> str | None:
     return name if len(_reads(tape.parameters[name])) == len(reads) else None
 
 
-def _reads(node: Node) -> list[tuple[Use, Node, int]]:
+def _reads(node: ParameterNode) -> list[tuple[Use, ParameterNode, int]]:
     """Where a parameter is read: the use, the parameter itself or rows of it, and the first of these."""
-    found: list[tuple[Use, Node, int]] = []
+    found: list[tuple[Use, ParameterNode, int]] = []
     for use in node.uses:
         rows = [(x, _first_row(x)) for x in use.results]
         if rows and all(start is not None for _, start in rows):

@@ -9,10 +9,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from curvature.gradients.batch import Batch, Loss
-from curvature.gradients.parameter_terms import explained
-from curvature.gradients.plans import PLANS, Plan, key_of, signature_of
-from curvature.gradients.verification import alone_in, by_general_path, differences, refuse_mixing, studied
-from curvature.recording import capture, preserved
+from curvature.gradients.parameter_terms import terms_by_parameter
+from curvature.gradients.plans import PLANS, Plan, plan_key, tape_signature
+from curvature.gradients.verification import (
+    differences,
+    general_path_terms,
+    learn_and_verify,
+    require_independent_samples,
+    single_sample_reference,
+)
+from curvature.recording import capture, preserve_state
 from curvature.terms import DenseGradients, Term, contractions
 
 
@@ -86,7 +92,7 @@ def check_gradients(
         raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
     found = per_sample_gradients(model, loss, x, y, sample_dim=sample_dim)
     for n in range(batch.count):
-        with preserved(batch.model):
+        with preserve_state(batch.model):
             alone = batch.alone(n).gradients()
         for name in differences({k: g[n] for k, g in found.items()}, alone):
             raise RuntimeError(
@@ -111,39 +117,39 @@ class Undifferentiated(TorchFunctionMode):
 
 def _is_random(batch: Batch) -> bool:
     """Whether a forward pass moves the random state of the CPU or of the model's device."""
-    with preserved(batch.model) as was_random, torch.no_grad():
+    with preserve_state(batch.model) as was_random, torch.no_grad():
         batch.output()
         return was_random()
 
 
 def _terms(batch: Batch) -> dict[str, list[Term]]:
     """The per-sample gradients of every parameter as terms, in the order of the parameters."""
-    with preserved(batch.model) as was_random:
+    with preserve_state(batch.model) as was_random:
         with capture(batch.model) as tape, Undifferentiated():
             output = batch.output()
         random = was_random()
-        refuse_mixing(tape)
+        require_independent_samples(tape)
         if batch.count == 1:
             return _single(batch, output)
         with Undifferentiated():
             losses = batch.losses(output) if isinstance(output, Tensor) else None
         plans = PLANS.setdefault(batch.model, {})
-        key = key_of(batch)
+        key = plan_key(batch)
         plan = plans.get(key)
         terms: dict[str, list[Term]] = {}
         if losses is None:
             failed = set(batch.parameters)
             plan = plans[key] = plan or Plan([], [], failed)
-        elif plan is not None and plan.signature == signature_of(tape):
+        elif plan is not None and plan.signature == tape_signature(tape):
             backprops = tape.gradients([losses], [torch.ones_like(losses)])
-            terms, failed = explained(tape, backprops, plan.layouts, plan.general)
+            terms, failed = terms_by_parameter(tape, backprops, plan.layouts, plan.general)
         else:
-            terms, plan, certain = studied(tape, losses, alone_in(batch, random))
+            terms, plan, certain = learn_and_verify(tape, losses, single_sample_reference(batch, random))
             failed = plan.general
             if certain:
                 plans[key] = plan
         if failed:
-            terms |= by_general_path(batch, plan, failed, random)
+            terms |= general_path_terms(batch, plan, failed, random)
         return {
             name: terms.get(name) or [DenseGradients(p.detach().new_zeros(batch.count, *p.shape))]
             for name, p in batch.parameters.items()

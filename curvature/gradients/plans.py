@@ -26,13 +26,13 @@ class Plan:
 PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
-def key_of(batch: Batch) -> tuple[Any, ...]:
+def plan_key(batch: Batch) -> tuple[Any, ...]:
     """What the structure may depend on."""
     shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors(batch.x))
     training = tuple(module.training for module in batch.model.modules())
     return (shapes, batch.dims, training, tuple(batch.parameters))
 
 
-def signature_of(tape: Tape) -> list[tuple[Any, ...]]:
+def tape_signature(tape: Tape) -> list[tuple[Any, ...]]:
     """Functions, shapes and parameters of the uses in order: equal where the layouts can be used again."""
     return [(use.function, use.shape, use.names) for use in tape.uses]

@@ -12,7 +12,7 @@ from curvature.linalg import noise, rounding
 from curvature.recording import Tape
 
 
-def guesses(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
+def candidate_axes(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
     """Every axis that could hold the samples, the simplest first."""
     for dim, size in enumerate(shape):
         if size == count:
@@ -32,7 +32,7 @@ def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0
     count = len(weights)
     allowed = rounding(b) * weighted.norm() + floor
     fits = []
-    for layout in guesses(tuple(b.shape), count):
+    for layout in candidate_axes(tuple(b.shape), count):
         front, target = layout.front(b), layout.front(weighted)
         expected = front * weights.to(b.dtype).reshape(-1, *[1] * (front.ndim - 1))
         if (expected - target).norm() <= allowed:

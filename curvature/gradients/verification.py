@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge
 
 from curvature.gradients.batch import Batch
 from curvature.gradients.fallback import general_gradients
-from curvature.gradients.parameter_terms import explained
-from curvature.gradients.plans import Plan, signature_of
+from curvature.gradients.parameter_terms import terms_by_parameter
+from curvature.gradients.plans import Plan, tape_signature
 from curvature.gradients.sample_axes import find_layout
 from curvature.linalg import noise, rounding
 from curvature.recording import Tape
@@ -23,7 +23,7 @@ log = logging.getLogger("curvature")
 Alone = Callable[[int], dict[str, Tensor] | None]
 
 
-def refuse_mixing(tape: Tape) -> None:
+def require_independent_samples(tape: Tape) -> None:
     """Raise ValueError where a module makes samples depend on each other."""
     if tape.mixing:
         raise ValueError(
@@ -32,7 +32,7 @@ def refuse_mixing(tape: Tape) -> None:
         )
 
 
-def studied(
+def learn_and_verify(
     tape: Tape, losses: Tensor, alone: Alone, edge: GradientEdge | None = None
 ) -> tuple[dict[str, list[Term]], Plan, bool]:
     """The first call at a shape: find the layouts, check the result in two ways, send what fails the general way.
@@ -56,7 +56,7 @@ def studied(
         layout, only = ([], True) if b is None or bw is None else find_layout(b, bw, weights, floor)
         layouts.append(layout)
         certain = certain and only
-    terms, failed = explained(tape, backprops, layouts, set())
+    terms, failed = terms_by_parameter(tape, backprops, layouts, set())
     terms = {name: [promote(t, parameters[name].dtype) for t in parts] for name, parts in terms.items()}
     low = max((torch.finfo(b.dtype).eps for b in backprops if b is not None), default=0.0) ** 0.5
     uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
@@ -76,10 +76,10 @@ def studied(
         failed |= set(differences(rows, expected_rows, low))
     _note_general(tape, failed)
     kept = {name: parts for name, parts in terms.items() if name not in failed}
-    return kept, Plan(signature_of(tape), layouts, failed), certain
+    return kept, Plan(tape_signature(tape), layouts, failed), certain
 
 
-def alone_in(batch: Batch, random: bool) -> Alone:
+def single_sample_reference(batch: Batch, random: bool) -> Alone:
     """The plain gradients of one sample; None where the model does not run on a single one."""
 
     def alone(n: int) -> dict[str, Tensor] | None:
@@ -131,7 +131,7 @@ def _say(names: str) -> None:
     log.warning("no per-sample rule explains %s; computed exactly all the same, which is slower", names)
 
 
-def by_general_path(batch: Batch, plan: Plan, names: set[str], random: bool) -> dict[str, list[Term]]:
+def general_path_terms(batch: Batch, plan: Plan, names: set[str], random: bool) -> dict[str, list[Term]]:
     """The parameters of these names, checked against a sample alone; `plan` keeps which way was right."""
     found, plan.loop = general_gradients(batch, names, plan.loop)
     if not plan.loop and not random:

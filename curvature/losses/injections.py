@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from curvature.losses.output_batch import Place
+from curvature.losses.output_batch import OutputBatch
 from curvature.losses.output_hessian import (
     Curvature,
     Map,
@@ -82,7 +82,7 @@ class Injection:
                 loss does not add or average, is not convex, or (``sampled``) has no likelihood. An output or a Hessian
                 that is not finite is no error: the vectors of its sample are nan.
         """
-        k, part = self._plan(Place.of(output, loss, target, None, generator))
+        k, part = self._plan(OutputBatch.of(output, loss, target, None, generator))
         return part(0, k).to(output.dtype)
 
     def chunks(
@@ -103,7 +103,7 @@ class Injection:
             ValueError: ``size`` is less than 1.
         """
         _require_size(size)
-        k, part = self._plan(Place.of(output, loss, target, None, generator))
+        k, part = self._plan(OutputBatch.of(output, loss, target, None, generator))
         return (part(start, min(start + size, k)).to(output.dtype) for start in range(0, k, size))
 
     def pairs(
@@ -137,7 +137,7 @@ class Injection:
             ValueError: as `vectors`, but for losses that are not convex in `exact`; ``count`` or ``size`` do not fit.
         """
         _require_size(size)
-        k, part = self._pair_plan(Place.of(output, loss, target, count, generator))
+        k, part = self._pair_plan(OutputBatch.of(output, loss, target, count, generator))
         return (_as(output.dtype, part(start, min(start + size, k))) for start in range(0, k, size))
 
     def number(self, output: Tensor, count: int) -> int:
@@ -157,7 +157,7 @@ class Injection:
 
         Random vectors are drawn once, here: M_n is the same at every call. Arguments and errors as for `pairs`.
         """
-        place = Place.of(output, loss, target, count, generator)
+        place = OutputBatch.of(output, loss, target, count, generator)
         wide = place.output.dtype
         apply = self._product(place)
         return lambda z: apply(z.detach().to(wide)).to(z.dtype)
@@ -168,16 +168,16 @@ class Injection:
         """The diagonal of every M_n in the shape of the output, where a formula gives it and M_n is a constant."""
         return None
 
-    def _plan(self, place: Place) -> tuple[int, Part]:
+    def _plan(self, place: OutputBatch) -> tuple[int, Part]:
         """Return k, and the function that makes the vectors start..stop of them."""
         raise NotImplementedError
 
-    def _pair_plan(self, place: Place) -> tuple[int, PairPart]:
+    def _pair_plan(self, place: OutputBatch) -> tuple[int, PairPart]:
         """Return k, and the function that makes the pairs start..stop of them."""
         k, part = self._plan(place)
         return k, lambda start, stop: (part(start, stop), None)
 
-    def _product(self, place: Place) -> Map:
+    def _product(self, place: OutputBatch) -> Map:
         k, part = self._pair_plan(place)
         left, right = part(0, k)
         flat = place.flat(left), place.flat(left if right is None else right)
@@ -205,23 +205,23 @@ class Exact(Injection):
     def number(self, output: Tensor, count: int) -> int:
         return output.numel() // count
 
-    def _curvature(self, place: Place) -> Curvature:
+    def _curvature(self, place: OutputBatch) -> Curvature:
         return fisher_information(self._needed(place.loss), place.output, place.target, place.count)
 
     def known_diagonal(
         self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int
     ) -> Tensor | None:
-        diagonal = self._curvature(Place.of(output, loss, target, count, None)).diagonal
+        diagonal = self._curvature(OutputBatch.of(output, loss, target, count, None)).diagonal
         return None if diagonal is None else diagonal()
 
-    def _root(self, place: Place) -> Map:
+    def _root(self, place: OutputBatch) -> Map:
         return hessian_root(self._needed(place.loss), place.output, place.target, place.count)
 
-    def _plan(self, place: Place) -> tuple[int, Part]:
+    def _plan(self, place: OutputBatch) -> tuple[int, Part]:
         root = self._root(place)
         return self.number(place.output, place.count), lambda start, stop: root(place.basis(start, stop))
 
-    def _pair_plan(self, place: Place) -> tuple[int, PairPart]:
+    def _pair_plan(self, place: OutputBatch) -> tuple[int, PairPart]:
         curvature = self._curvature(place)
         k, root = self.number(place.output, place.count), curvature.root
         if root is not None:
@@ -234,7 +234,7 @@ class Exact(Injection):
 
         return k, part
 
-    def _product(self, place: Place) -> Map:
+    def _product(self, place: OutputBatch) -> Map:
         return self._curvature(place).product()
 
 
@@ -245,10 +245,10 @@ class Curved(Exact):
     It need not be positive semi-definite, so there are pairs and products, and vectors only where a root is known.
     """
 
-    def _curvature(self, place: Place) -> Curvature:
+    def _curvature(self, place: OutputBatch) -> Curvature:
         return hessian(self._needed(place.loss), place.output, place.target, place.count)
 
-    def _root(self, place: Place) -> Map:
+    def _root(self, place: OutputBatch) -> Map:
         root = self._curvature(place).root
         if root is None:
             raise ValueError("the Hessian of this loss has no root that is known: use pairs(), not vectors()")
@@ -269,13 +269,13 @@ class Random(Injection):
     def number(self, output: Tensor, count: int) -> int:
         return self.k
 
-    def _plan(self, place: Place) -> tuple[int, Part]:
+    def _plan(self, place: OutputBatch) -> tuple[int, Part]:
         draw, source = self._draws(place), place.generator
         if source is None:
             source = torch.Generator(place.output.device).manual_seed(SEED)
         return self.k, lambda start, stop: draw(stop - start, source) / self.k**0.5
 
-    def _draws(self, place: Place) -> Callable[[int, torch.Generator], Tensor]:
+    def _draws(self, place: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         raise NotImplementedError
 
 
@@ -283,7 +283,7 @@ class Random(Injection):
 class Sampled(Random):
     """See `sampled`."""
 
-    def _draws(self, place: Place) -> Callable[[int, torch.Generator], Tensor]:
+    def _draws(self, place: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         return likelihood(self._needed(place.loss), place.output, place.target, place.count)
 
 
@@ -291,7 +291,7 @@ class Sampled(Random):
 class Propagated(Random):
     """See `propagated`."""
 
-    def _draws(self, place: Place) -> Callable[[int, torch.Generator], Tensor]:
+    def _draws(self, place: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         root = hessian_root(self._needed(place.loss), place.output, place.target, place.count)
         shape = place.output.shape
         options: Any = {"dtype": place.output.dtype, "device": place.output.device}
@@ -302,7 +302,7 @@ class Propagated(Random):
 class Isotropic(Random):
     """See `isotropic`."""
 
-    def _draws(self, place: Place) -> Callable[[int, torch.Generator], Tensor]:
+    def _draws(self, place: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         output, loss = place.output, place.loss
         ones = torch.ones_like(output)
         masses = ones if loss is None else term_masses(loss, output, place.target, strict=False, count=place.count)
@@ -320,7 +320,7 @@ class Empirical(Injection):
     def number(self, output: Tensor, count: int) -> int:
         return 1
 
-    def _plan(self, place: Place) -> tuple[int, Part]:
+    def _plan(self, place: OutputBatch) -> tuple[int, Part]:
         loss = self._needed(place.loss)
         if place.target is None:
             raise ValueError("empirical() is the gradient of the loss at the target, which is missing: pass target=")

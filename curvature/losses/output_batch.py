@@ -13,7 +13,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputBatch:
     """An output (N*m, ...), m consecutive rows for each of ``count`` = N samples, without graph, float32 at least."""
 
     output: Tensor
@@ -25,7 +25,7 @@ class Place:
     @staticmethod
     def of(
         output: Tensor, loss: Loss | None, target: Any, count: int | None, generator: torch.Generator | None
-    ) -> Place:
+    ) -> OutputBatch:
         """Check the output; ``count`` None means one row for each sample.
 
         Raises:
@@ -40,7 +40,7 @@ class Place:
         if count < 1 or len(output) % count:
             raise ValueError(f"output must have rows for {count} samples along dim 0, got shape {tuple(output.shape)}")
         wide = torch.promote_types(output.dtype, torch.float32)
-        return Place(output.detach().to(wide), loss, target, count, generator)
+        return OutputBatch(output.detach().to(wide), loss, target, count, generator)
 
     def flat(self, vectors: Tensor) -> Tensor:
         """(k, N*m, ...) to (k, N, D), D the entries of one sample's output."""

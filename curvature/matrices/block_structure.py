@@ -21,22 +21,22 @@ from curvature.matrices.accumulators import (
     RowSums,
     rows_of,
 )
-from curvature.matrices.passes import Pass
+from curvature.matrices.passes import RecordedBatch
 from curvature.operators import Operator, Space
-from curvature.recording import unwrapped
+from curvature.recording import unwrap_compiled
 from curvature.terms import Term, row_ranges
 
 EXACT_SIZE = 1024  # a layer without Kronecker factors gets its exact block up to this size, its diagonal beyond
 Structure = Literal["kronecker", "dense", "diagonal"]
 STRUCTURES = ("kronecker", "dense", "diagonal")
 Make = Callable[[Chunk], list[Accumulator]]
-Chunks = Callable[[Pass, Injection, torch.Generator], Iterator[Chunk]]
+Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
 
 
 class Passes(Protocol):
-    """What goes over the data: a `Source`, or one that checks that they are the same every time."""
+    """What goes over the data: a `DataSource`, or one that checks that they are the same every time."""
 
-    def each(self, visit: Callable[[Pass], None]) -> None: ...
+    def each(self, visit: Callable[[RecordedBatch], None]) -> None: ...
 
     @property
     def is_sum(self) -> bool: ...
@@ -49,7 +49,7 @@ def space_of(model: nn.Module) -> Space:
         TypeError: `model` is no module.
         ValueError: no parameter requires a gradient.
     """
-    model = unwrapped(model)
+    model = unwrap_compiled(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -77,7 +77,7 @@ def seed_of(generator: torch.Generator | None) -> int:
 
 
 def collected(
-    passes: Passes, inject: Injection, seed: int, space: Space, make: Make, chunks: Chunks = Pass.chunks
+    passes: Passes, inject: Injection, seed: int, space: Space, make: Make, chunks: Chunks = RecordedBatch.chunks
 ) -> list[Operator]:
     """The operators of the accumulators that `make` returns for the first chunk, after one pass over the data.
 
@@ -92,7 +92,7 @@ def collected(
     accumulators: list[Accumulator] = []
     total = 0.0
 
-    def visit(run: Pass) -> None:
+    def visit(run: RecordedBatch) -> None:
         nonlocal total
         for chunk in chunks(run, inject, generator):
             if not accumulators:

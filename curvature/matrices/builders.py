@@ -16,7 +16,7 @@ from curvature.gradients import Loss
 from curvature.losses import Curved, Injection, Random, empirical, exact
 from curvature.matrices.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, space_of
-from curvature.matrices.passes import Source
+from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.wide_output import narrow_chunks
 from curvature.operators import BlockDiagonal, MatrixFree
@@ -61,7 +61,7 @@ def fisher_diagonal(
     entry of a sample's output or, behind a last linear layer with many outputs, for each of its inputs at each place.
     Sources: arXiv:1206.6464 (exact columns and curvature propagation), arXiv:1912.10985 (diagonals of layers).
     """
-    source = Source(model, loss, data, sample_dim, progress)
+    source = DataSource(model, loss, data, sample_dim, progress)
     space = space_of(model)
     (found,) = collected(source, inject, seed_of(generator), space, lambda chunk: [DiagonalSum(space)], narrow_chunks)
     return space.split(found.diagonal())
@@ -86,7 +86,7 @@ def fisher_blocks(
 
     Other arguments and errors as for `fisher_diagonal`. A block of p parameters takes p^2 numbers.
     """
-    source = Source(model, loss, data, sample_dim, progress)
+    source = DataSource(model, loss, data, sample_dim, progress)
     space = space_of(model)
     make = Structures(structure).makes(space, "dense", "expand")
     return BlockDiagonal(space, collected(source, inject, seed_of(generator), space, make))
@@ -109,7 +109,7 @@ def fisher(
 
     Arguments and errors as for `fisher_diagonal`.
     """
-    source = Source(model, loss, data, sample_dim, progress)
+    source = DataSource(model, loss, data, sample_dim, progress)
     require_injection(inject)
     space, seed = space_of(model), seed_of(generator)
     passes = Repeated(source, ordered=isinstance(inject, Random))
@@ -161,7 +161,7 @@ def hessian(model: nn.Module, loss: Loss, data: Any, *, sample_dim: Axis = 0, pr
     Raises:
         RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.
     """
-    source = Source(model, loss, data, sample_dim, progress)
+    source = DataSource(model, loss, data, sample_dim, progress)
     space = space_of(model)
     passes = Repeated(source, ordered=False)
     checked: list[bool] = []
@@ -198,7 +198,7 @@ def kfac(
     Layers without Kronecker factors get their exact block, or above 1024 parameters their exact diagonal. Other
     arguments and errors as for `fisher_diagonal`. Sources: arXiv:1503.05671, arXiv:1602.01407 (convolutions).
     """
-    source = Source(model, loss, data, sample_dim, progress)
+    source = DataSource(model, loss, data, sample_dim, progress)
     space = space_of(model)
     make = Structures(structure).makes(space, "kronecker", sharing)
     return BlockDiagonal(space, collected(source, inject, seed_of(generator), space, make))
@@ -221,7 +221,7 @@ def ekfac(
 
     Two passes over the data. Arguments and errors as for `kfac`.
     """
-    source = Source(model, loss, data, sample_dim, progress)
+    source = DataSource(model, loss, data, sample_dim, progress)
     space, seed = space_of(model), seed_of(generator)
     passes = Repeated(source, ordered=isinstance(inject, Random))
     make = Structures(structure).makes(space, "kronecker", sharing)

@@ -23,19 +23,19 @@ from curvature.gradients import (
     Batch,
     Loss,
     Plan,
-    alone_in,
-    by_general_path,
-    explained,
-    key_of,
-    refuse_mixing,
-    signature_of,
-    studied,
-    usable,
+    general_path_terms,
+    learn_and_verify,
+    plan_key,
+    require_independent_samples,
+    single_sample_reference,
+    tape_signature,
+    terms_by_parameter,
+    validate_loss,
 )
 from curvature.kronecker import wide
 from curvature.losses import Injection, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
-from curvature.recording import capture, mapped, preserved, unwrapped
+from curvature.recording import capture, map_tensors, preserve_state, unwrap_compiled
 from curvature.terms import DenseGradients, gradients
 
 log = logging.getLogger("curvature")
@@ -43,7 +43,7 @@ BUDGET = 1 << 25  # entries of what one batched backward pass may hold
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A model, a loss and data, checked; what every builder goes over."""
 
     model: nn.Module
@@ -54,12 +54,12 @@ class Source:
 
     def __post_init__(self) -> None:
         """What can be refused before the first batch is."""
-        object.__setattr__(self, "model", unwrapped(self.model))
+        object.__setattr__(self, "model", unwrap_compiled(self.model))
         if self.loss is not None:
-            usable(self.loss)
+            validate_loss(self.loss)
         require_pairs(self.data)
 
-    def each(self, visit: Callable[[Pass], None]) -> None:
+    def each(self, visit: Callable[[RecordedBatch], None]) -> None:
         """Call `visit` on the recorded pass of every batch; the state of model and random numbers is preserved.
 
         Raises:
@@ -75,8 +75,8 @@ class Source:
             ):
                 batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim)
                 # fused attention goes back only once
-                with preserved(batch.model) as was_random, sdpa_kernel(SDPBackend.MATH):
-                    run = Pass(batch, self.loss, was_random)
+                with preserve_state(batch.model) as was_random, sdpa_kernel(SDPBackend.MATH):
+                    run = RecordedBatch(batch, self.loss, was_random)
                     if not seen and self.loss is not None and batch.y is not None:
                         run.warn_if_other()
                     visit(run)
@@ -130,14 +130,14 @@ def count_of(data: Any) -> int | None:
         return None
 
 
-class Pass:
+class RecordedBatch:
     """The recorded forward pass of one batch, from whose output vectors are sent back."""
 
     def __init__(self, batch: Batch, loss: Loss | None, was_random: Callable[[], bool]) -> None:
         with capture(batch.model) as tape:
             output = batch.output()
         self.batch, self.loss, self.tape, self.random = batch, loss, tape, was_random()
-        refuse_mixing(tape)
+        require_independent_samples(tape)
         if not isinstance(output, Tensor):
             raise TypeError(f"model: expected a tensor as output (or one in .logits), found {_kind(output)}")
         self.output = output
@@ -149,14 +149,15 @@ class Pass:
         Learnt from random vectors, not from the loss: that may be flat somewhere, and then leaves doubts.
         """
         plans = PLANS.setdefault(self.batch.model, {})
-        key = key_of(self.batch)
+        key = plan_key(self.batch)
         plan = plans.get(key)
-        if plan is not None and plan.signature == signature_of(self.tape):
+        if plan is not None and plan.signature == tape_signature(self.tape):
             return plan
         generator = torch.Generator().manual_seed(0)
         probe = torch.randn(self.output.shape, generator=generator, dtype=torch.float64).to(self.output)
         probed = self._against(probe)
-        _, plan, certain = studied(self.tape, probed.losses(self.output), alone_in(probed, self.random))
+        reference = single_sample_reference(probed, self.random)
+        _, plan, certain = learn_and_verify(self.tape, probed.losses(self.output), reference)
         if certain:
             plans[key] = plan
         return plan
@@ -205,9 +206,9 @@ class Pass:
         """For every one of the vectors (k, *output.shape) the terms of ``J^T v``, by parameter."""
         rows = []
         for v, backprops in zip(vectors, self._backprops(vectors), strict=True):
-            terms, failed = explained(self.tape, backprops, self.plan.layouts, self.plan.general)
+            terms, failed = terms_by_parameter(self.tape, backprops, self.plan.layouts, self.plan.general)
             if failed:
-                found = by_general_path(self._against(v), self.plan, failed, self.random)
+                found = general_path_terms(self._against(v), self.plan, failed, self.random)
                 terms |= {k: [DenseGradients(gradients(parts).to(self.wide))] for k, parts in found.items()}
             rows.append({name: parts for name, parts in terms.items() if parts})
         return rows
@@ -254,12 +255,12 @@ def samples_first(
     output: Tensor, loss: Loss | None, target: Any, dims: tuple[int, int, int]
 ) -> tuple[Tensor, Loss | None, Any]:
     """Output, loss and target as if the samples were along dim 0 of both."""
-    moved_output, moved_target = output.movedim(dims[1], 0), mapped(lambda t: t.movedim(dims[2], 0), target)
+    moved_output, moved_target = output.movedim(dims[1], 0), map_tensors(lambda t: t.movedim(dims[2], 0), target)
     if loss is None or dims[1:] == (0, 0) or is_entrywise(loss):
         return moved_output, loss, moved_target
 
     def moved(output: Any, target: Any) -> Tensor:
-        return loss(output.movedim(0, dims[1]), mapped(lambda t: t.movedim(0, dims[2]), target))
+        return loss(output.movedim(0, dims[1]), map_tensors(lambda t: t.movedim(0, dims[2]), target))
 
     moved.reduction = reduction_of(loss)  # type: ignore[attr-defined]
     return moved_output, moved, moved_target

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from curvature.linalg import matmul
 from curvature.losses import Injection
-from curvature.matrices.passes import Pass, Source, samples_first, sent_back
+from curvature.matrices.passes import DataSource, RecordedBatch, samples_first, sent_back
 from curvature.operators import Space
 from curvature.recording import tensors
 
@@ -27,7 +27,7 @@ Add = Callable[[Tensor, Tensor], None]  # add what (P, c) is multiplied to, to (
 class Repeated:
     """Goes over the data again and again, and makes sure that it is the same matrix every time."""
 
-    source: Source
+    source: DataSource
     ordered: bool  # whether the matrix depends on the order of the data
     seen: list[float] = field(default_factory=list)
 
@@ -39,7 +39,7 @@ class Repeated:
         versions = tuple((id(t), t._version) for t in (*model.parameters(), *model.buffers()))
         return versions, tuple(m.training for m in model.modules())
 
-    def each(self, visit: Callable[[Pass], None]) -> None:
+    def each(self, visit: Callable[[RecordedBatch], None]) -> None:
         """`Source.each` with checks.
 
         Raises:
@@ -53,7 +53,7 @@ class Repeated:
             )
         seen: list[float] = []
 
-        def checked(run: Pass) -> None:
+        def checked(run: RecordedBatch) -> None:
             if run.random:
                 raise ValueError(
                     "model: the forward pass draws random numbers (dropout?), so every product would be of another "
@@ -78,7 +78,7 @@ class Repeated:
     def is_sum(self) -> bool:
         return self.source.is_sum
 
-    def times(self, prepare: Callable[[Pass], tuple[Add, float]], matrix: Tensor) -> Tensor:
+    def times(self, prepare: Callable[[RecordedBatch], tuple[Add, float]], matrix: Tensor) -> Tensor:
         """The sum over batches of their products with `matrix` (P, c), over the sum of their weights for a mean loss.
 
         `prepare` gives the function that adds the product of a batch, and the batch's weight.
@@ -86,7 +86,7 @@ class Repeated:
         total = matrix.new_zeros(matrix.shape[::-1])  # by columns, as the products come
         weight = 0.0
 
-        def visit(run: Pass) -> None:
+        def visit(run: RecordedBatch) -> None:
             nonlocal weight
             add, counts = prepare(run)
             step = max(1, run.chunk_size // 4)  # going forward holds the graph of a backward pass
@@ -98,7 +98,7 @@ class Repeated:
         return (total if self.source.is_sum else total.div_(weight)).T
 
 
-def through_outputs(run: Pass, inject: Injection, drawn: torch.Generator) -> tuple[Add, float]:
+def through_outputs(run: RecordedBatch, inject: Injection, drawn: torch.Generator) -> tuple[Add, float]:
     """Multiply with ``sum_n weights[n] J_n^T M_n J_n``, M_n what the injection makes of sample n."""
     parameters = list(run.batch.parameters.values())
     dims = run.batch.dims
@@ -121,7 +121,7 @@ def through_outputs(run: Pass, inject: Injection, drawn: torch.Generator) -> tup
     return add, float(weights.sum())
 
 
-def through_gradient(run: Pass) -> tuple[Add, float]:
+def through_gradient(run: RecordedBatch) -> tuple[Add, float]:
     """Multiply with the Hessian of ``sum_n weights[n] l_n``."""
     parameters = list(run.batch.parameters.values())
     weights = run.weights()

@@ -19,7 +19,7 @@ from curvature.layers import Layout, Unsupported
 from curvature.linalg import symmetric_eigh
 from curvature.losses import Injection
 from curvature.matrices.accumulators import Chunk, Terms
-from curvature.matrices.passes import Pass, samples_first
+from curvature.matrices.passes import RecordedBatch, samples_first
 from curvature.recording import Use
 from curvature.terms import AffineLayout, OuterProduct
 
@@ -55,7 +55,7 @@ class Head:
         return v.flatten(1)[:, self.index]
 
 
-def narrow_chunks(run: Pass, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
+def narrow_chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
     """What has the same diagonal as ``run.chunks(inject, generator)``: those, or fewer."""
     dims = run.batch.dims
     output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
@@ -81,7 +81,7 @@ def narrow_chunks(run: Pass, inject: Injection, generator: torch.Generator) -> I
 
 
 def _vectors(
-    head: Head, diagonal: Tensor, product: Callable[[Tensor], Tensor], run: Pass
+    head: Head, diagonal: Tensor, product: Callable[[Tensor], Tensor], run: RecordedBatch
 ) -> Iterator[tuple[Tensor, frozenset[str]]]:
     """Vectors (k, n, t, o), and the parameters of which they give the diagonal."""
     step = run.chunk_size
@@ -133,12 +133,12 @@ def _mixes_places(head: Head, product: Callable[[Tensor], Tensor]) -> bool:
     return False
 
 
-def _chunk(run: Pass, vectors: Tensor, names: frozenset[str], weights: Tensor, first: bool) -> Chunk:
+def _chunk(run: RecordedBatch, vectors: Tensor, names: frozenset[str], weights: Tensor, first: bool) -> Chunk:
     terms: list[Terms] = [{k: v for k, v in row.items() if k in names} for row in run.terms(vectors)]
     return Chunk(run.tape, terms, terms, weights, first)
 
 
-def find_head(run: Pass) -> Head | None:
+def find_head(run: RecordedBatch) -> Head | None:
     """The linear layer whose outputs are those of the model, each once, and through which all else goes."""
     use = run.tape.uses[-1] if run.tape.uses else None
     if use is None or not any(_may_widen(use, tuple(node.tensor.shape)) for node in use.slots.values()):
@@ -177,7 +177,7 @@ def _base(dtype: torch.dtype) -> int:
     return round(min(2.0**20, 1 / torch.finfo(dtype).eps))
 
 
-def _numbered(run: Pass, use: int) -> Iterator[Tensor]:
+def _numbered(run: RecordedBatch, use: int) -> Iterator[Tensor]:
     """The numbers of the output's entries, sent back to a use digit by digit."""
     numel, base, scale = run.output.numel(), _base(run.output.dtype), 1
     while scale < numel:
@@ -199,7 +199,7 @@ def _affine(use: Use, b: Tensor, layout: Layout) -> tuple[str, OuterProduct] | N
     return None
 
 
-def _is_only_way(run: Pass, head: Head) -> bool:
+def _is_only_way(run: RecordedBatch, head: Head) -> bool:
     """Whether vectors that the weight sends to zero reach no other parameter."""
     rest = [p for name, p in run.batch.parameters.items() if name not in head.names]
     generator = torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvature.gradients import explained, guesses, joint_bias
+from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import full_precision
@@ -125,7 +125,7 @@ class RunningFactors(Blocks):
         for k in range(len(vectors[0])):
             sent = [v[k] for v in vectors]
             backprops = tape.gradients(outputs, sent)
-            terms, failed = explained(tape, backprops, _layouts(tape, count), set())
+            terms, failed = terms_by_parameter(tape, backprops, _layouts(tape, count), set())
             hidden = {name for name, node in tape.parameters.items() if not node.uses}  # in a scripted module, say
             left = sorted(failed | hidden)
             self.add(tape, terms | self._plain(tape, outputs, sent, left), count if k == 0 else 0)
@@ -138,7 +138,7 @@ class RunningFactors(Blocks):
 
     def record_backprops(self, tape: Tape, backprops: list[Tensor | None], count: int) -> None:
         """Add a pass whose backprops came from elsewhere (the loss's own backward pass)."""
-        self.add(tape, explained(tape, backprops, _layouts(tape, count), set())[0], count)
+        self.add(tape, terms_by_parameter(tape, backprops, _layouts(tape, count), set())[0], count)
 
     def add(self, tape: Tape, terms: dict[str, list[Term]], count: int) -> None:
         """Add the terms of one pass; a parameter gets its block when it has terms for the first time."""
@@ -166,4 +166,4 @@ def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:
     Kronecker factors ("expand") do not depend on the guess; a diagonal from vectors that are independent over samples
     stays close.
     """
-    return [chain(guesses(u.shape, count), [Layout(0, 1, 1, u.shape[0])]) if u.shape else () for u in tape.uses]
+    return [chain(candidate_axes(u.shape, count), [Layout(0, 1, 1, u.shape[0])]) if u.shape else () for u in tape.uses]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from curvature.gradients import Centred, Jacobian
+from curvature.gradients import CentredJacobian, Jacobian
 from curvature.kronecker import KroneckerSum, Pair, kronecker_sum, wide
 from curvature.linalg import full_precision
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
@@ -84,7 +84,7 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     Raises:
         ValueError: the Jacobian is centred.
     """
-    if isinstance(jacobian, Centred):
+    if isinstance(jacobian, CentredJacobian):
         raise ValueError(
             "jacobian: its rows less their mean are no sums of outer products, so they have no Kronecker factors; pass "
             "it as it was before centred()"

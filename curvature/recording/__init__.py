@@ -5,29 +5,29 @@ received a parameter: its arguments, and the gradient edge at its output where t
 `torch.compile` has compiled run eagerly while they are recorded.
 """
 
-from curvature.recording.autograd_graph import identity_of, leaves_of, tape_of
-from curvature.recording.eager import Eagerly, unwrapped
+from curvature.recording.autograd_graph import graph_leaves, graph_signature, tape_from_graph
+from curvature.recording.eager import force_eager, unwrap_compiled
 from curvature.recording.listener import Listener, capture
-from curvature.recording.model_call import call, logits, mapped, preserved, tensors
-from curvature.recording.recorder import opened
-from curvature.recording.tape import Node, Tape, Use, is_sharded
+from curvature.recording.model_call import call, logits, map_tensors, preserve_state, tensors
+from curvature.recording.recorder import traceable_body
+from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded
 
 __all__ = [
-    "Eagerly",
+    "force_eager",
     "Listener",
-    "Node",
+    "ParameterNode",
     "Tape",
     "Use",
     "call",
     "capture",
-    "identity_of",
+    "graph_signature",
     "is_sharded",
-    "leaves_of",
+    "graph_leaves",
     "logits",
-    "mapped",
-    "opened",
-    "preserved",
-    "tape_of",
+    "map_tensors",
+    "traceable_body",
+    "preserve_state",
+    "tape_from_graph",
     "tensors",
-    "unwrapped",
+    "unwrap_compiled",
 ]

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 
 from curvature.layers import RULES, RecordedCall
-from curvature.recording.tape import Node, Tape, Use
+from curvature.recording.tape import ParameterNode, Tape, Use
 
 Step = tuple[GraphNode, int]
 
@@ -72,14 +72,14 @@ TRANSPOSES: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Tape:
+def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Tape:
     """All reads of the parameters on the way to a result.
 
     The graph must be kept for the tape's backprops.
     """
     tape = Tape(nn.Module(), parameters)
     leaves = {id(node.tensor): node for node in tape.parameters.values()}
-    alone: dict[Step, Node] = {}  # what depends on parameters alone
+    alone: dict[Step, ParameterNode] = {}  # what depends on parameters alone
     data: set[GraphNode] = set()
     for node in _nodes(result.node):
         variable = getattr(node, "variable", None)
@@ -97,7 +97,7 @@ def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Tap
             if node not in data:
                 zero = next(iter(inputs.values())).tensor.new_zeros(())
                 for k, x in enumerate(node._input_metadata):
-                    found = Node(zero.expand(x.shape), use.names, use, edge=GradientEdge(node, k))
+                    found = ParameterNode(zero.expand(x.shape), use.names, use, edge=GradientEdge(node, k))
                     use.results.append(found)
                     alone[node, k] = found
     own = alone.get((result.node, result.output_nr))
@@ -106,7 +106,7 @@ def tape_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Tap
     return tape
 
 
-def identity_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Any, ...] | None:
+def graph_signature(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Any, ...] | None:
     """What the graph of a result is: equal for two only if samples go the same ways in both.
 
     None where data may move samples: an index, a mask, a function of the user's.
@@ -121,7 +121,7 @@ def identity_of(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) ->
         if kind.__name__.endswith(WRONG):
             raise ValueError(
                 f"values: they differentiate a norm whose kernel has wrong third derivatives ({kind.__name__}); "
-                "compute them in the context curvature.WrittenOut(), which runs it as its formula"
+                "compute them in the context curvature.functional.ExactNorms(), which runs it as its formula"
             )
         from_data = any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
         if isinstance(node, BackwardCFunction) or (kind.__name__ in MOVED_BY_DATA and from_data):
@@ -158,7 +158,7 @@ def _nodes(last: GraphNode) -> list[GraphNode]:
     return order
 
 
-def leaves_of(result: Tensor) -> list[Tensor]:
+def graph_leaves(result: Tensor) -> list[Tensor]:
     """The tensors that a result can be differentiated by."""
     nodes = [] if result.grad_fn is None else _nodes(result.grad_fn)
     found = [getattr(node, "variable", None) for node in nodes]
@@ -176,7 +176,7 @@ def _is_transpose(node: Any) -> bool:
     return found is not None and len(node._input_metadata[0].shape) == 2 and found(node)
 
 
-def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, Node]) -> Use:
+def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, ParameterNode]) -> Use:
     function, arguments = READS.get(node.name(), (None, None))
     try:
         if function is None or arguments is None:
@@ -195,7 +195,7 @@ def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, Node]) -> Use:
 
 
 def _entered(
-    tape: Tape, function: Any, slots: Mapping[str, Node], call: RecordedCall | None, edge: GradientEdge | None
+    tape: Tape, function: Any, slots: Mapping[str, ParameterNode], call: RecordedCall | None, edge: GradientEdge | None
 ) -> Use:
     use = Use(len(tape.uses), function, RULES.get(function) if call else None, call, dict(slots), edge, [])
     tape.uses.append(use)

@@ -17,7 +17,7 @@ FUNCTION = "CheckpointFunction"  # what makes a checkpoint reentrant
 WRAPPER = "compile_wrapper"  # the function in which torch calls what it has compiled
 
 
-def unwrapped(model: Any) -> Any:
+def unwrap_compiled(model: Any) -> Any:
     """The module that ``torch.compile(module)`` was given; anything else as it is."""
     dynamo = sys.modules.get("torch._dynamo")
     while dynamo is not None and isinstance(model, dynamo.OptimizedModule):
@@ -25,7 +25,7 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-class Eagerly:
+class force_eager:
     """A context in which everything compiled runs as it was written; may be entered again while it is on.
 
     Where nothing was compiled in the process so far, nothing is done.
@@ -34,7 +34,7 @@ class Eagerly:
     def __init__(self) -> None:
         self.forced: list[Any] = []
 
-    def __enter__(self) -> Eagerly:
+    def __enter__(self) -> force_eager:
         if "torch._dynamo" in sys.modules:
             self.forced.append(torch.compiler.set_stance(FORCED))
         else:
@@ -47,14 +47,14 @@ class Eagerly:
             forced.__exit__(None, None, None)
 
 
-class Plainly(Eagerly):
-    """`Eagerly`, and activation checkpointing is not reentrant, which would run the forward pass without gradients."""
+class force_eager_nonreentrant(force_eager):
+    """`force_eager` with non-reentrant checkpointing: the reentrant form runs the forward pass without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept: list[Any] = []
 
-    def __enter__(self) -> Plainly:
+    def __enter__(self) -> force_eager_nonreentrant:
         super().__enter__()
         self.kept.append(getattr(checkpoint, FUNCTION))
         setattr(checkpoint, FUNCTION, NotReentrant)
@@ -80,7 +80,7 @@ def _stance() -> Any:
     return other.prev
 
 
-class Holds:
+class EagerRequests:
     """Those that need the next forward pass to run uncompiled. As long as there are any, all of them do.
 
     Models call themselves, or are called by functions that are compiled as a whole: there is no place to decide it
@@ -89,7 +89,7 @@ class Holds:
 
     def __init__(self) -> None:
         self.owners: set[int] = set()
-        self.eagerly = Eagerly()
+        self.eagerly = force_eager()
 
     def put(self, owner: object, wanted: bool) -> None:
         was = bool(self.owners)
@@ -100,7 +100,7 @@ class Holds:
             self.eagerly.__exit__()
 
 
-HOLDS = Holds()
+EAGER_REQUESTS = EagerRequests()
 
 
 def is_within_compiled() -> bool:

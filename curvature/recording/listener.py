@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvature.recording.eager import HOLDS, Plainly, is_within_compiled, unwrapped
+from curvature.recording.eager import EAGER_REQUESTS, force_eager_nonreentrant, is_within_compiled, unwrap_compiled
 from curvature.recording.recorder import Recorder
-from curvature.recording.submodules import Parts
+from curvature.recording.submodules import SubmoduleHooks
 from curvature.recording.tape import Tape, tensors_in
 
 
@@ -35,11 +35,11 @@ class Listener:
         inside: bool = False,
     ) -> None:
         self.model = weakref.ref(model)
-        self.parts = Parts(model if inside else nn.Module(), self.enter, self.leave)
+        self.parts = SubmoduleHooks(model if inside else nn.Module(), self.enter, self.leave)
         self.start, self.done = start, done
         self.running: list[Recorder | None] = []
-        self.plainly = Plainly()
-        self.is_wrapper = unwrapped(model) is not model
+        self.plainly = force_eager_nonreentrant()
+        self.is_wrapper = unwrap_compiled(model) is not model
         self.missed, self.is_compiled = False, True  # whether passes were compiled since `expect`; may be, henceforth
         self.frames: list[Any] = []  # of the calls that `running` belongs to
         self.handles = [
@@ -55,7 +55,7 @@ class Listener:
         self.is_compiled |= self.missed
         self.missed = False
         self.parts.forget()
-        HOLDS.put(self, wanted and self.is_compiled and not self.is_wrapper)
+        EAGER_REQUESTS.put(self, wanted and self.is_compiled and not self.is_wrapper)
 
     @property
     def problem(self) -> str:
@@ -73,7 +73,7 @@ class Listener:
         is_part = module in self.parts.modules
         within = self.running if is_part else any(self.running)  # a root that calls itself records once
         tape = None if within else self.start()
-        recorder = None if tape is None else Recorder(tape, unwrapped(self.model()))
+        recorder = None if tape is None else Recorder(tape, unwrap_compiled(self.model()))
         if recorder is not None and is_part:
             self.parts.begin(module, list(tensors_in([args, kwargs])))
         elif recorder is not None:
@@ -149,8 +149,8 @@ def capture(model: nn.Module) -> Iterator[Tape]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    tape = Tape(unwrapped(model))
-    listener = Listener(unwrapped(model), lambda: tape, lambda tape, output: None)
+    tape = Tape(unwrap_compiled(model))
+    listener = Listener(unwrap_compiled(model), lambda: tape, lambda tape, output: None)
     listener.expect(True)
     try:
         yield tape

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.recording.eager import Plainly
+from curvature.recording.eager import force_eager_nonreentrant
 
 
 def logits(output: Any) -> Any:
@@ -24,23 +24,23 @@ def call(model: Callable[..., Any], x: Any) -> Any:
     return model(*x) if isinstance(x, tuple | list) else model(x)
 
 
-def mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply a function to the tensors of a tensor, sequence or mapping; leave everything else."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
-        return {k: mapped(function, v) for k, v in tree.items()}
-    return tuple(mapped(function, v) for v in tree) if isinstance(tree, tuple | list) else tree
+        return {k: map_tensors(function, v) for k, v in tree.items()}
+    return tuple(map_tensors(function, v) for v in tree) if isinstance(tree, tuple | list) else tree
 
 
 def tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    mapped(found.append, tree)
+    map_tensors(found.append, tree)
     return found
 
 
 @contextmanager
-def preserved(model: nn.Module) -> Iterator[Callable[[], bool]]:
+def preserve_state(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """Leave buffers, random state and gradient mode as they were, also after an exception; nothing runs compiled.
 
     Yields a function that says whether random numbers were drawn since, on the CPU or on the model's devices.
@@ -53,7 +53,7 @@ def preserved(model: nn.Module) -> Iterator[Callable[[], bool]]:
 
     start = states()
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad(), Plainly():
+        with torch.random.fork_rng(devices), torch.enable_grad(), force_eager_nonreentrant():
             yield lambda: any(not torch.equal(a, b) for a, b in zip(start, states(), strict=True))
     finally:
         with torch.no_grad():

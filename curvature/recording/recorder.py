@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from curvature.functional import rewritten
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.recording.loss_functions import LOSSES
-from curvature.recording.tape import Node, Tape, Use, is_sharded, tensors_in
+from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 
 class Recorder(TorchFunctionMode):
@@ -56,7 +56,7 @@ class Recorder(TorchFunctionMode):
             if any(x in self.data for x in found):
                 self.mark(out)
             return out
-        other = rewritten(func, args) or (opened(func) if func not in RULES else None)
+        other = rewritten(func, args) or (traceable_body(func) if func not in RULES else None)
         if other is not None:
             with self:
                 return other(*args, **kwargs)
@@ -99,7 +99,7 @@ class Recorder(TorchFunctionMode):
         if any(x in self.data for x in found) or overwritten:
             self.mark(out)
         else:
-            use.results = [Node(x, use.names, use) for x in outs]
+            use.results = [ParameterNode(x, use.names, use) for x in outs]
             self.nodes.update({id(node.tensor): node for node in use.results})
         return out
 
@@ -126,7 +126,7 @@ def _edge_of(out: Tensor) -> GradientEdge:
 
 
 @cache
-def opened(func: Callable[..., Any]) -> Callable[..., Any] | None:
+def traceable_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
     """A function of torch.nn.functional that is written in torch functions, so that its inner calls are seen.
 
     Such a function hands itself over as a whole as long as ``has_torch_function`` says yes; the same code with that

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Parts:
+class SubmoduleHooks:
     """Hooks on the modules inside a model that hold parameters, until the model itself is called.
 
     `enter` and `leave` are those of the model's own hooks.

@@ -18,7 +18,7 @@ TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.tra
 
 
 @dataclass(eq=False)
-class Node:
+class ParameterNode:
     """A parameter, or a tensor computed from parameters alone; `names` are the parameters that it depends on.
 
     Where only its `edge` is known, `tensor` has its shape.
@@ -42,10 +42,10 @@ class Use:
     function: Callable[..., Any]
     rule: Rule | None
     call: RecordedCall | None
-    slots: dict[str, Node]
+    slots: dict[str, ParameterNode]
     edge: GradientEdge | None
     versions: list[tuple[Tensor, int]]
-    results: list[Node] = field(default_factory=list)
+    results: list[ParameterNode] = field(default_factory=list)
 
     @property
     def names(self) -> frozenset[str]:
@@ -94,7 +94,7 @@ class Tape:
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         named = model.named_parameters() if parameters is None else parameters.items()
         self.uses: list[Use] = []
-        self.parameters = {name: Node(p, frozenset([name])) for name, p in named if p.requires_grad}
+        self.parameters = {name: ParameterNode(p, frozenset([name])) for name, p in named if p.requires_grad}
         self.mixing: list[str] = []
         self.samples: int | None = None
         self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from curvature import Injection
-from curvature.recording import unwrapped
+from curvature.recording import unwrap_compiled
 from optimizers.arguments import check_range
 
 BUCKET = 1 << 23  # entries of a flat buffer that is sent at once
@@ -54,11 +54,11 @@ def trained_by(model: Any, distributed: Distributed | None) -> tuple[Any, Distri
     config = Distributed() if distributed is None else distributed
     if not isinstance(config, Distributed):
         raise TypeError(f"distributed: expected optimizers.Distributed(...), found {distributed!r:.80}")
-    model = unwrapped(model)
+    model = unwrap_compiled(model)
     if isinstance(model, DistributedDataParallel):
         if config.group is None:
             config = Distributed(model.process_group, config.gradient_worker_fraction)
-        model = unwrapped(model.module)
+        model = unwrap_compiled(model.module)
     return model, config
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature import Jacobian, isotropic
-from curvature.functional import WrittenOut
+from curvature.functional import ExactNorms
 from curvature.preconditioners import ResidualBlock, residual_blocks
 from optimizers.distributed.processes import Processes
 from optimizers.steps.adaptive import Adaptive, put
@@ -44,7 +44,7 @@ def called(closure: Callable[[], Any]) -> Tensor:
         TypeError: it returns no tensor.
         ValueError: what it returns is not (M,).
     """
-    with torch.enable_grad(), WrittenOut():
+    with torch.enable_grad(), ExactNorms():
         residuals = closure()
     if not isinstance(residuals, Tensor):
         raise TypeError(f"closure: expected the residuals, a tensor (M,), found {type(residuals).__name__}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature import Jacobian, LeastSquares, exact, plots
-from curvature.functional import WrittenOut
+from curvature.functional import ExactNorms
 from optimizers import KFAC, NaturalGradient
 from support.cases.case import randomise, seeded
 from support.differential import laplacian
@@ -308,7 +308,7 @@ def test_norm_layers():
         model = nn.Sequential(nn.Linear(2, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6)).double()
         x = torch.randn(20, 2).double()
     residual = lambda: laplacian(model(x.requires_grad_()).sum(1), x)
-    with WrittenOut():
+    with ExactNorms():
         jacobian = Jacobian.of(residual(), model).to_dense()
     model[4].reset_running_stats()
     opt = NaturalGradient(model, damping=1.0)

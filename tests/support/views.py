@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature import capture, sample_layouts
-from curvature.gradients.parameter_terms import explained, joint_bias
+from curvature.gradients.parameter_terms import joint_bias, terms_by_parameter
 from curvature.kronecker.factors import Scheme
 from curvature.terms import Term
 from support.cases.case import randomise, seeded
@@ -35,7 +35,7 @@ def terms_of(model: nn.Module, *x: Any, seed: int = 7) -> tuple[dict[str, list[T
         output = model(*x)
     v = drawn(*output.shape, seed=seed)
     layouts = [[] if found is None else [found] for found in sample_layouts(tape, output)]
-    terms, failed = explained(tape, tape.gradients([output], [v]), layouts, set())
+    terms, failed = terms_by_parameter(tape, tape.gradients([output], [v]), layouts, set())
     assert not failed
     return terms, {name: joint_bias(tape, name) for name in terms}, v
 

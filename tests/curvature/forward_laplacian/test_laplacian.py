@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import curvature
 from curvature.forward_laplacian import NoRule
 from curvature.forward_laplacian.laplacian import _say
-from curvature.functional import WrittenOut
-from curvature.recording.autograd_graph import tape_of
+from curvature.functional import ExactNorms
+from curvature.recording.autograd_graph import tape_from_graph
 from optimizers import KFAC, NaturalGradient
 from support.cases.case import Raw, randomise, seeded
 from support.cases.laplacian import FORMS, GENERAL, MODELS, D, N, block, case, mlp
@@ -194,7 +194,7 @@ def test_a_linear_layer_is_read_twice():
     model, x = case("tanh")
     u, grad, second = curvature.laplacian(model, x)
     edge = torch.autograd.graph.get_gradient_edge((u + second + grad.sum(-1)).sum())
-    names = [use.function for use in tape_of(edge, dict(model.named_parameters())).uses]
+    names = [use.function for use in tape_from_graph(edge, dict(model.named_parameters())).uses]
     assert (names.count(torch.addmm), names.count(torch.mm)) == (3, 3)
 
 
@@ -227,7 +227,7 @@ def test_jacobians_of_residuals(name: str, warnings: pytest.LogCaptureFixture):
     for points in (x, x + 0.5):  # what the first call learnt serves the second
         expected = oracle_derivatives.residual_jacobian(model, nested, points)
         found = curvature.residual_jacobian(model, residual, points)
-        with WrittenOut():
+        with ExactNorms():
             values = torch.cat([residual(model, points), model(points)[:, 0] / 3])
         whole = curvature.Jacobian.of(values, model).rows()
         for key, rows in expected.items():

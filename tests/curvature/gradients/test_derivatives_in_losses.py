@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
-from curvature.functional import WrittenOut
+from curvature.functional import ExactNorms
 from curvature.gradients.plans import PLANS
 from curvature.preconditioners import residual_blocks
 from support.cases.case import Raw, randomise, seeded
@@ -269,9 +269,9 @@ def test_kernels_with_wrong_derivatives_are_refused(name: str):
     with seeded(1):
         model = nn.Sequential(nn.Linear(D, 6), NORMS[name](), nn.Tanh(), nn.Linear(6, 1)).double()
         x = torch.randn(N, D).double().requires_grad_()
-    with pytest.raises(ValueError, match=r"wrong third derivatives.*curvature\.WrittenOut\(\)"):
+    with pytest.raises(ValueError, match=r"wrong third derivatives.*curvature\.functional\.ExactNorms\(\)"):
         curvature.Jacobian.of(mixed(model, x), model)
-    with WrittenOut():
+    with ExactNorms():
         values = mixed(model, x)
     assert curvature.Jacobian.of(values, model).shape[0] == N
     if name != "layer":
@@ -284,12 +284,12 @@ def test_written_out_norms_move_their_statistics_once():
     expected = copy.deepcopy(model)
     for _ in range(2):
         out = expected(x)
-        with WrittenOut():
+        with ExactNorms():
             torch.testing.assert_close(model(x), out)
     assert model.state_dict().keys() == expected.state_dict().keys()
     for key, value in expected.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value)
-    with WrittenOut():
+    with ExactNorms():
         torch.testing.assert_close(model.eval()(x), expected.eval()(x))
 
 
@@ -320,7 +320,7 @@ def test_rows_less_their_mean(count: int, name: str, pieces: int, device: str):
     dense = torch.cat([rows.reshape(count, -1) for rows in expected.values()], 1)
     dense, z, v = (t.to(device) for t in (dense - dense.mean(0), z, v[: dense.shape[1]]))
     model, x = model.to(device), x.to(device)
-    with WrittenOut():
+    with ExactNorms():
         values = torch.cat([mixed(model, part.requires_grad_()) for part in x.chunk(pieces)])
     plain = curvature.Jacobian.of(values, model)
     joined = lambda found: torch.cat([part.flatten() for part in found.values()])

@@ -275,14 +275,14 @@ def test_model_may_change_between_calls(device):
         assert_rows(rows, oracle.per_sample_gradients(model, loss, x, y))
 
 
-def test_structure_is_studied_once_per_shape(monkeypatch):
-    studied = []
-    original = curvature.gradients.per_sample.studied
-    monkeypatch.setattr(curvature.gradients.per_sample, "studied", lambda *a: studied.append(1) or original(*a))
+def test_structure_is_learnt_once_per_shape(monkeypatch):
+    calls = []
+    original = curvature.gradients.per_sample.learn_and_verify
+    monkeypatch.setattr(curvature.gradients.per_sample, "learn_and_verify", lambda *a: calls.append(1) or original(*a))
     model, loss = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), nn.MSELoss()
     for n in (5, 5, 6, 5, 6):
         curvature.per_sample_norms(model, loss, torch.randn(n, 3), torch.randn(n, 2))
-    assert len(studied) == 2
+    assert len(calls) == 2
 
 
 def test_a_recurrent_layer_under_checkpointing_is_not_mistaken_for_its_loop():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from curvature.matrices.passes import Pass
+from curvature.matrices.passes import RecordedBatch
 from support.cases.case import Raw, floats, indices, randomise, seeded
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
@@ -78,13 +78,13 @@ def made(build: Callable[[], nn.Module], target: Callable[[int], Tensor]) -> tup
 
 def diagonal(model: nn.Module, loss: Any, data: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, int]:
     """The Fisher diagonal, and by how many vectors."""
-    terms, sent = Pass.terms, []
+    terms, sent = RecordedBatch.terms, []
 
-    def counting(run: Pass, vectors: Tensor) -> Any:
+    def counting(run: RecordedBatch, vectors: Tensor) -> Any:
         sent.append(len(vectors))
         return terms(run, vectors)
 
-    monkeypatch.setattr(Pass, "terms", counting)
+    monkeypatch.setattr(RecordedBatch, "terms", counting)
     with unchanged(model, data):
         found = curvature.fisher_diagonal(model, loss, data)
     return torch.cat([d.flatten() for d in found.values()]), sum(sent)
