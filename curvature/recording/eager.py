@@ -7,7 +7,7 @@ compiled modules and functions run as they were written; they stay compiled mean
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import checkpoint
@@ -25,6 +25,11 @@ def unwrap_compiled(model: Any) -> Any:
     return model
 
 
+# Stances that were set here and not undone yet. Contexts need not end in the reverse order of their start: the garbage
+# collector may end one of them while another is on.
+ACTIVE_STANCES: list[Any] = []
+
+
 class force_eager:
     """A context in which everything compiled runs as it was written; may be entered again while it is on.
 
@@ -37,31 +42,38 @@ class force_eager:
     def __enter__(self) -> force_eager:
         if "torch._dynamo" in sys.modules:
             self.forced.append(torch.compiler.set_stance(FORCED))
+            ACTIVE_STANCES.append(self.forced[-1])
         else:
             self.forced.append(None)
         return self
 
     def __exit__(self, *exception: object) -> None:
         forced = self.forced.pop()
-        if forced is not None and forced.stance is _stance():  # somebody else's is not ours to end
+        if forced is None:
+            return
+        ACTIVE_STANCES.remove(forced)
+        if forced.stance is _stance():  # somebody else's is not ours to end
             forced.__exit__(None, None, None)
+        for later in ACTIVE_STANCES:
+            if later.prev is forced.stance:
+                later.prev = forced.prev
 
 
 class force_eager_nonreentrant(force_eager):
     """`force_eager` with non-reentrant checkpointing: the reentrant form runs the forward pass without gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Any] = []
+    replaced: ClassVar[list[Any]] = []  # by each context that is on; the first is torch's
 
     def __enter__(self) -> force_eager_nonreentrant:
         super().__enter__()
-        self.kept.append(getattr(checkpoint, FUNCTION))
+        self.replaced.append(getattr(checkpoint, FUNCTION))
         setattr(checkpoint, FUNCTION, NotReentrant)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        setattr(checkpoint, FUNCTION, self.kept.pop())
+        function = self.replaced.pop()
+        if not self.replaced:
+            setattr(checkpoint, FUNCTION, function)
         super().__exit__(*exception)
 
 
