@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from curvature.linalg import watched
+from curvature.linalg import recovery_counts
 
 LENGTH = 10_000  # steps that are remembered
 LOG = logging.getLogger(__name__)
 
-# what `watched` counts
+# what `recovery_counts` counts
 EVENTS = {
     "retried": "a decomposition failed and succeeded at another try",
     "kept": "no decomposition of a block succeeded; it keeps the inverse that it had",
@@ -35,7 +35,7 @@ class Health:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count what goes wrong inside and is put right; the first of a kind is logged."""
-        with watched() as counts:
+        with recovery_counts() as counts:
             try:
                 yield
             finally:

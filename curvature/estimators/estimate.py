@@ -22,12 +22,12 @@ class Estimate(NamedTuple):
     error: Tensor
 
 
-def mean_of(samples: Tensor) -> Estimate:
+def mean_estimate(samples: Tensor) -> Estimate:
     """The mean over the first dimension, and its standard error."""
     return Estimate(samples.mean(0), samples.std(0) / math.sqrt(len(samples)))
 
 
-def split_of(k: int, parts: int, function: Callable[..., object]) -> int:
+def products_per_part(k: int, parts: int, function: Callable[..., object]) -> int:
     """k products in equal parts.
 
     Raises:

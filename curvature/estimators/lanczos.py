@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvature.linalg import rounding_of
+from curvature.linalg import eigenvalue_rounding
 from curvature.operators import Operator
 
 
@@ -48,11 +48,13 @@ def lanczos(op: Operator, k: int, start: Tensor | None = None, generator: torch.
     """
     generator = generator or op.space.generator()
     first = op.space.normal(1, generator) if start is None else op.space.checked(start, (op.space.size,), "start")
-    alphas, betas, basis = lanczos_of(op, k, first.reshape(-1, 1), generator)
+    alphas, betas, basis = lanczos_from_starts(op, k, first.reshape(-1, 1), generator)
     return Tridiagonal(alphas[0], betas[0], basis[0].mT)
 
 
-def lanczos_of(op: Operator, k: int, starts: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def lanczos_from_starts(
+    op: Operator, k: int, starts: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """`lanczos` from several starts (P, c) at once: (c, k), (c, k - 1) and the bases as rows (c, k, P)."""
     if k < 1:
         raise ValueError(f"lanczos needs at least one step, found k={k}")
@@ -69,19 +71,19 @@ def lanczos_of(op: Operator, k: int, starts: Tensor, generator: torch.Generator)
         scale = torch.maximum(scale, image.norm(dim=1))
         alphas[:, step] = (basis[:, step] * image).sum(1)
         if step + 1 < steps:
-            rest = _orthogonal(image, known)
+            rest = _orthogonalize(image, known)
             beta = rest.norm(dim=1)
-            ended = ~(beta > math.sqrt(op.space.size) * rounding_of(scale))
+            ended = ~(beta > math.sqrt(op.space.size) * eigenvalue_rounding(scale))
             if ended.any():
-                fresh = _orthogonal(op.space.normal(count, generator).T, known)
+                fresh = _orthogonalize(op.space.normal(count, generator).T, known)
                 rest, beta = torch.where(ended[:, None], fresh, rest), torch.where(ended, 0, beta)
             betas[:, step] = beta
-            rest = _orthogonal(rest / rest.norm(dim=1, keepdim=True), known)
+            rest = _orthogonalize(rest / rest.norm(dim=1, keepdim=True), known)
             basis[:, step + 1] = rest / rest.norm(dim=1, keepdim=True)
     return alphas, betas, basis
 
 
-def _orthogonal(rows: Tensor, basis: Tensor) -> Tensor:
+def _orthogonalize(rows: Tensor, basis: Tensor) -> Tensor:
     """Rows (c, P) without their part in the span of (c, m, P); twice, since once leaves what rounding leaves."""
     for _ in range(2):
         rows = rows - ((basis @ rows[:, :, None]).mT @ basis)[:, 0]

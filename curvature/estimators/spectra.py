@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from curvature.estimators.estimate import Estimate, mean_of
-from curvature.estimators.lanczos import lanczos_of
-from curvature.linalg import damped_values, rounding_of, symmetric_eigh
+from curvature.estimators.estimate import Estimate, mean_estimate
+from curvature.estimators.lanczos import lanczos_from_starts
+from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, symmetric_eigh
 from curvature.operators import Operator
 
-LARGEST = 2**28  # numbers that the bases of starts that go together may take
+MAX_BASIS_ENTRIES = 2**28  # numbers that the bases of starts that go together may take
 
 
 def lanczos_eigenvalues(
@@ -65,7 +65,7 @@ def lanczos_eigenpairs(
     core = basis.mT @ image
     while True:
         basis, image = torch.cat([basis, block], 1), torch.cat([image, op @ block], 1)
-        core = _bordered(core, basis.mT @ image[:, -block.shape[1] :])
+        core = _append_border(core, basis.mT @ image[:, -block.shape[1] :])
         values, rotation = symmetric_eigh(core)
         values, rotation = values[-k:], rotation[:, -k:]
         vectors = basis @ rotation
@@ -80,7 +80,7 @@ def lanczos_eigenpairs(
         block = _next_block(basis, image[:, -block.shape[1] :])
 
 
-def _bordered(core: Tensor, border: Tensor) -> Tensor:
+def _append_border(core: Tensor, border: Tensor) -> Tensor:
     """A symmetric matrix (m, m) with new last columns (m + b, b), and the same as rows."""
     known = len(core)
     return torch.cat([torch.cat([core, border[:known].mT]), border], 1)
@@ -91,7 +91,7 @@ def _scale(core: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(core, 2).clamp(min=torch.finfo(core.dtype).tiny)
 
 
-def _orthogonal(columns: Tensor, basis: Tensor) -> Tensor:
+def _orthogonalize(columns: Tensor, basis: Tensor) -> Tensor:
     """The columns without their part in the span of the basis; twice, since once leaves what rounding leaves."""
     for _ in range(2):
         columns = columns - basis @ (basis.mT @ columns)
@@ -105,7 +105,7 @@ def _next_block(basis: Tensor, image: Tensor) -> Tensor:
     """
     width = min(image.shape[1], len(basis) - basis.shape[1])
     for _ in range(2):
-        image = torch.linalg.qr(_orthogonal(image, basis)).Q[:, :width]
+        image = torch.linalg.qr(_orthogonalize(image, basis)).Q[:, :width]
     return image
 
 
@@ -139,7 +139,7 @@ def spectral_density(
     least, largest = nodes.min(), nodes.max()
     if width is None:
         spread = largest - least
-        spread = torch.where(spread > rounding_of(nodes.abs().max()), spread, nodes.abs().max())
+        spread = torch.where(spread > eigenvalue_rounding(nodes.abs().max()), spread, nodes.abs().max())
         width = float(spread) / 100 or 1.0
     if grid is None:
         margin = 5 * width
@@ -171,8 +171,8 @@ def lanczos_logdet(
     if k < 2:
         raise ValueError(f"lanczos_logdet needs at least two starts, found k={k}")
     nodes, weights = _quadrature(op, k, steps, generator)
-    logs = damped_values(nodes, rounding_of(nodes.abs().max()), float(damping), repr(op)).log()
-    return mean_of(op.space.size * (weights * logs).sum(1))
+    logs = damp_eigenvalues(nodes, eigenvalue_rounding(nodes.abs().max()), float(damping), repr(op)).log()
+    return mean_estimate(op.space.size * (weights * logs).sum(1))
 
 
 def _quadrature(op: Operator, vectors: int, steps: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -180,10 +180,10 @@ def _quadrature(op: Operator, vectors: int, steps: int, generator: torch.Generat
     if vectors < 1:
         raise ValueError(f"stochastic Lanczos quadrature needs random vectors, found {vectors}")
     generator = generator or op.space.generator()
-    together = max(1, LARGEST // (min(steps, op.space.size) * op.space.size))
+    together = max(1, MAX_BASIS_ENTRIES // (min(steps, op.space.size) * op.space.size))
     cores = []
     for starts in op.space.normal(vectors, generator).split(together, 1):
-        alphas, betas, _ = lanczos_of(op, steps, starts, generator)
+        alphas, betas, _ = lanczos_from_starts(op, steps, starts, generator)
         cores.append(alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1))
     values, rotations = symmetric_eigh(torch.cat(cores))
     return values, rotations[:, 0].square()

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from curvature.estimators.estimate import Estimate, mean_of, split_of
+from curvature.estimators.estimate import Estimate, mean_estimate, products_per_part
 from curvature.operators import Operator
 
 
@@ -27,8 +27,8 @@ def hutchinson_trace(op: Operator, k: int, generator: torch.Generator | None = N
 
     The error falls as ``1/sqrt(k)`` and is zero for a diagonal matrix.
     """
-    z = op.space.signs(split_of(k, 1, hutchinson_trace), generator)
-    return mean_of((z * (op @ z)).sum(0))
+    z = op.space.signs(products_per_part(k, 1, hutchinson_trace), generator)
+    return mean_estimate((z * (op @ z)).sum(0))
 
 
 def hutchpp_trace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
@@ -44,11 +44,11 @@ def hutchpp_trace(op: Operator, k: int, generator: torch.Generator | None = None
     Raises:
         ValueError: k is too small.
     """
-    third, generator = split_of(k, 3, hutchpp_trace), generator or op.space.generator()
+    third, generator = products_per_part(k, 3, hutchpp_trace), generator or op.space.generator()
     basis = torch.linalg.qr(op @ op.space.signs(third, generator)).Q
     z = op.space.signs(k - 2 * third, generator)
     z = z - basis @ (basis.mT @ z)
-    rest = mean_of((z * (op @ z)).sum(0))
+    rest = mean_estimate((z * (op @ z)).sum(0))
     return Estimate((basis * (op @ basis)).sum() + rest.value, rest.error)
 
 
@@ -68,10 +68,10 @@ def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Es
         ValueError: k is too small.
     """
     size = op.space.size
-    half = min(split_of(k, 2, xtrace), size)
+    half = min(products_per_part(k, 2, xtrace), size)
     z = op.space.normal(half, generator)
     image = op @ z
-    basis, leaves = _left_out(image)
+    basis, leaves = _leave_one_out(image)
     image_of_basis = op @ basis
     core = basis.mT @ image_of_basis
     # x[k] is z[k] without the range of the images of the others, and y[k] = M x[k].
@@ -80,7 +80,7 @@ def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Es
     x, y = z - basis @ inside, image - image_of_basis @ inside
     norms = x.square().sum(0)
     rest = (size - half + 1) * (x * y).sum(0) / norms.clamp(min=torch.finfo(norms.dtype).tiny)
-    return mean_of(core.trace() - (leaves * (core @ leaves)).sum(0) + rest)
+    return mean_estimate(core.trace() - (leaves * (core @ leaves)).sum(0) + rest)
 
 
 def hutchinson_diagonal(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
@@ -97,8 +97,8 @@ def hutchinson_diagonal(op: Operator, k: int, generator: torch.Generator | None 
     Raises:
         ValueError: k is too small.
     """
-    z = op.space.signs(split_of(k, 1, hutchinson_diagonal), generator)
-    return mean_of((z * (op @ z)).T)
+    z = op.space.signs(products_per_part(k, 1, hutchinson_diagonal), generator)
+    return mean_estimate((z * (op @ z)).T)
 
 
 def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
@@ -117,17 +117,19 @@ def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Est
     Raises:
         ValueError: k is too small.
     """
-    z = op.space.signs(min(split_of(k, 2, xdiag), op.space.size), generator)
+    z = op.space.signs(min(products_per_part(k, 2, xdiag), op.space.size), generator)
     image = op @ z
-    basis, leaves = _left_out(image)
+    basis, leaves = _leave_one_out(image)
     image_of_basis = op @ basis
     inside = basis.mT @ image
     inside = inside - leaves * (leaves * inside).sum(0)
     whole = (basis * image_of_basis).sum(1)
-    return mean_of((whole[:, None] - (basis @ leaves) * (image_of_basis @ leaves) + z * (image - basis @ inside)).T)
+    return mean_estimate(
+        (whole[:, None] - (basis @ leaves) * (image_of_basis @ leaves) + z * (image - basis @ inside)).T
+    )
 
 
-def _left_out(image: Tensor) -> tuple[Tensor, Tensor]:
+def _leave_one_out(image: Tensor) -> tuple[Tensor, Tensor]:
     """Orthonormal basis Q (P, k) of the columns, and unit vectors s_k such that the others span ``Q (I - s_k s_k^T)``.
 
     s_k is the k-th column of ``R^-T``, normalised. Where the columns are dependent, R is singular; the others then span

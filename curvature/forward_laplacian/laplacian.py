@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvature.forward_laplacian.jet import Form, Jet, NoRule, Recorded
 from curvature.forward_laplacian.mode import Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples
-from curvature.linalg import noise, rounding
+from curvature.linalg import noise_floor, rounding_tolerance
 from curvature.recording import graph_leaves, logits, preserve_state, unwrap_compiled
 
 log = logging.getLogger("curvature")
@@ -167,7 +167,7 @@ def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Te
             except Exception as error:
                 log.info("laplacian: not compared with sample %d alone: %s", n, error)
                 return
-            allowed = 10 * rounding(u) * u[n].norm() + noise([u])
+            allowed = 10 * rounding_tolerance(u) * u[n].norm() + noise_floor([u])
             if not drew() and (alone - u[n]).norm() > allowed:
                 raise ValueError(
                     f"model: its output for sample {n} of x depends on the other samples, so no sample has a Laplacian "

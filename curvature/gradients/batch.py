@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.losses import joined, per_sample_losses, reduction_of, resolve
+from curvature.losses import join_heads, per_sample_losses, reduction_of, resolve
 from curvature.recording import call, logits, map_tensors, tensors, unwrap_compiled
 
 Loss = Callable[[Any, Any], Tensor]
@@ -95,7 +95,7 @@ class Batch:
         return replace(self, x=self.inputs(n, n + 1), y=self.part(self.y, n, n + 1, self.dims[2]), count=1)
 
     def output(self) -> Any:
-        return joined(self.loss, logits(call(self.model, self.x)))
+        return join_heads(self.loss, logits(call(self.model, self.x)))
 
     def losses(self, output: Tensor) -> Tensor:
         """The loss of every sample alone, (N,)."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvature.layers import Layout
-from curvature.linalg import noise, rounding
+from curvature.linalg import noise_floor, rounding_tolerance
 from curvature.recording import Tape
 
 
@@ -30,7 +30,7 @@ def candidate_axes(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
 def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0) -> tuple[list[Layout], bool]:
     """The first guess that explains the weighted backprop up to rounding, and whether it is the only one."""
     count = len(weights)
-    allowed = rounding(b) * weighted.norm() + floor
+    allowed = rounding_tolerance(b) * weighted.norm() + floor
     fits = []
     for layout in candidate_axes(tuple(b.shape), count):
         front, target = layout.front(b), layout.front(weighted)
@@ -58,7 +58,7 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
     weights = (0.5 + torch.rand(count, generator=generator, device=output.device)).to(output.dtype)
     weighted = vector * weights.reshape([-1 if k == sample_dim % output.ndim else 1 for k in range(output.ndim)])
     pairs = list(zip(*(tape.gradients([output], [v]) for v in (vector, weighted)), strict=True))
-    floor = noise(b for _, b in pairs)
+    floor = noise_floor(b for _, b in pairs)
     return [
         None if b is None or bw is None else next(iter(find_layout(b, bw, weights, floor)[0]), None) for b, bw in pairs
     ]

@@ -15,7 +15,7 @@ from curvature.gradients.fallback import general_gradients
 from curvature.gradients.parameter_terms import terms_by_parameter
 from curvature.gradients.plans import Plan, tape_signature
 from curvature.gradients.sample_axes import find_layout
-from curvature.linalg import noise, rounding
+from curvature.linalg import noise_floor, rounding_tolerance
 from curvature.recording import Tape
 from curvature.terms import DenseGradients, Term, contractions, promote
 
@@ -51,7 +51,7 @@ def learn_and_verify(
     parameters = {name: node.tensor for name, node in tape.parameters.items()}
     both = tape.gradients(outputs, [weights], also=list(parameters.values()))
     weighted, whole = both[: len(tape.uses)], both[len(tape.uses) :]
-    layouts, certain, floor = [], True, noise(weighted)
+    layouts, certain, floor = [], True, noise_floor(weighted)
     for b, bw in zip(backprops, weighted, strict=True):
         layout, only = ([], True) if b is None or bw is None else find_layout(b, bw, weights, floor)
         layouts.append(layout)
@@ -60,7 +60,7 @@ def learn_and_verify(
     terms = {name: [promote(t, parameters[name].dtype) for t in parts] for name, parts in terms.items()}
     low = max((torch.finfo(b.dtype).eps for b in backprops if b is not None), default=0.0) ** 0.5
     uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
-    floor = noise(whole)
+    floor = noise_floor(whole)
     for (name, p), g in zip(parameters.items(), whole, strict=True):
         expected = torch.zeros_like(p) if g is None else g
         if name in terms and name not in uneven and not _sums_to(terms[name], weights, expected, floor, low):
@@ -99,7 +99,7 @@ def _sums_to(terms: list[Term], weights: Tensor, whole: Tensor, floor: float, lo
     weights = weights.to(whole.dtype)
     scale = (contractions.norms_squared(terms) * weights.square()).sum().sqrt()
     difference = (contractions.weighted_sum(terms, weights) - whole).norm()
-    return bool(difference <= max(rounding(whole), low) * scale + floor)
+    return bool(difference <= max(rounding_tolerance(whole), low) * scale + floor)
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor], low: float = 0.0) -> list[str]:
@@ -107,7 +107,7 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor], low: floa
 
     `low` is the root of the coarsest rounding inside the model, under autocast.
     """
-    floor = noise(expected.values())
+    floor = noise_floor(expected.values())
     return [
         name
         for name, g in found.items()

@@ -6,7 +6,7 @@ products (`kronecker_sum`). Nothing here averages over batches.
 """
 
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Reading, Scheme, diagonal_of, enough, matched, wide
+from curvature.kronecker.factors import Reading, Scheme, enough, matched, wide
 from curvature.kronecker.inverses import Inverse, bases, carried, factored, in_eigenbases, not_zero
 from curvature.kronecker.sums import KroneckerSum, Pair, kronecker_sum
 
@@ -19,7 +19,6 @@ __all__ = [
     "Scheme",
     "bases",
     "carried",
-    "diagonal_of",
     "enough",
     "factored",
     "in_eigenbases",

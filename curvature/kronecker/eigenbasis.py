@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvature.kronecker.factors import Scheme
 from curvature.linalg import matmul
-from curvature.operators import left, right
+from curvature.operators import two_sided
 from curvature.terms import (
     Convolution,
     DenseGradients,
@@ -139,7 +139,7 @@ class Basis:
         for shape in self.scheme.arrangement.shapes[1:]:
             found.append(sum_in_place(b.sum(1) for b in map(_backprops, some)).reshape(-1, *shape))
         x = self.scheme.arrangement.to_matrices([g.to(self.scheme.dtype) for g in found])
-        return right(left(None if self.rows is None else self.rows.mT, x), self.columns)
+        return two_sided(None if self.rows is None else self.rows.mT, x, self.columns)
 
 
 def _turned(x: Tensor, side: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.linalg import RANK, SMALL, added, diagonal_of, scaled, sketched
+from curvature.linalg import MAX_DENSE_SIDE, SKETCH_RANK, add_moments, moment_diagonal, scale_moment, sketch_rows
 from curvature.terms import (
     AffineLayout,
     Convolution,
@@ -111,7 +111,7 @@ class Scheme:
             return None
         readings = {scheme.reading(term) for term in found}
         if readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1:
-            few = (large[0] and outputs > SMALL, large[1] and inputs > SMALL)
+            few = (large[0] and outputs > MAX_DENSE_SIDE, large[1] and inputs > MAX_DENSE_SIDE)
             return replace(scheme, diagonal=(large[0] > few[0], large[1] > few[1]), few=few)
         one_hot = {reading.flipped for reading in readings if reading.one_hot}
         return replace(scheme, diagonal=(large[0] or True in one_hot, large[1] or False in one_hot))
@@ -122,7 +122,7 @@ class Scheme:
         here = self.arrangement
         widths = here.outputs, here.dimension // (here.groups * here.outputs)
         each = zip(widths, self.few, self.diagonal, strict=True)
-        rows, columns = (d * (RANK + 1 if few else here.groups * (1 if flat else d)) for d, few, flat in each)
+        rows, columns = (d * (SKETCH_RANK + 1 if few else here.groups * (1 if flat else d)) for d, few, flat in each)
         return rows, columns
 
     def accepts(self, term: Term) -> bool:
@@ -193,7 +193,7 @@ class Scheme:
         """
         if self.few[0]:
             assert right is None and weights is None  # sketches are of one vector, all samples alike
-            return functools.reduce(added, (sketched(b[:, 0]) for b in self._backprops(left, None)))
+            return functools.reduce(add_moments, (sketch_rows(b[:, 0]) for b in self._backprops(left, None)))
         diagonal = self.diagonal[1 if self.reading(left[0]).flipped else 0]
         # the root of the weights on both sides: two factors that are the same tensor need one copy
         root = None if weights is None else weights.to(self.dtype).sqrt()
@@ -209,7 +209,7 @@ class Scheme:
         `activations` are divided by their `number`; `backprops` are taken as they are.
         """
         count = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
-        sides = (backprops, scaled(activations, 1 / count))
+        sides = (backprops, scale_moment(activations, 1 / count))
         return (sides[1], sides[0]) if reading.flipped else sides
 
     def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
@@ -229,8 +229,8 @@ class Scheme:
         rows_of = self._mean_over_places if self.sharing == "reduce" else lambda part: self._whole(part[0])
         total, number = None, 0
         for a in (rows_of(part)[:, 0] for same in together for part in self._chunks(same)):  # one chunk in memory
-            moment = sketched(F.pad(a, (0, 1), value=1.0) if len(self.arrangement.shapes) > 1 else a)
-            total, number = moment if total is None else added(total, moment), number + len(a)
+            moment = sketch_rows(F.pad(a, (0, 1), value=1.0) if len(self.arrangement.shapes) > 1 else a)
+            total, number = moment if total is None else add_moments(total, moment), number + len(a)
         assert total is not None
         return total, number
 
@@ -336,7 +336,7 @@ def matched(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     if len(sides) == 1:
         return sides[0]
-    traces = [(diagonal_of(r).sum(1), diagonal_of(c).sum(1)) for r, c in sides]
+    traces = [(moment_diagonal(r).sum(1), moment_diagonal(c).sum(1)) for r, c in sides]
     total = torch.stack([r * c for r, c in traces]).sum(0).clamp(min=torch.finfo(sides[0][0].dtype).tiny).sqrt()
 
     def side(k: int) -> Tensor:

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import (
-    LARGE,
-    cholesky_root,
-    diagonal_of,
-    eigh,
+    LOW_RANK_MIN_SIZE,
+    count_recovery,
     full_precision,
-    inverse,
     is_sketch,
-    low_rank,
+    low_rank_inverse,
     matmul,
-    note,
-    spectrum,
+    moment_diagonal,
+    psd_eigh,
+    sketch_spectrum,
+    spd_inverse,
+    try_cholesky,
 )
 
 THIN = 16  # a side so many times larger than the other is not inverted: to solve with its root is cheaper
@@ -101,7 +101,9 @@ def factored(
         k: _of_sketch(side, share) for k, side in enumerate(sides) if is_sketch(side)
     }
     for k, (start, shift) in enumerate(last):
-        is_large = sides[k].ndim == 3 and len(sides[k]) == 1 and sides[k].shape[1] >= LARGE and not are_thin[k]
+        is_large = (
+            sides[k].ndim == 3 and len(sides[k]) == 1 and sides[k].shape[1] >= LOW_RANK_MIN_SIZE and not are_thin[k]
+        )
         if k not in found and is_large and (shift is not None or anew[k // 2]):
             few = _by_largest(sides[k], share, None if shift is None else start)
             found |= {} if few is None else {k: (few[0], False, few[1])}
@@ -137,7 +139,7 @@ def _in_eigenbasis(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], 
 
 def basis(side: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (g, d), and eigenvectors as columns; for a diagonal these are ones (g, d), as the identity is."""
-    return (side.clamp(min=0), torch.ones_like(side)) if side.ndim == 2 else eigh(side)
+    return (side.clamp(min=0), torch.ones_like(side)) if side.ndim == 2 else psd_eigh(side)
 
 
 def bases(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -180,14 +182,14 @@ def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
     scale = mean[:, None, None]
     matrix = sides / scale
     matrix.diagonal(dim1=1, dim2=2).add_(share)
-    root = cholesky_root(matrix) if as_roots else None
-    return (inverse(matrix).div_(scale), False) if root is None else (root.mul_(scale.sqrt()), True)
+    root = try_cholesky(matrix) if as_roots else None
+    return (spd_inverse(matrix).div_(scale), False) if root is None else (root.mul_(scale.sqrt()), True)
 
 
 def _outlined(side: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (1, r + 1), the last that of all directions outside of the basis (1, d, r)."""
     if is_sketch(side):
-        vectors, values, rest = spectrum(side)
+        vectors, values, rest = sketch_spectrum(side)
         return torch.cat([values, rest[None]])[None], vectors[None]
     values, vectors = basis(side)
     vectors = torch.diag_embed(vectors) if side.ndim == 2 else vectors
@@ -205,7 +207,7 @@ def _partial(rows: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor
 
 def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, bool, Tensor]:
     """V and c of its damped inverse."""
-    vectors, values, rest = spectrum(side)
+    vectors, values, rest = sketch_spectrum(side)
     damping = share * _mean(side)
     root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
     return (vectors * root)[None], False, 1 / (rest + damping)
@@ -215,16 +217,16 @@ def _by_largest(side: Tensor, share: float, start: Tensor | None) -> tuple[Tenso
     """V and c of the damped inverse of one side (1, d, d), if few eigenvalues stand out."""
     mean = _mean(side)
     try:
-        found = low_rank(side[0] / mean, share, None if start is None else start[0])
+        found = low_rank_inverse(side[0] / mean, share, None if start is None else start[0])
     except torch.linalg.LinAlgError:  # then by Cholesky
-        note("retried")
+        count_recovery("retried")
         return None
     return None if found is None else (found[0][None], found[1] / mean)
 
 
 def _mean(sides: Tensor) -> Tensor:
     """Mean eigenvalue of each group, not zero."""
-    return not_zero(diagonal_of(sides).mean(1))
+    return not_zero(moment_diagonal(sides).mean(1))
 
 
 def not_zero(mean: Tensor) -> Tensor:

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker.factors import matched
-from curvature.linalg import cholesky_root, full_precision, matmul, root_by_ladder, rounding_of, symmetric_eigh
+from curvature.linalg import (
+    cholesky_with_jitter,
+    eigenvalue_rounding,
+    full_precision,
+    matmul,
+    symmetric_eigh,
+    try_cholesky,
+)
 
 Pair = tuple[Tensor, Tensor]  # B (o, o) and A (i, i), symmetric and positive semi-definite
 
@@ -64,7 +71,7 @@ def damped_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
 
 
 def _shifted(side: Tensor, shift: Tensor) -> Tensor:
-    shift = torch.maximum(shift, rounding_of(side.diagonal().sum()))
+    shift = torch.maximum(shift, eigenvalue_rounding(side.diagonal().sum()))
     return side + shift * torch.eye(len(side), dtype=side.dtype, device=side.device)
 
 
@@ -84,9 +91,9 @@ def _two(pairs: Sequence[Pair]) -> list[Pair]:
 def _diagonalised(sides: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """W with ``W^T sum(sides) W = I`` and the diagonal of ``W^T sides[0] W``, from 0 to 1."""
     total = sides[0] if len(sides) == 1 else sides[0] + sides[1]
-    root = cholesky_root(total)
+    root = try_cholesky(total)
     if root is None:
-        root = root_by_ladder(total, "a factor")
+        root = cholesky_with_jitter(total, "a factor")
     half = torch.linalg.solve_triangular(root, sides[0], upper=False)
     whole = torch.linalg.solve_triangular(root, half.mT, upper=False)
     values, vectors = symmetric_eigh(whole)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 # Eigenvalues of singular matrices come out at up to about 4 eps times the largest, at any size that we tried.
-ROUNDING = 10.0
-JITTER = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
-NOTED: ContextVar[Counter[str] | None] = ContextVar("noted", default=None)
-IS_FULL: ContextVar[bool] = ContextVar("is_full", default=False)  # within `full_precision`
+ROUNDING_FACTOR = 10.0
+RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
+RECOVERIES: ContextVar[Counter[str] | None] = ContextVar("recoveries", default=None)
+IN_FULL_PRECISION: ContextVar[bool] = ContextVar("in_full_precision", default=False)  # within `full_precision`
 
 
 class NotDefinite(ValueError):
@@ -42,23 +42,23 @@ class NotDefinite(ValueError):
 
 
 @contextmanager
-def watched() -> Iterator[Counter[str]]:
+def recovery_counts() -> Iterator[Counter[str]]:
     """Counts what went wrong inside and was put right.
 
     "retried": decompositions that took more than one try. "kept": blocks that kept the inverse they had, since no try
     succeeded. "diagonal": blocks that had none yet, and got the inverse of their diagonal.
     """
     counts: Counter[str] = Counter()
-    token = NOTED.set(counts)
+    token = RECOVERIES.set(counts)
     try:
         yield counts
     finally:
-        NOTED.reset(token)
+        RECOVERIES.reset(token)
 
 
-def note(what: str) -> None:
-    """Count an event of `watched`."""
-    counts = NOTED.get()
+def count_recovery(what: str) -> None:
+    """Count an event of `recovery_counts`."""
+    counts = RECOVERIES.get()
     if counts is not None:
         counts[what] += 1
 
@@ -66,23 +66,23 @@ def note(what: str) -> None:
 @contextmanager
 def full_precision() -> Iterator[None]:
     """No TF32, and no bfloat16 in its place: they leave three digits of a product, and damping is less than that."""
-    if IS_FULL.get():
+    if IN_FULL_PRECISION.get():
         yield
         return
     places: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     before = [place.fp32_precision for place in places]
-    token = IS_FULL.set(True)
+    token = IN_FULL_PRECISION.set(True)
     try:
         for place in places:
             place.fp32_precision = "ieee"
         yield
     finally:
-        IS_FULL.reset(token)
+        IN_FULL_PRECISION.reset(token)
         for place, precision in zip(places, before, strict=True):
             place.fp32_precision = precision
 
 
-def attempted(decompose: Callable[[], Any]) -> Any:
+def try_decompose(decompose: Callable[[], Any]) -> Any:
     """What is computed, a tensor or several, or None where that fails or is not finite."""
     try:
         found = decompose()
@@ -106,46 +106,46 @@ def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """
     symmetric = (matrix + matrix.mT) / 2
     wide = symmetric if symmetric.dtype in (torch.float32, torch.float64) else symmetric.float()
-    found = attempted(partial(torch.linalg.eigh, wide))
+    found = try_decompose(partial(torch.linalg.eigh, wide))
     if found is None:
         size = wide.shape[-1]
-        values, vectors = zip(*(_by_ladder(own) for own in wide.reshape(-1, size, size)), strict=True)
+        values, vectors = zip(*(_eigh_with_retries(own) for own in wide.reshape(-1, size, size)), strict=True)
         found = torch.stack(values).reshape(wide.shape[:-1]), torch.stack(vectors).reshape(wide.shape)
     return found[0].to(matrix.dtype), found[1].to(matrix.dtype)
 
 
-def _by_ladder(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _eigh_with_retries(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """`symmetric_eigh` of one matrix (d, d), after a first failure."""
     double = matrix.double()
     here = double.cpu()
     mean = here.diagonal().mean().abs()
-    rungs = [matrix, double, here, *(here + share * mean * torch.eye(len(here)) for share in JITTER)]
+    rungs = [matrix, double, here, *(here + share * mean * torch.eye(len(here)) for share in RELATIVE_JITTERS)]
     if bool(here.isfinite().all()):
         for k, rung in enumerate(rungs):
-            found = attempted(partial(torch.linalg.eigh, rung))
+            found = try_decompose(partial(torch.linalg.eigh, rung))
             if found is not None:
                 if k:
-                    note("retried")
+                    count_recovery("retried")
                 return found[0].to(matrix), found[1].to(matrix)
     state = "also in float64, on the CPU and with jitter" if bool(here.isfinite().all()) else "for it is not finite"
     raise torch.linalg.LinAlgError(f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, {state}")
 
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Like `symmetric_eigh` for positive semi-definite matrices: the eigenvalues are clamped at zero."""
     values, vectors = symmetric_eigh(matrix)
     return values.clamp(min=0), vectors
 
 
 @full_precision()
-def cholesky_root(matrix: Tensor) -> Tensor | None:
+def try_cholesky(matrix: Tensor) -> Tensor | None:
     """Lower triangular roots of symmetric matrices (g, d, d); None where one of them is not positive definite."""
-    found = attempted(partial(torch.linalg.cholesky_ex, matrix))
+    found = try_decompose(partial(torch.linalg.cholesky_ex, matrix))
     return None if found is None or bool(found[1].any()) else found[0]
 
 
 @full_precision()
-def inverse(matrix: Tensor) -> Tensor:
+def spd_inverse(matrix: Tensor) -> Tensor:
     """Inverse of symmetric positive definite matrices (g, d, d), by Cholesky.
 
     Where that fails, in float64, then by eigenvalues.
@@ -153,25 +153,25 @@ def inverse(matrix: Tensor) -> Tensor:
     Raises:
         torch.linalg.LinAlgError: these fail too.
     """
-    root = cholesky_root(matrix)
+    root = try_cholesky(matrix)
     if root is None:
-        note("retried")
-        double = cholesky_root((matrix + matrix.mT).double() / 2)
+        count_recovery("retried")
+        double = try_cholesky((matrix + matrix.mT).double() / 2)
         if double is not None:
             return torch.cholesky_inverse(double).to(matrix.dtype)
-        values, vectors = eigh(matrix)
+        values, vectors = psd_eigh(matrix)
         largest = values.amax(-1, keepdim=True)
-        floor = rounding_of(largest).clamp(min=torch.finfo(values.dtype).tiny)
+        floor = eigenvalue_rounding(largest).clamp(min=torch.finfo(values.dtype).tiny)
         return (vectors / torch.maximum(values, floor)[:, None, :]) @ vectors.mT
     return torch.cholesky_inverse(root)
 
 
-def rounding_of(largest: Tensor) -> Tensor:
+def eigenvalue_rounding(largest: Tensor) -> Tensor:
     """How far rounding moves the eigenvalues of symmetric matrices whose largest (in size) are given."""
-    return ROUNDING * torch.finfo(largest.dtype).eps * largest
+    return ROUNDING_FACTOR * torch.finfo(largest.dtype).eps * largest
 
 
-def damped_values(values: Tensor, rounding: Tensor, damping: float, what: str) -> Tensor:
+def damp_eigenvalues(values: Tensor, rounding: Tensor, damping: float, what: str) -> Tensor:
     """Eigenvalues plus damping, all positive; what is negative by rounding alone counts as zero.
 
     An eigenvalue within `rounding` of zero is not told from zero. Then the damping must stand out against rounding.
@@ -187,7 +187,7 @@ def damped_values(values: Tensor, rounding: Tensor, damping: float, what: str) -
     """
     unsure = values.abs() <= rounding
     trusted = torch.where(unsure, torch.zeros_like(values), values)
-    if not (trusted + damping > rounding / ROUNDING).all():
+    if not (trusted + damping > rounding / ROUNDING_FACTOR).all():
         raise NotDefinite(what, values, rounding, damping)
     return torch.where(unsure, values.clamp(min=0), values) + damping
 
@@ -197,7 +197,7 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
     """Lower triangular L with ``L L^T = matrix + damping I``, for a symmetric (d, d) matrix.
 
     Cholesky's algorithm often succeeds on a singular matrix by rounding, and solves with it return noise. So the
-    condition is estimated by a few steps of inverse iteration, and `damped_values` decides.
+    condition is estimated by a few steps of inverse iteration, and `damp_eigenvalues` decides.
 
     Raises:
         NotDefinite: not positive definite to working precision.
@@ -205,25 +205,25 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
     """
     damped = matrix.clone()
     damped.diagonal().add_(damping)
-    root = cholesky_root(damped)
+    root = try_cholesky(damped)
     if root is None:
         values = symmetric_eigh(matrix)[0]
-        rounding = rounding_of(values.abs().max())
-        if not bool((values + damping > rounding / ROUNDING).all()):
+        rounding = eigenvalue_rounding(values.abs().max())
+        if not bool((values + damping > rounding / ROUNDING_FACTOR).all()):
             raise NotDefinite(what, values, rounding, damping)
-        return root_by_ladder(damped, what)
+        return cholesky_with_jitter(damped, what)
     least, largest = _extremes(damped, root)
-    damped_values(least - damping, rounding_of(largest), damping, what)
+    damp_eigenvalues(least - damping, eigenvalue_rounding(largest), damping, what)
     return root
 
 
-def root_by_ladder(matrix: Tensor, what: str) -> Tensor:
+def cholesky_with_jitter(matrix: Tensor, what: str) -> Tensor:
     """The Cholesky root of one positive definite matrix (d, d), after a first failure."""
-    note("retried")
+    count_recovery("retried")
     here = matrix.double().cpu()
     here = (here + here.mT) / 2
-    jitters = (share * here.diagonal().mean() * torch.eye(len(here)) for share in (0.0, *JITTER))
-    roots = (cholesky_root(here + jitter) for jitter in jitters)
+    jitters = (share * here.diagonal().mean() * torch.eye(len(here)) for share in (0.0, *RELATIVE_JITTERS))
+    roots = (try_cholesky(here + jitter) for jitter in jitters)
     root = next((root for root in roots if root is not None), None)
     if root is None:
         raise torch.linalg.LinAlgError(f"{what}: Cholesky's algorithm failed, also with jitter")
@@ -241,7 +241,7 @@ def _extremes(matrix: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
     return 1 / small.norm(dim=0).max(), large.norm(dim=0).max()
 
 
-def symmetrised(matrix: Tensor, what: str) -> Tensor:
+def symmetrize(matrix: Tensor, what: str) -> Tensor:
     """``(M + M^T) / 2`` of matrices (..., d, d) that are symmetric up to rounding.
 
     Raises:
@@ -272,7 +272,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
 
 
-def finite(number: float) -> float:
+def require_finite(number: float) -> float:
     """The number as a float.
 
     Raises:

@@ -7,8 +7,8 @@ which each sample counts; the Hessian at the output, or a root of it; injections
 
 from curvature.losses.injections import (
     SEED,
-    Curved,
     Injection,
+    LossHessian,
     Random,
     empirical,
     exact,
@@ -16,10 +16,17 @@ from curvature.losses.injections import (
     propagated,
     sampled,
 )
-from curvature.losses.per_sample import is_entrywise, joined, per_sample_losses, reduction_of, resolve, sample_masses
+from curvature.losses.per_sample import (
+    is_entrywise,
+    join_heads,
+    per_sample_losses,
+    reduction_of,
+    resolve,
+    sample_masses,
+)
 
 __all__ = [
-    "Curved",
+    "LossHessian",
     "Injection",
     "Random",
     "SEED",
@@ -27,7 +34,7 @@ __all__ = [
     "exact",
     "is_entrywise",
     "isotropic",
-    "joined",
+    "join_heads",
     "per_sample_losses",
     "propagated",
     "reduction_of",

@@ -30,30 +30,30 @@ from torch import Tensor
 
 from curvature.losses.output_batch import OutputBatch
 from curvature.losses.output_hessian import (
-    Curvature,
-    Map,
+    LinearMap,
+    OutputCurvature,
     fisher_information,
     hessian,
     hessian_root,
-    likelihood,
+    label_gradient_sampler,
     term_masses,
 )
 from curvature.losses.per_sample import Loss, per_sample_losses
 
 SEED = 0x5EED
-CHUNK = 64  # vectors at a time
+VECTORS_PER_CHUNK = 64  # vectors at a time
 
 Pair = tuple[Tensor, Tensor | None]  # left and right; None: right is left
-Part = Callable[[int, int], Tensor]  # (start, stop) -> the vectors of these numbers, in float32 or float64
-PairPart = Callable[[int, int], Pair]
+MakeVectors = Callable[[int, int], Tensor]  # (start, stop) -> the vectors of these numbers, in float32 or float64
+MakePairs = Callable[[int, int], Pair]
 
 
 class Injection:
     """Base of what the functions of this module return: immutable, comparable, picklable; holds no state.
 
     Its matrix of sample n is ``M_n = sum_k left_k right_k^T``; left and right are the same vectors but in some cases of
-    `exact`. A sub-class says in ``_plan`` how many vectors there are and how some of them are made; in ``_pair_plan``
-    likewise for pairs, where they differ from the vectors.
+    `exact`. A sub-class gives the number of vectors and a function that makes some of them in ``_vector_source``; where
+    pairs differ from the vectors, also in ``_pair_source``.
     """
 
     is_random: ClassVar[bool] = False
@@ -82,8 +82,8 @@ class Injection:
                 loss does not add or average, is not convex, or (``sampled``) has no likelihood. An output or a Hessian
                 that is not finite is no error: the vectors of its sample are nan.
         """
-        k, part = self._plan(OutputBatch.of(output, loss, target, None, generator))
-        return part(0, k).to(output.dtype)
+        k, make = self._vector_source(OutputBatch.of(output, loss, target, None, generator))
+        return make(0, k).to(output.dtype)
 
     def chunks(
         self,
@@ -91,7 +91,7 @@ class Injection:
         loss: Loss | None = None,
         target: Any = None,
         *,
-        size: int = CHUNK,
+        size: int = VECTORS_PER_CHUNK,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
         """Yield the vectors ``size`` at a time, so that memory stays bounded: (size or fewer, *output.shape) each.
@@ -103,8 +103,8 @@ class Injection:
             ValueError: ``size`` is less than 1.
         """
         _require_size(size)
-        k, part = self._plan(OutputBatch.of(output, loss, target, None, generator))
-        return (part(start, min(start + size, k)).to(output.dtype) for start in range(0, k, size))
+        k, make = self._vector_source(OutputBatch.of(output, loss, target, None, generator))
+        return (make(start, min(start + size, k)).to(output.dtype) for start in range(0, k, size))
 
     def pairs(
         self,
@@ -113,7 +113,7 @@ class Injection:
         target: Any = None,
         *,
         count: int,
-        size: int = CHUNK,
+        size: int = VECTORS_PER_CHUNK,
         generator: torch.Generator | None = None,
     ) -> Iterator[Pair]:
         """Yield chunks (left, right) of vectors, of which the outer products add up to M_n for every sample n.
@@ -137,8 +137,8 @@ class Injection:
             ValueError: as `vectors`, but for losses that are not convex in `exact`; ``count`` or ``size`` do not fit.
         """
         _require_size(size)
-        k, part = self._pair_plan(OutputBatch.of(output, loss, target, count, generator))
-        return (_as(output.dtype, part(start, min(start + size, k))) for start in range(0, k, size))
+        k, make = self._pair_source(OutputBatch.of(output, loss, target, count, generator))
+        return (_cast_pair(output.dtype, make(start, min(start + size, k))) for start in range(0, k, size))
 
     def number(self, output: Tensor, count: int) -> int:
         """How many vectors `pairs` yields in all."""
@@ -152,14 +152,14 @@ class Injection:
         *,
         count: int,
         generator: torch.Generator | None = None,
-    ) -> Map:
+    ) -> LinearMap:
         """Return z -> M_n z for every sample n, both of shape (k, *output.shape), for any k.
 
         Random vectors are drawn once, here: M_n is the same at every call. Arguments and errors as for `pairs`.
         """
-        place = OutputBatch.of(output, loss, target, count, generator)
-        wide = place.output.dtype
-        apply = self._product(place)
+        batch = OutputBatch.of(output, loss, target, count, generator)
+        wide = batch.output.dtype
+        apply = self._product(batch)
         return lambda z: apply(z.detach().to(wide)).to(z.dtype)
 
     def known_diagonal(
@@ -168,22 +168,22 @@ class Injection:
         """The diagonal of every M_n in the shape of the output, where a formula gives it and M_n is a constant."""
         return None
 
-    def _plan(self, place: OutputBatch) -> tuple[int, Part]:
+    def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
         """Return k, and the function that makes the vectors start..stop of them."""
         raise NotImplementedError
 
-    def _pair_plan(self, place: OutputBatch) -> tuple[int, PairPart]:
+    def _pair_source(self, batch: OutputBatch) -> tuple[int, MakePairs]:
         """Return k, and the function that makes the pairs start..stop of them."""
-        k, part = self._plan(place)
-        return k, lambda start, stop: (part(start, stop), None)
+        k, make = self._vector_source(batch)
+        return k, lambda start, stop: (make(start, stop), None)
 
-    def _product(self, place: OutputBatch) -> Map:
-        k, part = self._pair_plan(place)
-        left, right = part(0, k)
-        flat = place.flat(left), place.flat(left if right is None else right)
+    def _product(self, batch: OutputBatch) -> LinearMap:
+        k, make = self._pair_source(batch)
+        left, right = make(0, k)
+        flat = batch.flat(left), batch.flat(left if right is None else right)
 
         def apply(z: Tensor) -> Tensor:
-            along = torch.einsum("knd,jnd->jkn", flat[1], place.flat(z))
+            along = torch.einsum("knd,jnd->jkn", flat[1], batch.flat(z))
             return torch.einsum("knd,jkn->jnd", flat[0], along).reshape(z.shape)
 
         return apply
@@ -192,7 +192,7 @@ class Injection:
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))  # type: ignore[arg-type]
         return f"{type(self).__name__.lower()}({options})"
 
-    def _needed(self, loss: Loss | None) -> Loss:
+    def _require(self, loss: Loss | None) -> Loss:
         if loss is None:
             raise ValueError(f"{self!r} needs the loss: pass loss= (for an optimizer, KFAC(model, loss=...))")
         return loss
@@ -205,8 +205,8 @@ class Exact(Injection):
     def number(self, output: Tensor, count: int) -> int:
         return output.numel() // count
 
-    def _curvature(self, place: OutputBatch) -> Curvature:
-        return fisher_information(self._needed(place.loss), place.output, place.target, place.count)
+    def _curvature(self, batch: OutputBatch) -> OutputCurvature:
+        return fisher_information(self._require(batch.loss), batch.output, batch.target, batch.count)
 
     def known_diagonal(
         self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int
@@ -214,42 +214,42 @@ class Exact(Injection):
         diagonal = self._curvature(OutputBatch.of(output, loss, target, count, None)).diagonal
         return None if diagonal is None else diagonal()
 
-    def _root(self, place: OutputBatch) -> Map:
-        return hessian_root(self._needed(place.loss), place.output, place.target, place.count)
+    def _root(self, batch: OutputBatch) -> LinearMap:
+        return hessian_root(self._require(batch.loss), batch.output, batch.target, batch.count)
 
-    def _plan(self, place: OutputBatch) -> tuple[int, Part]:
-        root = self._root(place)
-        return self.number(place.output, place.count), lambda start, stop: root(place.basis(start, stop))
+    def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
+        root = self._root(batch)
+        return self.number(batch.output, batch.count), lambda start, stop: root(batch.basis(start, stop))
 
-    def _pair_plan(self, place: OutputBatch) -> tuple[int, PairPart]:
-        curvature = self._curvature(place)
-        k, root = self.number(place.output, place.count), curvature.root
+    def _pair_source(self, batch: OutputBatch) -> tuple[int, MakePairs]:
+        curvature = self._curvature(batch)
+        k, root = self.number(batch.output, batch.count), curvature.root
         if root is not None:
-            return k, lambda start, stop: (root(place.basis(start, stop)), None)
+            return k, lambda start, stop: (root(batch.basis(start, stop)), None)
         product = curvature.product()
 
-        def part(start: int, stop: int) -> Pair:
-            left = place.basis(start, stop)
+        def make(start: int, stop: int) -> Pair:
+            left = batch.basis(start, stop)
             return left, product(left)
 
-        return k, part
+        return k, make
 
-    def _product(self, place: OutputBatch) -> Map:
-        return self._curvature(place).product()
+    def _product(self, batch: OutputBatch) -> LinearMap:
+        return self._curvature(batch).product()
 
 
 @dataclass(frozen=True, repr=False)
-class Curved(Exact):
+class LossHessian(Exact):
     """The Hessian of l_n itself, which `exact` is but for likelihoods where it depends on the label.
 
     It need not be positive semi-definite, so there are pairs and products, and vectors only where a root is known.
     """
 
-    def _curvature(self, place: OutputBatch) -> Curvature:
-        return hessian(self._needed(place.loss), place.output, place.target, place.count)
+    def _curvature(self, batch: OutputBatch) -> OutputCurvature:
+        return hessian(self._require(batch.loss), batch.output, batch.target, batch.count)
 
-    def _root(self, place: OutputBatch) -> Map:
-        root = self._curvature(place).root
+    def _root(self, batch: OutputBatch) -> LinearMap:
+        root = self._curvature(batch).root
         if root is None:
             raise ValueError("the Hessian of this loss has no root that is known: use pairs(), not vectors()")
         return root
@@ -269,13 +269,13 @@ class Random(Injection):
     def number(self, output: Tensor, count: int) -> int:
         return self.k
 
-    def _plan(self, place: OutputBatch) -> tuple[int, Part]:
-        draw, source = self._draws(place), place.generator
+    def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
+        draw, source = self._draws(batch), batch.generator
         if source is None:
-            source = torch.Generator(place.output.device).manual_seed(SEED)
+            source = torch.Generator(batch.output.device).manual_seed(SEED)
         return self.k, lambda start, stop: draw(stop - start, source) / self.k**0.5
 
-    def _draws(self, place: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
+    def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         raise NotImplementedError
 
 
@@ -283,18 +283,18 @@ class Random(Injection):
 class Sampled(Random):
     """See `sampled`."""
 
-    def _draws(self, place: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
-        return likelihood(self._needed(place.loss), place.output, place.target, place.count)
+    def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
+        return label_gradient_sampler(self._require(batch.loss), batch.output, batch.target, batch.count)
 
 
 @dataclass(frozen=True, repr=False)
 class Propagated(Random):
     """See `propagated`."""
 
-    def _draws(self, place: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
-        root = hessian_root(self._needed(place.loss), place.output, place.target, place.count)
-        shape = place.output.shape
-        options: Any = {"dtype": place.output.dtype, "device": place.output.device}
+    def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
+        root = hessian_root(self._require(batch.loss), batch.output, batch.target, batch.count)
+        shape = batch.output.shape
+        options: Any = {"dtype": batch.output.dtype, "device": batch.output.device}
         return lambda k, source: root(torch.randint(2, (k, *shape), generator=source, **options) * 2 - 1)
 
 
@@ -302,10 +302,10 @@ class Propagated(Random):
 class Isotropic(Random):
     """See `isotropic`."""
 
-    def _draws(self, place: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
-        output, loss = place.output, place.loss
+    def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
+        output, loss = batch.output, batch.loss
         ones = torch.ones_like(output)
-        masses = ones if loss is None else term_masses(loss, output, place.target, strict=False, count=place.count)
+        masses = ones if loss is None else term_masses(loss, output, batch.target, strict=False, count=batch.count)
         scale = masses.sqrt()
         options: Any = {"dtype": output.dtype, "device": output.device}
         return lambda k, source: scale * torch.randn(k, *output.shape, generator=source, **options)
@@ -320,13 +320,13 @@ class Empirical(Injection):
     def number(self, output: Tensor, count: int) -> int:
         return 1
 
-    def _plan(self, place: OutputBatch) -> tuple[int, Part]:
-        loss = self._needed(place.loss)
-        if place.target is None:
+    def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
+        loss = self._require(batch.loss)
+        if batch.target is None:
             raise ValueError("empirical() is the gradient of the loss at the target, which is missing: pass target=")
-        point = place.output.requires_grad_()
+        point = batch.output.requires_grad_()
         with torch.enable_grad():
-            losses = per_sample_losses(loss, point, place.target, place.count)
+            losses = per_sample_losses(loss, point, batch.target, batch.count)
             (gradient,) = torch.autograd.grad(losses.sum(), point, materialize_grads=True)
         return 1, lambda start, stop: gradient[None][start:stop]
 
@@ -397,6 +397,6 @@ def _require_size(size: int) -> None:
         raise ValueError(f"size must be at least 1, got {size!r}")
 
 
-def _as(dtype: torch.dtype, pair: Pair) -> Pair:
+def _cast_pair(dtype: torch.dtype, pair: Pair) -> Pair:
     left, right = pair
     return left.to(dtype), None if right is None else right.to(dtype)

@@ -46,7 +46,7 @@ class Likelihood:
         raise NotImplementedError
 
 
-class Diagonal(Likelihood):
+class DiagonalLikelihood(Likelihood):
     """Base of those where H is diagonal, with the square of ``scale`` on it; ``output`` is (N, ...)."""
 
     def __init__(self, output: Tensor, scale: Tensor) -> None:
@@ -88,7 +88,7 @@ class Categorical(Likelihood):
         return self.p.expand(k, *self.p.shape).scatter_add(2, label, self.p.new_full((), -1.0).expand_as(label))
 
 
-class LogProbabilities(Diagonal):
+class LogProbabilities(DiagonalLikelihood):
     """Of log-probabilities (N, C, ...) that add up to one: H = diag(p).
 
     The term is linear in them and has no Hessian of its own. Behind a log-softmax this is the Fisher information of
@@ -108,7 +108,7 @@ class LogProbabilities(Diagonal):
         return nothing.expand(k, *nothing.shape).scatter_add(2, label, signs)
 
 
-class Bernoulli(Diagonal):
+class Bernoulli(DiagonalLikelihood):
     """Of logits: H = p (1 - p)."""
 
     def __init__(self, output: Tensor) -> None:
@@ -119,7 +119,7 @@ class Bernoulli(Diagonal):
         return p - (self.noise(torch.rand, k, generator) < p).to(p.dtype)
 
 
-class BernoulliProbability(Diagonal):
+class BernoulliProbability(DiagonalLikelihood):
     """Of probabilities: H = 1 / (p (1 - p)); 0 where p is 0 or 1, as torch has it."""
 
     is_hessian = False
@@ -134,7 +134,7 @@ class BernoulliProbability(Diagonal):
         return (p - (self.noise(torch.rand, k, generator) < p).to(p.dtype)) / self.divisor
 
 
-class Normal(Diagonal):
+class Normal(DiagonalLikelihood):
     """Of means, with variance 1/2, for which the squared error is the negative logarithm: H = 2."""
 
     def __init__(self, output: Tensor) -> None:
@@ -144,7 +144,7 @@ class Normal(Diagonal):
         return self.scale * self.noise(torch.randn, k, generator)
 
 
-class Poisson(Diagonal):
+class Poisson(DiagonalLikelihood):
     """Of logarithms of rates: H = exp(f)."""
 
     def __init__(self, output: Tensor) -> None:
@@ -155,7 +155,7 @@ class Poisson(Diagonal):
         return rate - draw_counts(rate, k, generator)
 
 
-class PoissonRate(Diagonal):
+class PoissonRate(DiagonalLikelihood):
     """Of rates: H = f / (f + eps)^2, ``eps`` being what the loss adds to the rate inside its logarithm."""
 
     is_hessian = False
@@ -169,7 +169,7 @@ class PoissonRate(Diagonal):
         return (rate - draw_counts(rate, k, generator)) / (rate + self.eps)
 
 
-class NormalHeads(Diagonal):
+class NormalHeads(DiagonalLikelihood):
     """Of means and variances: H = 1/v for a mean and 1/(2 v^2) for a variance v; each (N, d, ...), together dim 1."""
 
     is_hessian = False

@@ -30,13 +30,13 @@ from curvature.losses.likelihoods import Likelihood
 from curvature.losses.output_batch import unit_vectors
 from curvature.losses.per_sample import GaussianNLLLoss, Loss, name_of, per_sample_losses, reduction_of, resolve
 
-Map = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
+LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Draw = Callable[[int, torch.Generator], Tensor]
-CHUNK = 64  # columns of H at a time
+COLUMNS_PER_CHUNK = 64  # columns of H at a time
 
 
 @dataclass(frozen=True)
-class Curvature:
+class OutputCurvature:
     """H at one output.
 
     Attributes:
@@ -45,12 +45,12 @@ class Curvature:
         diagonal: of H, in the shape of the output; None where it takes a product for every entry.
     """
 
-    product: Callable[[], Map]
-    root: Map | None = None
+    product: Callable[[], LinearMap]
+    root: LinearMap | None = None
     diagonal: Callable[[], Tensor] | None = None
 
 
-def fisher_information(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Curvature:
+def fisher_information(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> OutputCurvature:
     """The expected Hessian of l_n where the loss is the negative logarithm of a likelihood, else its Hessian.
 
     Args:
@@ -66,12 +66,12 @@ def fisher_information(loss: Loss, output: Tensor, target: Any = None, count: in
     """
     loss, kind = _resolve(loss)
     if kind is None or kind.likelihood is None:
-        return _differentiated(loss, kind, output, target, count)
+        return _by_differentiating(loss, kind, output, target, count)
     masses = term_masses(loss, output, target, count=count)
     return _of_likelihood(kind.likelihood(loss, output), masses)
 
 
-def hessian(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Curvature:
+def hessian(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> OutputCurvature:
     """The Hessian of l_n. Arguments and errors as for `fisher_information`."""
     loss, kind = _resolve(loss)
     if kind is not None and kind.likelihood is not None:
@@ -79,10 +79,10 @@ def hessian(loss: Loss, output: Tensor, target: Any = None, count: int | None = 
         unit = kind.likelihood(loss, output)
         if unit.is_hessian:
             return _of_likelihood(unit, masses)
-    return _differentiated(loss, kind, output, target, count)
+    return _by_differentiating(loss, kind, output, target, count)
 
 
-def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Map:
+def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> LinearMap:
     """Return eps -> S eps with ``S S^T`` the `fisher_information` of every sample. Arguments and errors as there.
 
     Raises:
@@ -92,10 +92,10 @@ def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | No
     if target is None and _resolve(loss)[1] is None:
         raise _missing_target(loss)
     curvature = fisher_information(loss, output, target, count)
-    return curvature.root or _decomposed(loss, curvature.product(), output, count or len(output))
+    return curvature.root or _root_by_eigh(loss, curvature.product(), output, count or len(output))
 
 
-def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> Map:
+def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> LinearMap:
     """Return u -> H u, H the Hessian of l_n, by differentiating l_n twice; zero where l_n is linear.
 
     The graph is made here, once; a call needs memory for its k vectors.
@@ -132,7 +132,7 @@ def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> Map:
     return product
 
 
-def likelihood(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Draw:
+def label_gradient_sampler(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Draw:
     """Return (k, generator) -> k gradients at labels drawn from the likelihood, independent of each other.
 
     A gradient is that of each term's negative log-likelihood at its own drawn label, times the root of the term's mass:
@@ -197,7 +197,7 @@ def term_masses(
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _LossKind:
     """A torch loss whose terms are entries of the output, or whole columns of classes.
 
     Attributes:
@@ -222,34 +222,34 @@ def _poisson(loss: Any, output: Tensor) -> Likelihood:
 
 
 # By exact type: a subclass may compute something else.
-_ENTRIES = _Kind()
-_KINDS: dict[type, _Kind] = {
-    nn.CrossEntropyLoss: _Kind(
+_ENTRIES = _LossKind()
+_KINDS: dict[type, _LossKind] = {
+    nn.CrossEntropyLoss: _LossKind(
         lambda _, output: likelihoods.Categorical(output),
         classes=True,
         probe=lambda output: (0.0, math.log(output.shape[1])),
         weights=("weight",),
     ),
-    nn.NLLLoss: _Kind(
+    nn.NLLLoss: _LossKind(
         lambda _, output: likelihoods.LogProbabilities(output),
         classes=True,
         probe=lambda _: (-1.0, 1.0),
         weights=("weight",),
     ),
-    nn.BCEWithLogitsLoss: _Kind(
+    nn.BCEWithLogitsLoss: _LossKind(
         lambda _, output: likelihoods.Bernoulli(output),
         probe=lambda _: (0.0, math.log(2)),
         weights=("pos_weight",),
         stand_in=torch.zeros_like,
     ),
-    nn.BCELoss: _Kind(
+    nn.BCELoss: _LossKind(
         lambda _, output: likelihoods.BernoulliProbability(output),
         probe=lambda _: (0.5, math.log(2)),
         stand_in=torch.zeros_like,
     ),
-    nn.MSELoss: _Kind(lambda _, output: likelihoods.Normal(output)),
-    nn.PoissonNLLLoss: _Kind(_poisson),
-    GaussianNLLLoss: _Kind(lambda loss, output: likelihoods.NormalHeads(*loss.heads(output)), heads=True),
+    nn.MSELoss: _LossKind(lambda _, output: likelihoods.Normal(output)),
+    nn.PoissonNLLLoss: _LossKind(_poisson),
+    GaussianNLLLoss: _LossKind(lambda loss, output: likelihoods.NormalHeads(*loss.heads(output)), heads=True),
     nn.L1Loss: _ENTRIES,
     nn.SmoothL1Loss: _ENTRIES,
     nn.HuberLoss: _ENTRIES,
@@ -258,33 +258,35 @@ _KINDS: dict[type, _Kind] = {
 }
 
 
-def _resolve(loss: Loss) -> tuple[Any, _Kind | None]:
+def _resolve(loss: Loss) -> tuple[Any, _LossKind | None]:
     """The loss in the form known here, and its kind: None for any other callable."""
     loss = resolve(loss)
     reduction_of(loss)  # refuses "none"
     return loss, _KINDS.get(type(loss))
 
 
-def _of_likelihood(unit: Likelihood, masses: Tensor) -> Curvature:
+def _of_likelihood(unit: Likelihood, masses: Tensor) -> OutputCurvature:
     scale = masses.sqrt()
-    return Curvature(
+    return OutputCurvature(
         product=lambda: lambda u: masses * unit.product(u),
         root=lambda eps: scale * unit.root(eps),
         diagonal=lambda: masses * unit.diagonal(),
     )
 
 
-def _differentiated(loss: Loss, kind: _Kind | None, output: Tensor, target: Any, count: int | None) -> Curvature:
+def _by_differentiating(
+    loss: Loss, kind: _LossKind | None, output: Tensor, target: Any, count: int | None
+) -> OutputCurvature:
     """By differentiating twice; the root as well where it is known to be diagonal."""
     if target is None and kind is not None:
         raise _missing_target(loss)
     product = functools.partial(hessian_product, loss, output, target, count or len(output))
     if kind is not _ENTRIES:
-        return Curvature(product)
+        return OutputCurvature(product)
     curves = product()(torch.ones_like(output)[None])[0]
     _require_semidefinite(loss, curves)
     scale = curves.clamp(min=0).sqrt()
-    return Curvature(lambda: lambda u: curves * u, lambda eps: scale * eps)
+    return OutputCurvature(lambda: lambda u: curves * u, lambda eps: scale * eps)
 
 
 def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target: Tensor, count: int) -> Tensor:
@@ -305,10 +307,13 @@ def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target
     return (masses / value if value else masses).to(output.dtype)
 
 
-def _decomposed(loss: Loss, product: Map, output: Tensor, count: int) -> Map:
+def _root_by_eigh(loss: Loss, product: LinearMap, output: Tensor, count: int) -> LinearMap:
     """Root of H by its eigenvalues, D x D for every sample, D the entries of its output."""
     size = output.numel() // count
-    columns = [product(unit_vectors(output, count, k, min(k + CHUNK, size))) for k in range(0, size, CHUNK)]
+    columns = [
+        product(unit_vectors(output, count, k, min(k + COLUMNS_PER_CHUNK, size)))
+        for k in range(0, size, COLUMNS_PER_CHUNK)
+    ]
     matrix = torch.cat(columns).reshape(size, count, size).movedim(0, 1)
     finite = matrix.isfinite().all(2).all(1)[:, None, None]
     values, vectors = symmetric_eigh(torch.where(finite, matrix, 0))

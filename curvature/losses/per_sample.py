@@ -85,7 +85,7 @@ class GaussianNLLLoss(nn.Module):
 
     def heads(self, output: Any) -> tuple[Tensor, Tensor]:
         """Mean and variance, the latter at least ``eps``. Errors are those of `forward`."""
-        output = joined(self, output)
+        output = join_heads(self, output)
         if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] % 2:
             found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(
@@ -105,7 +105,7 @@ class GaussianNLLLoss(nn.Module):
         return mean, torch.where(variance < self.eps, passing, variance)
 
 
-def joined(loss: Loss, output: Any) -> Any:
+def join_heads(loss: Loss, output: Any) -> Any:
     """The output as one tensor: a tuple (mean, variance) of `GaussianNLLLoss` is put together along dim 1.
 
     A variance that torch would broadcast to the mean is expanded first. Every other output stays what it is.
@@ -149,16 +149,16 @@ def per_sample_losses(
     output_dim = _sample_dim("output", output, count, output_dim)
     _map_tensors(lambda t: _sample_dim("target", t, count, target_dim), target)
 
-    rule = _RULES.get(type(loss))
+    rule = _REDUCTIONS.get(type(loss))
     if rule is None or not isinstance(target, Tensor):
-        return _one_by_one(loss, output, target, count, output_dim, target_dim)
+        return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
     target_dim %= target.ndim
     if rule.broadcasts and count > 1:
         _refuse_mixing(loss, output, target, output_dim, target_dim)
     dim = rule.dim_of_terms(output, target, output_dim, target_dim)
     if dim is None or getattr(loss, "reduction", "mean") == "batchmean":
         # batchmean divides by the size of dim 0, which is no count of terms
-        return _one_by_one(loss, output, target, count, output_dim, target_dim)
+        return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
 
     terms, mass = _terms(loss, rule, output, target)
     sums = _sum_by_sample(terms, count, dim)
@@ -190,7 +190,7 @@ def sample_masses(
     output_dim = _sample_dim("output", output, count, output_dim)
     _map_tensors(lambda t: _sample_dim("target", t, count, target_dim), target)
     masses = torch.ones(count, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
-    rule = _RULES.get(type(loss))
+    rule = _REDUCTIONS.get(type(loss))
     if rule is None or not mean or getattr(loss, "reduction", "mean") == "batchmean":
         return masses
     mass = rule.mass(loss, target) if rule.mass and isinstance(target, Tensor) else None
@@ -203,13 +203,13 @@ def sample_masses(
 
 def is_entrywise(loss: Loss) -> bool:
     """Whether a torch loss treats every entry of output and target alike, so that their axes may be permuted."""
-    rule = _RULES.get(type(resolve(loss)))
+    rule = _REDUCTIONS.get(type(resolve(loss)))
     plain = getattr(loss, "weight", None) is getattr(loss, "pos_weight", None) is None
-    return type(rule) is _Rule and rule.summed is None and plain
+    return type(rule) is _Reduction and rule.summed is None and plain
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _Reduction:
     """How the terms of a torch loss lie in its output.
 
     Attributes:
@@ -245,7 +245,7 @@ class _Rule:
         return None
 
 
-class _HeadsRule(_Rule):
+class _HeadsReduction(_Reduction):
     """A term for each mean, the first half of dim 1, and its variance, the second."""
 
     def shape_of_terms(self, output: Tensor) -> list[int]:
@@ -270,15 +270,15 @@ def _class_mass(loss: Any, target: Tensor) -> Tensor | None:
 
 
 # By exact type: a subclass may compute something else.
-_ENTRIES = _Rule(None, broadcasts=True)
-_RULES: dict[type, _Rule] = {
-    nn.CrossEntropyLoss: _Rule(1, mass=_class_mass),
-    nn.NLLLoss: _Rule(1, mass=_class_mass),
-    nn.MultiMarginLoss: _Rule(1),
-    nn.MultiLabelMarginLoss: _Rule(1),
-    nn.MultiLabelSoftMarginLoss: _Rule(-1, broadcasts=True),
-    nn.BCELoss: _Rule(None),
-    nn.BCEWithLogitsLoss: _Rule(None),
+_ENTRIES = _Reduction(None, broadcasts=True)
+_REDUCTIONS: dict[type, _Reduction] = {
+    nn.CrossEntropyLoss: _Reduction(1, mass=_class_mass),
+    nn.NLLLoss: _Reduction(1, mass=_class_mass),
+    nn.MultiMarginLoss: _Reduction(1),
+    nn.MultiLabelMarginLoss: _Reduction(1),
+    nn.MultiLabelSoftMarginLoss: _Reduction(-1, broadcasts=True),
+    nn.BCELoss: _Reduction(None),
+    nn.BCEWithLogitsLoss: _Reduction(None),
     nn.MSELoss: _ENTRIES,
     nn.L1Loss: _ENTRIES,
     nn.SmoothL1Loss: _ENTRIES,
@@ -286,7 +286,7 @@ _RULES: dict[type, _Rule] = {
     nn.PoissonNLLLoss: _ENTRIES,
     nn.KLDivLoss: _ENTRIES,
     nn.SoftMarginLoss: _ENTRIES,
-    GaussianNLLLoss: _HeadsRule(None),
+    GaussianNLLLoss: _HeadsReduction(None),
 }
 # With their defaults, these functions are these modules.
 _FUNCTIONS: dict[Any, nn.Module] = {
@@ -307,7 +307,7 @@ _FUNCTIONS: dict[Any, nn.Module] = {
 }
 
 
-def _terms(loss: Any, rule: _Rule, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+def _terms(loss: Any, rule: _Reduction, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the terms of a torch loss, and their masses (None: all 1): a mean is the quotient of the two sums."""
     unreduced = copy.copy(loss)
     unreduced.reduction = "none"
@@ -329,7 +329,7 @@ def _refuse_mixing(loss: Loss, output: Tensor, target: Tensor, output_dim: int, 
         )
 
 
-def _one_by_one(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
+def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
     """Run any callable on every sample alone: at once by ``vmap`` or, where that cannot, one after the other."""
     leaves: list[Tensor] = []
     _map_tensors(leaves.append, target)
@@ -352,13 +352,13 @@ def _one_by_one(loss: Loss, output: Tensor, target: Any, count: int, output_dim:
         assert isinstance(values, Tensor)
         return values
     except Exception:  # whatever a callable does that vmap cannot follow; an error of its own comes back below
-        _note_loop(name_of(loss))
+        _log_loop(name_of(loss))
     samples = zip(*(t.unbind(dim) for t, dim in zip(cut, dims, strict=True)), strict=True)
     return torch.stack([alone(*(t.clone() for t in sample)) for sample in samples])
 
 
 @functools.cache
-def _note_loop(name: str) -> None:
+def _log_loop(name: str) -> None:
     """Log, once for each kind of loss, that it runs in a loop; called while the reason is being handled."""
     _log.info("%s: one sample after the other, because vmap cannot: %s", name, sys.exc_info()[1])
 

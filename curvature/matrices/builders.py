@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.gradients import Loss
-from curvature.losses import Curved, Injection, Random, empirical, exact
+from curvature.losses import Injection, LossHessian, Random, empirical, exact
 from curvature.matrices.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, space_of
 from curvature.matrices.passes import DataSource
@@ -140,7 +140,7 @@ def gauss_newton(
 
     Arguments, errors and operator as for `fisher`. Source: Schraudolph 2002, doi:10.1162/08997660260028683.
     """
-    return fisher(model, loss, data, Curved(), sample_dim=sample_dim, progress=progress)
+    return fisher(model, loss, data, LossHessian(), sample_dim=sample_dim, progress=progress)
 
 
 def empirical_fisher(

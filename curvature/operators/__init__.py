@@ -6,8 +6,8 @@ In: blocks and factors, or a product with vectors. Out: operators with `@`, `sol
 
 from curvature.operators.base import DENSE_LIMIT, Dense, Operator, Scaled, Sum
 from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
-from curvature.operators.conjugate_gradient import conjugate_gradient, truncated
-from curvature.operators.kronecker import EigenKronecker, Kronecker, left, right
+from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
+from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.loading import load
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.space import Space
@@ -26,8 +26,7 @@ __all__ = [
     "Space",
     "Sum",
     "conjugate_gradient",
-    "left",
     "load",
-    "right",
-    "truncated",
+    "truncated_conjugate_gradient",
+    "two_sided",
 ]

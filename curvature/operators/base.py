@@ -12,8 +12,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from curvature.linalg import NotDefinite, cholesky, finite, full_precision, matmul, symmetrised
-from curvature.operators.export import plain, scipy_operator
+from curvature.linalg import NotDefinite, cholesky, full_precision, matmul, require_finite, symmetrize
+from curvature.operators.export import scipy_operator, to_plain_data
 from curvature.operators.space import Space
 
 T = TypeVar("T")
@@ -221,7 +221,7 @@ class Operator(ABC):
         name = type(self).__name__
         if not self.fields:
             raise TypeError(f"a {name} has only products, which cannot be saved: call .materialise() first")
-        return {"structure": name, **{field: plain(getattr(self, field)) for field in self.fields}}
+        return {"structure": name, **{field: to_plain_data(getattr(self, field)) for field in self.fields}}
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the matrix to a file that `load` reads.
@@ -257,7 +257,7 @@ class Dense(Operator):
 
     def __init__(self, space: Space, matrix: Tensor) -> None:
         super().__init__(space)
-        self.matrix = symmetrised(space.kept(matrix, self.shape, "the matrix"), "the matrix")
+        self.matrix = symmetrize(space.kept(matrix, self.shape, "the matrix"), "the matrix")
         self._root: tuple[float, Tensor] | None = None  # the last damping and its Cholesky root
 
     def _matmat(self, V: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ class Scaled(Operator):
 
     def __init__(self, inner: Operator, factor: float, shift: float = 0.0) -> None:
         super().__init__(inner.space)
-        self.inner, self.factor, self.shift = inner, finite(factor), finite(shift)
+        self.inner, self.factor, self.shift = inner, require_finite(factor), require_finite(shift)
 
     def _matmat(self, V: Tensor) -> Tensor:
         product = self.factor * self.inner._matmat(V)
@@ -347,7 +347,7 @@ class Scaled(Operator):
         return self._either(float(damping), by_inner, lambda dense: dense.logdet(damping))
 
     def scaled(self, factor: float) -> Operator:
-        return Scaled(self.inner, self.factor * finite(factor), self.shift * factor)
+        return Scaled(self.inner, self.factor * require_finite(factor), self.shift * factor)
 
     def damped(self, damping: float) -> Operator:
         return Scaled(self.inner, self.factor, self.shift + damping)

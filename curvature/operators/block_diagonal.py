@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from curvature.linalg import damped_values, finite
+from curvature.linalg import damp_eigenvalues, require_finite
 from curvature.operators.base import Operator
 from curvature.operators.space import Space
 
@@ -30,7 +30,7 @@ class Diagonal(Operator):
         self.values = space.kept(values, (space.size,), "the diagonal")
 
     def _damped(self, damping: float) -> Tensor:
-        return damped_values(self.values, torch.zeros_like(self.values), damping, repr(self))
+        return damp_eigenvalues(self.values, torch.zeros_like(self.values), damping, repr(self))
 
     def _matmat(self, V: Tensor) -> Tensor:
         return self.values[:, None] * V
@@ -58,10 +58,10 @@ class Diagonal(Operator):
         return self._damped(float(damping)).log().sum()
 
     def scaled(self, factor: float) -> Operator:
-        return Diagonal(self.space, finite(factor) * self.values)
+        return Diagonal(self.space, require_finite(factor) * self.values)
 
     def damped(self, damping: float) -> Operator:
-        return Diagonal(self.space, self.values + finite(damping))
+        return Diagonal(self.space, self.values + require_finite(damping))
 
 
 class BlockDiagonal(Operator):

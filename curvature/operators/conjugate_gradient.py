@@ -11,8 +11,11 @@ from torch import Tensor
 from curvature.operators.base import Operator
 
 Preconditioner = Operator | Callable[[Tensor], Tensor]
-PROGRESS, WINDOW = 5e-4, 10  # relative progress per iteration that ends it, over the last so many or a tenth of all
-MOST = 250  # iterations
+MIN_PROGRESS, PROGRESS_WINDOW = (
+    5e-4,
+    10,
+)  # relative progress per iteration that ends it, over the last so many or a tenth of all
+MAX_ITERATIONS = 250  # iterations
 
 
 @overload
@@ -69,10 +72,10 @@ def conjugate_gradient(
     """
     rtol = (1e-10 if op.space.dtype == torch.float64 else 1e-4) if rtol is None else rtol
     limit = min(10 * op.space.size, 5000) if max_iter is None else max_iter
-    return op.by_columns(lambda V: _solve(op, V, float(damping), _applied(preconditioner), rtol, limit), v)
+    return op.by_columns(lambda V: _solve(op, V, float(damping), _as_function(preconditioner), rtol, limit), v)
 
 
-def _applied(preconditioner: Preconditioner | None) -> Callable[[Tensor], Tensor]:
+def _as_function(preconditioner: Preconditioner | None) -> Callable[[Tensor], Tensor]:
     if preconditioner is None:
         return lambda V: V
     return preconditioner.__matmul__ if isinstance(preconditioner, Operator) else preconditioner
@@ -143,7 +146,7 @@ def _round(
     return x, limit
 
 
-def truncated(
+def truncated_conjugate_gradient(
     product: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, precondition: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, int]:
     """``M x = right`` by conjugate gradients, as far as pays, and the number of iterations.
@@ -156,7 +159,7 @@ def truncated(
     z = precondition(rest)
     direction, inner = z, rest @ z
     values: list[float] = []
-    for k in range(1, MOST + 1):
+    for k in range(1, MAX_ITERATIONS + 1):
         if not float(inner) > 0:
             break
         image = product(direction)
@@ -164,8 +167,8 @@ def truncated(
         x = x + length * direction
         rest = rest - length * image
         values.append(float(-(x @ (right + rest)) / 2))
-        window = max(WINDOW, k // 10)
-        if k > window and values[-1] < 0 and values[-1] - values[-1 - window] > window * PROGRESS * values[-1]:
+        window = max(PROGRESS_WINDOW, k // 10)
+        if k > window and values[-1] < 0 and values[-1] - values[-1 - window] > window * MIN_PROGRESS * values[-1]:
             break
         z = precondition(rest)
         last, inner = inner, rest @ z

@@ -13,10 +13,10 @@ from torch import Tensor
 from curvature.operators.space import Space
 
 
-def plain(value: Any) -> Any:
+def to_plain_data(value: Any) -> Any:
     """Tensors, numbers, strings and lists or dicts of them for what an operator is made of; of a dict the values."""
     if isinstance(value, Tensor):
-        return compact(value)
+        return copy_if_view(value)
     if hasattr(value, "state"):
         return value.state()
     if dataclasses.is_dataclass(value):
@@ -24,10 +24,10 @@ def plain(value: Any) -> Any:
         return {"structure": type(value).__name__, **fields}
     if isinstance(value, Mapping):
         value = list(value.values())
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return [to_plain_data(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def compact(tensor: Tensor) -> Tensor:
+def copy_if_view(tensor: Tensor) -> Tensor:
     """The tensor without the rest of a storage that it is a view of, which a file would hold too."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()

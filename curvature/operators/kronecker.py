@@ -11,27 +11,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvature.linalg import damped_values, finite, matmul, rounding_of, symmetric_eigh, symmetrised
+from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, matmul, require_finite, symmetric_eigh, symmetrize
 from curvature.operators.base import Operator
 from curvature.operators.space import Space
 from curvature.terms import AffineLayout
 
 
-def left(matrix: Tensor | None, x: Tensor) -> Tensor:
-    """``matrix @ x`` for x (*batch, g, o, i) and a matrix (g, o, o), its diagonal (g, o), or None for the identity."""
-    if matrix is None:
-        return x
-    return matrix[..., None] * x if matrix.ndim == 2 else matmul(matrix, x)
+def two_sided(left: Tensor | None, x: Tensor, right: Tensor | None) -> Tensor:
+    """``left @ x @ right`` for x (*batch, g, o, i); a side is (g, d, d), its diagonal (g, d), or None for identity."""
+    if left is not None:
+        x = left[..., None] * x if left.ndim == 2 else matmul(left, x)
+    if right is not None:
+        x = x * right[:, None, :] if right.ndim == 2 else matmul(x, right)
+    return x
 
 
-def right(x: Tensor, matrix: Tensor | None) -> Tensor:
-    """``x @ matrix`` for a matrix (g, i, i), its diagonal (g, i), or None for the identity."""
-    if matrix is None:
-        return x
-    return x * matrix[:, None, :] if matrix.ndim == 2 else matmul(x, matrix)
-
-
-class Arranged(Operator):
+class LayerOperator(Operator):
     """A matrix that acts on the parameters of one layer, arranged as (g, o, i).
 
     Args:
@@ -58,14 +53,14 @@ class Arranged(Operator):
         """One factor, checked: (g, size, size), or (g, size) where it is diagonal."""
         if matrix.ndim == 2:
             return self.space.kept(matrix, (self.sides[0], size), what)
-        return symmetrised(self.space.kept(matrix, (self.sides[0], size, size), what), what)
+        return symmetrize(self.space.kept(matrix, (self.sides[0], size, size), what), what)
 
-    def _arranged(self, V: Tensor) -> Tensor:
+    def _to_matrices(self, V: Tensor) -> Tensor:
         """Columns (P, c) to (c, g, o, i)."""
         return self.arrangement.to_matrices(list(self.space.split(V.T).values()))
 
-    def _flat(self, X: Tensor) -> Tensor:
-        """The inverse of `_arranged`."""
+    def _to_columns(self, X: Tensor) -> Tensor:
+        """The inverse of `_to_matrices`."""
         return torch.cat([part.flatten(1) for part in self.arrangement.from_matrices(X)], 1).T
 
     def _shown(self, name: str, matrix: Tensor | None, size: int) -> str:
@@ -73,7 +68,7 @@ class Arranged(Operator):
         return f"{name} {kind}"
 
 
-class EigenKronecker(Arranged):
+class EigenKronecker(LayerOperator):
     """``Q diag(values) Q^T`` with ``Q = kron(U_B, U_A)`` per group (EKFAC, arXiv:1806.03884).
 
     Args:
@@ -108,7 +103,7 @@ class EigenKronecker(Arranged):
         if rounding is None:
             mixed = [dim for dim, U in ((1, self.row_vectors), (2, self.column_vectors)) if U is not None]
             largest = self.values.abs().amax(mixed, keepdim=True) if mixed else torch.zeros_like(self.values)
-            rounding = rounding_of(largest).expand(self.sides)
+            rounding = eigenvalue_rounding(largest).expand(self.sides)
         self.rounding = space.kept(rounding, self.sides, "rounding")
 
     def _vectors(self, vectors: Tensor | None, what: str, size: int) -> Tensor | None:
@@ -123,17 +118,17 @@ class EigenKronecker(Arranged):
 
     def _spectral(self, V: Tensor, values: Tensor) -> Tensor:
         """``Q diag(values) Q^T V`` for columns (P, c)."""
-        rows, columns = self.row_vectors, self.column_vectors
-        inner = right(left(None if rows is None else rows.mT, self._arranged(V)), columns)
-        return self._back(values * inner)
+        rows = self.row_vectors
+        inner = two_sided(None if rows is None else rows.mT, self._to_matrices(V), self.column_vectors)
+        return self._rotate_back(values * inner)
 
-    def _back(self, X: Tensor) -> Tensor:
+    def _rotate_back(self, X: Tensor) -> Tensor:
         """``Q x`` for (c, g, o, i), as columns (P, c)."""
         columns = self.column_vectors
-        return self._flat(right(left(self.row_vectors, X), None if columns is None else columns.mT))
+        return self._to_columns(two_sided(self.row_vectors, X, None if columns is None else columns.mT))
 
     def _damped(self, damping: float) -> Tensor:
-        return damped_values(self.values, self.rounding, damping, repr(self))
+        return damp_eigenvalues(self.values, self.rounding, damping, repr(self))
 
     def _with(self, values: Tensor, rounding: Tensor) -> EigenKronecker:
         """The same basis with other eigenvalues."""
@@ -145,11 +140,12 @@ class EigenKronecker(Arranged):
 
     def diagonal(self) -> Tensor:
         rows, columns = self.row_vectors, self.column_vectors
-        squares = right(
-            left(None if rows is None else rows.square(), self.values[None]),
+        squares = two_sided(
+            None if rows is None else rows.square(),
+            self.values[None],
             None if columns is None else columns.square().mT,
         )
-        return self._flat(squares)[:, 0]
+        return self._to_columns(squares)[:, 0]
 
     def trace(self) -> Tensor:
         return self.values.sum()
@@ -162,7 +158,7 @@ class EigenKronecker(Arranged):
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         noise = Z.T.reshape(-1, *self.sides)  # independent normal entries: their order does not matter
-        return self._back(noise / self._damped(damping).sqrt())
+        return self._rotate_back(noise / self._damped(damping).sqrt())
 
     def inverse(self, damping: float = 0.0) -> Operator:
         values = 1 / self._damped(float(damping))
@@ -172,10 +168,10 @@ class EigenKronecker(Arranged):
         return self._damped(float(damping)).log().sum()
 
     def scaled(self, factor: float) -> Operator:
-        return self._with(finite(factor) * self.values, abs(factor) * self.rounding)
+        return self._with(require_finite(factor) * self.values, abs(factor) * self.rounding)
 
     def damped(self, damping: float) -> Operator:
-        return self._with(self.values + finite(damping), self.rounding)
+        return self._with(self.values + require_finite(damping), self.rounding)
 
     def _details(self) -> list[str]:
         groups, outputs, inputs = self.sides
@@ -183,7 +179,7 @@ class EigenKronecker(Arranged):
         return [f"{groups} groups", rows, self._shown("columns", self.column_vectors, inputs)]
 
 
-class Kronecker(Arranged):
+class Kronecker(LayerOperator):
     """``kron(B, A)`` per group (KFAC, arXiv:1503.05671). What needs more than products goes by eigenvalues, exactly.
 
     Args:
@@ -219,8 +215,8 @@ class Kronecker(Arranged):
     def eigen(self) -> EigenKronecker:
         """The same matrix in its eigenbasis, decomposed at first use."""
         if self._eigen is None:
-            row_values, row_rounding, row_vectors = _decomposed(self.rows)
-            values, rounding, vectors = _decomposed(self.columns)
+            row_values, row_rounding, row_vectors = _eigendecompose(self.rows)
+            values, rounding, vectors = _eigendecompose(self.columns)
             products = row_values[:, :, None] * values[:, None, :]
             # Each factor's rounding times the other's value, which is far less than that of the largest product.
             unsure = (
@@ -230,7 +226,7 @@ class Kronecker(Arranged):
         return self._eigen
 
     def _matmat(self, V: Tensor) -> Tensor:
-        return self._flat(right(left(self.rows, self._arranged(V)), self.columns))
+        return self._to_columns(two_sided(self.rows, self._to_matrices(V), self.columns))
 
     def to_dense(self) -> Tensor:
         self._allow_dense()
@@ -244,7 +240,7 @@ class Kronecker(Arranged):
 
     def diagonal(self) -> Tensor:
         rows, columns = _diagonal(self.rows), _diagonal(self.columns)
-        return self._flat((rows[:, :, None] * columns[:, None, :])[None])[:, 0]
+        return self._to_columns((rows[:, :, None] * columns[:, None, :])[None])[:, 0]
 
     def trace(self) -> Tensor:
         return (_diagonal(self.rows).sum(1) * _diagonal(self.columns).sum(1)).sum()
@@ -265,7 +261,7 @@ class Kronecker(Arranged):
         return self.eigen.logdet(damping)
 
     def scaled(self, factor: float) -> Operator:
-        return Kronecker(self.space, self.arrangement, finite(factor) * self.rows, self.columns)
+        return Kronecker(self.space, self.arrangement, require_finite(factor) * self.rows, self.columns)
 
     def damped(self, damping: float) -> Operator:
         return self.eigen.damped(damping)
@@ -284,8 +280,8 @@ class Kronecker(Arranged):
         means = [_diagonal(side).mean(1) for side in (self.columns, self.rows)]
         positive = (means[0] > 0) & (means[1] > 0)
         pi = torch.where(positive, means[0] / means[1], torch.ones_like(means[0])).sqrt()[:, None]
-        rows = _shifted(self.rows, damping**0.5 / pi)
-        return Kronecker(self.space, self.arrangement, rows, _shifted(self.columns, damping**0.5 * pi))
+        rows = _shift_diagonal(self.rows, damping**0.5 / pi)
+        return Kronecker(self.space, self.arrangement, rows, _shift_diagonal(self.columns, damping**0.5 * pi))
 
     def _details(self) -> list[str]:
         groups, outputs, inputs = self.sides
@@ -297,15 +293,15 @@ def _diagonal(side: Tensor) -> Tensor:
     return side if side.ndim == 2 else side.diagonal(dim1=1, dim2=2)
 
 
-def _shifted(side: Tensor, shift: Tensor) -> Tensor:
+def _shift_diagonal(side: Tensor, shift: Tensor) -> Tensor:
     """A factor with (g, 1) added to its diagonal."""
     return side + (shift if side.ndim == 2 else shift.expand(side.shape[:2]).diag_embed())
 
 
-def _decomposed(side: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _eigendecompose(side: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Eigenvalues (g, d), their rounding (g, d), and eigenvectors, None where the factor is diagonal."""
     if side.ndim == 2:
         return side, torch.zeros_like(side), None
     values, vectors = symmetric_eigh(side)
-    rounding = rounding_of(values.abs().amax(1, keepdim=True)).expand(values.shape)
+    rounding = eigenvalue_rounding(values.abs().amax(1, keepdim=True)).expand(values.shape)
     return values, rounding, vectors

@@ -24,32 +24,32 @@ def load(path: str | PathLike[str], device: torch.device | str | None = None) ->
     Raises:
         ValueError: the file holds no matrix that this version knows.
     """
-    found = _restored(torch.load(path, map_location=device, weights_only=True), device)
+    found = _restore(torch.load(path, map_location=device, weights_only=True), device)
     if not isinstance(found, Operator):
         raise ValueError(f"{path} holds no matrix saved by Operator.save")
     return found
 
 
-def _restored(value: Any, device: torch.device | str | None) -> Any:
+def _restore(value: Any, device: torch.device | str | None) -> Any:
     """The inverse of `plain`."""
     if isinstance(value, list):
-        return [_restored(item, device) for item in value]
+        return [_restore(item, device) for item in value]
     if not isinstance(value, dict):
         return value
-    fields = {key: _restored(item, device) for key, item in value.items() if key != "structure"}
+    fields = {key: _restore(item, device) for key, item in value.items() if key != "structure"}
     if "structure" not in value:
         return fields
     if value["structure"] == "Space":
         return Space.restore(fields, device)
-    kinds = {**_kinds(Operator), "AffineLayout": AffineLayout}
+    kinds = {**_restorable(Operator), "AffineLayout": AffineLayout}
     if value["structure"] not in kinds:
         raise ValueError(f"unknown structure {value['structure']!r} of a matrix; known are {sorted(kinds)}")
     return kinds[value["structure"]](**fields)
 
 
-def _kinds(kind: Any) -> dict[str, Any]:
+def _restorable(kind: Any) -> dict[str, Any]:
     """The sub-classes that can be restored, by name."""
     found = {sub.__name__: sub for sub in kind.__subclasses__() if sub.fields}
     for sub in kind.__subclasses__():
-        found |= _kinds(sub)
+        found |= _restorable(sub)
     return found

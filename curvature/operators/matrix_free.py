@@ -10,7 +10,7 @@ from curvature.operators.base import Operator
 from curvature.operators.conjugate_gradient import conjugate_gradient
 from curvature.operators.space import Space
 
-DIRECT = 2000  # rows up to which a solve builds the matrix
+MAX_DIRECT_SIZE = 2000  # rows up to which a solve builds the matrix
 
 
 class MatrixFree(Operator):
@@ -55,12 +55,12 @@ class MatrixFree(Operator):
         return super().trace() if self._known_trace is None else self._known_trace()
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        if self.space.size <= DIRECT:
+        if self.space.size <= MAX_DIRECT_SIZE:
             return super()._solve(V, damping)
         return conjugate_gradient(self, V, damping)
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        if self.space.size <= DIRECT:
+        if self.space.size <= MAX_DIRECT_SIZE:
             return super().inverse(damping)
         return Inverse(self, damping)
 

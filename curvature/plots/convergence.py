@@ -15,20 +15,20 @@ from torch import Tensor
 from curvature.estimators import Estimate
 from curvature.operators import Operator
 from curvature.plots.style import (
-    UNIT,
+    CURVATURE_UNIT,
     Array,
-    hidden,
-    label_with,
+    axes_or_new,
+    describe_hidden,
+    label_with_note,
     legend,
-    line_of_numbers,
+    line_style,
     log_scale,
-    look,
-    named,
-    numbers,
-    one_axes,
+    require_mapping,
+    to_array,
+    to_vector,
 )
 
-MOST_TICKS = 10  # numbers that have room below an axis
+MAX_TICKS = 10  # numbers that have room below an axis
 Matrix = Operator | Tensor | Mapping[str, Tensor]
 
 
@@ -53,17 +53,17 @@ def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None
         ValueError: nothing to draw, numbers of vectors that are not positive, or negative errors; `exact` is zero or
             not finite, or of another shape.
     """
-    items = named(estimates, "estimates", "{name: {k: estimates}}").items()
-    error_of = _given if exact is None else _distance_to(exact)
+    items = require_mapping(estimates, "estimates", "{name: {k: estimates}}").items()
+    error_of = _given_errors if exact is None else _distance_to(exact)
     table = {str(name): _by_count(str(name), rows, error_of) for name, rows in items}
-    ax = one_axes(ax)
+    ax = axes_or_new(ax)
     heights: list[float] = []  # errors times sqrt(k): the same for all k where an error falls as 1/sqrt(k)
     for index, (name, rows) in enumerate(table.items()):
         shown = {k: row[np.isfinite(row) & (row > 0)] for k, row in rows.items()}
         points = {k: (np.median(row), row.min(), row.max()) for k, row in shown.items() if row.size}
         middle, low, high = np.array(list(points.values())).reshape(-1, 3).T
-        label = label_with(name, hidden(np.concatenate(list(rows.values()))))
-        (line,) = ax.plot(list(points), middle, **look(index), marker="o", markersize=4, label=label)
+        label = label_with_note(name, describe_hidden(np.concatenate(list(rows.values()))))
+        (line,) = ax.plot(list(points), middle, **line_style(index), marker="o", markersize=4, label=label)
         if any(row.size > 1 for row in shown.values()):
             ax.fill_between(list(points), low, high, color=line.get_color(), alpha=0.2, lw=0)
         heights += [error * math.sqrt(k) for k, error in zip(points, middle, strict=True)]
@@ -74,7 +74,7 @@ def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None
     ylabel = "error" if exact is None else "relative error (Frobenius)"
     log_scale(ax, "x", "y")
     ax.set(xlabel="number of vectors k", ylabel=ylabel)
-    if len(counts) <= MOST_TICKS:
+    if len(counts) <= MAX_TICKS:
         ax.set_xticks(counts, [f"{k:g}" for k in counts])
         ax.xaxis.set_minor_locator(NullLocator())
     ax.grid(True, which="major", alpha=0.3)
@@ -87,7 +87,7 @@ def drift(
     epochs: Any = None,
     ax: Axes | None = None,
     *,
-    quantity: str = f"largest eigenvalue {UNIT}",
+    quantity: str = f"largest eigenvalue {CURVATURE_UNIT}",
 ) -> Axes:
     """A number of each of several matrices over the epochs, such as the trace or the largest eigenvalue, on a log axis.
 
@@ -106,12 +106,12 @@ def drift(
         TypeError: no dict of numbers: of a matrix, give its trace or another number of it.
         ValueError: nothing to draw, or different numbers of values and epochs.
     """
-    items = named(values, "values", "{matrix: [number at every epoch]}").items()
-    lines = {str(name): line_of_numbers(found, str(name)) for name, found in items}
+    items = require_mapping(values, "values", "{matrix: [number at every epoch]}").items()
+    lines = {str(name): to_vector(found, str(name)) for name, found in items}
     x = _epochs({name: line.size for name, line in lines.items()}, epochs)
-    ax = one_axes(ax)
+    ax = axes_or_new(ax)
     for index, (name, line) in enumerate(lines.items()):
-        label = label_with(name, hidden(line))
+        label = label_with_note(name, describe_hidden(line))
         _draw_epochs(ax, index, x, np.where(np.isfinite(line) & (line > 0), line, np.nan), label)
     log_scale(ax, "y")
     ax.set_ylabel(quantity)
@@ -140,7 +140,7 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
         TypeError: something else than a dict of lists of matrices.
         ValueError: less than two names, different numbers or shapes of matrices, or too large to be made dense.
     """
-    items = named(matrices, "matrices", "{name: [matrix at every epoch]}").items()
+    items = require_mapping(matrices, "matrices", "{name: [matrix at every epoch]}").items()
     if len(items) < 2:
         raise ValueError(f"matrices: expected at least two to compare, found {', '.join(map(str, matrices))} only")
     for name, found in items:
@@ -155,11 +155,11 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
         directions = {name: _direction(found[epoch], f"{name} at {epoch}", first[epoch]) for name, found in items}
         for pair, (one, other) in names.items():
             angles[pair].append(_angle(directions[one], directions[other], pair))
-    ax = one_axes(ax)
+    ax = axes_or_new(ax)
     for index, (pair, found) in enumerate(angles.items()):
         missing = int(np.isnan(found).sum())
         note = f"{missing} of a matrix that is zero or not finite" if missing else ""
-        _draw_epochs(ax, index, x, np.array(found), label_with(pair, note))
+        _draw_epochs(ax, index, x, np.array(found), label_with_note(pair, note))
     ax.set(ylabel="angle between matrices [degrees]")
     ax.set_ylim(bottom=-0.03 * ax.get_ylim()[1])  # so that a line at zero is not cut in half
     legend(ax)
@@ -169,8 +169,8 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
 def _by_count(name: str, rows: Any, error_of: Callable[[Any, str], Array]) -> dict[float, Array]:
     """The errors of one estimator by number of vectors, ascending."""
     found: dict[float, Array] = {}
-    for k, row in named(rows, name, "{k: estimates}").items():
-        (count,) = numbers([k], f"{name}: number of vectors")
+    for k, row in require_mapping(rows, name, "{k: estimates}").items():
+        (count,) = to_array([k], f"{name}: number of vectors")
         if not (count > 0 and math.isfinite(count)):
             raise ValueError(f"{name}: expected positive numbers of vectors, found {k}")
         found[float(count)] = errors = np.atleast_1d(error_of(row, f"{name}, k={k}")).flatten()
@@ -179,10 +179,10 @@ def _by_count(name: str, rows: Any, error_of: Callable[[Any, str], Array]) -> di
     return dict(sorted(found.items()))
 
 
-def _given(row: Any, what: str) -> Array:
+def _given_errors(row: Any, what: str) -> Array:
     if isinstance(row, Mapping | Operator | Estimate):
         raise TypeError(f"{what}: expected errors, found {type(row).__name__}: to have them computed, give exact=")
-    return numbers(row, what)
+    return to_array(row, what)
 
 
 def _distance_to(exact: Any) -> Callable[[Any, str], Array]:
@@ -209,7 +209,7 @@ def _epochs(lengths: Mapping[str, int], epochs: Any) -> Array:
         ValueError: different numbers of them.
     """
     different = len(set(lengths.values())) > 1
-    x = np.arange(max(lengths.values()), dtype=np.float64) if epochs is None else line_of_numbers(epochs, "epochs")
+    x = np.arange(max(lengths.values()), dtype=np.float64) if epochs is None else to_vector(epochs, "epochs")
     if different or x.size not in lengths.values() or not x.size:
         counts = ", ".join(f"{count} for {name}" for name, count in lengths.items())
         given = "" if epochs is None else f" and {x.size} epochs"
@@ -218,7 +218,7 @@ def _epochs(lengths: Mapping[str, int], epochs: Any) -> Array:
 
 
 def _draw_epochs(ax: Axes, index: int, x: Array, y: Array, label: str) -> None:
-    ax.plot(x, y, **look(index), marker="o" if x.size < 50 else None, markersize=4, label=label)
+    ax.plot(x, y, **line_style(index), marker="o" if x.size < 50 else None, markersize=4, label=label)
     ax.set_xlabel("epoch")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(True, which="major", alpha=0.3)
@@ -236,7 +236,7 @@ def _entries(matrix: Any, what: str, like: Any = None) -> Array:
         parts = [matrix[name] for name in names]
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise TypeError(f"{what}: expected an operator, a tensor or a dict of tensors, found {type(matrix).__name__}")
-    return np.concatenate([numbers(part, what).flatten() for part in parts])
+    return np.concatenate([to_array(part, what).flatten() for part in parts])
 
 
 def _require_one_shape(one: Array, other: Array, what: str) -> None:

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from curvature.operators import Kronecker, Operator
-from curvature.plots.style import COLOURS, UNIT, Array, grid_of_axes, layers_of, numbers, one_axes, spans_of
+from curvature.plots.style import COLOURS, CURVATURE_UNIT, Array, axes_grid, axes_or_new, layers_of, spans_of, to_array
 
-MAP = "RdBu_r"
-FAINTEST = 1e-2  # of the largest entry: where the logarithmic part of a colour scale ends
-CLOSEST = 0.05  # of the side of a picture: names of layers nearer than that would overlap
-MOST_POINTS = 2000  # along a side of a picture, more than a screen shows
-MOST_GROUPS = 16  # of a layer, whose factors can still be told apart
-MOST_LAYERS = 40  # in one figure
+COLOUR_MAP = "RdBu_r"
+LINEAR_THRESHOLD = 1e-2  # of the largest entry: where the logarithmic part of a colour scale ends
+MIN_LABEL_GAP = 0.05  # of the side of a picture: names of layers nearer than that would overlap
+MAX_POINTS = 2000  # along a side of a picture, more than a screen shows
+MAX_GROUPS = 16  # of a layer, whose factors can still be told apart
+MAX_LAYERS = 40  # in one figure
 
 
 def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
@@ -45,7 +45,7 @@ def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
         ValueError: not of two dimensions, entries that are not finite, or too large to be made dense.
     """
     entries = _entries(M, "M")
-    ax = one_axes(ax)
+    ax = axes_or_new(ax)
     image = _image(ax, entries, _logarithmic(_largest(entries)))
     _name_layers(ax, M)
     ax.figure.colorbar(image, ax=ax, label=_label(M))
@@ -73,12 +73,12 @@ def factors(kfac: Operator, layer: str | None = None, ax: Any = None) -> NDArray
             layers for one figure.
     """
     chosen, left_out = _with_factors(kfac, layer)
-    if ax is None and len(chosen) > MOST_LAYERS:
+    if ax is None and len(chosen) > MAX_LAYERS:
         raise ValueError(
-            f"{len(chosen)} layers are more than the {MOST_LAYERS} that fit into one figure: choose with layer=, which "
+            f"{len(chosen)} layers are more than the {MAX_LAYERS} that fit into one figure: choose with layer=, which "
             "may be a module that holds several, or give axes"
         )
-    axes = grid_of_axes(ax, list(chosen), ["A", "B"])
+    axes = axes_grid(ax, list(chosen), ["A", "B"])
     for name, block, pair in zip(chosen, chosen.values(), axes, strict=True):
         _draw_factor(pair[0], block.A, f"{name}: A", "input", "[activation²]")
         _draw_factor(pair[1], block.B, f"{name}: B", "output", "[loss / output²]")
@@ -115,7 +115,7 @@ def comparison(exact: Operator | Tensor, approximation: Operator | Tensor, ax: A
     distance = np.linalg.norm(difference)
     error = f"relative error {distance / norm:.3g}" if norm else f"error {distance:.3g}, exact is zero"
     titles = ["exact", "approximation", f"approximation - exact\n{error} (Frobenius)"]
-    axes = grid_of_axes(ax, ["matrix"], ["exact", "approximation", "difference"], (3.2, 4.1))[0]
+    axes = axes_grid(ax, ["matrix"], ["exact", "approximation", "difference"], (3.2, 4.1))[0]
     if len({item.figure for item in axes}) > 1:
         raise ValueError("ax: expected axes of one figure, which share a colour scale, found several figures")
     named = exact if isinstance(exact, Operator) else approximation
@@ -132,7 +132,7 @@ def _entries(M: Operator | Tensor, what: str) -> Array:
     """The matrix as an array, checked; `what` names it in errors."""
     if not isinstance(M, Operator | Tensor):
         raise TypeError(f"{what}: expected an operator of curvature or a tensor, found {type(M).__name__}")
-    entries = numbers(M.to_dense() if isinstance(M, Operator) else M, what)
+    entries = to_array(M.to_dense() if isinstance(M, Operator) else M, what)
     if entries.ndim != 2 or not entries.size:
         raise ValueError(f"{what}: expected a matrix, found shape {entries.shape}")
     if not np.isfinite(entries).all():
@@ -141,7 +141,7 @@ def _entries(M: Operator | Tensor, what: str) -> Array:
 
 
 def _label(M: Operator | Tensor) -> str:
-    return f"entry {UNIT}" if isinstance(M, Operator) else "entry"
+    return f"entry {CURVATURE_UNIT}" if isinstance(M, Operator) else "entry"
 
 
 def _largest(entries: Array) -> float:
@@ -154,14 +154,14 @@ def _image(ax: Axes, entries: Array, norm: Normalize) -> AxesImage:
     # Where a picture has less points than the matrix, a point is the mean of entries, not of their colours.
     rows, columns = entries.shape
     corners = (-0.5, columns - 0.5, rows - 0.5, -0.5)
-    return ax.imshow(_thinned(entries), cmap=MAP, norm=norm, interpolation_stage="data", extent=corners)
+    return ax.imshow(_downsample(entries), cmap=COLOUR_MAP, norm=norm, interpolation_stage="data", extent=corners)
 
 
-def _thinned(entries: Array) -> Array:
-    """Means over neighbours where a side is longer than `MOST_POINTS`, since matplotlib copies what it draws."""
+def _downsample(entries: Array) -> Array:
+    """Means over neighbours where a side is longer than `MAX_POINTS`, since matplotlib copies what it draws."""
     for axis, size in enumerate(entries.shape):
-        if size > MOST_POINTS:
-            edges = np.arange(MOST_POINTS) * size // MOST_POINTS
+        if size > MAX_POINTS:
+            edges = np.arange(MAX_POINTS) * size // MAX_POINTS
             counts = np.diff(edges, append=size)
             entries = np.add.reduceat(entries, edges, axis) / (counts if axis else counts[:, None])
     return entries
@@ -175,7 +175,7 @@ def _linear(largest: float) -> Normalize:
 def _logarithmic(largest: float) -> Normalize:
     """Likewise; the entries of curvature matrices span many decades, of which a linear scale shows one."""
     limit = largest or 1.0
-    return SymLogNorm(limit * FAINTEST, vmin=-limit, vmax=limit, base=10)
+    return SymLogNorm(limit * LINEAR_THRESHOLD, vmin=-limit, vmax=limit, base=10)
 
 
 def _boundaries(ax: Axes, sizes: Sequence[int]) -> None:
@@ -195,7 +195,7 @@ def _name_layers(ax: Axes, M: Operator | Tensor, rows: bool = True) -> None:
     places: dict[str, float] = {}
     for k in sorted(range(len(spans)), key=lambda k: -sizes[k]):
         place = float(ends[k] - sizes[k] / 2 - 0.5)
-        if all(abs(place - other) >= CLOSEST * ends[-1] for other in places.values()):
+        if all(abs(place - other) >= MIN_LABEL_GAP * ends[-1] for other in places.values()):
             places[spans[k][0]] = place
     ticks, names = list(places.values()), list(places)
     kind = "layer" if set(names) - set(M.space.names) else "parameter"
@@ -229,8 +229,8 @@ def _draw_factor(ax: Axes, factor: Tensor, title: str, index: str, unit: str) ->
     """A factor (g, d, d), or (g, d) where it is diagonal."""
     groups, size = factor.shape[:2]
     diagonal = factor.ndim == 2
-    shown = groups if diagonal else min(groups, MOST_GROUPS, max(1, MOST_POINTS // size))
-    values = numbers(factor[:shown], title)
+    shown = groups if diagonal else min(groups, MAX_GROUPS, max(1, MAX_POINTS // size))
+    values = to_array(factor[:shown], title)
     note = f", first {shown} of {groups} groups" if shown < groups else f", {groups} groups" if groups > 1 else ""
     ax.set_title(title + note, fontsize="medium")
     ax.set_xlabel(index)

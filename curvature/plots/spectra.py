@@ -12,27 +12,27 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from curvature import estimators
-from curvature.linalg import rounding_of
+from curvature.linalg import eigenvalue_rounding
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator
 from curvature.plots.style import (
-    UNIT,
+    CURVATURE_UNIT,
     Array,
-    hidden,
-    label_with,
+    axes_or_new,
+    describe_hidden,
+    label_with_note,
     layers_of,
     legend,
-    line_of_numbers,
+    line_style,
     log_scale,
-    look,
-    named,
-    numbers,
-    one_axes,
-    shade,
+    ordered_line_style,
+    require_mapping,
+    to_array,
+    to_vector,
 )
 
 Spectrum = Operator | Tensor
 Density = Operator | tuple[Tensor, Tensor]
-FAINTEST = 1e-10  # relative to the largest density: less than one eigenvalue in a network of any usual size
+MIN_PEAK = 1e-10  # relative to the largest density: less than one eigenvalue in a network of any usual size
 
 
 def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -> Axes:
@@ -62,16 +62,18 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
             raise ValueError(f"matrix: expected an operator or eigenvalues (P,), found shape {tuple(matrix.shape)}")
         items = {"eigenvalues": matrix}
     else:
-        items = named(matrix, "matrix", "an operator, a tensor or a dict {name: operator or tensor}")
+        items = require_mapping(matrix, "matrix", "an operator, a tensor or a dict {name: operator or tensor}")
     lines = {name: _eigenvalues(item, name) for name, item in items.items()}
-    ax = one_axes(ax)
+    ax = axes_or_new(ax)
     for index, (name, (values, rounding)) in enumerate(lines.items()):
         shown = np.sort(values[np.isfinite(values) & (values > rounding)])[::-1]
-        label = label_with(str(name), hidden(values, rounding))
+        label = label_with_note(str(name), describe_hidden(values, rounding))
         marker = "." if shown.size < 50 else None
-        ax.plot(np.arange(1, shown.size + 1), shown, **shade(index, len(lines)), marker=marker, label=label)
+        ax.plot(
+            np.arange(1, shown.size + 1), shown, **ordered_line_style(index, len(lines)), marker=marker, label=label
+        )
     log_scale(ax, "x", "y")
-    ax.set(xlabel="rank (1 is the largest)", ylabel=f"eigenvalue {UNIT}")
+    ax.set(xlabel="rank (1 is the largest)", ylabel=f"eigenvalue {CURVATURE_UNIT}")
     ax.grid(True, which="major", alpha=0.3)
     legend(ax, "layer" if isinstance(matrix, BlockDiagonal) else None, loc="lower left")
     return ax
@@ -98,16 +100,16 @@ def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = 
             zero or not finite.
     """
     by_name = isinstance(matrix, Mapping)
-    items = named(matrix, "matrix", "{name: operator or (grid, density)}") if by_name else {"matrix": matrix}
+    items = require_mapping(matrix, "matrix", "{name: operator or (grid, density)}") if by_name else {"matrix": matrix}
     lines = {str(name): _density(item, str(name)) for name, item in items.items()}
-    ax = one_axes(ax)
+    ax = axes_or_new(ax)
     limits = list(ax.get_ylim()) if ax.has_data() else []
     ax.set_yscale("log", nonpositive="clip")
     for name, (x, y) in lines.items():
-        ax.plot(x, y, **look(len(ax.lines)), label=name if by_name else None)
+        ax.plot(x, y, **line_style(len(ax.lines)), label=name if by_name else None)
         limits += [_lowest_peak(y) / 10, 3 * y.max()]
     ax.set_ylim(min(limits), max(limits))
-    ax.set(xlabel=f"eigenvalue {UNIT}", ylabel="density of eigenvalues [parameter² / loss]")
+    ax.set(xlabel=f"eigenvalue {CURVATURE_UNIT}", ylabel="density of eigenvalues [parameter² / loss]")
     ax.grid(True, which="major", alpha=0.3)
     if by_name:
         legend(ax)
@@ -119,7 +121,7 @@ def _density(item: Any, name: str) -> tuple[Array, Array]:
     pair = estimators.spectral_density(item) if isinstance(item, Operator) else item
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
         raise TypeError(f"{name}: expected an operator or a pair (grid, density), found {type(item).__name__}")
-    x, y = line_of_numbers(pair[0], f"{name}: grid"), line_of_numbers(pair[1], f"{name}: density")
+    x, y = to_vector(pair[0], f"{name}: grid"), to_vector(pair[1], f"{name}: density")
     if x.shape != y.shape:
         raise ValueError(f"{name}: expected grid and density of the same length, found {x.size} and {y.size}")
     if not (np.diff(x) > 0).all():
@@ -133,17 +135,17 @@ def _lowest_peak(density: Array) -> float:
     """Of those that may hold an eigenvalue."""
     bounded = np.concatenate([[0.0], density, [0.0]])
     peaks = density[(density >= bounded[:-2]) & (density > bounded[2:])]
-    return float(min(peaks[peaks > FAINTEST * density.max()].min(), density.max() / 100))
+    return float(min(peaks[peaks > MIN_PEAK * density.max()].min(), density.max() / 100))
 
 
 def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
     """Eigenvalues and how far rounding may have moved each."""
     if isinstance(item, Operator):
         values, rounding = _spectrum(item)
-        return numbers(values, name).flatten(), numbers(rounding, name).flatten()
+        return to_array(values, name).flatten(), to_array(rounding, name).flatten()
     if not isinstance(item, Tensor):
         raise TypeError(f"{name}: expected an operator of curvature or a tensor, found {type(item).__name__}")
-    found = numbers(item, name)
+    found = to_array(item, name)
     if not found.size:
         raise ValueError(f"{name}: no eigenvalues, found shape {tuple(item.shape)}")
     # Of a diagonal, weights are two-dimensional too, but hardly ever symmetric.
@@ -159,7 +161,7 @@ def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
 def _spectrum(matrix: Operator) -> tuple[Tensor, Tensor]:
     """Eigenvalues and their rounding, of one shape; of a decomposition that mixes all of them unless known better."""
     values = matrix.eigenvalues()
-    return values, rounding_of(values.abs().max()).expand(values.shape)
+    return values, eigenvalue_rounding(values.abs().max()).expand(values.shape)
 
 
 @_spectrum.register

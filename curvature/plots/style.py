@@ -19,12 +19,12 @@ Array = NDArray[np.float64]
 
 # Okabe and Ito's colours, told apart by colour-blind readers too, without the yellow that is too pale for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = (("-", 2.2), ((0, (4, 3)), 1.4), ((0, (6, 2, 1, 2)), 1.4), ((0, (1, 2)), 1.8))  # and widths
-UNIT = "[loss / parameter²]"
-LEGEND_ROWS, LONGEST_LEGEND = 5, 25  # lines of a legend that have room inside the axes, and beside them
+LINE_STYLES = (("-", 2.2), ((0, (4, 3)), 1.4), ((0, (6, 2, 1, 2)), 1.4), ((0, (1, 2)), 1.8))  # and widths
+CURVATURE_UNIT = "[loss / parameter²]"
+INNER_LEGEND_LINES, MAX_LEGEND_LINES = 5, 25  # lines of a legend that have room inside the axes, and beside them
 
 
-def one_axes(ax: Axes | None) -> Axes:
+def axes_or_new(ax: Axes | None) -> Axes:
     """The axes given, or those of a new figure.
 
     Raises:
@@ -37,7 +37,7 @@ def one_axes(ax: Axes | None) -> Axes:
     return ax
 
 
-def grid_of_axes(
+def axes_grid(
     ax: Any, rows: Sequence[str], columns: Sequence[str], size: tuple[float, float] = (4.2, 3.5)
 ) -> NDArray[Any]:
     """The axes given as an array (rows, columns), or those of a new figure, `size` inches each.
@@ -70,17 +70,17 @@ def log_scale(ax: Axes, *names: str) -> None:
             getattr(ax, f"set_{name}lim")(0.1, 1.0)
 
 
-def look(index: int) -> dict[str, Any]:
+def line_style(index: int) -> dict[str, Any]:
     """Colour and style of the line with this number: one below another still shows beside it or through its dashes."""
-    style, width = STYLES[index % len(STYLES)]
-    order = 2 + 0.1 * (index % len(STYLES))  # wide solid lines below
+    style, width = LINE_STYLES[index % len(LINE_STYLES)]
+    order = 2 + 0.1 * (index % len(LINE_STYLES))  # wide solid lines below
     return {"color": COLOURS[index % len(COLOURS)], "ls": style, "lw": width, "zorder": order}
 
 
-def shade(index: int, count: int) -> dict[str, Any]:
+def ordered_line_style(index: int, count: int) -> dict[str, Any]:
     """The same of one of `count` lines that have an order: a few are told apart, many follow a scale."""
     if count <= len(COLOURS):
-        return look(index)
+        return line_style(index)
     return {"color": colormaps["viridis"](0.92 * index / (count - 1)), "lw": 1.2}  # its last colours are too pale
 
 
@@ -88,13 +88,13 @@ def legend(ax: Axes, title: str | None = None, loc: str = "best") -> None:
     """Inside the axes where there is room, to their right where there are many lines."""
     count = len(ax.get_legend_handles_labels()[1])
     options: dict[str, Any] = {"loc": loc, "fontsize": "small", "title_fontsize": "small"}
-    if count > LEGEND_ROWS:
+    if count > INNER_LEGEND_LINES:
         options = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0, "fontsize": "x-small"}
-        options |= {"title_fontsize": "x-small", "ncols": 1 + (count - 1) // LONGEST_LEGEND}
+        options |= {"title_fontsize": "x-small", "ncols": 1 + (count - 1) // MAX_LEGEND_LINES}
     ax.legend(title=title, handlelength=3.2, **options)
 
 
-def numbers(values: Any, what: str) -> Array:
+def to_array(values: Any, what: str) -> Array:
     """A tensor on any device, an array, a number or a sequence of them, as an array of float64.
 
     Raises:
@@ -107,7 +107,7 @@ def numbers(values: Any, what: str) -> Array:
     if isinstance(values, str | Mapping):
         raise TypeError(f"{what}: expected numbers, found {type(values).__name__}")
     if isinstance(values, Iterable) and not isinstance(values, np.ndarray):
-        parts = [numbers(value, what) for value in values]
+        parts = [to_array(value, what) for value in values]
         if len({part.shape for part in parts}) > 1:
             raise TypeError(f"{what}: expected numbers, found shapes {sorted({part.shape for part in parts})}")
         return np.stack(parts) if parts else np.zeros(0)
@@ -117,20 +117,20 @@ def numbers(values: Any, what: str) -> Array:
         raise TypeError(f"{what}: expected numbers, found {type(values).__name__}") from None
 
 
-def line_of_numbers(values: Any, what: str) -> Array:
-    """Like `numbers`, along one dimension.
+def to_vector(values: Any, what: str) -> Array:
+    """Like `to_array`, along one dimension.
 
     Raises:
         TypeError: no numbers.
         ValueError: none or more than one dimension, or nothing in it.
     """
-    found = numbers(values, what)
+    found = to_array(values, what)
     if found.ndim != 1 or not found.size:
         raise ValueError(f"{what}: expected a list of numbers, found shape {found.shape}")
     return found
 
 
-def named(values: Any, what: str, expected: str) -> Mapping[Any, Any]:
+def require_mapping(values: Any, what: str, expected: str) -> Mapping[Any, Any]:
     """The mapping given.
 
     Raises:
@@ -144,7 +144,7 @@ def named(values: Any, what: str, expected: str) -> Mapping[Any, Any]:
     return values
 
 
-def hidden(values: Array, rounding: Array | float = 0.0) -> str:
+def describe_hidden(values: Array, rounding: Array | float = 0.0) -> str:
     """What a log axis does not show of these values, in words; empty where it shows all."""
     finite, unsure = np.isfinite(values), np.abs(values) <= rounding
     negative = values[finite & ~unsure & (values < 0)]
@@ -158,7 +158,7 @@ def hidden(values: Array, rounding: Array | float = 0.0) -> str:
     return ", ".join(notes)
 
 
-def label_with(name: str, note: str) -> str:
+def label_with_note(name: str, note: str) -> str:
     return f"{name} (not shown: {note})" if note else name
 
 

@@ -14,32 +14,35 @@ from numpy.typing import NDArray
 
 from curvature.plots.style import (
     COLOURS,
-    UNIT,
+    CURVATURE_UNIT,
     Array,
-    grid_of_axes,
-    hidden,
-    label_with,
-    line_of_numbers,
+    axes_grid,
+    describe_hidden,
+    label_with_note,
+    line_style,
     log_scale,
-    look,
-    named,
+    require_mapping,
+    to_vector,
 )
 
 Points = tuple[Array, Array]  # steps and values, (S,) each
 Run = dict[str, Points]  # by key of the history, what is known
 History = Sequence[Mapping[str, Any]]
 
-EXPECTED = "a list with a dict for each step, as opt.history, or a dict {name: such a list}"
-LEAST_RATIO, MOST_RATIO = -1.0, 2.0  # what the axis of the reduction ratio shows
-GUIDES = (1.0, 0.75, 0.25)  # a perfect model, and the ratios beyond which damping usually falls and rises
-NOTHING: Points = (np.zeros(0), np.zeros(0))
-MARKS = {"renewed": ("o", 6.0, "factors renewed"), "inverted": ("x", 4.0, "blocks inverted")}
-MANY = 1000  # steps, beyond which lines and marks are finer
-WIDTH, HEIGHT = 7.5, 1.7  # of a panel of a new figure, inches
-LETTER, HANDLE = 0.075, 8  # of a legend: width of a letter in inches, of what stands before a text in letters
+EXPECTED_HISTORY = "a list with a dict for each step, as opt.history, or a dict {name: such a list}"
+MIN_RATIO, MAX_RATIO = -1.0, 2.0  # what the axis of the reduction ratio shows
+RATIO_GUIDES = (1.0, 0.75, 0.25)  # a perfect model, and the ratios beyond which damping usually falls and rises
+NO_POINTS: Points = (np.zeros(0), np.zeros(0))
+EVENT_MARKS = {"renewed": ("o", 6.0, "factors renewed"), "inverted": ("x", 4.0, "blocks inverted")}
+MANY_STEPS = 1000  # steps, beyond which lines and marks are finer
+PANEL_WIDTH, PANEL_HEIGHT = 7.5, 1.7  # of a panel of a new figure, inches
+LETTER_WIDTH, HANDLE_LETTERS = (
+    0.075,
+    8,
+)  # of a legend: width of a letter in inches, of what stands before a text in letters
 
 
-class Plain(LogFormatter):
+class PlainNumbers(LogFormatter):
     """Numbers on a log axis as 0.2 and 1e-06, not as powers and not as 2e-01."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
@@ -69,7 +72,7 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
         ValueError: an empty history, or one in which nothing is known that could be drawn; another number of axes.
     """
     several = isinstance(history, Mapping)
-    items = named(history, "history", EXPECTED) if several else {"history": history}
+    items = require_mapping(history, "history", EXPECTED_HISTORY) if several else {"history": history}
     runs = {str(name): _run(entries, str(name)) for name, entries in items.items()}
     panels = [key for key in PANELS if any(key in run for run in runs.values())]
     if not panels:
@@ -91,27 +94,27 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
 def _run(entries: Any, name: str) -> Run:
     """What is known of a run, checked; `name` stands in errors."""
     if not isinstance(entries, Sequence) or isinstance(entries, str):
-        raise TypeError(f"{name}: expected {EXPECTED}, found {type(entries).__name__}")
+        raise TypeError(f"{name}: expected {EXPECTED_HISTORY}, found {type(entries).__name__}")
     if not entries:
         raise ValueError(f"{name}: no steps yet: draw after the optimizer's first one")
     if wrong := [type(entry).__name__ for entry in entries if not isinstance(entry, Mapping)]:
         raise TypeError(f"{name}: expected a dict for each step, found {', '.join(dict.fromkeys(wrong))}")
     numbered = all(entry.get("step") is not None for entry in entries)
-    steps = line_of_numbers([entry["step"] if numbered else k for k, entry in enumerate(entries)], f"{name}: step")
+    steps = to_vector([entry["step"] if numbered else k for k, entry in enumerate(entries)], f"{name}: step")
     if not np.isfinite(steps).all():
         raise ValueError(f"{name}: step: expected finite numbers, found {steps[~np.isfinite(steps)][0]}")
     run = {"step": (steps, steps)}
-    for key in (*PANELS, *MARKS, "accepted"):
+    for key in (*PANELS, *EVENT_MARKS, "accepted"):
         known = [k for k, entry in enumerate(entries) if entry.get(key) is not None]
         if known:
-            run[key] = steps[known], line_of_numbers([entries[k][key] for k in known], f"{name}: {key}")
+            run[key] = steps[known], to_vector([entries[k][key] for k in known], f"{name}: {key}")
     return run
 
 
 def _axes(ax: Any, panels: Sequence[str]) -> NDArray[Any]:
     if ax is not None:
-        return grid_of_axes(ax, panels, ["a panel"])[:, 0]
-    size = WIDTH, HEIGHT * len(panels) + 0.6  # room for the legend
+        return axes_grid(ax, panels, ["a panel"])[:, 0]
+    size = PANEL_WIDTH, PANEL_HEIGHT * len(panels) + 0.6  # room for the legend
     return plt.subplots(len(panels), 1, sharex=True, squeeze=False, figsize=size, layout="constrained")[1][:, 0]
 
 
@@ -120,22 +123,22 @@ def _curves(
 ) -> None:
     """A line for each run, empty where nothing is known of it, so that the legend has all of `names`."""
     for index, (name, run) in enumerate(runs.items()):
-        x, y = run.get(key, NOTHING)
+        x, y = run.get(key, NO_POINTS)
         seen = np.isfinite(y) & ((y > 0) | (not log))
-        _draw(ax, index, x, np.where(seen, y, np.nan), _label(name, names, len(runs), hidden(y[~seen])))
+        _draw(ax, index, x, np.where(seen, y, np.nan), _label(name, names, len(runs), describe_hidden(y[~seen])))
     if log:
         _readable_log_scale(ax)
     ax.set_ylabel(label)
 
 
 def _loss(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
-    values = np.concatenate([run.get("loss", NOTHING)[1] for run in runs.values()])
+    values = np.concatenate([run.get("loss", NO_POINTS)[1] for run in runs.values()])
     finite = values[np.isfinite(values)]
     _curves(ax, runs, names, "loss", "loss", log=bool(finite.size and (finite > 0).all()))
 
 
 def _damping(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
-    _curves(ax, runs, names, "damping", f"damping\n{UNIT}")
+    _curves(ax, runs, names, "damping", f"damping\n{CURVATURE_UNIT}")
 
 
 def _step_size(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
@@ -144,18 +147,18 @@ def _step_size(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -
 
 def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
     for index, (name, run) in enumerate(runs.items()):
-        x, y = run.get("ratio", NOTHING)
-        shown = np.clip(y, LEAST_RATIO, MOST_RATIO)
-        _draw(ax, index, x, shown, _label(name, names, len(runs), hidden(y[np.isnan(y)])))
-        for beyond, arrow in ((y > MOST_RATIO, "^"), (y < LEAST_RATIO, "v")):
+        x, y = run.get("ratio", NO_POINTS)
+        shown = np.clip(y, MIN_RATIO, MAX_RATIO)
+        _draw(ax, index, x, shown, _label(name, names, len(runs), describe_hidden(y[np.isnan(y)])))
+        for beyond, arrow in ((y > MAX_RATIO, "^"), (y < MIN_RATIO, "v")):
             if beyond.any():
                 style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "ls": "", "clip_on": False}
-                ax.plot(x[beyond], shown[beyond], marker=arrow, markersize=5 * _finer(x), zorder=3, **style)
-    for value in GUIDES:
+                ax.plot(x[beyond], shown[beyond], marker=arrow, markersize=5 * _size_factor(x), zorder=3, **style)
+    for value in RATIO_GUIDES:
         ax.axhline(value, color="grey", lw=1.0, ls="-" if value == 1 else ":", zorder=1)
-    ax.set_ylim(LEAST_RATIO, MOST_RATIO)
+    ax.set_ylim(MIN_RATIO, MAX_RATIO)
     ax.set_yticks([-1, 0, 1, 2])
-    between = [value for value in GUIDES if value != 1]
+    between = [value for value in RATIO_GUIDES if value != 1]
     ax.set_yticks(between, [f"{value:g}" for value in between], minor=True, fontsize="x-small", color="grey")
     ax.set_ylabel("reduction ratio")
 
@@ -163,22 +166,31 @@ def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> No
 def _time(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
     marked: set[str] = set()
     for index, (name, run) in enumerate(runs.items()):
-        x, seconds = run.get("seconds", NOTHING)
+        x, seconds = run.get("seconds", NO_POINTS)
         y = np.where(np.isfinite(seconds) & (seconds > 0), 1e3 * seconds, np.nan)
         colour = COLOURS[index % len(COLOURS)]
-        label = _label(name, names, len(runs), hidden(seconds[np.isnan(y)]))
+        label = _label(name, names, len(runs), describe_hidden(seconds[np.isnan(y)]))
         ax.plot(x, y, ".", color=colour, alpha=0.5, markersize=6 if x.size < 50 else 3, label=label)
-        for key, (marker, size, text) in MARKS.items():
-            steps, happened = run.get(key, NOTHING)
+        for key, (marker, size, text) in EVENT_MARKS.items():
+            steps, happened = run.get(key, NO_POINTS)
             there = np.isin(x, steps[happened > 0])
             if there.any():
-                style: dict[str, Any] = {"color": colour, "mfc": "none", "markersize": size * _finer(x), "alpha": 0.8}
+                style: dict[str, Any] = {
+                    "color": colour,
+                    "mfc": "none",
+                    "markersize": size * _size_factor(x),
+                    "alpha": 0.8,
+                }
                 ax.plot(x[there], y[there], marker, **style, label=None if key in marked else text)
                 marked.add(key)
         if np.isfinite(y).any():
             middle = float(np.nanmedian(y))
             text = f"median {middle:.3g} ms" if len(runs) == 1 else f"{name}: median {middle:.3g} ms"
-            style = look(index) | {"lw": 1.0, "zorder": 3, "color": "black"}  # it lies on points of the run's colour
+            style = line_style(index) | {
+                "lw": 1.0,
+                "zorder": 3,
+                "color": "black",
+            }  # it lies on points of the run's colour
             ax.plot([x.min(), x.max()], [middle, middle], **style, label=text)
     _readable_log_scale(ax)
     ax.set_ylabel("time per step\n[ms]")
@@ -197,31 +209,31 @@ def _label(name: str, names: Sequence[str] | None, count: int, note: str) -> str
     """In the legend of the first panel all runs stand, in the others those with a note."""
     if not note:
         return name if names else None
-    return label_with(name, note) if names or count > 1 else f"not shown: {note}"
+    return label_with_note(name, note) if names or count > 1 else f"not shown: {note}"
 
 
 def _draw(ax: Axes, index: int, x: Array, y: Array, label: str | None) -> None:
-    style = look(index)
-    style["lw"] *= 0.7 * _finer(x)  # the course of a run is noisy
+    style = line_style(index)
+    style["lw"] *= 0.7 * _size_factor(x)  # the course of a run is noisy
     ax.plot(x, y, **style, marker="." if x.size < 50 else None, label=label)
 
 
-def _finer(x: Array) -> float:
-    return 1.0 if x.size <= MANY else 0.5
+def _size_factor(x: Array) -> float:
+    return 1.0 if x.size <= MANY_STEPS else 0.5
 
 
 def _readable_log_scale(ax: Axes) -> None:
     """With numbers within a decade too where the axis has not much more than that."""
     log_scale(ax, "y")
     ax.yaxis.set_major_locator(LogLocator(numticks=5))
-    ax.yaxis.set_major_formatter(Plain())
-    ax.yaxis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(1.5, 0.6)))
+    ax.yaxis.set_major_formatter(PlainNumbers())
+    ax.yaxis.set_minor_formatter(PlainNumbers(labelOnlyBase=False, minor_thresholds=(1.5, 0.6)))
     ax.tick_params(axis="y", which="minor", labelsize="x-small")
 
 
 def _mark_rejected(ax: Axes, runs: Mapping[str, Run], several: bool, counted: bool) -> None:
     for index, (name, run) in enumerate(runs.items()):
-        steps, accepted = run.get("accepted", NOTHING)
+        steps, accepted = run.get("accepted", NO_POINTS)
         rejected = steps[accepted == 0]
         if not rejected.size:
             continue
@@ -246,8 +258,8 @@ def _finish(ax: Axes, steps: Array) -> None:
     ax.grid(True, which="major", alpha=0.3)
     drawn, texts = ax.get_legend_handles_labels()
     if texts:  # above the panel: within, it would cover much of it
-        letters = ax.get_window_extent().width / ax.figure.dpi / LETTER
-        columns = max(1, int(letters / (HANDLE + max(map(len, texts)))))  # more would make the panels narrower
+        letters = ax.get_window_extent().width / ax.figure.dpi / LETTER_WIDTH
+        columns = max(1, int(letters / (HANDLE_LETTERS + max(map(len, texts)))))  # more would make the panels narrower
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.1}
         made = ax.legend(ncols=columns, fontsize="small", frameon=False, handlelength=2.8, **place)
         for shown, handle in zip(drawn, made.legend_handles, strict=True):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.kronecker import wide
-from curvature.linalg import attempted, cholesky, full_precision
+from curvature.linalg import cholesky, full_precision, try_decompose
 from curvature.preconditioners.block import Block
 from curvature.recording import Tape
 
@@ -191,7 +191,7 @@ class DenseWhole(WholeBlock):
     def condition(self) -> float:
         if self.matrix is None or self.damping is None:
             return math.nan
-        values = attempted(partial(torch.linalg.eigvalsh, self.matrix))
+        values = try_decompose(partial(torch.linalg.eigvalsh, self.matrix))
         if values is None:
             return math.nan
         values = values.clamp(min=0) + self.damping

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from curvature.linalg import full_precision, note
+from curvature.linalg import count_recovery, full_precision
 from curvature.preconditioners.block import Block
 
 PATIENCE = 3  # failures of a block in a row that are too many
@@ -65,9 +65,9 @@ def _rescue(kind: type[Block], block: Block, share: float, damping: float | None
             "in float64, on the CPU and with jitter on the diagonal"
         )
     if block.is_ready:
-        note("kept")
+        count_recovery("kept")
         return
-    note("diagonal")
+    count_recovery("diagonal")
     with block.without_correlations():
         left = _failing(kind, [block], share, damping)
     if left:

@@ -20,8 +20,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvature.kronecker import Inverse, Reading, Scheme, diagonal_of, enough, factored, in_eigenbases, matched
-from curvature.linalg import added, gathered, is_sketch, mixed, scaled, slotted
+from curvature.kronecker import Inverse, Reading, Scheme, enough, factored, in_eigenbases, matched
+from curvature.linalg import (
+    add_moments,
+    average_moments,
+    fill_slot,
+    is_sketch,
+    moment_diagonal,
+    scale_moment,
+    sum_slots,
+)
 from curvature.preconditioners.block import Block
 from curvature.terms import AffineLayout, Term
 
@@ -78,7 +86,7 @@ class KroneckerBlock(Block):
         for reading, (a, number, b) in found.items():
             if reading in self.added:
                 other = self.added[reading]
-                a, number, b = added(a, other[0]), number + other[1], added(b, other[2])
+                a, number, b = add_moments(a, other[0]), number + other[1], add_moments(b, other[2])
             self.added[reading] = a, number, b
 
     def join(self, found: dict[str, Any]) -> None:
@@ -102,7 +110,7 @@ class KroneckerBlock(Block):
         for reading, (a, number, b) in self.added.items():
             key = "".join("ny"[flag] for flag in reading)
             sides = {"a": a, "b": b, "number": torch.as_tensor(number, dtype=a.dtype, device=a.device)}
-            found |= {key + k: slotted(x, rank, size) if is_sketch(x) else x for k, x in sides.items()}
+            found |= {key + k: fill_slot(x, rank, size) if is_sketch(x) else x for k, x in sides.items()}
         if found:
             found["samples"] = next(iter(found.values())).new_tensor(self.samples)
         return found
@@ -111,7 +119,7 @@ class KroneckerBlock(Block):
         self.discard()
         self.samples = float(sums.get("samples", 0))
         for key in dict.fromkeys(k[:2] for k in sums if k != "samples"):
-            a, b = (gathered(x) if x.ndim == 4 else x for x in (sums[key + "a"], sums[key + "b"]))
+            a, b = (sum_slots(x) if x.ndim == 4 else x for x in (sums[key + "a"], sums[key + "b"]))
             if float(sums[key + "number"]):  # read in this way by none
                 self.added[Reading(key[0] == "y", key[1] == "y")] = a, sums[key + "number"], b
 
@@ -121,10 +129,12 @@ class KroneckerBlock(Block):
             return
         found = self.added.items()
         each = 1 / self.samples
-        rows, columns = matched([self.scheme.product(k, a, number, scaled(b, each)) for k, (a, number, b) in found])
+        rows, columns = matched(
+            [self.scheme.product(k, a, number, scale_moment(b, each)) for k, (a, number, b) in found]
+        )
         self.discard()
         w = self.gate.weight([(self.rows, rows), (self.columns, columns)], self.weight_of_new(decay))
-        self.rows, self.columns = mixed(self.rows, rows, w), mixed(self.columns, columns, w)
+        self.rows, self.columns = average_moments(self.rows, rows, w), average_moments(self.columns, columns, w)
         self.updates += 1
 
     @property
@@ -155,7 +165,7 @@ class KroneckerBlock(Block):
     @contextmanager
     def without_correlations(self) -> Iterator[None]:
         whole = self.rows, self.columns
-        self.rows, self.columns = (None if side is None else diagonal_of(side) for side in whole)
+        self.rows, self.columns = (None if side is None else moment_diagonal(side) for side in whole)
         yield
         self.rows, self.columns = whole
 
@@ -168,7 +178,7 @@ class KroneckerBlock(Block):
     @property
     def mean_eigenvalue(self) -> Tensor:
         assert self.rows is not None and self.columns is not None
-        return (diagonal_of(self.rows).mean(1) * diagonal_of(self.columns).mean(1)).mean()
+        return (moment_diagonal(self.rows).mean(1) * moment_diagonal(self.columns).mean(1)).mean()
 
     @property
     def dimension(self) -> int:

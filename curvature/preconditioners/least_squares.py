@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.linalg import cholesky_root, full_precision, note, rounding_of, symmetric_eigh
+from curvature.linalg import count_recovery, eigenvalue_rounding, full_precision, symmetric_eigh, try_cholesky
 
 CLIP = 5.0  # eigenvalues, and damping, below so many times what rounding makes of zero count as zero
 
@@ -78,15 +78,15 @@ class LeastSquares:
         Raises:
             torch.linalg.LinAlgError: that failed, however it was tried.
         """
-        is_large = damping > float(CLIP * rounding_of(self.matrix.trace()))
+        is_large = damping > float(CLIP * eigenvalue_rounding(self.matrix.trace()))
         if self._root[0] != damping:
             root = None
             if is_large and self._spectrum is None:
                 damped = self.matrix.clone()
                 damped.diagonal().add_(damping)
-                root = cholesky_root(damped)
+                root = try_cholesky(damped)
                 if root is None:
-                    note("retried")
+                    count_recovery("retried")
             self._root = damping, root
         if self._root[1] is None:
             _ = self.spectrum
@@ -97,7 +97,7 @@ class LeastSquares:
         if self._root[1] is not None:
             return torch.cholesky_solve(right[:, None], self._root[1])[:, 0]
         values, vectors = self.spectrum
-        is_large = damping > float(CLIP * rounding_of(self.matrix.trace()))
-        kept = (values > torch.maximum(CLIP * rounding_of(values[-1]), cut * values[-1])) | is_large
+        is_large = damping > float(CLIP * eigenvalue_rounding(self.matrix.trace()))
+        kept = (values > torch.maximum(CLIP * eigenvalue_rounding(values[-1]), cut * values[-1])) | is_large
         inverse = torch.where(kept, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
         return vectors @ (inverse * (vectors.mT @ right))

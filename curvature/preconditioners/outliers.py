@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvature.linalg import diagonal_of
+from curvature.linalg import moment_diagonal
 
 FAR = 1e3  # times the trace of the running average
 
@@ -31,7 +31,7 @@ class Gate:
             sides: (old, new) matrices, diagonals or sketches; None where there is no old one.
             weight: of the new ones in the average.
         """
-        traces = [(diagonal_of(old).sum(), diagonal_of(new).sum()) for old, new in sides if old is not None]
+        traces = [(moment_diagonal(old).sum(), moment_diagonal(new).sum()) for old, new in sides if old is not None]
         if not traces:
             return weight
         far = torch.stack([(new > FAR * old) & (old > 0) for old, new in traces]).any()

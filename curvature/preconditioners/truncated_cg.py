@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.operators import truncated
+from curvature.operators import truncated_conjugate_gradient
 from curvature.preconditioners.block_diagonal import RunningFactors
 from curvature.preconditioners.full import Named, WholeBlock
 from curvature.preconditioners.inversion import invert
@@ -81,7 +81,7 @@ class ConjugateGradients(WholeBlock):
 
         right = jacobian.flat(gradient)
         start = torch.zeros_like(right) if self.last is None else CARRIED * self.last.to(right)
-        self.last, self.iterations = truncated(product, right, start, precondition)
+        self.last, self.iterations = truncated_conjugate_gradient(product, right, start, precondition)
         return jacobian.split(self.last.clone())  # the step scales it in place
 
     def _preconditioned(self, named: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from _race_problems import PROBLEMS
 from torch import Tensor
 
 import optimizers
-from curvature.linalg.low_rank import low_rank
+from curvature.linalg.low_rank import low_rank_inverse
 from curvature.preconditioners.kronecker import KroneckerBlock
 
 SHARE, STEPS, ITERATIONS = 0.05, 30, 40
@@ -59,7 +59,7 @@ def ways(matrix: Tensor, before: Tensor) -> dict[str, Callable[[], Callable[[Ten
     unit = lambda m: m / (m.trace() / len(m))
     damped = lambda m: unit(m) + SHARE * torch.eye(len(m))
     old = torch.cholesky_inverse(torch.linalg.cholesky(damped(before)))
-    start = low_rank(unit(before), SHARE, None)
+    start = low_rank_inverse(unit(before), SHARE, None)
     bound = torch.linalg.matrix_norm(damped(matrix), 1)
 
     def cholesky() -> Callable[[Tensor], Tensor]:
@@ -71,7 +71,7 @@ def ways(matrix: Tensor, before: Tensor) -> dict[str, Callable[[], Callable[[Ten
         return lambda g: (g @ vectors / values) @ vectors.mT
 
     def largest(first: Tensor | None) -> Callable[[Tensor], Tensor]:
-        found = low_rank(unit(matrix), SHARE, first)
+        found = low_rank_inverse(unit(matrix), SHARE, first)
         if found is None:
             raise ValueError("too many stand out")
         return lambda g: (g - (g @ found[0]) @ found[0].mT) * found[1]

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 import curvature
 from curvature.kronecker.inverses import bases
-from curvature.linalg import watched
-from curvature.linalg.decompositions import full_precision, inverse, symmetric_eigh
+from curvature.linalg import recovery_counts
+from curvature.linalg.decompositions import full_precision, spd_inverse, symmetric_eigh
 from curvature.preconditioners import RunningFactors, invert, residual_blocks
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
@@ -74,7 +74,7 @@ def test_eigenvalues_by_the_ladder(fault: Fault, calls: int, faulty):
     matrix = spd(6, 6)
     expected = torch.linalg.eigh(matrix.double())[0].float()
     faulty(fault, calls)
-    with watched() as counts:
+    with recovery_counts() as counts:
         values, vectors = symmetric_eigh(matrix)
     torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(vectors @ values.diag() @ vectors.mT, matrix, rtol=1e-3, atol=1e-3)
@@ -87,7 +87,7 @@ def test_one_bad_matrix_of_a_batch_leaves_the_others(fault: Fault, faulty):
     expected = symmetric_eigh(batch)
     is_bad = lambda matrix: bool((matrix.reshape(-1, 5, 5)[:, 0, 0] == batch[1, 0, 0].to(matrix)).any())
     faulty(fault, on=lambda matrix: matrix.dtype == torch.float32 and is_bad(matrix))
-    with watched() as counts:
+    with recovery_counts() as counts:
         values, vectors = symmetric_eigh(batch)
     assert torch.equal(values[::2], expected[0][::2]) and torch.equal(vectors[::2], expected[1][::2])
     torch.testing.assert_close(values[1], expected[0][1])
@@ -108,8 +108,8 @@ def test_inverses_by_the_ladder(fault: Fault, calls: int, faulty):
     matrix = spd(2, 5, 5)
     expected = torch.linalg.inv(matrix.double()).float()
     faulty(fault, calls)
-    with watched() as counts:
-        torch.testing.assert_close(inverse(matrix), expected, rtol=1e-3, atol=1e-3)
+    with recovery_counts() as counts:
+        torch.testing.assert_close(spd_inverse(matrix), expected, rtol=1e-3, atol=1e-3)
     assert counts["retried"]
 
 
@@ -163,7 +163,7 @@ def test_matrices_of_one_shape_share_no_fate(faulty):
     assert good.rows is not None
     good.rows *= 2
     faulty(silent, on=lambda matrix: matrix.shape[-1] == 3 and bool(((matrix[..., 0, 0] - first).abs() < 1e-3).any()))
-    with watched() as counts:
+    with recovery_counts() as counts:
         invert([good, bad], 0.05)
     assert torch.equal(bad.solve([x])[0], old) and counts["kept"] == 1
     alone = block_of(good.rows, good.columns)  # type: ignore[arg-type]

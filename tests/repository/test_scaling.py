@@ -53,7 +53,7 @@ def networks(model: ModuleType) -> list[list[Any]]:
 
 def test_sizes_are_those_of_the_package(model: ModuleType) -> None:
     assert model.LARGEST == curvature.preconditioners.block_diagonal.MAX_SIZE
-    assert (model.RANK, model.ROWS) == (curvature.linalg.sketch.RANK, curvature.linalg.sketch.ROWS)
+    assert (model.RANK, model.ROWS) == (curvature.linalg.sketch.SKETCH_RANK, curvature.linalg.sketch.MAX_SKETCH_ROWS)
     assert (model.ENOUGH, model.LEAST) == (curvature.kronecker.factors.ENOUGH, curvature.kronecker.factors.LEAST)
 
 

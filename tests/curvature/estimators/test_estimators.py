@@ -325,7 +325,7 @@ def test_spectral_density(device):
 def test_starts_that_do_not_fit_together_go_in_turn(monkeypatch, device):
     op = indefinite(Source(device))
     together = spectral_density(op, 5, 10)
-    monkeypatch.setattr(spectra, "LARGEST", 2 * 10 * 30)
+    monkeypatch.setattr(spectra, "MAX_BASIS_ENTRIES", 2 * 10 * 30)
     for one, other in zip(together, spectral_density(op, 5, 10), strict=True):
         torch.testing.assert_close(one, other)
 

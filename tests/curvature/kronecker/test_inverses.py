@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker.inverses import Inverse, factored, in_eigenbases
-from curvature.linalg.sketch import merged, sketched
+from curvature.linalg.sketch import compress, sketch_rows
 
 SHARE = 0.1
 
@@ -88,7 +88,7 @@ def test_a_diagonal_beside_a_sketch():
     root = torch.sin(torch.arange(4 * 600.0).double()).reshape(4, 600)
     diagonal = torch.tensor([[1.0, 2.0, 5.0]]).double()
     x = torch.cos(torch.arange(3 * 600.0).double()).reshape(1, 3, 600)
-    found = in_eigenbases([(diagonal, merged(sketched(root)))], 0.3)[0](x)
+    found = in_eigenbases([(diagonal, compress(sketch_rows(root)))], 0.3)[0](x)
     dense = torch.kron(diagonal[0].diag(), root.T @ root) + 0.3 * torch.eye(1800).double()
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found.flatten(), torch.linalg.solve(dense, x.flatten()))

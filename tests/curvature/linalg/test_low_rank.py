@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker.inverses import Inverse, factored
-from curvature.linalg.low_rank import FAR, LARGE, PART, low_rank
+from curvature.linalg.low_rank import KEEP_FACTOR, LOW_RANK_MIN_SIZE, MAX_RANK_DIVISOR, low_rank_inverse
 from optimizers import KFAC
 from support.cases.case import seeded
 
@@ -42,13 +42,13 @@ def relative(found: tuple[Tensor, Tensor], matrix: Tensor) -> Tensor:
 @pytest.mark.parametrize("values", [power_law(1), power_law(2), sampled_identity()], ids=["1/k", "1/k^2", "identity"])
 def test_within_a_factor_of_the_inverse(values: Tensor):
     matrix = with_values(values)
-    found = low_rank(matrix, DAMPING, None)
-    assert found is not None and found[0].shape[1] <= SIZE / PART
-    assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * FAR
+    found = low_rank_inverse(matrix, DAMPING, None)
+    assert found is not None and found[0].shape[1] <= SIZE / MAX_RANK_DIVISOR
+    assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * KEEP_FACTOR
 
 
 def test_nothing_stands_out_of_an_identity():
-    found = low_rank(with_values(sampled_identity()), DAMPING, None)
+    found = low_rank_inverse(with_values(sampled_identity()), DAMPING, None)
     assert found is not None and found[0].shape[1] == 0
     assert found[1].item() == pytest.approx(1 / (1 + DAMPING))
 
@@ -57,9 +57,9 @@ def test_exact_where_the_rest_is_alike():
     values = torch.ones(SIZE, dtype=torch.float64)
     values[:5] = torch.tensor([100.0, 50.0, 30.0, 20.0, 10.0])
     matrix = with_values(values)
-    first = low_rank(matrix, DAMPING, None)
+    first = low_rank_inverse(matrix, DAMPING, None)
     assert first is not None and first[0].shape[1] == 5
-    found = low_rank(matrix, DAMPING, first[0])
+    found = low_rank_inverse(matrix, DAMPING, first[0])
     assert found is not None and found[0].shape[1] == 5
     # subspace iteration: the fifth value is 10 times the rest, and this is the fourth product
     torch.testing.assert_close(relative(found, matrix), torch.ones(SIZE).double(), rtol=0.01, atol=0)
@@ -69,19 +69,19 @@ def test_refused_where_many_stand_out():
     """A third and a half of the values are ten, the others zero."""
     for one_in in (2, 3):
         values = (torch.arange(SIZE) % one_in == 0).double() * 10
-        assert low_rank(with_values(values), DAMPING, None) is None
+        assert low_rank_inverse(with_values(values), DAMPING, None) is None
 
 
 def test_follows_a_matrix_that_turns():
     """One pass from the last basis is enough after a small turn, and what it misses counts in the rest."""
     one, other = with_values(power_law(1.5)), with_values(power_law(1.5), seed=1)
-    first = low_rank(one, DAMPING, None)
+    first = low_rank_inverse(one, DAMPING, None)
     assert first is not None
     moved = 0.9 * one + 0.1 * other
     for matrix in (moved, other):
-        found = low_rank(matrix, DAMPING, first[0])
+        found = low_rank_inverse(matrix, DAMPING, first[0])
         assert found is not None
-        assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * FAR
+        assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * KEEP_FACTOR
 
 
 def test_sides_of_an_inverse():
@@ -95,7 +95,7 @@ def test_sides_of_an_inverse():
     assert first.ranks[0] == found.ranks[0] and found.ranks[1] is None and whole.ranks == (None, None)
     x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
     columns = columns + DAMPING * columns[0].trace() / 20 * torch.eye(20)
-    vectors, shift = low_rank(rows[0], DAMPING, None) or (x, x)
+    vectors, shift = low_rank_inverse(rows[0], DAMPING, None) or (x, x)
     expected = (shift * (torch.eye(SIZE).double() - vectors @ vectors.mT)) @ x[0] @ torch.linalg.inv(columns[0])
     torch.testing.assert_close(first(x)[0], expected)
     mirrored = Inverse(first.columns, first.rows, None, first.roots[::-1], first.shifts[::-1])
@@ -108,8 +108,8 @@ def test_sides_of_an_inverse():
 def test_in_training(monkeypatch: pytest.MonkeyPatch):
     """Wide layers: the loss falls as with whole inverses, and the report says what was done."""
     found, reports = [], []
-    for large in (LARGE, SIZE * 100):
-        monkeypatch.setattr("curvature.kronecker.inverses.LARGE", large)
+    for large in (LOW_RANK_MIN_SIZE, SIZE * 100):
+        monkeypatch.setattr("curvature.kronecker.inverses.LOW_RANK_MIN_SIZE", large)
         with seeded(0):
             model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
             x = torch.randn(64, 300) / torch.arange(1, 301)

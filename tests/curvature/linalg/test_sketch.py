@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 from curvature import capture
 from curvature.kronecker.inverses import factored, in_eigenbases
-from curvature.linalg.sketch import RANK, ROWS, added, diagonal_of, merged, mixed, scaled, sketched, spectrum
+from curvature.linalg.sketch import (
+    MAX_SKETCH_ROWS,
+    SKETCH_RANK,
+    add_moments,
+    average_moments,
+    compress,
+    moment_diagonal,
+    scale_moment,
+    sketch_rows,
+    sketch_spectrum,
+)
 from curvature.preconditioners import RunningFactors
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
@@ -34,39 +44,43 @@ def dense(sketch: Tensor) -> Tensor:
 
 def test_few_rows_are_kept_exactly():
     a, b = rows(40), rows(50, seed=1)
-    found = mixed(mixed(None, scaled(sketched(a), 1 / 40), 1.0), scaled(sketched(b), 1 / 50), 0.25)
+    found = average_moments(
+        average_moments(None, scale_moment(sketch_rows(a), 1 / 40), 1.0), scale_moment(sketch_rows(b), 1 / 50), 0.25
+    )
     torch.testing.assert_close(dense(found), 0.75 * a.T @ a / 40 + 0.25 * b.T @ b / 50)
     gram = found[0, :-1] @ found[0, :-1].T
     torch.testing.assert_close(gram, torch.diag(gram.diagonal()), rtol=0, atol=1e-9 * gram.max().item())
-    torch.testing.assert_close(diagonal_of(found).sum(), dense(found).trace())
+    torch.testing.assert_close(moment_diagonal(found).sum(), dense(found).trace())
 
 
 def test_what_is_left_out_keeps_the_trace():
-    a = rows(ROWS, decay=1.0)
-    found = merged(sketched(a))
-    assert found.shape == (1, RANK + 1, D)
+    a = rows(MAX_SKETCH_ROWS, decay=1.0)
+    found = compress(sketch_rows(a))
+    assert found.shape == (1, SKETCH_RANK + 1, D)
     torch.testing.assert_close(dense(found).trace(), a.square().sum())
     values = torch.linalg.eigvalsh(a.T @ a).flip(0)
-    _, kept, rest = spectrum(found)
-    torch.testing.assert_close(kept.sort(descending=True).values - rest, values[:RANK])
-    torch.testing.assert_close(rest, values[RANK:].sum() / D)
+    _, kept, rest = sketch_spectrum(found)
+    torch.testing.assert_close(kept.sort(descending=True).values - rest, values[:SKETCH_RANK])
+    torch.testing.assert_close(rest, values[SKETCH_RANK:].sum() / D)
 
 
 def test_many_rows_are_mixed():
     """4,000 rows as ROWS: the expected moment is theirs; the largest eigenvalue comes out within a tenth."""
     a = rows(4000, decay=1.0)
-    found = sketched(a)
-    assert found.shape == (1, ROWS + 1, D)
+    found = sketch_rows(a)
+    assert found.shape == (1, MAX_SKETCH_ROWS + 1, D)
     torch.testing.assert_close(found.square().sum(), a.square().sum(), rtol=0.1, atol=0)
-    torch.testing.assert_close(spectrum(merged(found))[1].max(), torch.linalg.eigvalsh(a.T @ a)[-1], rtol=0.1, atol=0)
+    torch.testing.assert_close(
+        sketch_spectrum(compress(found))[1].max(), torch.linalg.eigvalsh(a.T @ a)[-1], rtol=0.1, atol=0
+    )
 
 
 def test_sums_stay_small():
-    total = sketched(rows(ROWS))
+    total = sketch_rows(rows(MAX_SKETCH_ROWS))
     for k in range(1, 5):
-        total = added(total, sketched(rows(ROWS, seed=k)))
-    assert total.shape[1] <= 2 * ROWS + 1
-    exact = sum(rows(ROWS, seed=k).square().sum() for k in range(5))
+        total = add_moments(total, sketch_rows(rows(MAX_SKETCH_ROWS, seed=k)))
+    assert total.shape[1] <= 2 * MAX_SKETCH_ROWS + 1
+    exact = sum(rows(MAX_SKETCH_ROWS, seed=k).square().sum() for k in range(5))
     torch.testing.assert_close(total.square().sum(), exact)
 
 
@@ -80,8 +94,8 @@ def full(size: int) -> Tensor:
 @pytest.mark.parametrize("how", ["share", "damping"])
 def test_inverses(which: str, how: str):
     """Against those of the matrices that the sketches stand for."""
-    large = mixed(None, scaled(sketched(rows(60, decay=0.5)), 1 / 60), 1.0)
-    other = mixed(None, scaled(sketched(rows(30, seed=1)), 1 / 30), 1.0)
+    large = average_moments(None, scale_moment(sketch_rows(rows(60, decay=0.5)), 1 / 60), 1.0)
+    other = average_moments(None, scale_moment(sketch_rows(rows(30, seed=1)), 1 / 30), 1.0)
     left, right = {"columns": (full(20), large), "rows": (large, full(20)), "both": (other, large)}[which]
     b, a = (dense(side) if side.shape[2] == D else side[0] for side in (left, right))
     x = torch.sin(torch.arange(float(len(b) * len(a))).double()).reshape(1, len(b), len(a))
@@ -161,7 +175,7 @@ def test_a_layer_of_fifty_thousand_inputs():
         (model(x) - 1).square().mean().backward()
         opt.step()
     assert "A 50001x50001 by" in opt.report()
-    assert sum(block.bytes for block in opt.factors.blocks) < 3 * RANK * 50_000 * 4
+    assert sum(block.bytes for block in opt.factors.blocks) < 3 * SKETCH_RANK * 50_000 * 4
 
 
 @pytest.mark.parametrize(("count", "stride"), [(64, 4), (24, 1)])

@@ -9,7 +9,7 @@ from torch import nn
 
 from curvature import check_gradients, per_sample_gradients
 from curvature.gradients.batch import Batch
-from curvature.losses.per_sample import joined, per_sample_losses, resolve, sample_masses
+from curvature.losses.per_sample import join_heads, per_sample_losses, resolve, sample_masses
 from support.moments import rand, randn
 
 DOUBLE = torch.float64
@@ -126,8 +126,8 @@ def test_samples_along_another_dim(dim):
 
 def test_no_other_loss_joins_its_outputs():
     outputs = (randn(2, 3), rand(2, 3))
-    assert joined(nn.MSELoss(), outputs) is outputs
-    assert joined(resolve(nn.GaussianNLLLoss()), outputs).shape == (2, 6)
+    assert join_heads(nn.MSELoss(), outputs) is outputs
+    assert join_heads(resolve(nn.GaussianNLLLoss()), outputs).shape == (2, 6)
 
 
 def refused(match, output, target, count=2):
@@ -142,7 +142,7 @@ def test_refusals():
     refused(r"\(N, 2d, ...\).*found \(2,\)", rand(2), randn(2))
     refused("negative entries; softplus or exp", torch.cat([rand(2, 3), -rand(2, 3)], 1), randn(2, 3))
     with pytest.raises(ValueError, match=r"mean must have shape \(N, d, ...\), found \(2,\)"):
-        joined(resolve(nn.GaussianNLLLoss()), (rand(2), rand(2)))
+        join_heads(resolve(nn.GaussianNLLLoss()), (rand(2), rand(2)))
     with pytest.raises(ValueError, match="reduction='none'"):
         per_sample_losses(nn.GaussianNLLLoss(reduction="none"), rand(2, 6), randn(2, 3), 2)
     with pytest.raises(ValueError, match=r"found tuple|mean, variance"):

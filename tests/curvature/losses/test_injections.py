@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses.injections import CHUNK, SEED, Injection, empirical, exact, isotropic, propagated, sampled
+from curvature.losses.injections import (
+    SEED,
+    VECTORS_PER_CHUNK,
+    Injection,
+    empirical,
+    exact,
+    isotropic,
+    propagated,
+    sampled,
+)
 from support.moments import (
     MANY,
     binary,
@@ -68,7 +77,7 @@ def test_functions_of_torch_are_their_modules(function, module, target):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [1, 4, CHUNK])
+@pytest.mark.parametrize("size", [1, 4, VECTORS_PER_CHUNK])
 @pytest.mark.parametrize("inject", [exact(), empirical(), propagated(9)], ids=str)
 def test_chunks(inject, size):
     output, loss = randn(2, C, PLACES), nn.CrossEntropyLoss()

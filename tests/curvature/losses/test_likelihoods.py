@@ -10,7 +10,7 @@ from torch import nn
 
 from curvature.losses.injections import exact, propagated, sampled
 from curvature.losses.likelihoods import PROBABILITY_EPS
-from curvature.losses.output_hessian import hessian_root, likelihood, term_masses
+from curvature.losses.output_hessian import hessian_root, label_gradient_sampler, term_masses
 from curvature.losses.per_sample import resolve
 from support.moments import MANY, rand, randn, repeated, second_moment, source, within_five_errors
 
@@ -191,7 +191,7 @@ def labels_of_gaussian(output, drawn):
     ],
 )
 def test_drawn_gradients_are_gradients_at_labels(loss, output, recover):
-    drawn = likelihood(loss, output)(1, source(4))[0]
+    drawn = label_gradient_sampler(loss, output)(1, source(4))[0]
     want = gradients(loss, output, recover(output, drawn))
     if isinstance(loss, nn.NLLLoss):  # up to a sign
         drawn = -drawn.abs()
@@ -200,7 +200,7 @@ def test_drawn_gradients_are_gradients_at_labels(loss, output, recover):
 
 def test_labels_have_the_probabilities_of_the_model():
     output = torch.tensor([[0.2, 0.0, 0.8]], dtype=DOUBLE).log().repeat(MANY, 1)
-    chosen = likelihood(nn.NLLLoss(), output)(1, source())[0].abs()
+    chosen = label_gradient_sampler(nn.NLLLoss(), output)(1, source())[0].abs()
     assert (chosen.mean(0) - output[0].exp()).abs().max() < 5 * math.sqrt(0.25 / MANY)
     assert chosen[:, 1].eq(0).all()
 
@@ -220,7 +220,7 @@ def test_probabilities_of_zero_and_one():
     got = hessian_root(nn.BCELoss(reduction="sum"), p)(torch.ones(1, 1, 4, dtype=DOUBLE))[0, 0]
     assert got[:2].eq(0).all() and got[3] == 2
     torch.testing.assert_close(got[2].square().item(), 1e-13 / PROBABILITY_EPS**2, rtol=1e-10, atol=0)
-    drawn = likelihood(nn.BCELoss(), p)(100, source())
+    drawn = label_gradient_sampler(nn.BCELoss(), p)(100, source())
     assert drawn[:, :, :2].eq(0).all() and drawn.isfinite().all()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses.output_hessian import hessian_root, likelihood, term_masses
+from curvature.losses.output_hessian import hessian_root, label_gradient_sampler, term_masses
 from support.moments import (
     MANY,
     binary,
@@ -222,7 +222,7 @@ def test_second_moments_of_drawn_gradients(loss, target, needed):
     output = randn(2, C, PLACES)
     y = target(output)
     for n in range(2):
-        draw = likelihood(loss, repeated(output, n), repeated(y, n) if needed else None)
+        draw = label_gradient_sampler(loss, repeated(output, n), repeated(y, n) if needed else None)
         within_five_errors(second_moment(draw(1, source(11))), hessian(loss, output, y, n))
 
 
@@ -230,7 +230,7 @@ def test_labels_are_drawn_from_the_model():
     """p - v is one-hot at a class drawn with probability p; a class without probability never comes."""
     output = torch.tensor([[0.3, -math.inf, 1.1]], dtype=torch.float64).repeat(MANY, 1)
     p = output.softmax(1)
-    labels = p - likelihood(nn.CrossEntropyLoss(), output)(1, source())[0]
+    labels = p - label_gradient_sampler(nn.CrossEntropyLoss(), output)(1, source())[0]
     torch.testing.assert_close(labels.sort(1).values, torch.tensor([0.0, 0, 1]).double().expand(MANY, -1))
     assert labels[:, 1].abs().max() == 0
     assert (labels.mean(0) - p[0]).abs().max() < 5 * math.sqrt(0.25 / MANY)
@@ -271,7 +271,7 @@ def test_nan_in_a_sample_is_nan_there_and_nowhere_else(loss):
     y = classes(output) if isinstance(loss, nn.CrossEntropyLoss) else binary(output)
     found = [hessian_root(loss, output, y)(torch.ones(1, 3, C).double())]
     if loss is not mixing:
-        found.append(likelihood(loss, output, y)(1, source()))
+        found.append(label_gradient_sampler(loss, output, y)(1, source()))
     for vectors in found:
         assert vectors[:, 1].isnan().any()
         assert vectors[:, [0, 2]].isfinite().all()
@@ -312,7 +312,7 @@ def test_refuses_losses_that_are_not_differentiable():
         hessian_root(lambda o, t: (o > t).double().mean(), randn(4, C), randn(4, C))
 
 
-@pytest.mark.parametrize("find", [hessian_root, likelihood])
+@pytest.mark.parametrize("find", [hessian_root, label_gradient_sampler])
 @pytest.mark.parametrize(
     "loss, name",
     [
@@ -336,7 +336,7 @@ def test_refuses_missing_targets(loss):
 def test_refuses_to_draw_without_likelihood(loss):
     name = getattr(loss, "__name__", type(loss).__name__)
     with pytest.raises(ValueError, match=f"{name}.*CrossEntropyLoss, NLLLoss.* PoissonNLLLoss, GaussianNLLLoss"):
-        likelihood(loss, randn(3, C), normal(randn(3, C)))
+        label_gradient_sampler(loss, randn(3, C), normal(randn(3, C)))
 
 
 def test_refuses_shapes():

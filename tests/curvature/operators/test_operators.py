@@ -11,7 +11,7 @@ import torch
 
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Space, Sum, base, load
 from curvature.operators.kronecker import Kronecker
-from curvature.operators.matrix_free import DIRECT, MatrixFree
+from curvature.operators.matrix_free import MAX_DIRECT_SIZE, MatrixFree
 from curvature.terms.affine_layout import AffineLayout
 from support.structures import ARRANGEMENTS, Source, blocks, dense, diagonal, kronecker, matrix_free, structures, total
 
@@ -334,7 +334,7 @@ def test_far_beyond_the_limit_what_is_fast_works(device):
 
 
 def test_matrix_free_above_the_direct_size(device):
-    size = DIRECT + 1
+    size = MAX_DIRECT_SIZE + 1
     source = Source(device)
     values = 1 + source.positive(size)
     op = MatrixFree(source.space(a=(size,)), lambda V: values[:, None] * V)

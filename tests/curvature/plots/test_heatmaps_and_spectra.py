@@ -16,7 +16,7 @@ from torch import nn
 from curvature import ekfac, fisher, fisher_blocks, fisher_diagonal, kfac, plots, sampled, spectral_density, xtrace
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Space
 from curvature.operators.matrix_free import MatrixFree
-from curvature.plots.heatmaps import MOST_GROUPS, MOST_LAYERS, MOST_POINTS
+from curvature.plots.heatmaps import MAX_GROUPS, MAX_LAYERS, MAX_POINTS
 from support.pictures import assert_refused
 
 LOSS = nn.CrossEntropyLoss()
@@ -133,13 +133,13 @@ def test_matrix_of_zeros_is_white():
 
 
 def test_a_large_matrix_is_shown_by_means():
-    entries = torch.randn(MOST_POINTS + 500, 3, generator=torch.Generator().manual_seed(0)).double()
+    entries = torch.randn(MAX_POINTS + 500, 3, generator=torch.Generator().manual_seed(0)).double()
     ax = plots.matrix(entries)
     shown = array_of(ax)
-    assert shown.shape == (MOST_POINTS, 3)
+    assert shown.shape == (MAX_POINTS, 3)
     # Every fourth point holds two rows, the others one.
     np.testing.assert_allclose(shown[:4], [entries[0], entries[1], entries[2], entries[3:5].mean(0)])
-    assert list(ax.images[0].get_extent()) == [-0.5, 2.5, MOST_POINTS + 499.5, -0.5]
+    assert list(ax.images[0].get_extent()) == [-0.5, 2.5, MAX_POINTS + 499.5, -0.5]
     np.testing.assert_allclose(array_of(plots.matrix(entries.T)), shown.T)
 
 
@@ -178,9 +178,9 @@ def test_factors_of_many_groups_show_the_first():
     model = nn.Sequential(nn.LayerNorm(50), nn.Linear(50, 2))
     K = kfac(*problem(model=model, shape=(50,)))
     left, right = plots.factors(K, "0")[0]
-    A = K.blocks["0.weight"].A[:MOST_GROUPS].double()
+    A = K.blocks["0.weight"].A[:MAX_GROUPS].double()
     np.testing.assert_array_equal(array_of(left), torch.block_diag(*A).numpy())
-    assert right.get_title() == f"0: B, first {MOST_GROUPS} of 50 groups"
+    assert right.get_title() == f"0: B, first {MAX_GROUPS} of 50 groups"
 
 
 def test_a_diagonal_factor_is_a_curve():
@@ -338,7 +338,7 @@ def big():
 
 
 def deep():
-    return kfac(*problem(model=nn.Sequential(*(nn.Linear(2, 2) for _ in range(MOST_LAYERS + 1))), shape=(2,)))
+    return kfac(*problem(model=nn.Sequential(*(nn.Linear(2, 2) for _ in range(MAX_LAYERS + 1))), shape=(2,)))
 
 
 M = of_values([1.0, 2.0])
