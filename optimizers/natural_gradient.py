@@ -17,6 +17,7 @@ from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_shards
 from optimizers.kfac import KFAC
+from optimizers.recording.backward_passes import Measured
 from optimizers.recording.model_outputs import samples_first
 from optimizers.recording.output_scale import Sums
 from optimizers.steps.closure_replay import Replay
@@ -150,16 +151,16 @@ class NaturalGradient(KFAC):
             found = waiting()
             if found is None:
                 return
-            self.passes.begin(self._stores())
-            self.outputs.join(extent)
+            self.passes.begin(self.team.statistics.discard)
             if not self._pending:  # later: times the scale of the loss it may be too much for float16
                 self._each = unit
-                self._pending.append(lambda scale: self._multiply(unit / scale))
+                self._pending.append(lambda scale: self.passes.total.curvature.scale_vectors_(unit / scale))
             with torch.enable_grad():
                 output = samples_first(found.outputs[0], count)
             vectors = samples_first(gradient * (each / self._each), count).detach()[None]
             with torch.autocast(gradient.device.type, enabled=False):
-                self.factors.record(found.tape, [output], [vectors], count)
+                measured = self.factors.measure(found.tape, [output], [vectors], count)
+            self.passes.total.add_(Measured(measured, extent))
 
         handle = outputs[0].register_hook(sent)
 
@@ -170,10 +171,6 @@ class NaturalGradient(KFAC):
     def _renew(self) -> None:
         super()._renew()
         self._waiting.clear()
-
-    def _multiply(self, times: float) -> None:
-        for block in self.factors.blocks:
-            block.multiply(times)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -71,24 +71,29 @@ class SecondOrder(Recording):
             raise RuntimeError(self._listener.problem)
         renews = self.schedule.renews(self.steps)
         with self.health.timed("factors"):
-            self.passes.settle(self._stores())
+            self.passes.settle()
             for taken in self._pending:
                 taken(self._loss_scale())
             self._pending.clear()
             self._sent.clear()
+            sums: dict[tuple[str, str], Tensor] | None = None
             if renews and self.team.processes.size > 1:
                 self.team.statistics.launch()  # first, as where the backward pass did so: one order wherever it can be
                 if not any(map(is_sharded, self._trained().values())):
                     self.team.processes.check_alike(self._gradients())
-                self.factors.gather(self.team.processes.objects)
-                self.team.statistics.finish()
+                self.factors.gather(self.passes.total.curvature, self.team.processes.objects)
+                sums = self.team.statistics.finish()
             if not self.factors.blocks:
                 raise RuntimeError(
                     f"{type(self).__name__}.step: no forward pass of the model was seen; call the model that the "
                     "optimizer was given"
                 )
-            self.factors.fold(self._arguments["factor_decay"])
-            self.outputs.fold()
+            found = self.passes.take()
+            if sums is not None:
+                found.curvature.blocks = self.factors.statistics_from(sums)
+                found.outputs = {key: x for (name, key), x in sums.items() if not name}
+            self.factors.update_average(found.curvature, self._arguments["factor_decay"])
+            self.outputs.update(found.outputs)
         blocks, due = self._due()
         with self.health.timed("inverses"):
             self._invert([b for b in due if self.team.workers.makes(b)])
@@ -107,7 +112,7 @@ class SecondOrder(Recording):
     def _is_ordinary(self) -> bool:
         """Whether a step has nothing to do for the curvature."""
         blocks = self.factors.blocks
-        is_quiet = not self._pending and not self.schedule.renews(self.steps) and not any(b.samples for b in blocks)
+        is_quiet = not self._pending and not self.schedule.renews(self.steps) and not self.passes.total.curvature
         return is_quiet and bool(blocks) and not self._due()[1]
 
     def _measure(self) -> None:

@@ -8,11 +8,13 @@ products (`kronecker_sum`). Nothing here averages over batches.
 from curvature.kronecker.eigenbasis import Basis
 from curvature.kronecker.factors import Reading, Scheme, enough, matched, wide
 from curvature.kronecker.inverses import Inverse, bases, carried, factored, in_eigenbases, not_zero
+from curvature.kronecker.statistics import KroneckerStatistics
 from curvature.kronecker.sums import KroneckerSum, Pair, kronecker_sum
 
 __all__ = [
     "Basis",
     "Inverse",
+    "KroneckerStatistics",
     "KroneckerSum",
     "Pair",
     "Reading",

@@ -42,6 +42,11 @@ def add_moments(one: Tensor, other: Tensor) -> Tensor:
     return _compress_or(None, both) if both.shape[1] > 2 * MAX_SKETCH_ROWS else both
 
 
+def add_moments_(total: Tensor, new: Tensor) -> Tensor:
+    """The sum of two moments of one kind, in the memory of `total` unless these are sketches."""
+    return add_moments(new, total) if is_sketch(total) else total.add_(new)
+
+
 def fill_slot(side: Tensor, rank: int, size: int) -> Tensor:
     """One whose sum over `size` processes, this one being `rank`, holds those of all."""
     small = compress(side)

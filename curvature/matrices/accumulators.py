@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvature import operators
-from curvature.kronecker import Basis, Reading, Scheme, matched
+from curvature.kronecker import Basis, KroneckerStatistics, Scheme
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
 from curvature.terms import Term, gradients, row_ranges, sum_of_products
@@ -132,41 +132,35 @@ class DenseSum(Accumulator):
         return operators.Dense(self.space, scale / 2 * (self.sum + self.sum.T))
 
 
-class KroneckerSum(Accumulator):
+class KroneckerAccumulator(Accumulator):
     """One Kronecker product per group for each reading of the weight, in the end matched to one."""
 
     def __init__(self, space: Space, scheme: Scheme) -> None:
         super().__init__(space)
-        self.scheme = scheme
-        self.inputs: dict[Reading, tuple[Tensor, Tensor | int]] = {}
-        self.outputs: dict[Reading, Tensor] = {}
+        self.total = KroneckerStatistics(scheme)
 
     def add(self, chunk: Chunk) -> None:
         found = chunk.of(self.names[0])
         if found is None:
             return
-        if chunk.first:
-            for reading, terms in self.scheme.readings(found[0][0]).items():
-                total, number = self.scheme.activations(terms)
-                if reading in self.inputs:
-                    total, number = total + self.inputs[reading][0], number + self.inputs[reading][1]
-                self.inputs[reading] = total, number
-        for left, right in zip(*found, strict=True):
-            rights = self.scheme.readings(right)
-            for reading, terms in self.scheme.readings(left).items():
-                other = None if right is left else rights[reading]
-                part = self.scheme.backprops(terms, other, chunk.weights)
-                if other is not None and part.ndim == 3:  # symmetric but for the rounding of the right vectors
+        scheme = self.total.scheme
+        for k, (left, right) in enumerate(zip(*found, strict=True)):
+            new, rights = KroneckerStatistics(scheme), scheme.readings(right)
+            for reading, terms in scheme.readings(left).items():
+                if chunk.first and k == 0:
+                    new.activations[reading] = scheme.activations(terms)
+                part = scheme.backprops(terms, None if right is left else rights[reading], chunk.weights)
+                if right is not left and part.ndim == 3:  # symmetric but for the rounding of the right vectors
                     part = (part + part.mT) / 2
-                self.outputs[reading] = self.outputs[reading].add_(part) if reading in self.outputs else part
+                new.backprops[reading] = part
+            self.total.add_(new)
 
     def result(self, scale: float) -> Kronecker:
-        sides = [self.scheme.product(reading, *self.inputs[reading], scale * b) for reading, b in self.outputs.items()]
-        return Kronecker(self.space, self.scheme.arrangement, *matched(sides))
+        return Kronecker(self.space, self.total.scheme.arrangement, *self.total.factors(scale))
 
     def refined(self, block: Operator) -> Accumulator:
         assert isinstance(block, Kronecker)
-        return EigenSum(self.scheme, block)
+        return EigenSum(self.total.scheme, block)
 
 
 class EigenSum(Accumulator):

@@ -16,7 +16,7 @@ from curvature.matrices.accumulators import (
     Chunk,
     DenseSum,
     DiagonalSum,
-    KroneckerSum,
+    KroneckerAccumulator,
     Range,
     RowSums,
     rows_of,
@@ -174,7 +174,7 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator 
     """The Kronecker factors of a weight with these terms, of each of its rows that are read apart; None without any."""
     scheme = Scheme.of(terms, space.shapes, space.dtype, sharing)
     if scheme is not None:
-        return KroneckerSum(space, scheme)
+        return KroneckerAccumulator(space, scheme)
     apart = row_ranges(terms)
     if apart[0].terms is terms:
         return None
@@ -185,10 +185,10 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator 
             parts[rows, piece.start] = DiagonalSum(_rows(space, rows, piece.start))
         own = _rows(space, piece.start, rows := piece.stop)
         scheme = Scheme.of(piece.terms, own.shapes, space.dtype, sharing)
-        parts[piece.start, rows] = _exact(own) if scheme is None else KroneckerSum(own, scheme)
+        parts[piece.start, rows] = _exact(own) if scheme is None else KroneckerAccumulator(own, scheme)
     if rows < space.shapes[0][0]:
         parts[rows, space.shapes[0][0]] = DiagonalSum(_rows(space, rows, space.shapes[0][0]))
-    return RowSums(space, parts) if any(isinstance(part, KroneckerSum) for part in parts.values()) else None
+    return RowSums(space, parts) if any(isinstance(part, KroneckerAccumulator) for part in parts.values()) else None
 
 
 def _rows(space: Space, start: int, stop: int) -> Space:

@@ -11,10 +11,12 @@ from curvature.preconditioners.full_curvature import WholeCurvature
 from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.least_squares import LeastSquares
 from curvature.preconditioners.residual_blocks import ResidualBlock, residual_blocks
+from curvature.preconditioners.statistics import CurvatureStatistics
 
 __all__ = [
     "Block",
     "Blocks",
+    "CurvatureStatistics",
     "LeastSquares",
     "ResidualBlock",
     "RunningFactors",

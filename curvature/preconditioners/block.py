@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,17 +14,32 @@ from curvature.preconditioners.outliers import Gate
 from curvature.terms import Term
 
 
+class BlockStatistics(Protocol):
+    """What batches show of a block: sums over samples."""
+
+    samples: float
+
+    def add_(self, other: Any) -> None: ...
+
+    def scale_vectors_(self, times: float) -> None:
+        """As if the vectors had been so many times as long."""
+
+    def tensors(self) -> list[Tensor]:
+        """All that is summed up."""
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        """Tensors that add up over `size` processes, this one being `rank`."""
+
+
 class Block:
     """Running curvature of some parameters. Sub-classes hold the matrices; the mean over samples is debiased."""
 
     structure = ""
-    place = 0, 1  # which process this is, of how many that share a batch
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
         self.names = tuple(names)
         self.reason = reason  # why there are no Kronecker factors; "" where there are
         self.updates = 0
-        self.samples: float = 0  # of the statistics added since the last `fold`
         self.gate = Gate()
 
     def weight_of_new(self, decay: float, updates: int | None = None) -> float:
@@ -36,24 +51,21 @@ class Block:
         w = self.weight_of_new(decay)
         return new if old is None else old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
 
-    def discard(self) -> None:
-        """Forget what was added since the last `fold`."""
+    def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
+        """Statistics of a batch, from the terms of the first parameter; None where these do not fit.
+
+        Args:
+            samples: that the statistics are of.
+            rank, world_size: which process this is, of those that share the batch.
+        """
         raise NotImplementedError
 
-    waiting: tuple[str, ...] = ("samples",)  # what is added to until `fold`
-
-    def cut(self) -> dict[str, Any]:
-        """Take out what was added since the last `fold`."""
-        found = {name: getattr(self, name) for name in self.waiting}
-        self.discard()
-        return found
-
-    def join(self, found: dict[str, Any]) -> None:
-        """Add what was `cut` out."""
+    def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
+        """Statistics of all processes, from their `sums`."""
         raise NotImplementedError
 
-    def fold(self, decay: float) -> None:
-        """Move what was added since the last time into the running average."""
+    def update_average(self, statistics: Any, decay: float) -> None:
+        """Take statistics into the running average."""
         raise NotImplementedError
 
     def decompose(self, damping: float) -> None:
@@ -102,14 +114,6 @@ class Block:
         """Shapes of what is kept."""
         raise NotImplementedError
 
-    def measured(self, terms: Sequence[Term]) -> Any:
-        """Statistics of a batch, a tree of tensors, of the first parameter's terms; None where they do not fit."""
-        raise NotImplementedError
-
-    def take(self, found: Any, samples: float) -> None:
-        """Add what `measured` gave, which is finite."""
-        raise NotImplementedError
-
     @staticmethod
     def decompose_all(blocks: Sequence[Any], damping: float) -> None:
         """`decompose` blocks of this class that have statistics."""
@@ -120,10 +124,6 @@ class Block:
     def invert(blocks: Sequence[Any], share: float) -> None:
         """Prepare `solve` of blocks of this class that have statistics, see `curvature.invert`."""
         raise NotImplementedError
-
-    def multiply(self, times: float) -> None:
-        """Take what was added since the last `fold` as if its vectors had been so many times as long."""
-        self.samples /= times**2
 
     failures = 0  # of decompositions, in a row
 
@@ -136,35 +136,27 @@ class Block:
         """As if the matrices were zero off their diagonals."""
         return nullcontext()
 
-    def anew(self) -> Block:
-        """A block of the same form that has seen nothing."""
-        raise NotImplementedError
-
-    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
-        """What was added since the last `fold`, as tensors that add up over `size` processes, this one being `rank`."""
-        raise NotImplementedError
-
-    def take_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Have these, added up over all processes, instead of what was added here."""
+    def empty_like(self) -> Block:
+        """A block of the same layout that has seen nothing."""
         raise NotImplementedError
 
     def results(self) -> dict[str, Any]:
         """What `decompose` and `invert` set: plain tensors and numbers."""
         state = self.state()
-        return {k: state[k] for k in self.handed_on}
+        return {k: state[k] for k in self.broadcast_fields}
 
-    def adopt(self, results: Mapping[str, Any]) -> None:
-        """Have the `results` of the same block of another process."""
+    def load_results(self, results: Mapping[str, Any]) -> None:
+        """Take the `results` of the same block of another process."""
         for name, value in results.items():
             setattr(self, name, value)
 
-    handed_on: tuple[str, ...] = ("inverse",)  # from the process that decomposes
-    kept: tuple[str, ...] = ()  # tensors of a checkpoint, and numbers
-    form: tuple[str, ...] = ()  # what the arrangement of the parameters needs
+    broadcast_fields: tuple[str, ...] = ("inverse",)  # from the process that decomposes
+    state_fields: tuple[str, ...] = ()  # tensors of a checkpoint, and numbers
+    layout_fields: tuple[str, ...] = ()  # how the parameters are arranged
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs: plain tensors, numbers and names."""
-        fields = ("names", "reason", "updates", *self.form, *self.kept)
+        fields = ("names", "reason", "updates", *self.layout_fields, *self.state_fields)
         return {"structure": self.structure, "gate": self.gate.state(), **{k: getattr(self, k) for k in fields}}
 
     @staticmethod
@@ -172,7 +164,6 @@ class Block:
         """A block from its `state`, tensors on `device`."""
         kind = next(k for k in _below(Block) if k.structure == state["structure"])
         block = kind.__new__(kind)
-        block.discard()
         block.gate = Gate.restored(state.get("gate", {}), device)
         for name, value in state.items():
             if name not in ("structure", "gate"):

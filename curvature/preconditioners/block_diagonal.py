@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import full_precision
-from curvature.preconditioners.block import Block
+from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.preconditioners.statistics import CurvatureStatistics
 from curvature.recording import Tape
 from curvature.terms import DenseGradients, ElementwiseProduct, Term
 
@@ -52,48 +53,57 @@ def layer_blocks(
 
 
 class Blocks:
-    """Base: curvature of a model in blocks of parameters, fed by recorded forward passes."""
+    """Base: curvature of a model in blocks of parameters, as running averages of what recorded passes show.
+
+    To measure a pass changes nothing but that parameters seen for the first time get their blocks.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.place = 0, 1  # which process this is, of how many that share a batch
 
-    def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
-        """Take a recorded pass over `count` samples, vectors (k, *shape) being sent back from its outputs."""
+    def measure(
+        self,
+        tape: Tape,
+        outputs: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+        count: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> CurvatureStatistics:
+        """Statistics of a recorded pass.
+
+        Args:
+            vectors: (k, *shape), sent back from each of the outputs.
+            count: samples of the pass.
+            rank, world_size: which process this is, of those that share the batch.
+        """
         raise NotImplementedError
 
-    def gather(self, objects: Callable[[Any], Sequence[Any]]) -> None:
-        """Have what all processes have recorded, where that is not sums alone; `objects` exchanges what each gives."""
+    def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
+        """Take statistics into the running averages."""
+        raise NotImplementedError
 
-    def holders(self) -> dict[str, Block]:
-        """What has sums to be added up over processes, by name."""
-        return {block.names[0]: block for block in self.blocks}
+    def gather(self, statistics: CurvatureStatistics, objects: Callable[[Any], Sequence[Any]]) -> None:
+        """Replace what does not add up by that of all processes; `objects` exchanges what each gives."""
+
+    def summed_blocks(self) -> list[Block]:
+        """The blocks whose statistics add up over processes."""
+        return self.blocks
+
+    def statistics_from(self, sums: Mapping[tuple[str, str], Tensor]) -> dict[str, BlockStatistics]:
+        """Statistics of the `summed_blocks` from sums over all processes, by name of the block and of the sum."""
+        found: dict[str, BlockStatistics] = {}
+        for block in self.summed_blocks():
+            own = {key: x for (name, key), x in sums.items() if name == block.names[0]}
+            if own:
+                found[block.names[0]] = block.statistics_from(own)
+        return found
 
     def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         """Have a block for each of the states, in their order: those that other processes have."""
-        own = self.holders()
+        own = {block.names[0]: block for block in self.summed_blocks()}
         make = lambda state: own.get(state["names"][0]) or Block.restore(dict(state), device)
         self.blocks = [make(state) for state in states]
-
-    def discard(self) -> None:
-        """Forget what was added since the last `fold`."""
-        for block in self.blocks:
-            block.discard()
-
-    def cut(self) -> list[tuple[Block, dict[str, Any]]]:
-        """Take out what was added since the last `fold`."""
-        return [(block, block.cut()) for block in self.blocks]
-
-    def join(self, parts: Iterable[tuple[Block, dict[str, Any]]]) -> None:
-        """Add what was `cut` out."""
-        for block, found in parts:
-            block.join(found)
-
-    @full_precision()
-    def fold(self, decay: float) -> None:
-        """Take what was added since the last time into the averages."""
-        for block in self.blocks:
-            block.fold(decay)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Plain tensors, numbers and names, by the first parameter of each block."""
@@ -120,15 +130,24 @@ class RunningFactors(Blocks):
         super().__init__()
         self.sharing, self.kind = sharing, kind
 
-    def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
-        """Send vectors (k, *shape) back from the outputs of a recorded pass over `count` samples and add the result."""
+    def measure(
+        self,
+        tape: Tape,
+        outputs: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+        count: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> CurvatureStatistics:
+        total = CurvatureStatistics()
         for k in range(len(vectors[0])):
             sent = [v[k] for v in vectors]
             backprops = tape.gradients(outputs, sent)
             terms, failed = terms_by_parameter(tape, backprops, _layouts(tape, count), set())
             hidden = {name for name, node in tape.parameters.items() if not node.uses}  # in a scripted module, say
-            left = sorted(failed | hidden)
-            self.add(tape, terms | self._plain(tape, outputs, sent, left), count if k == 0 else 0)
+            terms |= self._plain(tape, outputs, sent, sorted(failed | hidden))
+            total.add_(self.measure_terms(tape, terms, count if k == 0 else 0, rank, world_size))
+        return total
 
     def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
         """The gradient of the whole batch, for parameters that no rule explains."""
@@ -136,28 +155,37 @@ class RunningFactors(Blocks):
         found = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True) if roots else ()
         return {name: [DenseGradients(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
 
-    def record_backprops(self, tape: Tape, backprops: list[Tensor | None], count: int) -> None:
-        """Add a pass whose backprops came from elsewhere (the loss's own backward pass)."""
-        self.add(tape, terms_by_parameter(tape, backprops, _layouts(tape, count), set())[0], count)
+    def measure_backprops(
+        self, tape: Tape, backprops: list[Tensor | None], count: int, rank: int = 0, world_size: int = 1
+    ) -> CurvatureStatistics:
+        """Statistics of a pass whose backprops came from elsewhere (the loss's own backward pass)."""
+        terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), set())
+        return self.measure_terms(tape, terms, count, rank, world_size)
 
-    def add(self, tape: Tape, terms: dict[str, list[Term]], count: int) -> None:
-        """Add the terms of one pass; a parameter gets its block when it has terms for the first time."""
+    def measure_terms(
+        self, tape: Tape, terms: dict[str, list[Term]], count: int, rank: int = 0, world_size: int = 1
+    ) -> CurvatureStatistics:
+        """Statistics of the terms of one vector, without blocks where these are not finite."""
         taken = {name for block in self.blocks for name in block.names}
         self.blocks += layer_blocks(tape, terms, taken, self.sharing, self.kind)
-        for block in self.blocks:
-            block.place = self.place
+        seen = [block for block in self.blocks if terms.get(block.names[0])]
         with full_precision():
-            measured = [(b, b.measured(terms[b.names[0]])) for b in self.blocks if terms.get(b.names[0])]
-        found = [(block, batch) for block, batch in measured if batch is not None]
-        for (block, batch), is_fine in zip(found, _are_finite([batch for _, batch in found]), strict=True):
-            if is_fine:
-                block.take(batch, count)
+            measured = {b.names[0]: b.measure(terms[b.names[0]], count, rank, world_size) for b in seen}
+        found = {name: own for name, own in measured.items() if own is not None}
+        are_finite = _are_finite([own.tensors() for own in found.values()])
+        return CurvatureStatistics(dict(itertools.compress(found.items(), are_finite)))
+
+    @full_precision()
+    def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
+        for block in self.blocks:
+            if block.names[0] in statistics.blocks:
+                block.update_average(statistics.blocks[block.names[0]], decay)
 
 
-def _are_finite(batches: Sequence[Any]) -> list[bool]:
-    """Of trees of tensors; the host asks once for all."""
-    sums = [[t.sum().double() for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)] for batch in batches]
-    return torch.stack([torch.stack(own).sum().isfinite() for own in sums]).tolist() if sums else []
+def _are_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
+    """Whether all tensors of a group are; the host asks once for all groups."""
+    sums = [torch.stack([t.sum().double() for t in group]).sum() for group in groups]
+    return torch.stack(sums).isfinite().tolist() if sums else []
 
 
 def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,56 +15,59 @@ from curvature.preconditioners.block import Block
 from curvature.terms import Term
 
 
+@dataclass
+class DiagonalStatistics:
+    """The sum over samples of squared gradients."""
+
+    samples: float
+    sum: Tensor
+
+    def add_(self, other: DiagonalStatistics) -> None:
+        self.samples += other.samples
+        self.sum.add_(other.sum)
+
+    def scale_vectors_(self, times: float) -> None:
+        self.samples /= times**2
+
+    def tensors(self) -> list[Tensor]:
+        return [self.sum]
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        return {"sum": self.sum, "samples": self.sum.new_tensor(self.samples)}
+
+
 class DiagonalBlock(Block):
     """The diagonal of one parameter's block: mean over samples of its squared per-sample gradients."""
 
     structure = "diagonal"
-    handed_on = ()  # every process can do that
-    kept = ("values", "inverse")
-    form = ("shape", "dtype")
-    waiting = ("samples", "sum")
+    broadcast_fields = ()  # every process can do that
+    state_fields = ("values", "inverse")
+    layout_fields = ("shape", "dtype")
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
         super().__init__([name], reason)
         self.shape, self.dtype = shape, wide(dtype)
         self.values: Tensor | None = None
         self.inverse: Tensor | None = None
-        self.sum: Tensor | None = None
 
-    def measured(self, terms: Sequence[Term]) -> Any:
-        """The sum over a batch's samples of squared gradients, terms of one number of samples together."""
+    def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> DiagonalStatistics:
+        """Terms of one number of samples are summed before their gradients are squared."""
         found: dict[int, Tensor] = {}
         for term in terms:
             g = term.gradients().to(self.dtype)
             found[len(g)] = found[len(g)] + g if len(g) in found else g
-        return torch.stack([g.square().sum(0) for g in found.values()]).sum(0)
+        return DiagonalStatistics(samples, torch.stack([g.square().sum(0) for g in found.values()]).sum(0))
 
-    def take(self, found: Any, samples: float) -> None:
-        self.samples += samples
-        self.sum = found if self.sum is None else self.sum + found
+    def statistics_from(self, sums: Mapping[str, Tensor]) -> DiagonalStatistics:
+        return DiagonalStatistics(float(sums["samples"]), sums["sum"])
 
-    def join(self, found: dict[str, Any]) -> None:
-        if found["sum"] is not None:
-            self.take(found["sum"], found["samples"])
-
-    def discard(self) -> None:
-        self.sum, self.samples = None, 0
-
-    def anew(self) -> Block:
-        return DiagonalBlock(self.names[0], self.shape, self.dtype, self.reason)
-
-    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
-        return {} if self.sum is None else {"sum": self.sum, "samples": self.sum.new_tensor(self.samples)}
-
-    def take_sums(self, sums: Mapping[str, Tensor]) -> None:
-        self.sum, self.samples = sums.get("sum"), float(sums.get("samples", 0))
-
-    def fold(self, decay: float) -> None:
-        new = None if self.sum is None or not self.samples else self.sum / self.samples
-        self.discard()
-        if new is not None:
-            self.values = self.mixed(self.values, new, decay)
+    def update_average(self, statistics: DiagonalStatistics, decay: float) -> None:
+        if statistics.samples:
+            self.values = self.mixed(self.values, statistics.sum / statistics.samples, decay)
             self.updates += 1
+
+    def empty_like(self) -> Block:
+        return DiagonalBlock(self.names[0], self.shape, self.dtype, self.reason)
 
     @property
     def is_ready(self) -> bool:

@@ -3,14 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.kronecker import Basis, Inverse, Scheme, bases, carried, not_zero
+from curvature.kronecker import Basis, Inverse, KroneckerStatistics, Scheme, bases, carried, not_zero
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import Term, sum_in_place
+
+Sides = tuple[Tensor, Tensor]  # U_B (g, o, o) and U_A (g, i, i), or ones (g, d) for the identity
+
+
+@dataclass
+class EigenStatistics(KroneckerStatistics):
+    """Moments, and squared per-sample gradients in the eigenbasis that there was when they were measured.
+
+    Attributes:
+        basis: that one; None where there was none.
+        squares: their sum, (g, o, i).
+        squares_samples: how many samples they are of: those before the first basis do not count.
+    """
+
+    basis: Sides | None = None
+    squares: Tensor | None = None
+    squares_samples: float = 0.0
+
+    def add_(self, other: EigenStatistics) -> None:
+        super().add_(other)
+        if self.squares is not None and other.basis is not None:
+            self.squares = self.squares_in(other.basis)
+        if other.squares is not None:
+            self.squares = other.squares if self.squares is None else self.squares.add_(other.squares)
+            self.basis, self.squares_samples = other.basis, self.squares_samples + other.squares_samples
+
+    def squares_in(self, basis: Sides) -> Tensor:
+        """The squares carried over to another basis."""
+        assert self.squares is not None and self.basis is not None
+        is_same = all(own is other for own, other in zip(self.basis, basis, strict=True))
+        return self.squares if is_same else carried(self.squares, self.basis, basis)
+
+    def scale_vectors_(self, times: float) -> None:
+        super().scale_vectors_(times)
+        self.squares_samples /= times**2
+
+    def tensors(self) -> list[Tensor]:
+        return super().tensors() + ([] if self.squares is None else [self.squares])
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        found = super().sums(rank, size)
+        if self.squares is not None:
+            found |= {"squares": self.squares, "squares_samples": self.squares.new_tensor(self.squares_samples)}
+        return found
+
+    def load_sums(self, sums: Mapping[str, Tensor]) -> None:
+        super().load_sums(sums)
+        if "squares" in sums:
+            self.squares, self.squares_samples = sums["squares"], float(sums["squares_samples"])
 
 
 class EigenBlock(KroneckerBlock):
@@ -22,9 +72,8 @@ class EigenBlock(KroneckerBlock):
     """
 
     structure = "eigen"
-    handed_on = ("inverse", "values", "row_values", "column_values")
-    kept = (*KroneckerBlock.kept, "values", "seen", "row_values", "column_values")
-    waiting = (*KroneckerBlock.waiting, "squares", "turned")
+    broadcast_fields = ("inverse", "values", "row_values", "column_values")
+    state_fields = (*KroneckerBlock.state_fields, "values", "seen", "row_values", "column_values")
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names, scheme)
@@ -32,43 +81,33 @@ class EigenBlock(KroneckerBlock):
         self.seen = 0  # updates of `values`
         self.row_values: Tensor | None = None  # eigenvalues of the factors at the last `decompose`, (g, o)
         self.column_values: Tensor | None = None  # (g, i)
-        # since the last `fold`: squares in the basis, and samples, without those that came before there was one
-        self.squares: Tensor | None = None
-        self.turned: float = 0
 
-    def multiply(self, times: float) -> None:
-        super().multiply(times)
-        self.turned /= times**2
+    @property
+    def basis(self) -> Sides | None:
+        return None if self.inverse is None else (self.inverse.rows, self.inverse.columns)
 
-    def measured(self, terms: Sequence[Term]) -> Any:
-        sums = super().measured(terms)
-        if sums is None or self.inverse is None:
-            return None if sums is None else (sums, None)
-        return sums, self._squares(terms, self.inverse)
+    def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
+        found = super().measure(terms, samples, rank, world_size)
+        if found is None:
+            return None
+        found = EigenStatistics(self.scheme, samples, found.activations, found.backprops)
+        if self.basis is not None:
+            found.basis, found.squares, found.squares_samples = self.basis, self._squares(terms, self.basis), samples
+        return found
 
-    def take(self, found: Any, samples: float) -> None:
-        sums, squares = found
-        if squares is not None:
-            self._take_squares(squares, samples)
-        super().take(sums, samples)
-
-    def _take_squares(self, squares: Tensor, samples: float) -> None:
-        self.turned += samples
-        self.squares = squares if self.squares is None else self.squares + squares
-
-    def join(self, found: dict[str, Any]) -> None:
-        super().join(found)
-        if found["squares"] is not None:
-            self._take_squares(found["squares"], found["turned"])
-
-    def _squares(self, terms: Sequence[Term], inverse: Inverse) -> Tensor:
+    def _squares(self, terms: Sequence[Term], sides: Sides) -> Tensor:
         """Over the batch's samples, terms of one number of samples together."""
-        turned = Basis(self.scheme, *(side if side.ndim == 3 else None for side in (inverse.rows, inverse.columns)))
+        basis = Basis(self.scheme, *(side if side.ndim == 3 else None for side in sides))
         found: dict[int, list[Term]] = {}
         for term in terms:
             found.setdefault(len(term), []).append(term)
         alone = [[own] for own in found.values()]  # one vector
-        return sum_in_place(turned.products(v, v, inverse.rows.new_ones(n)) for n, v in zip(found, alone, strict=True))
+        return sum_in_place(basis.products(v, v, sides[0].new_ones(n)) for n, v in zip(found, alone, strict=True))
+
+    def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
+        found = EigenStatistics(self.scheme, basis=self.basis)
+        found.load_sums(sums)
+        return found
 
     @property
     def expected(self) -> int:
@@ -76,28 +115,12 @@ class EigenBlock(KroneckerBlock):
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
         return super().expected + (2 * self.dimension + values) * self.scheme.dtype.itemsize
 
-    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
-        found = super().sums(rank, size)
-        if self.squares is not None:
-            found |= {"squares": self.squares, "turned": self.squares.new_tensor(self.turned)}
-        return found
-
-    def take_sums(self, sums: Mapping[str, Tensor]) -> None:
-        own = {k: sums[k] for k in ("squares", "turned") if k in sums}
-        super().take_sums({k: x for k, x in sums.items() if k not in own})
-        if own:
-            self.squares, self.turned = own["squares"], float(own["turned"])
-
-    def discard(self) -> None:
-        super().discard()
-        self.squares, self.turned = None, 0
-
-    def fold(self, decay: float) -> None:
-        squares, turned = self.squares, self.turned
-        super().fold(decay)
-        if squares is not None and self.values is not None and turned:
-            w = self.gate.masked(self.weight_of_new(decay, self.seen), squares.dtype)
-            self.values = self.values.lerp(squares / turned, w)
+    def update_average(self, statistics: EigenStatistics, decay: float) -> None:
+        super().update_average(statistics, decay)
+        count, basis = statistics.squares_samples, self.basis
+        if statistics.squares is not None and self.values is not None and basis is not None and count:
+            w = self.gate.masked(self.weight_of_new(decay, self.seen), statistics.squares.dtype)
+            self.values = self.values.lerp(statistics.squares_in(basis) / count, w)
             self.seen += 1
 
     @staticmethod
@@ -115,10 +138,8 @@ class EigenBlock(KroneckerBlock):
 
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
-        if self.inverse is not None:
-            old = (self.inverse.rows, self.inverse.columns)
-            self.squares = None if self.squares is None else carried(self.squares, old, (rows, columns))
-            self.values = None if self.values is None else carried(self.values, old, (rows, columns))
+        if self.basis is not None and self.values is not None:
+            self.values = carried(self.values, self.basis, (rows, columns))
         if not self.seen:
             self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
         self.inverse = Inverse(rows, columns, self._inverted(damping, share))

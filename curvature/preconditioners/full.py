@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,18 +20,17 @@ from curvature.gradients import Jacobian
 from curvature.kronecker import wide
 from curvature.linalg import cholesky, full_precision, try_decompose
 from curvature.preconditioners.block import Block
-from curvature.recording import Tape
+from curvature.preconditioners.statistics import CurvatureStatistics
 
 Named = Mapping[str, Tensor]
 LARGEST = 1 << 15  # parameters whose matrix is built
 
 
 class WholeBlock(Block):
-    """Base: sums up the rows of the passes since the last `fold`. Sub-classes say what is kept of them, and solve."""
+    """Base: takes the rows of a batch. Sub-classes say what is kept of them, and solve."""
 
-    form = ("shapes", "trace", "rank", "is_sum")
-    handed_on = ()  # every process solves for itself
-    waiting = ("samples", "new")
+    layout_fields = ("shapes", "trace", "rank", "is_sum")
+    broadcast_fields = ()  # every process solves for itself
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(list(shapes))
@@ -41,38 +39,18 @@ class WholeBlock(Block):
         self.rank = 1  # at most
         self.count = 1.0  # what the sum over the last rows is divided by
         self.damping: float | None = None
-        self.discard()
 
-    def discard(self) -> None:
-        self.samples, self.times = 0, 1.0
-        self.new: list[Jacobian] = []
-
-    def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
-        """Add a pass over so many samples."""
-        self.join({"new": [jacobian], "samples": samples})
-
-    def join(self, found: dict[str, Any]) -> None:
-        self.new = self.new + found["new"]
-        self.samples += found["samples"]
-
-    def whole(self) -> Jacobian:
-        """The rows of all passes since the last `fold`."""
-        return replace(self.new[0], parts=[part for jacobian in self.new for part in jacobian.parts])
-
-    def multiply(self, times: float) -> None:
-        self.times = times
-
-    def fold(self, decay: float) -> None:
-        if not self.new:
+    def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
+        rows = statistics.rows
+        if rows is None or rows.shapes != self.shapes:
             return
-        whole = self.whole()
-        new, trace = self.made(whole)
+        jacobian = rows.jacobian
+        new, trace = self.made(jacobian)
         if bool(torch.isfinite(trace)):
-            self.count = (1 if self.is_sum else self.samples) / self.times**2
-            self.trace, self.rank = float(trace) / self.count, min(whole.shape)
+            self.count = (1 if self.is_sum else rows.samples) / rows.times**2
+            self.trace, self.rank = float(trace) / self.count, min(jacobian.shape)
             self.keep(new, decay)  # a running average has a trace of its own
             self.updates += 1
-        self.discard()
 
     def made(self, jacobian: Jacobian) -> tuple[Any, Tensor]:
         """What is needed of a batch, and the trace of ``J^T J``."""
@@ -133,7 +111,7 @@ class DenseWhole(WholeBlock):
     """The whole matrix (P, P), as a running average, in double precision: small dampings have to stand out in it."""
 
     structure = "dense"
-    kept = ("matrix",)
+    state_fields = ("matrix",)
     matrix: Tensor | None = None
     root: Tensor | None = None
 
@@ -202,7 +180,7 @@ class DiagonalWhole(WholeBlock):
     """The diagonal, as a running average."""
 
     structure = "whole diagonal"
-    kept = ("values",)
+    state_fields = ("values",)
     values: Tensor | None = None
 
     def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:

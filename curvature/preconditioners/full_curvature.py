@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from curvature.gradients import Jacobian
+from curvature.linalg import full_precision
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.block_diagonal import Blocks
 from curvature.preconditioners.full import DenseWhole, DiagonalWhole, WholeBlock
+from curvature.preconditioners.statistics import CurvatureStatistics, RowStatistics
 from curvature.preconditioners.truncated_cg import ConjugateGradients
 from curvature.preconditioners.woodbury import Woodbury
 from curvature.recording import Tape
@@ -33,34 +35,51 @@ class WholeCurvature(Blocks):
         self.blocks: list[WholeBlock] = []  # type: ignore[assignment]
         self.model, self.kind, self.is_sum = model, SOLVERS[solver], is_sum
 
-    def record(self, tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], count: int) -> None:
-        """Take the rows of vectors (k, *shape) sent back from the outputs of a recorded pass over `count` samples."""
+    def measure(
+        self,
+        tape: Tape,
+        outputs: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+        count: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> CurvatureStatistics:
+        """The rows of vectors (k, *shape) sent back from the outputs of a recorded pass over `count` samples."""
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
-        block = self.blocks[0] if self.blocks else None
-        if block is None or block.shapes != jacobian.shapes:  # or other parameters are trained now
-            block = self.kind(jacobian.shapes, self.is_sum)
-            self.blocks = [block]
-        block.add_rows(tape, jacobian, count)
+        block = self._block_of(jacobian.shapes)
+        found = CurvatureStatistics(rows=RowStatistics([jacobian], count))
+        if isinstance(block, ConjugateGradients):
+            for k, (_, terms) in enumerate(jacobian.parts):
+                found.add_(block.factors.measure_terms(tape, dict(terms), count if k == 0 else 0))
+        return found
 
-    def gather(self, objects: Callable[[Any], Sequence[Any]]) -> None:
-        """Have the rows of all processes: each then solves the whole problem, all alike."""
-        own = self.blocks[0] if self.blocks and self.blocks[0].samples else None
+    @full_precision()
+    def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
+        for block in self.blocks:
+            block.update_average(statistics, decay)
+
+    def _block_of(self, shapes: Mapping[str, tuple[int, ...]]) -> WholeBlock:
+        """Another one where other parameters are trained now."""
+        if not self.blocks or self.blocks[0].shapes != shapes:
+            self.blocks = [self.kind(shapes, self.is_sum)]
+        return self.blocks[0]
+
+    def gather(self, statistics: CurvatureStatistics, objects: Callable[[Any], Sequence[Any]]) -> None:
+        """Each process then solves the whole problem, all alike."""
+        own = statistics.rows
         known = [x for x in objects(own and (own.shapes, own.samples, own.times)) if x is not None]
         if not known:
             return
         shapes, _, times = known[0]
         device = next(self.model.parameters()).device
-        rows = own.whole() if own is not None else Jacobian((), shapes, torch.zeros((), device=device))
+        rows = own.jacobian if own is not None else Jacobian((), shapes, torch.zeros((), device=device))
         rows, _ = rows.gathered(objects)
-        if own is None:
-            own = self.kind(shapes, self.is_sum)
-            self.blocks = [own]
-        own.new, own.samples, own.times = [rows], sum(samples for _, samples, _ in known), times
+        self._block_of(shapes)
+        statistics.rows = RowStatistics([rows], sum(samples for _, samples, _ in known), times)
 
-    def holders(self) -> dict[str, Block]:
-        """The blocks of a preconditioner."""
-        inner = [block.factors.holders() for block in self.blocks if isinstance(block, ConjugateGradients)]
-        return inner[0] if inner else {}
+    def summed_blocks(self) -> list[Block]:
+        """Those of a preconditioner."""
+        return [own for block in self.blocks if isinstance(block, ConjugateGradients) for own in block.factors.blocks]
 
     def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         for block in self.blocks:

@@ -16,25 +16,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvature.kronecker import Inverse, Reading, Scheme, enough, factored, in_eigenbases, matched
-from curvature.linalg import (
-    add_moments,
-    average_moments,
-    fill_slot,
-    is_sketch,
-    moment_diagonal,
-    scale_moment,
-    sum_slots,
-)
+from curvature.kronecker import Inverse, KroneckerStatistics, Scheme, enough, factored, in_eigenbases
+from curvature.linalg import average_moments, moment_diagonal
 from curvature.preconditioners.block import Block
 from curvature.terms import AffineLayout, Term
-
-# for each way in which a weight is read: moment of activations, number to divide it by, moment of backprops
-Sums = dict[Reading, tuple[Tensor, int | Tensor, Tensor]]
 
 
 class KroneckerBlock(Block):
@@ -46,9 +34,8 @@ class KroneckerBlock(Block):
     """
 
     structure = "kronecker"
-    kept: tuple[str, ...] = ("rows", "columns")
-    form = ("scheme",)
-    waiting: tuple[str, ...] = ("samples", "added")
+    state_fields: tuple[str, ...] = ("rows", "columns")
+    layout_fields = ("scheme",)
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names)
@@ -56,7 +43,6 @@ class KroneckerBlock(Block):
         self.rows: Tensor | None = None
         self.columns: Tensor | None = None
         self.inverse: Inverse | None = None
-        self.added: Sums = {}  # since the last `fold`
 
     def state(self) -> dict[str, Any]:
         inverse = {} if self.inverse is None else {f.name: getattr(self.inverse, f.name) for f in fields(self.inverse)}
@@ -70,69 +56,35 @@ class KroneckerBlock(Block):
         form: Any = self.scheme
         self.scheme = Scheme(**form | {"arrangement": AffineLayout(**form["arrangement"])})
 
-    def measured(self, terms: Sequence[Term]) -> Any:
+    def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
         if not all(self.scheme.accepts(t) for t in terms):
             return None
-        return {
-            reading: (
-                *self.scheme.activations(enough(parts, self.scheme.sharing, self.place)),
-                self.scheme.backprops(parts),
-            )
-            for reading, parts in self.scheme.readings(terms).items()
-        }
+        found = KroneckerStatistics(self.scheme, samples)
+        for reading, parts in self.scheme.readings(terms).items():
+            some = enough(parts, self.scheme.sharing, (rank, world_size))
+            found.activations[reading] = self.scheme.activations(some)
+            found.backprops[reading] = self.scheme.backprops(parts)
+        return found
 
-    def take(self, found: Any, samples: float) -> None:
-        self.samples += samples
-        for reading, (a, number, b) in found.items():
-            if reading in self.added:
-                other = self.added[reading]
-                a, number, b = add_moments(a, other[0]), number + other[1], add_moments(b, other[2])
-            self.added[reading] = a, number, b
+    def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
+        found = KroneckerStatistics(self.scheme)
+        found.load_sums(sums)
+        return found
 
-    def join(self, found: dict[str, Any]) -> None:
-        KroneckerBlock.take(self, found["added"], found["samples"])
-
-    def discard(self) -> None:
-        self.added, self.samples = {}, 0
-
-    def anew(self) -> Block:
+    def empty_like(self) -> Block:
         new = type(self)(self.names, self.scheme)
         new.reason = self.reason
         return new
 
-    def adopt(self, results: Mapping[str, Any]) -> None:
-        super().adopt(results)
+    def load_results(self, results: Mapping[str, Any]) -> None:
+        super().load_results(results)
         parts: Any = self.inverse
         self.inverse = Inverse(**parts) if parts else None
 
-    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for reading, (a, number, b) in self.added.items():
-            key = "".join("ny"[flag] for flag in reading)
-            sides = {"a": a, "b": b, "number": torch.as_tensor(number, dtype=a.dtype, device=a.device)}
-            found |= {key + k: fill_slot(x, rank, size) if is_sketch(x) else x for k, x in sides.items()}
-        if found:
-            found["samples"] = next(iter(found.values())).new_tensor(self.samples)
-        return found
-
-    def take_sums(self, sums: Mapping[str, Tensor]) -> None:
-        self.discard()
-        self.samples = float(sums.get("samples", 0))
-        for key in dict.fromkeys(k[:2] for k in sums if k != "samples"):
-            a, b = (sum_slots(x) if x.ndim == 4 else x for x in (sums[key + "a"], sums[key + "b"]))
-            if float(sums[key + "number"]):  # read in this way by none
-                self.added[Reading(key[0] == "y", key[1] == "y")] = a, sums[key + "number"], b
-
-    def fold(self, decay: float) -> None:
-        if not self.samples:
-            self.discard()
+    def update_average(self, statistics: Any, decay: float) -> None:
+        if not statistics.samples or not statistics.backprops:
             return
-        found = self.added.items()
-        each = 1 / self.samples
-        rows, columns = matched(
-            [self.scheme.product(k, a, number, scale_moment(b, each)) for k, (a, number, b) in found]
-        )
-        self.discard()
+        rows, columns = statistics.factors(1 / statistics.samples)
         w = self.gate.weight([(self.rows, rows), (self.columns, columns)], self.weight_of_new(decay))
         self.rows, self.columns = average_moments(self.rows, rows, w), average_moments(self.columns, columns, w)
         self.updates += 1

@@ -13,7 +13,7 @@ from curvature.operators import truncated_conjugate_gradient
 from curvature.preconditioners.block_diagonal import RunningFactors
 from curvature.preconditioners.full import Named, WholeBlock
 from curvature.preconditioners.inversion import invert
-from curvature.recording import Tape
+from curvature.preconditioners.statistics import CurvatureStatistics
 
 CARRIED = 0.95  # of the last solution, where the next iteration begins
 
@@ -26,7 +26,7 @@ class ConjugateGradients(WholeBlock):
     """
 
     structure = "cg"
-    kept = ("last",)
+    state_fields = ("last",)
     jacobian: Jacobian | None = None
     last: Tensor | None = None
     iterations = 0  # of the last solution
@@ -35,35 +35,17 @@ class ConjugateGradients(WholeBlock):
         super().__init__(shapes, is_sum)
         self.factors = RunningFactors()
 
-    def add_rows(self, tape: Tape, jacobian: Jacobian, samples: int) -> None:
-        super().add_rows(tape, jacobian, samples)
-        for k, (_, terms) in enumerate(jacobian.parts):
-            self.factors.add(tape, dict(terms), samples if k == 0 else 0)
-
-    def cut(self) -> dict[str, Any]:
-        inner = self.factors.cut()
-        return super().cut() | {"inner": inner}
-
-    def join(self, found: dict[str, Any]) -> None:
-        super().join(found)
-        self.factors.join(found.get("inner", ()))
-
-    def multiply(self, times: float) -> None:
-        super().multiply(times)
-        for block in self.factors.blocks:
-            block.multiply(times)
-
-    def discard(self) -> None:
-        super().discard()
-        if hasattr(self, "factors"):
-            self.factors.discard()
+    def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
+        before = self.updates
+        super().update_average(statistics, decay)
+        if self.updates > before:
+            self.factors.update_average(statistics, decay)
 
     def made(self, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
         return jacobian, jacobian.norms().sum()
 
     def keep(self, new: Jacobian, decay: float) -> None:
         self.jacobian = new.merged()
-        self.factors.fold(decay)
 
     def decompose(self, damping: float) -> None:
         self.damping = damping

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.preconditioners import Block
+from curvature.preconditioners import Blocks
 from optimizers.distributed.processes import Processes
 from optimizers.distributed.workers import Workers
 
-
-class Holder(Protocol):
-    """What has sums to be added up over processes, as `Block`."""
-
-    def sums(self, rank: int, size: int) -> Mapping[str, Tensor]: ...
-
-    def take_sums(self, sums: Mapping[str, Tensor]) -> None: ...
-
-    def discard(self) -> None: ...
-
-
-Key = tuple[str, str]  # name of the holder, and of the sum
+Key = tuple[str, str]  # name of the block, and of the sum
 Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -38,17 +27,17 @@ class Statistics:
     next, in whichever step: not all of them need have a batch at every step, so that none may wait for it before.
 
     Args:
-        holders: what has sums, by name.
-        missing: told the states of blocks that other processes have, in an order that is the same for all.
+        take: gives what was measured here and is yet to be sent, once.
+        store: whose blocks these are sums of. It gets those that other processes have, in the same order everywhere.
     """
 
     def __init__(
         self,
         processes: Processes,
-        holders: Callable[[], Mapping[str, Holder]],
-        missing: Callable[[Sequence[Mapping[str, Any]], torch.device], None],
+        take: Callable[[], dict[Key, Tensor]],
+        store: Blocks,
     ) -> None:
-        self.processes, self.holders, self.missing = processes, holders, missing
+        self.processes, self.take, self.store = processes, take, store
         self.layout: Layout = {}  # that all processes know of
         self.begun: Callable[[], list[Tensor]] | None = None
         self.discard()
@@ -64,28 +53,22 @@ class Statistics:
         self.left: dict[Key, Tensor] = {}  # then, to follow in `finish`
         self.is_void = self.begun is not None  # whether what was sent no longer holds
 
-    def cut(self) -> None:
-        """What is sent is no part of what can be taken out."""
-
-    def join(self, found: None) -> None:
-        """See `cut`."""
-
     def launch(self) -> None:
         """Begin to add up; at most once until `finish`."""
         if self.begun is not None or not self.layout:
             return
-        found = self._taken()
+        found = self.take()
         self.sent = {key: x for key, x in found.items() if key in self.layout}
         self.left = {key: x for key, x in found.items() if key not in self.layout}
         self.begun = self._total(self.layout, self.sent)
 
-    def finish(self) -> None:
-        """Give every holder the sums over all processes."""
+    def finish(self) -> dict[Key, Tensor]:
+        """The sums over all processes."""
         self.launch()
         totals: dict[Key, Tensor] = {}
         if self.begun is not None:
             totals = dict(zip(self.layout, self.begun(), strict=True))
-        rest = self._taken()
+        rest = self.take()
         rest = self.left | {key: self.left[key] + x if key in self.left else x for key, x in rest.items()}
         layout, is_void = self._agreed({key: (tuple(x.shape), x.dtype) for key, x in rest.items()})
         if is_void:
@@ -96,17 +79,7 @@ class Statistics:
             self.layout |= layout
         self.begun = None
         self.discard()
-        for name, holder in self.holders().items():
-            holder.take_sums({key: x for (owner, key), x in totals.items() if owner == name})
-
-    def _taken(self) -> dict[Key, Tensor]:
-        """What the holders have, and they no more."""
-        own = self.processes
-        found: dict[Key, Tensor] = {}
-        for name, holder in self.holders().items():
-            found |= {(name, key): x for key, x in holder.sums(own.rank, own.size).items()}
-            holder.discard()
-        return found
+        return totals
 
     def _total(self, layout: Layout, found: Mapping[Key, Tensor]) -> Callable[[], list[Tensor]]:
         device = self.processes.device
@@ -122,7 +95,7 @@ class Statistics:
         most, least, is_void = self.processes.largest([mark, -mark, float(self.is_void)])
         if most == -least:
             return own, bool(is_void)
-        blocks = [holder.anew().state() for holder in self.holders().values() if isinstance(holder, Block)]
+        blocks = [block.empty_like().state() for block in self.store.summed_blocks()]
         union: Layout = {}
         states: dict[str, Any] = {}
         for layout, others in self.processes.objects((own, blocks)):
@@ -130,7 +103,7 @@ class Statistics:
                 if union.setdefault(key, form) != form:
                     raise RuntimeError(f"{key[0]}: the processes use it in different forms, {union[key]} and {form}")
             states |= {state["names"][0]: state for state in others if state["names"][0] not in states}
-        self.missing(list(states.values()), self.processes.device)
+        self.store.complete(list(states.values()), self.processes.device)
         return union, bool(is_void)
 
 

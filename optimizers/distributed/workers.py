@@ -75,7 +75,7 @@ class Workers:
         """
         group = lambda rank: sum(self.loads[rank // self.width * self.width :][: self.width])
         for block in blocks:
-            if block.handed_on and block.names[0] not in self.owners:
+            if block.broadcast_fields and block.names[0] not in self.owners:
                 owner = min(range(len(self.loads)), key=lambda rank: (group(rank), self.loads[rank]))
                 self.owners[block.names[0]] = owner
                 self.loads[owner] += block.cost
@@ -90,13 +90,12 @@ class Workers:
 
     def is_ready(self, block: Block) -> bool:
         """Whether the processes that keep a block can solve with it: all give the same answer."""
-        return (
-            block.is_ready if self.width == self.processes.size or not block.handed_on else block.names[0] in self.made
-        )
+        is_here = self.width == self.processes.size or not block.broadcast_fields
+        return block.is_ready if is_here else block.names[0] in self.made
 
     def exchange(self, blocks: Sequence[Block]) -> None:
         """Send what was made of blocks to the others that keep them."""
-        shared = [b for b in blocks if b.handed_on]
+        shared = [b for b in blocks if b.broadcast_fields]
         self.made |= {b.names[0] for b in shared}
         if self.width == 1 or not shared:
             return
@@ -112,7 +111,7 @@ class Workers:
             tensors = iter(self._broadcast([x for x in leaves if isinstance(x, Slot)], sent, source, self.keepers))
             filled = [next(tensors) if isinstance(x, Slot) else x for x in leaves]
             for name, result in pytree.tree_unflatten(filled, form).items():
-                named[name].adopt(result)  # its own, too: other strides would give products other last bits
+                named[name].load_results(result)  # its own, too: other strides would give products other last bits
 
     def _broadcast(self, slots: Sequence[Slot], own: Sequence[Tensor] | None, source: int, group: Any) -> list[Tensor]:
         """Tensors of these forms, from the process that has them."""
@@ -135,10 +134,11 @@ class Workers:
             return
         column = self.processes.rank % self.width
         for first in range(0, self.processes.size, self.width):
-            theirs = [b for b in blocks if b.handed_on and self.owners[b.names[0]] // self.width == first // self.width]
+            group = first // self.width
+            theirs = [b for b in blocks if b.broadcast_fields and self.owners[b.names[0]] // self.width == group]
             names = [name for b in theirs for name in b.names]
             slots = [Slot.of(right[n].contiguous()) for n in names]
-            is_here = first // self.width == self.processes.rank // self.width
+            is_here = group == self.processes.rank // self.width
             own = [found[n] for n in names] if is_here else None
             if names:
                 found |= dict(zip(names, self._broadcast(slots, own, first + column, self.across), strict=True))

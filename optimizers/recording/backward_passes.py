@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from curvature.preconditioners import CurvatureStatistics
+from optimizers.recording.output_scale import Sums as OutputSums
+
+
+@dataclass
+class Measured:
+    """What passes show: statistics of the curvature, and of the size of the outputs."""
+
+    curvature: CurvatureStatistics = field(default_factory=CurvatureStatistics)
+    outputs: OutputSums = field(default_factory=dict)
+
+    def add_(self, other: Measured) -> None:
+        """Add what is no longer needed elsewhere: its memory may be used."""
+        self.curvature.add_(other.curvature)
+        known = self.outputs
+        self.outputs = {**known, **{k: known[k] + x if k in known else x for k, x in other.outputs.items()}}
+
+    def pop_sums(self, rank: int, size: int) -> dict[tuple[str, str], Tensor]:
+        """Take out what adds up over processes, by name of the block ("" for the outputs) and of the sum."""
+        found = {(name, k): x for name, own in self.curvature.blocks.items() for k, x in own.sums(rank, size).items()}
+        found |= {("", k): x for k, x in self.outputs.items()}
+        self.curvature.blocks, self.outputs = {}, {}
+        return found
 
 
 class Pass:
     """What a forward pass has shown; kept alive by the hooks on its outputs."""
 
-    def __init__(self, parts: Sequence[Any], step: object) -> None:
-        self.parts, self.step = parts, step
-
-
-class Store(Protocol):
-    """What a pass is recorded into."""
-
-    def cut(self) -> Any: ...
-
-    def join(self, found: Any) -> None: ...
-
-    def discard(self) -> None: ...
-
-
-Stores = Sequence[Store]
+    def __init__(self, measured: Measured, step: object) -> None:
+        self.measured, self.step = measured, step
 
 
 class Passes:
@@ -39,60 +49,54 @@ class Passes:
 
     def __init__(self) -> None:
         self.step = object()  # which one is to come
+        self.total = Measured()  # of the passes that count
         self.last: Pass | None = None
         self.arrived = False  # whether a pass has counted since the last step
         self.is_old = False  # whether what has counted belongs to gradients that were zeroed
 
-    @contextmanager
-    def recording(self, stores: Stores, outputs: Sequence[Tensor]) -> Iterator[None]:
-        """What is recorded into the stores inside waits for a gradient of these outputs."""
-        before = [store.cut() for store in stores]
-        try:
-            yield
-        finally:
-            found = Pass([store.cut() for store in stores], self.step)
-            _join(stores, before)
-        self.last = found
-        arrive = self._arrival(stores, found)
-        for x in outputs:
-            x.register_hook(arrive)
-
-    def _arrival(self, stores: Stores, found: Pass) -> Any:
+    def wait(self, measured: Measured, outputs: Sequence[Tensor], discard: Callable[[], None]) -> None:
+        """Count a pass as soon as a gradient of its outputs arrives; `discard` as for `begin`."""
+        self.last = found = Pass(measured, self.step)
         me = weakref.ref(self)
 
         def arrive(gradient: Tensor) -> None:
             passes = me()
             if passes is not None and found.step is passes.step:
-                passes.begin(stores)
-                _join(stores, found.parts)
+                passes.begin(discard)
+                passes.total.add_(found.measured)
                 found.step = None
 
-        return arrive
+        for x in outputs:
+            x.register_hook(arrive)
 
-    def begin(self, stores: Stores) -> None:
-        """A gradient arrives: what is of gradients that were zeroed is forgotten now."""
+    def begin(self, discard: Callable[[], None]) -> None:
+        """A gradient arrives: forget what belongs to gradients that were zeroed, and `discard` what was sent of it."""
         if self.is_old:
-            for store in stores:
-                store.discard()
+            self.total = Measured()
+            discard()
         self.is_old, self.arrived = False, True
 
     def zero(self) -> None:
         """Gradients are zeroed: what counted until now belongs to none, unless nothing follows before the step."""
         self.is_old = True
 
-    def settle(self, stores: Stores) -> None:
-        """A step takes what counts. Gradients that come after it are too late: its basis is another."""
+    def settle(self) -> None:
+        """A step begins. Later gradients are dropped: they were measured in the previous eigenbasis."""
         if not self.arrived and self.last is not None:
-            _join(stores, self.last.parts)
-        self.forget()
+            self.total.add_(self.last.measured)
+        self._end()
+
+    def take(self) -> Measured:
+        """What counts, once."""
+        found, self.total = self.total, Measured()
+        return found
 
     def forget(self) -> None:
+        self.total = Measured()
+        self._end()
+
+    def _end(self) -> None:
         self.step, self.last, self.arrived, self.is_old = object(), None, False, False
-
-
-def _join(stores: Stores, parts: Sequence[Any]) -> None:
-    for store, part in zip(stores, parts, strict=True):
-        store.join(part)
 
 
 def is_checkpointed(outputs: Sequence[Tensor]) -> bool:

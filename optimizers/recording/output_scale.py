@@ -11,15 +11,11 @@ Sums = Mapping[str, Tensor]
 
 
 class Extent:
-    """How large the outputs of a batch are, summed up like the curvature of a block."""
+    """How large the outputs of the last batch were."""
 
     def __init__(self) -> None:
         self.scale: Tensor | None = None  # root mean square of an output entry
         self.size = 1.0  # output entries per sample
-        self.discard()
-
-    def discard(self) -> None:
-        self.added: Sums = {}
 
     @staticmethod
     @torch.no_grad()
@@ -30,26 +26,11 @@ class Extent:
         squares = torch.stack([x.nan_to_num_(0.0, 0.0, 0.0).sum() for x in found]).sum()
         return {"squares": squares, "numbers": torch.stack([squares.new_tensor(len(outputs[0])), entries])}
 
-    def cut(self) -> Sums:
-        found = self.added
-        self.discard()
-        return found
-
-    def join(self, found: Sums) -> None:
-        self.added = {**self.added, **{k: self.added[k] + x if k in self.added else x for k, x in found.items()}}
-
-    def sums(self, rank: int, size: int) -> Sums:
-        return self.added
-
-    def take_sums(self, sums: Sums) -> None:
-        self.added = dict(sums)
-
-    def fold(self) -> None:
-        """Look at what was added since the last time."""
-        if self.added:
-            count, entries = self.added["numbers"].tolist()
-            scale = (self.added["squares"] / max(entries, 1)).sqrt()
+    def update(self, sums: Sums) -> None:
+        """Take what the passes of a step have added, if there were any."""
+        if sums:
+            count, entries = sums["numbers"].tolist()
+            scale = (sums["squares"] / max(entries, 1)).sqrt()
             known = scale if self.scale is None else self.scale
             self.scale = torch.where(scale.isfinite() & (entries > 0), scale, known)
             self.size = entries / count if entries else self.size
-        self.discard()

@@ -18,7 +18,7 @@ from optimizers.distributed.processes import Processes, rows_of_whole, trained_b
 from optimizers.distributed.statistics import Statistics, Team
 from optimizers.distributed.workers import Workers
 from optimizers.model_optimizer import ModelOptimizer
-from optimizers.recording.backward_passes import Passes, is_checkpointed
+from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed
 from optimizers.recording.model_outputs import SUBSTITUTE, Places, note_once, places_of
 from optimizers.recording.output_scale import Extent, Sums
 from optimizers.schedule import Schedule
@@ -82,13 +82,10 @@ class Recording(ModelOptimizer):
     def _gathered(self) -> Team:
         processes = Processes(self._distributed, next(self.model.parameters()).device)
         workers = Workers(processes, self._distributed.gradient_worker_fraction)
-        factors, outputs = self.factors, self.outputs
-        statistics = Statistics(processes, lambda: {**factors.holders(), "": outputs}, factors.complete)
+        passes = self.passes
+        take = lambda: passes.total.pop_sums(processes.rank, processes.size)
+        statistics = Statistics(processes, take, self.factors)
         return Team(processes, workers, statistics)
-
-    def _stores(self) -> tuple[Blocks, Extent, Statistics]:
-        """What forward passes are recorded into."""
-        return self.factors, self.outputs, self.team.statistics
 
     # -- capture
 
@@ -120,7 +117,6 @@ class Recording(ModelOptimizer):
         self._was_empty = bool(outputs) and not all(x.numel() for x in outputs)
         if not count or self._was_empty:
             return
-        self.factors.place = self.team.processes.rank, self.team.processes.size
         if not outputs:
             self._record_without_outputs(tape, places)
             return
@@ -133,11 +129,11 @@ class Recording(ModelOptimizer):
                 "out (isotropic())"
             )
         vectors = [self._vectors(x.detach(), y) for x, y in zip(outputs, places.targets, strict=True)]
-        device = outputs[0].device.type
-        with torch.autocast(device, enabled=False), self.passes.recording(self._stores(), places.sources):
-            self.outputs.join(Extent.of(outputs))
-            self.factors.record(tape, outputs, vectors, count)
-        if self.team.processes.size > 1:
+        processes = self.team.processes
+        with torch.autocast(outputs[0].device.type, enabled=False):
+            found = self.factors.measure(tape, outputs, vectors, count, processes.rank, processes.size)
+        self.passes.wait(Measured(found, Extent.of(outputs)), places.sources, self.team.statistics.discard)
+        if processes.size > 1:
             for x in places.sources:
                 x.register_hook(lambda _: self.team.statistics.launch())
 
@@ -188,9 +184,10 @@ class Recording(ModelOptimizer):
         assert isinstance(factors, RunningFactors)
 
         def taken(scale: float) -> None:
-            self.outputs.join(extent)
             backprops = [None if b is None else b.mul_(each / scale) for b in found]
-            factors.record_backprops(tape, backprops, count)
+            processes = self.team.processes
+            measured = factors.measure_backprops(tape, backprops, count, processes.rank, processes.size)
+            self.passes.total.add_(Measured(measured, extent))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any optimizer; what passes have shown whose gradients these were is forgotten when new ones arrive."""
@@ -207,8 +204,6 @@ class Recording(ModelOptimizer):
         self.passes.forget()
         if self._team is not None:
             self._team.statistics.discard()
-        self.outputs.discard()
-        self.factors.discard()
 
 
 def _start(optimizer: Recording | None) -> Tape | None:

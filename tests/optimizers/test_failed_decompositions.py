@@ -144,8 +144,7 @@ def block_of(rows: Tensor, columns: Tensor, kind: str = "kronecker") -> Kronecke
     factors = RunningFactors(kind=kind)
     with curvature.capture(layer) as tape:
         output = layer(torch.ones(2, columns.shape[1]))
-    factors.record(tape, [output], [torch.ones(1, *output.shape)], 2)
-    factors.fold(0.9)
+    factors.update_average(factors.measure(tape, [output], [torch.ones(1, *output.shape)], 2), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock)
     block.rows, block.columns = rows, columns
@@ -271,9 +270,9 @@ def test_no_product_of_a_step_is_in_reduced_precision(kind: type[KFAC], options:
     for name in TRUE:
         spy = lambda matrix, name=name: (seen.setdefault(name, []).append(precision()), TRUE[name](matrix))[1]
         monkeypatch.setattr(torch.linalg, name, spy)
-    true = KroneckerBlock.measured
+    true = KroneckerBlock.measure
     spy_of = lambda *args: (seen.setdefault("moments", []).append(precision()), true(*args))[1]
-    monkeypatch.setattr(KroneckerBlock, "measured", spy_of)
+    monkeypatch.setattr(KroneckerBlock, "measure", spy_of)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:

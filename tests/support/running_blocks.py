@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import capture
-from curvature.preconditioners import RunningFactors
+from curvature.preconditioners import CurvatureStatistics, RunningFactors
 from support.cases.case import Raw, seeded
 
 N = 6
@@ -77,18 +77,19 @@ def normal_vectors(k: int, seed: int = 5) -> Callable[[Tensor], Tensor]:
     return draw
 
 
-def record(factors: RunningFactors, model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor]) -> None:
+def measure(
+    factors: RunningFactors, model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor]
+) -> CurvatureStatistics:
     with capture(model) as tape:
         output = model(x)
-    factors.record(tape, [output], [vectors(output.detach())], len(output))
+    return factors.measure(tape, [output], [vectors(output.detach())], len(output))
 
 
 def recorded(
     model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor] = unit_vectors, sharing: str = "expand"
 ) -> RunningFactors:
     factors = RunningFactors(sharing)
-    record(factors, model, x, vectors)
-    factors.fold(0.95)
+    factors.update_average(measure(factors, model, x, vectors), 0.95)
     return factors
 
 

@@ -186,8 +186,7 @@ def test_activations_of_some_samples_are_enough(count: int, stride: int):
     factors = RunningFactors()
     with capture(layer) as tape:
         out = layer(x)
-    factors.record(tape, [out], [out.detach()[None]], count)
-    factors.fold(0.9)
+    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], count), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock) and block.rows is not None and block.columns is not None
     a = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].mT.flatten(0, 1)
@@ -203,8 +202,7 @@ def test_places_that_are_averaged_first_are_one_sample():
     factors = RunningFactors(sharing="reduce")
     with capture(layer) as tape:
         out = layer(x)
-    factors.record(tape, [out], [out.detach()[None]], 64)
-    factors.fold(0.9)
+    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], 64), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock) and block.columns is not None
     a = torch.cat([x.mean(2), torch.ones(64, 1)], 1)

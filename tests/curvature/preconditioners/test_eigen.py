@@ -32,8 +32,8 @@ from support.running_blocks import (
     full,
     indices,
     jacobians,
+    measure,
     normal_vectors,
-    record,
     unit_vectors,
 )
 
@@ -73,16 +73,15 @@ def empty(model: nn.Module, x: Tensor, sharing: str = "expand", kind: type[Krone
     return factors
 
 
-def fold(factors: RunningFactors, model: nn.Module, *xs: Tensor, vectors: Any = unit_vectors) -> None:
+def update(factors: RunningFactors, model: nn.Module, *xs: Tensor, vectors: Any = unit_vectors) -> None:
     for x in xs:
-        record(factors, model, x, vectors)
-        factors.fold(DECAY)
+        factors.update_average(measure(factors, model, x, vectors), DECAY)
 
 
 def started(model: nn.Module, x: Tensor, sharing: str = "expand") -> tuple[RunningFactors, Any]:
     """With a basis from one batch; and the block of the first parameter."""
     factors = empty(model, x, sharing)
-    fold(factors, model, x)
+    update(factors, model, x)
     invert(factors.blocks, 0.1)
     return factors, block_of(factors, model)
 
@@ -120,7 +119,7 @@ def test_values_are_exact(name: str, sharing: str, limit: int, chunk: int, devic
     monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
     model, (x, y) = built(name, 2, device)
     factors, block = started(model, x, sharing)
-    fold(factors, model, y)
+    update(factors, model, y)
     close(block.values, exact(block, model, y))
     close(block.mean_eigenvalue * block.dimension, exact(block, model, y).sum())
 
@@ -131,19 +130,19 @@ def test_gradients_of_samples_are_not_built_where_squares_will_do(name: str, mon
     factors, block = started(model, x)
     for owner in (squared_gradients, Basis):
         monkeypatch.setattr(owner, "_built", None)
-    fold(factors, model, y)
+    update(factors, model, y)
     close(block.values, exact(block, model, y))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @some_models
 def test_a_smaller_batch_at_the_end(name: str, size: int):
-    """Samples count the same: all before one fold are one batch."""
+    """Samples count the same: all that are added up are one batch."""
     model, (x, y) = built(name, 2)
     factors, block = started(model, x)
-    for part in (y[:size], y[size:]):
-        record(factors, model, part, unit_vectors)
-    factors.fold(DECAY)
+    total = measure(factors, model, y[:size], unit_vectors)
+    total.add_(measure(factors, model, y[size:], unit_vectors))
+    factors.update_average(total, DECAY)
     close(block.values, exact(block, model, y))
 
 
@@ -154,8 +153,7 @@ def test_terms_of_different_numbers_of_samples():
     with seeded(1):
         draw = lambda n, t, d: torch.randn(n, t, 1, d).double()
         parts = [OuterProduct(draw(n, t, 4), draw(n, t, 3), (3, 4)) for n, t in ((6, 1), (1, 6), (6, 2))]
-    block.take(block.measured(parts), 6)
-    block.fold(DECAY)
+    block.update_average(block.measure(parts, 6), DECAY)
     (q,) = basis_of(block)
     each = [torch.cat([p.gradients(), p.b.sum(1)[:, 0, :, None]], 2).flatten(1) @ q for p in parts]
     expected = ((each[0] + each[2]).square().sum(0) + each[1].square().sum(0)) / 6
@@ -173,15 +171,14 @@ def test_a_batch_that_reads_the_weight_in_another_way_alone(name: str, limit: in
         values, index = torch.randn(N, 2, shape[1]).double(), torch.randint(shape[0], (N, 2))
         swapped = OuterProduct(torch.randn(N, 2, 1, shape[0]).double(), values[:, :, None], shape[::-1]).transpose()
     for term in (IndexedRows(index, values, shape), swapped):
-        block.take(block.measured([term]), N)
-        block.fold(0.0)
+        block.update_average(block.measure([term], N), 0.0)
         close(block.values, diagonals(block.scheme.arrangement.to_matrices([term.gradients()]), N, basis_of(block)))
 
 
 def test_low_precision_is_summed_up_in_single():
     model, (x, y) = built("linear", 2)
     factors, block = started(model.bfloat16(), x.bfloat16())
-    fold(factors, model, y.bfloat16())
+    update(factors, model, y.bfloat16())
     assert block.values.dtype == torch.float32
     close(block.values, exact(block, model.float(), y.bfloat16().float()), rtol=0.03)
 
@@ -191,9 +188,9 @@ def test_values_are_carried_over_to_the_next_basis(name: str):
     """Those of the matrix that is diagonal in the old basis; its trace is the same in any."""
     model, (x, y, z) = built(name, 3)
     factors, block = started(model, x)
-    fold(factors, model, y)
+    update(factors, model, y)
     old = basis_of(block)
-    fold(factors, model, z, vectors=normal_vectors(1))
+    update(factors, model, z, vectors=normal_vectors(1))
     middle = block.values
     block.decompose(0.1)
     new = basis_of(block)
@@ -205,14 +202,14 @@ def test_values_are_carried_over_to_the_next_basis(name: str):
 
 
 @some_models
-def test_sums_of_an_unfinished_step_are_carried_over_too(name: str):
+def test_statistics_are_carried_over_to_the_basis_that_they_are_taken_into(name: str):
     model, (x, y, z) = built(name, 3)
     factors, block = started(model, x)
-    fold(factors, model, y)
+    update(factors, model, y)
     old, before = basis_of(block), exact(block, model, z)
-    record(factors, model, z, unit_vectors)
+    found = measure(factors, model, z, unit_vectors)
     block.decompose(0.1)
-    factors.fold(0.0)  # of the new alone
+    factors.update_average(found, 0.0)  # of the new alone
     close(block.values, carried(before, old, basis_of(block)))
 
 
@@ -230,7 +227,7 @@ def test_signs_and_order_of_eigenvectors_do_not_matter(name: str, monkeypatch):
     def run() -> Tensor:
         factors, block = started(model, xs[0])
         for x in xs[1:]:
-            fold(factors, model, x)
+            update(factors, model, x)
             invert(factors.blocks, 0.1)
         return solved(block, model)
 
@@ -247,10 +244,10 @@ def test_without_a_batch_in_the_basis_it_is_the_product_of_the_factors(name: str
     pair = [empty(model, x, kind=kind) for kind in (EigenBlock, KroneckerBlock)]
     ours, theirs = (block_of(factors, model) for factors in pair)
     for factors in pair:
-        fold(factors, model, x)
-        record(factors, model, y, unit_vectors)
+        update(factors, model, x)
+        found = measure(factors, model, y, unit_vectors)
         block_of(factors, model).decompose(0.3)  # too late for the batch
-        factors.fold(DECAY)
+        factors.update_average(found, DECAY)
     for prepare in (lambda b: b.decompose(0.3), lambda b: b.decompose(0.02), lambda b: invert([b], 0.1)):
         prepare(ours)
         prepare(theirs)
@@ -263,7 +260,7 @@ def test_solve_is_dense(name: str):
     """Damped by a number; or as Kronecker factors are that are damped by a share of their own mean eigenvalues."""
     model, (x, y) = built(name, 2)
     factors, block = started(model, x)
-    fold(factors, model, y)
+    update(factors, model, y)
     for damping in (0.03, 2.0):
         block.decompose(damping)
         close(solved(block, model), densely(block, model, block.values + damping))
@@ -280,11 +277,11 @@ def test_solve_is_dense(name: str):
 def test_averages_are_debiased_and_count_batches_in_a_basis(name: str):
     model, (x, *xs) = built(name, 5)
     factors = empty(model, x)
-    fold(factors, model, x, xs[0])  # two batches without a basis
+    update(factors, model, x, xs[0])  # two batches without a basis
     invert(factors.blocks, 0.1)
     block = block_of(factors, model)
     for k, y in enumerate(xs[1:], 1):
-        fold(factors, model, y)
+        update(factors, model, y)
         weights = [DECAY ** (k - j) / sum(DECAY**i for i in range(k)) for j in range(1, k + 1)]
         close(block.values, sum(w * exact(block, model, y) for w, y in zip(weights, xs[1:], strict=False)))
         assert (block.updates, block.seen) == (k + 2, k)
@@ -294,11 +291,11 @@ def test_averages_are_debiased_and_count_batches_in_a_basis(name: str):
 def test_samples_before_the_basis_do_not_count_in_it(name: str):
     model, (x, y, z) = built(name, 3)
     factors = empty(model, x)
-    fold(factors, model, x)
-    record(factors, model, y, unit_vectors)
+    update(factors, model, x)
+    total = measure(factors, model, y, unit_vectors)
     invert(factors.blocks, 0.1)
-    record(factors, model, z, unit_vectors)
-    factors.fold(DECAY)
+    total.add_(measure(factors, model, z, unit_vectors))
+    factors.update_average(total, DECAY)
     block = block_of(factors, model)
     close(block.values, exact(block, model, z))
 
@@ -314,19 +311,17 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 
 @some_models
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_batches_that_are_not_finite_or_discarded_are_left_out(name: str, bad: float):
+def test_batches_that_are_not_finite_are_left_out(name: str, bad: float):
     model, (x, y, z) = built(name, 3)
     factors, block = started(model, x)
-    fold(factors, model, y)
+    update(factors, model, y)
     before = everything(block)
-    fold(factors, model, z, vectors=lambda output: bad * unit_vectors(output))
-    record(factors, model, z, unit_vectors)
-    factors.discard()
-    factors.fold(DECAY)
+    update(factors, model, z, vectors=lambda output: bad * unit_vectors(output))
+    measure(factors, model, z, unit_vectors)
     assert same(everything(block), before)
     other, theirs = started(model, x)
-    fold(factors, model, z)
-    fold(other, model, y, z)
+    update(factors, model, z)
+    update(other, model, y, z)
     assert same(everything(block), everything(theirs))
 
 
@@ -334,9 +329,9 @@ def test_squares_that_overflow_leave_the_factors_alone_too():
     model, (x, y) = built("no_bias", 2)
     model, x, y = nn.Sequential(model[0]).float(), x.float(), y.float()
     factors, block = started(model, x)
-    fold(factors, model, y)
+    update(factors, model, y)
     before = everything(block)
-    fold(factors, model, 1e15 * y, vectors=lambda output: 1e6 * unit_vectors(output))
+    update(factors, model, 1e15 * y, vectors=lambda output: 1e6 * unit_vectors(output))
     assert same(everything(block), before) and (block.updates, block.seen) == (2, 1)
 
 
@@ -355,7 +350,7 @@ def test_going_on_from_a_checkpoint_is_bitwise_the_same(name: str, stop: int, de
     factors = empty(model, x)
     steps: list[Callable[[], None]] = []
     for y in xs:
-        steps += [lambda y=y: fold(factors, model, y), lambda: invert(factors.blocks, 0.1)]
+        steps += [lambda y=y: update(factors, model, y), lambda: invert(factors.blocks, 0.1)]
     for step in steps[:stop]:
         step()
     place = next(k for k, b in enumerate(factors.blocks) if isinstance(b, EigenBlock))
@@ -373,7 +368,7 @@ def test_inverting_takes_blocks_of_all_kinds_and_those_that_saw_nothing():
     model, (x,) = running_blocks.batches(1)
     pair = [empty(model, x, kind=kind) for kind in (EigenBlock, KroneckerBlock)]
     for factors in pair:
-        fold(factors, model, x)
+        update(factors, model, x)
     blocks, unseen = [b for factors in pair for b in factors.blocks], empty(model, x, kind=KroneckerBlock).blocks[:1]
     assert {type(b) for b in blocks} == {DiagonalBlock, EigenBlock, KroneckerBlock}
     invert([*unseen, *blocks], 0.1)
@@ -387,7 +382,7 @@ def test_a_layer_that_nothing_reaches_has_a_finite_inverse():
     nothing = lambda output: 0 * unit_vectors(output)
     factors = empty(model.float(), x.float())
     for part in (x, y):
-        fold(factors, model, part.float(), vectors=nothing)
+        update(factors, model, part.float(), vectors=nothing)
         invert(factors.blocks, 0.1)
     block = block_of(factors, model)
     assert float(block.values.abs().max()) == 0 and bool(torch.isfinite(block.inverse.values).all())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvature.preconditioners.block_diagonal
 from curvature import capture
-from curvature.preconditioners import Block, RunningFactors
+from curvature.preconditioners import Block, CurvatureStatistics, RunningFactors
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from support.cases.case import Raw, seeded
@@ -24,8 +24,8 @@ from support.running_blocks import (
     close,
     full,
     jacobians,
+    measure,
     normal_vectors,
-    record,
     recorded,
     unit_vectors,
 )
@@ -215,8 +215,7 @@ def test_a_smaller_batch_at_the_end(size: int, flattened: bool):
     run = lambda m, x: m.inner(x.flatten(0, 1) if flattened else x).view(len(x), 3, 2).tanh()
     model = Raw(run, inner=nn.Linear(4, 2)).double()
     factors = recorded(model, torch.randn(N, 3, 4).double())
-    record(factors, model, torch.randn(size, 3, 4).double(), unit_vectors)
-    factors.fold(0.95)
+    factors.update_average(measure(factors, model, torch.randn(size, 3, 4).double(), unit_vectors), 0.95)
     assert [block.updates for block in factors.blocks] == [2] * len(factors.blocks)
 
 
@@ -257,8 +256,7 @@ def moments(block: Block) -> list[Tensor]:
 def averaged(model: nn.Module, xs: Sequence[Tensor], decay: float = 0.9) -> RunningFactors:
     factors = RunningFactors()
     for x in xs:
-        record(factors, model, x, normal_vectors(1))
-        factors.fold(decay)
+        factors.update_average(measure(factors, model, x, normal_vectors(1)), decay)
     return factors
 
 
@@ -282,16 +280,16 @@ def test_batches_that_are_not_finite_are_as_if_they_had_not_been(scales: tuple[f
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (2, 4), (2, 2, 2)])
-def test_batches_before_one_fold_are_one_batch(sizes: tuple[int, ...]):
+def test_batches_that_are_added_up_are_one_batch(sizes: tuple[int, ...]):
     """Equal or not: each sample counts the same."""
     model, (x,) = batches(1)
     v = normal_vectors(1)(model(x))
     whole, cut = RunningFactors(), RunningFactors()
-    record(whole, model, x, lambda output: v)
+    whole.update_average(measure(whole, model, x, lambda output: v), 0.95)
+    total = CurvatureStatistics()
     for part, w in zip(x.split(sizes), v.split(sizes, 1), strict=True):
-        record(cut, model, part, lambda output, w=w: w)
-    for factors in (whole, cut):
-        factors.fold(0.95)
+        total.add_(measure(cut, model, part, lambda output, w=w: w))
+    cut.update_average(total, 0.95)
     for block, right in zip(cut.blocks, whole.blocks, strict=True):
         for found, wanted in zip(moments(block), moments(right), strict=True):
             close(found, wanted)

@@ -238,7 +238,9 @@ def test_what_is_handed_on_lies_in_memory_as_before():
 def test_work_is_shared_out():
     """No process has more than the fair share and one block more."""
     costs = [5.0, 1.0, 1.0, 3.0, 2.0, 8.0, 2.0, 2.0]
-    blocks = [SimpleNamespace(names=(str(k),), cost=cost, handed_on=("inverse",)) for k, cost in enumerate(costs)]
+    blocks = [
+        SimpleNamespace(names=(str(k),), cost=cost, broadcast_fields=("inverse",)) for k, cost in enumerate(costs)
+    ]
     for size, fraction, kept in ((1, 1.0, 1), (2, 1.0, 2), (4, 0.5, 2), (4, 0.0, 1)):
         teams = [Workers(SimpleNamespace(size=size, rank=rank), fraction) for rank in range(size)]
         for workers in teams:

@@ -241,9 +241,7 @@ def test_outputs_beside_the_loss_are_taken():
 def test_outputs_that_are_masked_do_not_count_in_their_size():
     """Logits of -inf are no part of the root mean square, and say nothing of how far a step may go."""
     extent = Extent()
-    extent.join(Extent.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]))
-    extent.fold()
+    extent.update(Extent.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]))
     assert extent.scale is not None and float(extent.scale) == pytest.approx(12.5**0.5) and extent.size == 1
-    extent.join(Extent.of([torch.full((2, 3), torch.inf)]))  # nothing to be learnt
-    extent.fold()
+    extent.update(Extent.of([torch.full((2, 3), torch.inf)]))  # nothing to be learnt
     assert float(extent.scale) == pytest.approx(12.5**0.5) and extent.size == 1

@@ -1,0 +1,82 @@
+"""Sums over samples from which the Kronecker factors of one weight are made.
+
+The builders add these up over a data set, the optimizers over the batches of a step and over processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.kronecker.factors import Reading, Scheme, matched
+from curvature.linalg import add_moments_, fill_slot, is_sketch, scale_moment, sum_slots
+
+
+@dataclass
+class KroneckerStatistics:
+    """Second moments of activations and backprops, one of each for every way in which a weight is read.
+
+    Attributes:
+        samples: how many they are of.
+        activations: the moments, and the number to divide each by for the mean.
+        backprops: the moments.
+    """
+
+    scheme: Scheme
+    samples: float = 0.0
+    activations: dict[Reading, tuple[Tensor, int | Tensor]] = field(default_factory=dict)
+    backprops: dict[Reading, Tensor] = field(default_factory=dict)
+
+    def add_(self, other: Any) -> None:
+        self.samples += other.samples
+        for reading, (moment, number) in other.activations.items():
+            if reading in self.activations:
+                total, count = self.activations[reading]
+                moment, number = add_moments_(total, moment), number + count
+            self.activations[reading] = moment, number
+        for reading, moment in other.backprops.items():
+            known = reading in self.backprops
+            self.backprops[reading] = add_moments_(self.backprops[reading], moment) if known else moment
+
+    def scale_vectors_(self, times: float) -> None:
+        """As if the vectors had been so many times as long."""
+        self.samples /= times**2
+
+    def factors(self, scale: float) -> tuple[Tensor, Tensor]:
+        """The sides of outputs and of inputs, the moments of backprops times `scale`."""
+        return matched(
+            [
+                self.scheme.product(reading, *self.activations[reading], scale_moment(moment, scale))
+                for reading, moment in self.backprops.items()
+            ]
+        )
+
+    def tensors(self) -> list[Tensor]:
+        numbers = [number for _, number in self.activations.values() if isinstance(number, Tensor)]
+        return [*(moment for moment, _ in self.activations.values()), *numbers, *self.backprops.values()]
+
+    def sums(self, rank: int, size: int) -> dict[str, Tensor]:
+        """Tensors that add up over `size` processes, this one being `rank`."""
+        found: dict[str, Tensor] = {}
+        for reading, (a, number) in self.activations.items():
+            key = "".join("ny"[flag] for flag in reading)
+            sides = {
+                "a": a,
+                "b": self.backprops[reading],
+                "number": torch.as_tensor(number, dtype=a.dtype, device=a.device),
+            }
+            found |= {key + k: fill_slot(x, rank, size) if is_sketch(x) else x for k, x in sides.items()}
+        return found | {"samples": next(iter(found.values())).new_tensor(self.samples)}
+
+    def load_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Take the `sums` of all processes, into statistics that are empty."""
+        self.samples = float(sums["samples"])
+        for key in dict.fromkeys(k[:2] for k in sums if k[2:] == "number"):
+            a, b = (sum_slots(x) if x.ndim == 4 else x for x in (sums[key + "a"], sums[key + "b"]))
+            if float(sums[key + "number"]):  # read in this way by none
+                reading = Reading(key[0] == "y", key[1] == "y")
+                self.activations[reading], self.backprops[reading] = (a, sums[key + "number"]), b

@@ -1,0 +1,70 @@
+"""What recorded passes show of a model's curvature, before any of it is taken into a running average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from curvature.gradients import Jacobian
+from curvature.preconditioners.block import BlockStatistics
+
+
+@dataclass
+class RowStatistics:
+    """Rows ``v^T J`` of all parameters.
+
+    Attributes:
+        parts: the rows of each pass.
+        times: what the vectors are to be multiplied by.
+    """
+
+    parts: list[Jacobian]
+    samples: float
+    times: float = 1.0
+
+    @property
+    def shapes(self) -> Any:
+        """Of the parameters."""
+        return self.parts[0].shapes
+
+    @property
+    def jacobian(self) -> Jacobian:
+        """All rows."""
+        return replace(self.parts[0], parts=[part for jacobian in self.parts for part in jacobian.parts])
+
+
+@dataclass
+class CurvatureStatistics:
+    """A value: the passes of a step are measured one by one and added up.
+
+    Attributes:
+        blocks: sums over samples, by the first parameter of a block. They add up over processes, too.
+        rows: what processes cannot add up, but gather.
+    """
+
+    blocks: dict[str, BlockStatistics] = field(default_factory=dict)
+    rows: RowStatistics | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.blocks) or self.rows is not None
+
+    def add_(self, other: CurvatureStatistics) -> None:
+        """Add what is no longer needed elsewhere: its memory may be used."""
+        if other.rows is not None:
+            if self.rows is None or self.rows.shapes != other.rows.shapes:  # other parameters are trained now
+                self.blocks, self.rows = other.blocks, other.rows
+                return
+            self.rows.parts += other.rows.parts
+            self.rows.samples += other.rows.samples
+        for name, block in other.blocks.items():
+            if name in self.blocks:
+                self.blocks[name].add_(block)
+            else:
+                self.blocks[name] = block
+
+    def scale_vectors_(self, times: float) -> None:
+        """As if the vectors sent back had been so many times as long."""
+        for block in self.blocks.values():
+            block.scale_vectors_(times)
+        if self.rows is not None:
+            self.rows.times *= times
