@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature import Injection, Jacobian, LeastSquares, Tape, exact, isotropic
-from curvature.preconditioners import WholeCurvature
+from curvature.preconditioners import FullCurvature
 from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_shards
@@ -131,8 +131,8 @@ class NaturalGradient(KFAC):
         names = ["displacement"] + ["direction"] * any(group["momentum"] for group in self.param_groups)
         return {} if self.adaptive is not None else {name: torch.zeros_like(p) for name in names}
 
-    def _curvature(self) -> WholeCurvature:
-        return WholeCurvature(self.model, self.solver, getattr(self.loss, "reduction", "mean") == "sum")
+    def _curvature(self) -> FullCurvature:
+        return FullCurvature(self.model, self.solver, getattr(self.loss, "reduction", "mean") == "sum")
 
     def _listen_to_backward(self, tape: Tape, outputs: Sequence[Tensor], extent: Sums, count: int) -> None:
         """Send the gradient of the loss at the output back once more, sample by sample, when it arrives there."""

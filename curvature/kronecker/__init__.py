@@ -1,31 +1,38 @@
 """Kronecker factors of one layer: how they are measured, rotated, inverted and added.
 
 In: terms of a weight (`curvature.terms`). Out: second moments of activations and backprops (`Scheme`), squares of
-per-sample gradients in the factors' eigenbasis (`Basis`), damped inverses of products (`factored`) and of sums of
-products (`kronecker_sum`). Nothing here averages over batches.
+per-sample gradients in the factors' eigenbasis (`Basis`), damped inverses of products (`factored_inverses`) and of sums
+of products (`invert_kronecker_sum`). Nothing here averages over batches.
 """
 
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Reading, Scheme, enough, matched, wide
-from curvature.kronecker.inverses import Inverse, bases, carried, factored, in_eigenbases, not_zero
+from curvature.kronecker.factors import Reading, Scheme, at_least_float32, merge_products, subsample_samples
+from curvature.kronecker.inverses import (
+    KroneckerInverse,
+    carry_diagonal,
+    eigen_inverses,
+    eigenbases,
+    factored_inverses,
+    nonzero_or_one,
+)
 from curvature.kronecker.statistics import KroneckerStatistics
-from curvature.kronecker.sums import KroneckerSum, Pair, kronecker_sum
+from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum
 
 __all__ = [
     "Basis",
-    "Inverse",
+    "KroneckerInverse",
     "KroneckerStatistics",
-    "KroneckerSum",
+    "KroneckerSumInverse",
     "Pair",
     "Reading",
     "Scheme",
-    "bases",
-    "carried",
-    "enough",
-    "factored",
-    "in_eigenbases",
-    "kronecker_sum",
-    "matched",
-    "not_zero",
-    "wide",
+    "at_least_float32",
+    "carry_diagonal",
+    "eigen_inverses",
+    "eigenbases",
+    "factored_inverses",
+    "invert_kronecker_sum",
+    "merge_products",
+    "nonzero_or_one",
+    "subsample_samples",
 ]

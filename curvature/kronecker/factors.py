@@ -106,7 +106,7 @@ class Scheme:
             return None  # a bias that is broadcast
         outputs, inputs = arrangement.outputs, arrangement.dimension // (arrangement.groups * arrangement.outputs)
         large = (outputs > largest, inputs > largest)
-        scheme = Scheme(arrangement, large, wide(dtype), sharing)
+        scheme = Scheme(arrangement, large, at_least_float32(dtype), sharing)
         if not all(scheme.accepts(term) for term in found):
             return None
         readings = {scheme.reading(term) for term in found}
@@ -309,7 +309,7 @@ class Scheme:
         return moment[None], number
 
 
-def enough(terms: Sequence[Any], sharing: str, place: tuple[int, int] = (0, 1)) -> Sequence[Any]:
+def subsample_samples(terms: Sequence[Any], sharing: str, place: tuple[int, int] = (0, 1)) -> Sequence[Any]:
     """Some of the samples, evenly, where there are many places for each input: the mean of `a a^T` needs no more.
 
     It is a mean over a batch that is itself a sample, and goes on as a running mean. `place` says which of how many
@@ -329,7 +329,7 @@ def enough(terms: Sequence[Any], sharing: str, place: tuple[int, int] = (0, 1)) 
     return [term if isinstance(term, IndexedRows) else some(term) for term in terms]
 
 
-def matched(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merge_products(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One pair for the sum of several Kronecker products (tied weights), with the same trace.
 
     Each side is the sum over the products, weighted by the trace of the other side. Pairs are those of one `Scheme`.
@@ -348,7 +348,7 @@ def matched(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return side(0), side(1)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The precision of curvature: at least single."""
     return torch.promote_types(dtype, torch.float32)
 

@@ -30,7 +30,7 @@ THIN = 16  # a side so many times larger than the other is not inverted: to solv
 
 
 @dataclass(frozen=True)
-class Inverse:
+class KroneckerInverse:
     """``rows X columns``, or ``rows ((rows^T X columns) * values) columns^T`` in a basis where `values` are given.
 
     `roots` says of either side whether it is the Cholesky root L of what is inverted, and stands for ``(L L^T)^-1``.
@@ -79,9 +79,12 @@ class Inverse:
         return one, other
 
 
-def factored(
-    pairs: Sequence[tuple[Tensor, Tensor]], share: float, before: Sequence[Inverse | None], anew: Sequence[bool]
-) -> list[Inverse]:
+def factored_inverses(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    share: float,
+    before: Sequence[KroneckerInverse | None],
+    anew: Sequence[bool],
+) -> list[KroneckerInverse]:
     """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() that of the eigenvalues.
 
     This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
@@ -114,13 +117,13 @@ def factored(
         for k, own in zip(alike, together.split([len(sides[k]) for k in alike]), strict=True):
             found[k] = own, are_roots, None
     both = [(*found[k], *found[k + 1]) for k in range(0, len(sides), 2)]
-    return [Inverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
+    return [KroneckerInverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
 
 
-def in_eigenbases(pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> list[Inverse]:
+def eigen_inverses(pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> list[KroneckerInverse]:
     """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse."""
     parts = {k for k, pair in enumerate(pairs) if any(map(is_sketch, pair))}
-    whole = iter(bases([side for k, pair in enumerate(pairs) if k not in parts for side in pair]))
+    whole = iter(eigenbases([side for k, pair in enumerate(pairs) if k not in parts for side in pair]))
     found = [
         (_outlined(rows), _outlined(columns)) if k in parts else (next(whole), next(whole))
         for k, (rows, columns) in enumerate(pairs)
@@ -128,31 +131,31 @@ def in_eigenbases(pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> lis
     return [_in_eigenbasis(rows, columns, damping) for rows, columns in found]
 
 
-def _in_eigenbasis(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], damping: float) -> Inverse:
+def _in_eigenbasis(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], damping: float) -> KroneckerInverse:
     (b, left), (a, right) = rows, columns
     values = b[:, :, None] * a[:, None, :]
     if damping > 0:
-        return Inverse(left, right, 1 / (values + damping))
+        return KroneckerInverse(left, right, 1 / (values + damping))
     least = torch.finfo(values.dtype).eps * max(values.shape) * values.amax((1, 2), keepdim=True)
-    return Inverse(left, right, torch.where(values > least, 1 / values, 0.0))
+    return KroneckerInverse(left, right, torch.where(values > least, 1 / values, 0.0))
 
 
-def basis(side: Tensor) -> tuple[Tensor, Tensor]:
+def eigenbasis(side: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (g, d), and eigenvectors as columns; for a diagonal these are ones (g, d), as the identity is."""
     return (side.clamp(min=0), torch.ones_like(side)) if side.ndim == 2 else psd_eigh(side)
 
 
-def bases(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """`basis` of each, those of one shape together."""
+def eigenbases(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """`eigenbasis` of each, those of one shape together."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for _, alike in _grouped({k: (side.shape[1:], side.dtype, side.device) for k, side in enumerate(sides)}):
         sizes = [len(sides[k]) for k in alike]
-        values, vectors = (part.split(sizes) for part in basis(_stacked([sides[k] for k in alike])))
+        values, vectors = (part.split(sizes) for part in eigenbasis(_stacked([sides[k] for k in alike])))
         found |= dict(zip(alike, zip(values, vectors, strict=True), strict=True))
     return [found[k] for k in range(len(sides))]
 
 
-def carried(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
+def carry_diagonal(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
     """The diagonal, in a new basis (rows, columns), of the matrix whose diagonal in an old one is `values` (g, o, i).
 
     It is exact if that matrix has nothing else in the old basis; the trace is kept, for orthogonal sides.
@@ -191,7 +194,7 @@ def _outlined(side: Tensor) -> tuple[Tensor, Tensor]:
     if is_sketch(side):
         vectors, values, rest = sketch_spectrum(side)
         return torch.cat([values, rest[None]])[None], vectors[None]
-    values, vectors = basis(side)
+    values, vectors = eigenbasis(side)
     vectors = torch.diag_embed(vectors) if side.ndim == 2 else vectors
     return torch.cat([values, values[:, -1:]], 1), vectors  # there is nothing outside; any value would do
 
@@ -226,10 +229,10 @@ def _by_largest(side: Tensor, share: float, start: Tensor | None) -> tuple[Tenso
 
 def _mean(sides: Tensor) -> Tensor:
     """Mean eigenvalue of each group, not zero."""
-    return not_zero(moment_diagonal(sides).mean(1))
+    return nonzero_or_one(moment_diagonal(sides).mean(1))
 
 
-def not_zero(mean: Tensor) -> Tensor:
+def nonzero_or_one(mean: Tensor) -> Tensor:
     """Mean eigenvalues to divide by, one in the place of zero.
 
     A layer that nothing reached may get a gradient before its curvature is renewed: its step must not be endless.
@@ -237,7 +240,7 @@ def not_zero(mean: Tensor) -> Tensor:
     return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
 
 
-def _parts(inverse: Inverse | None) -> Iterable[tuple[Tensor | None, Tensor | None]]:
+def _parts(inverse: KroneckerInverse | None) -> Iterable[tuple[Tensor | None, Tensor | None]]:
     """Each side and its shift."""
     if inverse is None:
         return ((None, None), (None, None))

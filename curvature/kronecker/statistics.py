@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker.factors import Reading, Scheme, matched
+from curvature.kronecker.factors import Reading, Scheme, merge_products
 from curvature.linalg import add_moments_, fill_slot, is_sketch, scale_moment, sum_slots
 
 
@@ -48,7 +48,7 @@ class KroneckerStatistics:
 
     def factors(self, scale: float) -> tuple[Tensor, Tensor]:
         """The sides of outputs and of inputs, the moments of backprops times `scale`."""
-        return matched(
+        return merge_products(
             [
                 self.scheme.product(reading, *self.activations[reading], scale_moment(moment, scale))
                 for reading, moment in self.backprops.items()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvature.kronecker.factors import matched
+from curvature.kronecker.factors import merge_products
 from curvature.linalg import (
     cholesky_with_jitter,
     eigenvalue_rounding,
@@ -28,7 +28,7 @@ Pair = tuple[Tensor, Tensor]  # B (o, o) and A (i, i), symmetric and positive se
 
 
 @dataclass(frozen=True)
-class KroneckerSum:
+class KroneckerSumInverse:
     """The inverse ``X -> rows ((rows^T X columns) / values) columns^T`` of a damped sum, on matrices (o, i)."""
 
     rows: Tensor
@@ -41,14 +41,14 @@ class KroneckerSum:
         return matmul(matmul(self.rows, inner), self.columns.mT)
 
 
-def kronecker_sum(pairs: Sequence[Pair], damping: float) -> KroneckerSum:
+def invert_kronecker_sum(pairs: Sequence[Pair], damping: float) -> KroneckerSumInverse:
     """``sum_k kron(B_k + e_k / c_k I, A_k + e_k c_k I)``, with ``e_k^2 = damping / K`` for K products.
 
     c_k^2 is the ratio of the mean eigenvalues of A_k and B_k (factored damping, arXiv:1503.05671, section 6.3). No
     eigenvalue of the sum is below `damping`. e_k c_k and e_k / c_k are no less than the rounding of A_k and B_k.
 
     One or two products are exact. Of three or more, all but that of the largest trace are taken as one of the
-    same trace (`curvature.kronecker.matched`).
+    same trace (`curvature.kronecker.merge_products`).
 
     Args:
         pairs: B (o, o) and A (i, i), at least one, with traces above zero.
@@ -60,11 +60,11 @@ def kronecker_sum(pairs: Sequence[Pair], damping: float) -> KroneckerSum:
     values = scaled[0][1] * t[:, None] * s
     if len(scaled) > 1:
         values = values + scaled[1][1] * (1 - t)[:, None] * (1 - s)
-    return KroneckerSum(rows, columns, values)
+    return KroneckerSumInverse(rows, columns, values)
 
 
 def damped_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
-    """One of the products that `kronecker_sum` is of."""
+    """One of the products that `invert_kronecker_sum` is of."""
     ratio = (_mean(columns) / _mean(rows)).sqrt()
     shifts = damping**0.5 / ratio, damping**0.5 * ratio
     return _shifted(rows, shifts[0]), _shifted(columns, shifts[1])
@@ -83,7 +83,7 @@ def _two(pairs: Sequence[Pair]) -> list[Pair]:
     if len(pairs) <= 2:
         return list(pairs)
     first, *others = sorted(pairs, key=lambda pair: -float(_mean(pair[0]) * _mean(pair[1])))
-    rows, columns = matched([(b[None], a[None]) for b, a in others])
+    rows, columns = merge_products([(b[None], a[None]) for b, a in others])
     return [first, (rows[0], columns[0])]
 
 

@@ -32,7 +32,7 @@ from curvature.gradients import (
     terms_by_parameter,
     validate_loss,
 )
-from curvature.kronecker import wide
+from curvature.kronecker import at_least_float32
 from curvature.losses import Injection, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
 from curvature.recording import capture, map_tensors, preserve_state, unwrap_compiled
@@ -198,9 +198,9 @@ class RecordedBatch:
         return max(1, BUDGET // max(1, held))
 
     @property
-    def wide(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
         """The precision of terms: many of their squares are added up."""
-        return wide(self.output.dtype)
+        return at_least_float32(self.output.dtype)
 
     def terms(self, vectors: Tensor) -> list[Terms]:
         """For every one of the vectors (k, *output.shape) the terms of ``J^T v``, by parameter."""
@@ -209,7 +209,7 @@ class RecordedBatch:
             terms, failed = terms_by_parameter(self.tape, backprops, self.plan.layouts, self.plan.general)
             if failed:
                 found = general_path_terms(self._against(v), self.plan, failed, self.random)
-                terms |= {k: [DenseGradients(gradients(parts).to(self.wide))] for k, parts in found.items()}
+                terms |= {k: [DenseGradients(gradients(parts).to(self.dtype))] for k, parts in found.items()}
             rows.append({name: parts for name, parts in terms.items() if parts})
         return rows
 
@@ -220,7 +220,7 @@ class RecordedBatch:
         rows = [None if use.edge is None else next(found) for use in self.tape.uses]
         for k in range(len(vectors)):
             pairs = zip(self.tape.uses, rows, strict=True)
-            yield [None if b is None else b[k].reshape(u.shape).to(self.wide) for u, b in pairs]
+            yield [None if b is None else b[k].reshape(u.shape).to(self.dtype) for u, b in pairs]
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         """The vectors of an injection, sent back, a bounded number at a time."""

@@ -1,13 +1,13 @@
 """Running curvature for optimizers, and what solves with it.
 
 In: recorded passes of a training loop. Out: ``(M + damping I)^-1 g`` for gradients g. One block for each layer
-(`RunningFactors`), or one for all parameters (`WholeCurvature`); least squares with a Jacobian for losses
+(`BlockDiagonalCurvature`), or one for all parameters (`FullCurvature`); least squares with a Jacobian for losses
 ``1/2 ||r||^2``.
 """
 
 from curvature.preconditioners.block import Block
-from curvature.preconditioners.block_diagonal import Blocks, RunningFactors
-from curvature.preconditioners.full_curvature import WholeCurvature
+from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature, CurvatureStore
+from curvature.preconditioners.full_curvature import FullCurvature
 from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.least_squares import LeastSquares
 from curvature.preconditioners.residual_blocks import ResidualBlock, residual_blocks
@@ -15,12 +15,12 @@ from curvature.preconditioners.statistics import CurvatureStatistics
 
 __all__ = [
     "Block",
-    "Blocks",
+    "CurvatureStore",
     "CurvatureStatistics",
     "LeastSquares",
     "ResidualBlock",
-    "RunningFactors",
-    "WholeCurvature",
+    "BlockDiagonalCurvature",
+    "FullCurvature",
     "invert",
     "residual_blocks",
 ]

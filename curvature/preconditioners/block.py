@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvature.preconditioners.outliers import Gate
+from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import Term
 
 
@@ -40,7 +40,7 @@ class Block:
         self.names = tuple(names)
         self.reason = reason  # why there are no Kronecker factors; "" where there are
         self.updates = 0
-        self.gate = Gate()
+        self.gate = OutlierFilter()
 
     def weight_of_new(self, decay: float, updates: int | None = None) -> float:
         """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
@@ -164,7 +164,7 @@ class Block:
         """A block from its `state`, tensors on `device`."""
         kind = next(k for k in _below(Block) if k.structure == state["structure"])
         block = kind.__new__(kind)
-        block.gate = Gate.restored(state.get("gate", {}), device)
+        block.gate = OutlierFilter.restored(state.get("gate", {}), device)
         for name, value in state.items():
             if name not in ("structure", "gate"):
                 setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)

@@ -27,7 +27,7 @@ MAX_SIZE = 2048  # a side larger than this is kept by few directions
 LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}
 
 
-def layer_blocks(
+def blocks_by_layer(
     tape: Tape, terms: dict[str, list[Term]], taken: set[str], sharing: str, kind: str = "kronecker"
 ) -> list[Block]:
     """Blocks for the parameters that have terms and are not `taken`, and which structure each has."""
@@ -52,7 +52,7 @@ def layer_blocks(
     return blocks
 
 
-class Blocks:
+class CurvatureStore:
     """Base: curvature of a model in blocks of parameters, as running averages of what recorded passes show.
 
     To measure a pass changes nothing but that parameters seen for the first time get their blocks.
@@ -113,7 +113,7 @@ class Blocks:
         self.blocks = [Block.restore(entry, device) for entry in state.values()]
 
 
-class RunningFactors(Blocks):
+class BlockDiagonalCurvature(CurvatureStore):
     """Curvature of a model's layers as running averages over recorded forward passes.
 
     Args:
@@ -167,7 +167,7 @@ class RunningFactors(Blocks):
     ) -> CurvatureStatistics:
         """Statistics of the terms of one vector, without blocks where these are not finite."""
         taken = {name for block in self.blocks for name in block.names}
-        self.blocks += layer_blocks(tape, terms, taken, self.sharing, self.kind)
+        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
         with full_precision():
             measured = {b.names[0]: b.measure(terms[b.names[0]], count, rank, world_size) for b in seen}

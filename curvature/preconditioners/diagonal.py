@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker import not_zero, wide
+from curvature.kronecker import at_least_float32, nonzero_or_one
 from curvature.preconditioners.block import Block
 from curvature.terms import Term
 
@@ -46,7 +46,7 @@ class DiagonalBlock(Block):
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reason: str) -> None:
         super().__init__([name], reason)
-        self.shape, self.dtype = shape, wide(dtype)
+        self.shape, self.dtype = shape, at_least_float32(dtype)
         self.values: Tensor | None = None
         self.inverse: Tensor | None = None
 
@@ -86,7 +86,7 @@ class DiagonalBlock(Block):
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         for block in blocks:
-            block.inverse = 1 / (block.smoothed + share * not_zero(block.mean_eigenvalue))
+            block.inverse = 1 / (block.smoothed + share * nonzero_or_one(block.mean_eigenvalue))
 
     @property
     def prepared(self) -> list[Tensor]:

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker import Basis, Inverse, KroneckerStatistics, Scheme, bases, carried, not_zero
+from curvature.kronecker import (
+    Basis,
+    KroneckerInverse,
+    KroneckerStatistics,
+    Scheme,
+    carry_diagonal,
+    eigenbases,
+    nonzero_or_one,
+)
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import Term, sum_in_place
 
@@ -42,7 +50,7 @@ class EigenStatistics(KroneckerStatistics):
         """The squares carried over to another basis."""
         assert self.squares is not None and self.basis is not None
         is_same = all(own is other for own, other in zip(self.basis, basis, strict=True))
-        return self.squares if is_same else carried(self.squares, self.basis, basis)
+        return self.squares if is_same else carry_diagonal(self.squares, self.basis, basis)
 
     def scale_vectors_(self, times: float) -> None:
         super().scale_vectors_(times)
@@ -130,24 +138,24 @@ class EigenBlock(KroneckerBlock):
         Args:
             damping: added to all values.
             share: added as well is what ``kron(B + share mean(B) I, A + share mean(A) I)`` has more than ``kron(B, A)``
-                at each eigenvalue, mean() that of the eigenvalues (`curvature.kronecker.factored`).
+                at each eigenvalue, mean() that of the eigenvalues (`curvature.kronecker.factored_inverses`).
         """
-        found = bases([side for block in blocks for side in (block.rows, block.columns)])
+        found = eigenbases([side for block in blocks for side in (block.rows, block.columns)])
         for block, rows, columns in zip(blocks, found[::2], found[1::2], strict=True):
             block._turn(rows, columns, damping, share)
 
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
-            self.values = carried(self.values, self.basis, (rows, columns))
+            self.values = carry_diagonal(self.values, self.basis, (rows, columns))
         if not self.seen:
             self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
-        self.inverse = Inverse(rows, columns, self._inverted(damping, share))
+        self.inverse = KroneckerInverse(rows, columns, self._inverted(damping, share))
 
     def _inverted(self, damping: float, share: float) -> Tensor:
         assert self.values is not None and self.row_values is not None and self.column_values is not None
         b, a = self.row_values[:, :, None], self.column_values[:, None, :]
-        mean_b, mean_a = not_zero(b.mean(1, keepdim=True)), not_zero(a.mean(2, keepdim=True))
+        mean_b, mean_a = nonzero_or_one(b.mean(1, keepdim=True)), nonzero_or_one(a.mean(2, keepdim=True))
         return 1 / (self.values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
 
     @staticmethod

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.kronecker import wide
+from curvature.kronecker import at_least_float32
 from curvature.linalg import cholesky, full_precision, try_decompose
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.statistics import CurvatureStatistics
@@ -26,7 +26,7 @@ Named = Mapping[str, Tensor]
 LARGEST = 1 << 15  # parameters whose matrix is built
 
 
-class WholeBlock(Block):
+class FullBlock(Block):
     """Base: takes the rows of a batch. Sub-classes say what is kept of them, and solve."""
 
     layout_fields = ("shapes", "trace", "rank", "is_sum")
@@ -68,7 +68,7 @@ class WholeBlock(Block):
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.damping is not None
         given = dict(zip(self.names, gradients, strict=True))
-        named = {name: g.to(wide(g.dtype)) for name, g in given.items()}
+        named = {name: g.to(at_least_float32(g.dtype)) for name, g in given.items()}
         found = self.found(named, self.damping)
         return [found[name].to(g.dtype) for name, g in given.items()]
 
@@ -107,7 +107,7 @@ class WholeBlock(Block):
         self.shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
 
 
-class DenseWhole(WholeBlock):
+class DenseFullBlock(FullBlock):
     """The whole matrix (P, P), as a running average, in double precision: small dampings have to stand out in it."""
 
     structure = "dense"
@@ -176,7 +176,7 @@ class DenseWhole(WholeBlock):
         return float(values[-1] / values[0])
 
 
-class DiagonalWhole(WholeBlock):
+class DiagonalFullBlock(FullBlock):
     """The diagonal, as a running average."""
 
     structure = "whole diagonal"
@@ -186,7 +186,7 @@ class DiagonalWhole(WholeBlock):
     def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         found = jacobian.squares()
         values = torch.cat([found[name].flatten() for name in self.names])
-        values = values.to(wide(values.dtype))
+        values = values.to(at_least_float32(values.dtype))
         return values, values.sum()
 
     def keep(self, new: Tensor, decay: float) -> None:

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from curvature.gradients import Jacobian
 from curvature.linalg import full_precision
 from curvature.preconditioners.block import Block
-from curvature.preconditioners.block_diagonal import Blocks
-from curvature.preconditioners.full import DenseWhole, DiagonalWhole, WholeBlock
+from curvature.preconditioners.block_diagonal import CurvatureStore
+from curvature.preconditioners.full import DenseFullBlock, DiagonalFullBlock, FullBlock
 from curvature.preconditioners.statistics import CurvatureStatistics, RowStatistics
-from curvature.preconditioners.truncated_cg import ConjugateGradients
-from curvature.preconditioners.woodbury import Woodbury
+from curvature.preconditioners.truncated_cg import ConjugateGradientBlock
+from curvature.preconditioners.woodbury import WoodburyBlock
 from curvature.recording import Tape
 
 
-class WholeCurvature(Blocks):
+class FullCurvature(CurvatureStore):
     """One block for all parameters.
 
     Args:
@@ -32,7 +32,7 @@ class WholeCurvature(Blocks):
         if not isinstance(solver, str) or solver not in SOLVERS:
             raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, found {solver!r:.80}")
         super().__init__()
-        self.blocks: list[WholeBlock] = []  # type: ignore[assignment]
+        self.blocks: list[FullBlock] = []  # type: ignore[assignment]
         self.model, self.kind, self.is_sum = model, SOLVERS[solver], is_sum
 
     def measure(
@@ -48,7 +48,7 @@ class WholeCurvature(Blocks):
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
         block = self._block_of(jacobian.shapes)
         found = CurvatureStatistics(rows=RowStatistics([jacobian], count))
-        if isinstance(block, ConjugateGradients):
+        if isinstance(block, ConjugateGradientBlock):
             for k, (_, terms) in enumerate(jacobian.parts):
                 found.add_(block.factors.measure_terms(tape, dict(terms), count if k == 0 else 0))
         return found
@@ -58,7 +58,7 @@ class WholeCurvature(Blocks):
         for block in self.blocks:
             block.update_average(statistics, decay)
 
-    def _block_of(self, shapes: Mapping[str, tuple[int, ...]]) -> WholeBlock:
+    def _block_of(self, shapes: Mapping[str, tuple[int, ...]]) -> FullBlock:
         """Another one where other parameters are trained now."""
         if not self.blocks or self.blocks[0].shapes != shapes:
             self.blocks = [self.kind(shapes, self.is_sum)]
@@ -79,14 +79,16 @@ class WholeCurvature(Blocks):
 
     def summed_blocks(self) -> list[Block]:
         """Those of a preconditioner."""
-        return [own for block in self.blocks if isinstance(block, ConjugateGradients) for own in block.factors.blocks]
+        return [
+            own for block in self.blocks if isinstance(block, ConjugateGradientBlock) for own in block.factors.blocks
+        ]
 
     def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         for block in self.blocks:
-            if isinstance(block, ConjugateGradients):
+            if isinstance(block, ConjugateGradientBlock):
                 block.factors.complete(states, device)
 
 
-SOLVERS: dict[str, type[WholeBlock]] = {
-    "woodbury": Woodbury, "dense": DenseWhole, "diagonal": DiagonalWhole, "cg": ConjugateGradients,
+SOLVERS: dict[str, type[FullBlock]] = {
+    "woodbury": WoodburyBlock, "dense": DenseFullBlock, "diagonal": DiagonalFullBlock, "cg": ConjugateGradientBlock,
 }  # fmt: skip

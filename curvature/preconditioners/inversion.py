@@ -20,7 +20,7 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None) 
     counts these events.
 
     Args:
-        share: damping relative to each block's own curvature, see `curvature.kronecker.factored`.
+        share: damping relative to each block's own curvature, see `curvature.kronecker.factored_inverses`.
         damping: added to the block, in place of that.
 
     Raises:

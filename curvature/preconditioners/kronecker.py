@@ -19,7 +19,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvature.kronecker import Inverse, KroneckerStatistics, Scheme, enough, factored, in_eigenbases
+from curvature.kronecker import (
+    KroneckerInverse,
+    KroneckerStatistics,
+    Scheme,
+    eigen_inverses,
+    factored_inverses,
+    subsample_samples,
+)
 from curvature.linalg import average_moments, moment_diagonal
 from curvature.preconditioners.block import Block
 from curvature.terms import AffineLayout, Term
@@ -42,7 +49,7 @@ class KroneckerBlock(Block):
         self.scheme = scheme
         self.rows: Tensor | None = None
         self.columns: Tensor | None = None
-        self.inverse: Inverse | None = None
+        self.inverse: KroneckerInverse | None = None
 
     def state(self) -> dict[str, Any]:
         inverse = {} if self.inverse is None else {f.name: getattr(self.inverse, f.name) for f in fields(self.inverse)}
@@ -52,7 +59,7 @@ class KroneckerBlock(Block):
         # both are as `state` left them
         place = None if self.rows is None else self.rows.device
         parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
-        self.inverse = Inverse(**parts) if parts else None
+        self.inverse = KroneckerInverse(**parts) if parts else None
         form: Any = self.scheme
         self.scheme = Scheme(**form | {"arrangement": AffineLayout(**form["arrangement"])})
 
@@ -61,7 +68,7 @@ class KroneckerBlock(Block):
             return None
         found = KroneckerStatistics(self.scheme, samples)
         for reading, parts in self.scheme.readings(terms).items():
-            some = enough(parts, self.scheme.sharing, (rank, world_size))
+            some = subsample_samples(parts, self.scheme.sharing, (rank, world_size))
             found.activations[reading] = self.scheme.activations(some)
             found.backprops[reading] = self.scheme.backprops(parts)
         return found
@@ -79,7 +86,7 @@ class KroneckerBlock(Block):
     def load_results(self, results: Mapping[str, Any]) -> None:
         super().load_results(results)
         parts: Any = self.inverse
-        self.inverse = Inverse(**parts) if parts else None
+        self.inverse = KroneckerInverse(**parts) if parts else None
 
     def update_average(self, statistics: Any, decay: float) -> None:
         if not statistics.samples or not statistics.backprops:
@@ -99,14 +106,14 @@ class KroneckerBlock(Block):
 
     @staticmethod
     def decompose_all(blocks: Sequence[Any], damping: float) -> None:
-        for block, found in zip(blocks, in_eigenbases([(b.rows, b.columns) for b in blocks], damping), strict=True):
+        for block, found in zip(blocks, eigen_inverses([(b.rows, b.columns) for b in blocks], damping), strict=True):
             block.inverse = found
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         pairs, before = [(b.rows, b.columns) for b in blocks], [b.inverse for b in blocks]
         anew = [b.updates & (b.updates - 1) == 0 for b in blocks]  # at 1, 2, 4, 8, ...: their ranks change ever slower
-        for block, found in zip(blocks, factored(pairs, share, before, anew), strict=True):
+        for block, found in zip(blocks, factored_inverses(pairs, share, before, anew), strict=True):
             block.inverse = found
 
     @property

@@ -12,7 +12,7 @@ from curvature.linalg import moment_diagonal
 FAR = 1e3  # times the trace of the running average
 
 
-class Gate:
+class OutlierFilter:
     """Of one running average: lets new statistics in unless they are far out of scale and those before were not.
 
     Attributes:
@@ -49,8 +49,8 @@ class Gate:
         return {name: flag for name, flag in vars(self).items() if flag is not None}
 
     @staticmethod
-    def restored(state: dict[str, Tensor], device: torch.device) -> Gate:
+    def restored(state: dict[str, Tensor], device: torch.device) -> OutlierFilter:
         """From its `state`."""
-        gate = Gate()
+        gate = OutlierFilter()
         vars(gate).update({name: flag.to(device, copy=True) for name, flag in state.items()})
         return gate

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import CentredJacobian, Jacobian
-from curvature.kronecker import KroneckerSum, Pair, kronecker_sum, wide
+from curvature.kronecker import KroneckerSumInverse, Pair, at_least_float32, invert_kronecker_sum
 from curvature.linalg import full_precision
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
 
@@ -46,15 +46,15 @@ class ResidualBlock:
     diagonal: Tensor | None = None
     reason: str = ""
 
-    def inverse(self, damping: float) -> KroneckerSum | Tensor:
-        """What `solve` needs, for ``block + damping I``, see `kronecker_sum`."""
+    def inverse(self, damping: float) -> KroneckerSumInverse | Tensor:
+        """What `solve` needs, for ``block + damping I``, see `invert_kronecker_sum`."""
         if self.pairs:
-            return kronecker_sum(self.pairs, damping)
+            return invert_kronecker_sum(self.pairs, damping)
         assert self.diagonal is not None
         floor = torch.finfo(self.diagonal.dtype).eps * self.diagonal.amax()
         return 1 / (self.diagonal + damping).clamp(min=torch.finfo(floor.dtype).tiny ** 0.5).maximum(floor)
 
-    def solve(self, inverse: KroneckerSum | Tensor, right: Named) -> dict[str, Tensor]:
+    def solve(self, inverse: KroneckerSumInverse | Tensor, right: Named) -> dict[str, Tensor]:
         """The solution for each parameter of the block, in its own shape."""
         weight, *bias = (right[name] for name in self.names)
         if isinstance(inverse, Tensor):
@@ -115,7 +115,7 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
 
 def pair_of(read: OuterProduct) -> Pair:
     """B (o, o) and A (i, i) of one piece, as written above, in units of value^2 / parameter^2."""
-    a, b = (x[:, :, 0].to(wide(x.dtype)) for x in (read.a, read.b))
+    a, b = (x[:, :, 0].to(at_least_float32(x.dtype)) for x in (read.a, read.b))
     alpha, beta = a.square().sum((0, 2)) / len(a), b.square().sum((0, 2))
     size = (alpha * beta).sum().sqrt().clamp(min=torch.finfo(a.dtype).tiny)
     left = (a * (beta / (len(a) * size)).sqrt()[:, None]).flatten(0, 1)

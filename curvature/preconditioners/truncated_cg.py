@@ -10,15 +10,15 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.operators import truncated_conjugate_gradient
-from curvature.preconditioners.block_diagonal import RunningFactors
-from curvature.preconditioners.full import Named, WholeBlock
+from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature
+from curvature.preconditioners.full import FullBlock, Named
 from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.statistics import CurvatureStatistics
 
 CARRIED = 0.95  # of the last solution, where the next iteration begins
 
 
-class ConjugateGradients(WholeBlock):
+class ConjugateGradientBlock(FullBlock):
     """The last batch alone, never built: conjugate gradients preconditioned by running Kronecker factors.
 
     They begin at the last solution, shortened, and end where the quadratic model falls no more by much, as in
@@ -33,7 +33,7 @@ class ConjugateGradients(WholeBlock):
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(shapes, is_sum)
-        self.factors = RunningFactors()
+        self.factors = BlockDiagonalCurvature()
 
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         before = self.updates
@@ -91,6 +91,6 @@ class ConjugateGradients(WholeBlock):
     def resume(self) -> None:
         super().resume()
         state: Any = self.factors
-        self.factors = RunningFactors()
+        self.factors = BlockDiagonalCurvature()
         device = torch.device("cpu") if self.last is None else self.last.device
         self.factors.load_state_dict(state, device)

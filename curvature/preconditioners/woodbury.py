@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.preconditioners.full import Named, WholeBlock
+from curvature.preconditioners.full import FullBlock, Named
 from curvature.preconditioners.least_squares import LeastSquares
 
 
-class Woodbury(WholeBlock):
+class WoodburyBlock(FullBlock):
     """The last batch alone, solved in the smaller of parameter and sample space (Woodbury's identity)."""
 
     structure = "woodbury"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.preconditioners import Blocks
+from curvature.preconditioners import CurvatureStore
 from optimizers.distributed.processes import Processes
 from optimizers.distributed.workers import Workers
 
@@ -35,7 +35,7 @@ class Statistics:
         self,
         processes: Processes,
         take: Callable[[], dict[Key, Tensor]],
-        store: Blocks,
+        store: CurvatureStore,
     ) -> None:
         self.processes, self.take, self.store = processes, take, store
         self.layout: Layout = {}  # that all processes know of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from curvature import Injection, Tape, empirical, isotropic
-from curvature.preconditioners import Blocks, RunningFactors
+from curvature.preconditioners import BlockDiagonalCurvature, CurvatureStore
 from curvature.recording import Listener
 from optimizers.arguments import check_arguments, check_whole
 from optimizers.distributed.processes import Processes, rows_of_whole, trained_by
@@ -89,9 +89,9 @@ class Recording(ModelOptimizer):
 
     # -- capture
 
-    def _curvature(self) -> Blocks:
+    def _curvature(self) -> CurvatureStore:
         """What the curvature is kept in."""
-        return RunningFactors(self._arguments["sharing"], self.block)
+        return BlockDiagonalCurvature(self._arguments["sharing"], self.block)
 
     def _records(self) -> bool:
         # whether the last batch was bad makes a difference only where this one would renew the factors
@@ -181,7 +181,7 @@ class Recording(ModelOptimizer):
                 use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
                 use.edge = use.edge._replace(node=None)  # type: ignore[arg-type]  # which holds the tape by its hook
         factors = self.factors
-        assert isinstance(factors, RunningFactors)
+        assert isinstance(factors, BlockDiagonalCurvature)
 
         def taken(scale: float) -> None:
             backprops = [None if b is None else b.mul_(each / scale) for b in found]

@@ -134,7 +134,7 @@ def _rounds(ranks: int) -> int:
 
 
 def kept_rows(layer: Layer, samples: int) -> float:
-    """Rows of activations that a renewal looks at (`curvature.kronecker.factors.enough`)."""
+    """Rows of activations that a renewal looks at (`curvature.kronecker.factors.subsample_samples`)."""
     rows = samples * layer.places
     stride = min(rows // (ENOUGH * layer.inputs), samples // LEAST)
     return rows if stride < 2 else math.ceil(samples / stride) * layer.places

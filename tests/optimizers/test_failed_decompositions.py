@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import curvature
-from curvature.kronecker.inverses import bases
+from curvature.kronecker.inverses import eigenbases
 from curvature.linalg import recovery_counts
 from curvature.linalg.decompositions import full_precision, spd_inverse, symmetric_eigh
-from curvature.preconditioners import RunningFactors, invert, residual_blocks
+from curvature.preconditioners import BlockDiagonalCurvature, invert, residual_blocks
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
@@ -141,7 +141,7 @@ def small() -> tuple[nn.Module, Any, Tensor, Tensor]:
 def block_of(rows: Tensor, columns: Tensor, kind: str = "kronecker") -> KroneckerBlock:
     """A block of these factors, from a recorded pass of a layer of their size."""
     layer = nn.Linear(columns.shape[1], rows.shape[1], bias=False)
-    factors = RunningFactors(kind=kind)
+    factors = BlockDiagonalCurvature(kind=kind)
     with curvature.capture(layer) as tape:
         output = layer(torch.ones(2, columns.shape[1]))
     factors.update_average(factors.measure(tape, [output], [torch.ones(1, *output.shape)], 2), 0.9)
@@ -339,5 +339,5 @@ def test_layers_of_one_shape_are_decomposed_together(kind: type[KFAC], options: 
 
 def test_bases_of_several_shapes():
     sides = [spd(1, 3, 3), spd(2, 4, 4), spd(1, 3, 3, seed=1)]
-    for side, (values, vectors) in zip(sides, bases(sides), strict=True):
+    for side, (values, vectors) in zip(sides, eigenbases(sides), strict=True):
         torch.testing.assert_close(vectors @ values.diag_embed() @ vectors.mT, side)

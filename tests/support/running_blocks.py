@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import capture
-from curvature.preconditioners import CurvatureStatistics, RunningFactors
+from curvature.preconditioners import BlockDiagonalCurvature, CurvatureStatistics
 from support.cases.case import Raw, seeded
 
 N = 6
@@ -78,7 +78,7 @@ def normal_vectors(k: int, seed: int = 5) -> Callable[[Tensor], Tensor]:
 
 
 def measure(
-    factors: RunningFactors, model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor]
+    factors: BlockDiagonalCurvature, model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor]
 ) -> CurvatureStatistics:
     with capture(model) as tape:
         output = model(x)
@@ -87,13 +87,13 @@ def measure(
 
 def recorded(
     model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor] = unit_vectors, sharing: str = "expand"
-) -> RunningFactors:
-    factors = RunningFactors(sharing)
+) -> BlockDiagonalCurvature:
+    factors = BlockDiagonalCurvature(sharing)
     factors.update_average(measure(factors, model, x, vectors), 0.95)
     return factors
 
 
-def block_of(factors: RunningFactors, model: nn.Module, name: str = "") -> Any:
+def block_of(factors: BlockDiagonalCurvature, model: nn.Module, name: str = "") -> Any:
     """The block of a parameter; of the first one unless named."""
     name = name or next(iter(model.named_parameters()))[0]
     return next(block for block in factors.blocks if name in block.names)

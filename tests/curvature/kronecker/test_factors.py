@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature.kronecker.factors
-from curvature.kronecker.factors import Reading, Scheme, matched
+from curvature.kronecker.factors import Reading, Scheme, merge_products
 from curvature.terms import ElementwiseProduct, OuterProduct
 from curvature.terms.contractions import gradients
 from support.cases.case import Raw
@@ -252,7 +252,7 @@ def test_tied_decoder(name: str, sharing: str):
         for k, found in readings.items()
     ]
     assert [(r.shape, c.shape) for r, c in sides] == [((1, V), (1, D, D))] * 2
-    rows, columns = matched(sides)
+    rows, columns = merge_products(sides)
     trace = sum(r.sum() * c.diagonal(dim1=1, dim2=2).sum() for r, c in sides)
     close(rows.sum() * columns.diagonal(dim1=1, dim2=2).sum(), torch.as_tensor(trace))
 

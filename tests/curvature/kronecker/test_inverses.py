@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.kronecker.inverses import Inverse, factored, in_eigenbases
+from curvature.kronecker.inverses import KroneckerInverse, eigen_inverses, factored_inverses
 from curvature.linalg.sketch import compress, sketch_rows
 
 SHARE = 0.1
@@ -35,8 +35,8 @@ PAIRS = {
 }
 
 
-def fresh(pairs: list[tuple[Tensor, Tensor]]) -> list[Inverse]:
-    return factored(pairs, SHARE, [None] * len(pairs), [True] * len(pairs))
+def fresh(pairs: list[tuple[Tensor, Tensor]]) -> list[KroneckerInverse]:
+    return factored_inverses(pairs, SHARE, [None] * len(pairs), [True] * len(pairs))
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -67,15 +67,15 @@ def test_in_a_basis():
     expected = (
         torch.kron(left[0], right[0]) @ torch.diag(values.flatten()) @ torch.kron(left[0], right[0]).T @ x.flatten()
     )
-    torch.testing.assert_close(Inverse(left, right, values)(x).flatten(), expected)
+    torch.testing.assert_close(KroneckerInverse(left, right, values)(x).flatten(), expected)
 
 
 def test_singular_factors_without_damping():
     """The pseudo-inverse: what no sample reaches does not move."""
     rows, columns = spd(1, 3).float(), spd(1, 6, rank=2).float()
     x = rows @ torch.ones(1, 3, 6) @ columns  # within what the factors reach
-    torch.testing.assert_close(in_eigenbases([(rows, columns)], 0.0)[0](x), torch.ones(1, 3, 6) @ projector(columns))
-    zero = in_eigenbases([(torch.zeros(1, 3, 3), columns)], 0.0)[0](torch.ones(1, 3, 6))
+    torch.testing.assert_close(eigen_inverses([(rows, columns)], 0.0)[0](x), torch.ones(1, 3, 6) @ projector(columns))
+    zero = eigen_inverses([(torch.zeros(1, 3, 3), columns)], 0.0)[0](torch.ones(1, 3, 6))
     assert isinstance(zero, Tensor) and torch.equal(zero, torch.zeros(1, 3, 6))
 
 
@@ -88,7 +88,7 @@ def test_a_diagonal_beside_a_sketch():
     root = torch.sin(torch.arange(4 * 600.0).double()).reshape(4, 600)
     diagonal = torch.tensor([[1.0, 2.0, 5.0]]).double()
     x = torch.cos(torch.arange(3 * 600.0).double()).reshape(1, 3, 600)
-    found = in_eigenbases([(diagonal, compress(sketch_rows(root)))], 0.3)[0](x)
+    found = eigen_inverses([(diagonal, compress(sketch_rows(root)))], 0.3)[0](x)
     dense = torch.kron(diagonal[0].diag(), root.T @ root) + 0.3 * torch.eye(1800).double()
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found.flatten(), torch.linalg.solve(dense, x.flatten()))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.kronecker.inverses import Inverse, factored
+from curvature.kronecker.inverses import KroneckerInverse, factored_inverses
 from curvature.linalg.low_rank import KEEP_FACTOR, LOW_RANK_MIN_SIZE, MAX_RANK_DIVISOR, low_rank_inverse
 from optimizers import KFAC
 from support.cases.case import seeded
@@ -87,18 +87,18 @@ def test_follows_a_matrix_that_turns():
 def test_sides_of_an_inverse():
     """Rows by their largest eigenvalues, columns by Cholesky; again, from the last; condition. Thin rows by roots."""
     rows, columns = with_values(power_law(1.5))[None], with_values(torch.arange(1.0, 21.0).double())[None]
-    (thin,) = factored([(rows, columns[:, :2, :2])], DAMPING, [None], [True])
+    (thin,) = factored_inverses([(rows, columns[:, :2, :2])], DAMPING, [None], [True])
     assert thin.ranks == (None, None) and thin.roots[0]
-    (first,) = factored([(rows, columns)], DAMPING, [None], [True])
-    (found,) = factored([(rows, columns)], DAMPING, [first], [False])
-    (whole,) = factored([(rows, columns)], DAMPING, [None], [False])
+    (first,) = factored_inverses([(rows, columns)], DAMPING, [None], [True])
+    (found,) = factored_inverses([(rows, columns)], DAMPING, [first], [False])
+    (whole,) = factored_inverses([(rows, columns)], DAMPING, [None], [False])
     assert first.ranks[0] == found.ranks[0] and found.ranks[1] is None and whole.ranks == (None, None)
     x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
     columns = columns + DAMPING * columns[0].trace() / 20 * torch.eye(20)
     vectors, shift = low_rank_inverse(rows[0], DAMPING, None) or (x, x)
     expected = (shift * (torch.eye(SIZE).double() - vectors @ vectors.mT)) @ x[0] @ torch.linalg.inv(columns[0])
     torch.testing.assert_close(first(x)[0], expected)
-    mirrored = Inverse(first.columns, first.rows, None, first.roots[::-1], first.shifts[::-1])
+    mirrored = KroneckerInverse(first.columns, first.rows, None, first.roots[::-1], first.shifts[::-1])
     torch.testing.assert_close(mirrored(x.mT), first(x).mT)
     spread = torch.linalg.eigvalsh(shift * (torch.eye(SIZE).double() - vectors @ vectors.mT))
     cond = float(spread.max() / spread.min()) * float(torch.linalg.cond(columns[0]))

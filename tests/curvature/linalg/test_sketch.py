@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature import capture
-from curvature.kronecker.inverses import factored, in_eigenbases
+from curvature.kronecker.inverses import eigen_inverses, factored_inverses
 from curvature.linalg.sketch import (
     MAX_SKETCH_ROWS,
     SKETCH_RANK,
@@ -22,7 +22,7 @@ from curvature.linalg.sketch import (
     sketch_rows,
     sketch_spectrum,
 )
-from curvature.preconditioners import RunningFactors
+from curvature.preconditioners import BlockDiagonalCurvature
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
@@ -100,12 +100,12 @@ def test_inverses(which: str, how: str):
     b, a = (dense(side) if side.shape[2] == D else side[0] for side in (left, right))
     x = torch.sin(torch.arange(float(len(b) * len(a))).double()).reshape(1, len(b), len(a))
     if how == "share":
-        (found,) = factored([(left, right)], 0.05, [None], [True])
+        (found,) = factored_inverses([(left, right)], 0.05, [None], [True])
         one, two = (m + 0.05 * m.trace() / len(m) * torch.eye(len(m)).double() for m in (b, a))
         expected = torch.linalg.solve(one, x[0]) @ torch.linalg.inv(two)
         spread = torch.linalg.cond(one) * torch.linalg.cond(two)
     else:
-        found = in_eigenbases([(left, right)], 0.3)[0]
+        found = eigen_inverses([(left, right)], 0.3)[0]
         (u, p), (v, q) = torch.linalg.eigh(b), torch.linalg.eigh(a)
         damped = u[:, None] * v + 0.3
         expected = p @ ((p.T @ x[0] @ q) / damped) @ q.T
@@ -183,7 +183,7 @@ def test_activations_of_some_samples_are_enough(count: int, stride: int):
     """Of 64 samples with 400 places each and 3 inputs, every fourth is looked at: 16 of them. Of 24 samples, all."""
     with seeded(0):
         layer, x = nn.Conv1d(2, 4, 1), torch.randn(count, 2, 400)
-    factors = RunningFactors()
+    factors = BlockDiagonalCurvature()
     with capture(layer) as tape:
         out = layer(x)
     factors.update_average(factors.measure(tape, [out], [out.detach()[None]], count), 0.9)
@@ -199,7 +199,7 @@ def test_places_that_are_averaged_first_are_one_sample():
     """64 rows for 8 inputs are all looked at, however many places there were."""
     with seeded(0):
         layer, x = nn.Conv1d(8, 4, 1), torch.randn(64, 8, 400)
-    factors = RunningFactors(sharing="reduce")
+    factors = BlockDiagonalCurvature(sharing="reduce")
     with capture(layer) as tape:
         out = layer(x)
     factors.update_average(factors.measure(tape, [out], [out.detach()[None]], 64), 0.9)

@@ -270,12 +270,12 @@ def test_layers_without_factors_have_their_exact_block(case: Case):
     model, loss = case.build()
     data = case.batch(model)
     of = reference(case, model, loss, data)
-    factored = [f"{name}." for name, module in model.named_modules() if isinstance(module, AFFINE)]
+    factored_inverses = [f"{name}." for name, module in model.named_modules() if isinstance(module, AFFINE)]
     for builder in ("kfac", "ekfac"):
         found = getattr(curvature, builder)(model, loss, data)
         for block in found.blocks.values():
             names = block.space.names
-            if not names[0].startswith(tuple(factored)):
+            if not names[0].startswith(tuple(factored_inverses)):
                 index = torch.cat([oracle.positions(model)[name].flatten() for name in names])
                 matches(block.to_dense(), of.fisher[index[:, None], index])
 

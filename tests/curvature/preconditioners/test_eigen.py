@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import curvature.kronecker.inverses
 import curvature.preconditioners.block_diagonal
 from curvature.kronecker.eigenbasis import Basis
-from curvature.preconditioners import Block, RunningFactors
+from curvature.preconditioners import Block, BlockDiagonalCurvature
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.inversion import invert
@@ -73,12 +73,12 @@ def empty(model: nn.Module, x: Tensor, sharing: str = "expand", kind: type[Krone
     return factors
 
 
-def update(factors: RunningFactors, model: nn.Module, *xs: Tensor, vectors: Any = unit_vectors) -> None:
+def update(factors: BlockDiagonalCurvature, model: nn.Module, *xs: Tensor, vectors: Any = unit_vectors) -> None:
     for x in xs:
         factors.update_average(measure(factors, model, x, vectors), DECAY)
 
 
-def started(model: nn.Module, x: Tensor, sharing: str = "expand") -> tuple[RunningFactors, Any]:
+def started(model: nn.Module, x: Tensor, sharing: str = "expand") -> tuple[BlockDiagonalCurvature, Any]:
     """With a basis from one batch; and the block of the first parameter."""
     factors = empty(model, x, sharing)
     update(factors, model, x)

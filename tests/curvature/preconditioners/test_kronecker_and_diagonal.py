@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvature.preconditioners.block_diagonal
 from curvature import capture
-from curvature.preconditioners import Block, CurvatureStatistics, RunningFactors
+from curvature.preconditioners import Block, BlockDiagonalCurvature, CurvatureStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from support.cases.case import Raw, seeded
@@ -253,8 +253,8 @@ def moments(block: Block) -> list[Tensor]:
     return [t for t in found if t is not None]
 
 
-def averaged(model: nn.Module, xs: Sequence[Tensor], decay: float = 0.9) -> RunningFactors:
-    factors = RunningFactors()
+def averaged(model: nn.Module, xs: Sequence[Tensor], decay: float = 0.9) -> BlockDiagonalCurvature:
+    factors = BlockDiagonalCurvature()
     for x in xs:
         factors.update_average(measure(factors, model, x, normal_vectors(1)), decay)
     return factors
@@ -284,7 +284,7 @@ def test_batches_that_are_added_up_are_one_batch(sizes: tuple[int, ...]):
     """Equal or not: each sample counts the same."""
     model, (x,) = batches(1)
     v = normal_vectors(1)(model(x))
-    whole, cut = RunningFactors(), RunningFactors()
+    whole, cut = BlockDiagonalCurvature(), BlockDiagonalCurvature()
     whole.update_average(measure(whole, model, x, lambda output: v), 0.95)
     total = CurvatureStatistics()
     for part, w in zip(x.split(sizes), v.split(sizes, 1), strict=True):
