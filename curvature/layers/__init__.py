@@ -1,7 +1,7 @@
-"""One rule for each torch function that reads parameters: how its input and its backprop look sample by sample.
+"""One rule for each torch function that reads parameters: how to view its input and backprop per sample.
 
 In: a recorded call, the backprop at its output, and where the samples are in it (`Layout`). Out: a term for each
-parameter (`curvature.terms`). The table is `RULES`; a new rule is one function with `@register`.
+parameter (`curvature.terms`). The table is `RULES`; a new rule is one class with `@register`.
 """
 
 from curvature.layers import convolution, elementwise, embedding, matrix_products, normalisation
@@ -9,9 +9,9 @@ from curvature.layers.base import RULES, Layout, RecordedCall, Rule, Unsupported
 from curvature.layers.normalisation import uses_running_statistics
 
 __all__ = [
-    "RecordedCall",
     "Layout",
     "RULES",
+    "RecordedCall",
     "Rule",
     "Unsupported",
     "convolution",
@@ -19,7 +19,7 @@ __all__ = [
     "embedding",
     "matrix_products",
     "normalisation",
-    "sum_over_broadcast",
     "register",
+    "sum_over_broadcast",
     "uses_running_statistics",
 ]

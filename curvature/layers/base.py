@@ -1,4 +1,4 @@
-"""What a layer rule is, the table of rules, and the axes of samples."""
+"""The base class of layer rules, their table, and where samples are in a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from curvature.terms import DenseGradients, Term
 
 
 class Unsupported(Exception):
-    """A use that a rule cannot view per sample; the exact general path takes over."""
+    """A rule has no per-sample view of a call; the exact general path takes over."""
 
 
 class Layout(NamedTuple):
@@ -24,11 +24,11 @@ class Layout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the axis."""
+        """Size of the axis."""
         return self.outer * self.samples * self.inner
 
     def front(self, x: Tensor, dim: int | None = None) -> Tensor:
-        """(..., outer * N * inner, ...) to (N, ..., outer * inner, ...); one more axis, the others in their place."""
+        """(..., outer * N * inner, ...) to (N, ..., outer * inner, ...): one axis more, the others where they were."""
         dim = self.dim if dim is None else dim
         if self.outer == 1 and self.inner == 1:
             return x.movedim(dim, 0).unsqueeze(dim + 1)
@@ -37,30 +37,33 @@ class Layout(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
-    """One recorded call: the arguments by name, its output's shape."""
+    """One recorded call: its arguments by name, and the shape of its output."""
 
     args: dict[str, Any]
     shape: tuple[int, ...]
 
 
 class Rule:
-    """How one layer's input and backprop are viewed per sample.
+    """How to view one layer's input and backprop per sample.
 
-    `functions` are the torch functions it explains, `signature` their arguments in order, `parameters` those
-    arguments that may be parameters.
+    Attributes:
+        functions: the torch functions that this rule covers.
+        signature: their arguments, in order.
+        parameters: the arguments that may be parameters.
+        bias_of: maps a weight to the bias that acts as one more input of it, which is always one.
     """
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
     signature: ClassVar[tuple[str, ...]] = ()
     parameters: ClassVar[tuple[str, ...]] = ()
-    bias_of: ClassVar[Mapping[str, str]] = {}  # weight to the bias that is one more input of it, constantly one
+    bias_of: ClassVar[Mapping[str, str]] = {}
 
     def bind(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name; the data in them as they are before the call."""
+        """The arguments by name, with the data as they are before the call."""
         return dict(zip(self.signature, args, strict=False)) | dict(kwargs)
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        """The per-sample gradients of argument `slot`, given the backprop `b` (the output's shape).
+        """The per-sample gradients of argument `slot`, given the backprop `b` of the output's shape.
 
         Raises:
             Unsupported: this call has no per-sample view.
@@ -68,7 +71,7 @@ class Rule:
         raise NotImplementedError
 
     def counts_over_batch(self, call: RecordedCall) -> bool:
-        """Whether torch's batch gradient is not the sum of the samples' own (frequencies counted over the batch)."""
+        """Whether torch's batch gradient is not the sum over samples (frequencies counted over the whole batch)."""
         return False
 
 
@@ -76,7 +79,7 @@ RULES: dict[Callable[..., Any], Rule] = {}
 
 
 def register(rule: type[Rule]) -> type[Rule]:
-    """Class decorator: enter a rule into the table for each of its functions."""
+    """Class decorator: add the rule to the table for each of its functions."""
     instance = rule()
     for function in rule.functions:
         RULES[function] = instance
@@ -86,9 +89,9 @@ def register(rule: type[Rule]) -> type[Rule]:
 def sum_over_broadcast(
     per_place: Tensor, shape: Sequence[int], layout: Layout, offset: int | None = None
 ) -> DenseGradients:
-    """Sum per-place gradients, the layout's axes in (N, ...), over all that a parameter of `shape` is broadcast along.
+    """Sum gradients (N, *output axes) over all axes along which a parameter of `shape` was broadcast.
 
-    `offset` is the output axis of the parameter's first axis; None aligns to the right as broadcasting does.
+    `offset` is the output axis of the parameter's first axis; None aligns to the right, as broadcasting does.
     """
     ndim = per_place.ndim - 1
     offset = ndim - len(shape) if offset is None else offset

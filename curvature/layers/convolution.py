@@ -13,8 +13,8 @@ from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, regis
 from curvature.terms import Convolution, Term, TransposedConvolution
 
 
-def _spread(value: Any, n: int) -> list[int]:
-    """A number or a sequence of numbers to one number per spatial axis."""
+def _per_axis(value: Any, n: int) -> list[int]:
+    """Expand a number or a sequence to one number per spatial axis."""
     values = [value] if isinstance(value, int) else list(value)
     return values * n if len(values) == 1 else values
 
@@ -27,12 +27,12 @@ def padding_amounts(padding: Any, kernel: Sequence[int], dilation: Sequence[int]
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-    return [p for p in reversed(_spread(padding, n)) for _ in range(2)]
+    return [p for p in reversed(_per_axis(padding, n)) for _ in range(2)]
 
 
 def _geometry(args: dict[str, Any], n: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Stride, dilation and groups."""
-    stride, dilation = (tuple(_spread(args.get(name, 1), n)) for name in ("stride", "dilation"))
+    stride, dilation = (tuple(_per_axis(args.get(name, 1), n)) for name in ("stride", "dilation"))
     return stride, dilation, args.get("groups", 1)
 
 
@@ -50,15 +50,15 @@ class _ConvolutionRule(Rule):
         padding = padding_amounts(call.args.get("padding", 0), weight.shape[2:], dilation)
         dtype = torch.promote_types(x.dtype, b.dtype)
         seen, sent = self.roles(x.to(dtype), b.to(dtype), padding)
-        one = Convolution(layout.front(seen), layout.front(sent), tuple(weight.shape), stride, dilation, groups)
-        return self.viewed(one, padding)
+        term = Convolution(layout.front(seen), layout.front(sent), tuple(weight.shape), stride, dilation, groups)
+        return self.view(term, padding)
 
     def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
-        """What the kernel slides over, padded, and what it is multiplied by."""
+        """The padded tensor that the kernel slides over, and the one at the positions of the kernel."""
         raise NotImplementedError
 
-    def viewed(self, term: Convolution, padding: list[int]) -> Term:
-        """The term of a layer whose gradients are those of the convolution `term`."""
+    def view(self, term: Convolution, padding: list[int]) -> Term:
+        """The term of the layer, given the convolution whose gradients it shares."""
         return term
 
 
@@ -75,7 +75,7 @@ class ConvolutionRule(_ConvolutionRule):
 
 @register
 class TransposedConvolutionRule(_ConvolutionRule):
-    """The adjoint of a convolution: input and backprop change their parts."""
+    """The adjoint of a convolution: input and backprop exchange roles."""
 
     functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     signature = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
@@ -83,5 +83,5 @@ class TransposedConvolutionRule(_ConvolutionRule):
     def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
         return F.pad(b, padding), x
 
-    def viewed(self, term: Convolution, padding: list[int]) -> Term:
+    def view(self, term: Convolution, padding: list[int]) -> Term:
         return TransposedConvolution(term, tuple(padding[::-2]))

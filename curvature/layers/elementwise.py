@@ -1,4 +1,4 @@
-"""Parameters that meet data entry by entry, with broadcasting: added, multiplied, expanded, repeated; PReLU."""
+"""Functions that combine a parameter and data entry by entry, with broadcasting; expand, repeat, PReLU."""
 
 from __future__ import annotations
 
@@ -13,79 +13,21 @@ from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, regis
 from curvature.terms import DenseGradients, Term
 
 _NAMES = [
-    "add",
-    "sub",
-    "subtract",
-    "rsub",
-    "mul",
-    "multiply",
-    "div",
-    "divide",
-    "true_divide",
-    "pow",
-    "addcmul",
-    "addcdiv",
-    "lerp",
-    "where",
-    "maximum",
-    "minimum",
-    "masked_fill",
-    "atan2",
-    "hypot",
-    "logaddexp",
-    "logaddexp2",
-    "xlogy",
-    "copysign",
-    "fmax",
-    "fmin",
-    "remainder",
-    "fmod",
-    "clamp",
-    "clip",
-    "clamp_min",
-    "clamp_max",
-    "expand",
-    "expand_as",
-    "broadcast_to",
-    "__add__",
-    "__radd__",
-    "__iadd__",
-    "__sub__",
-    "__rsub__",
-    "__isub__",
-    "__mul__",
-    "__rmul__",
-    "__imul__",
-    "__truediv__",
-    "__rtruediv__",
-    "__itruediv__",
-    "__div__",
-    "__rdiv__",
-    "__idiv__",
-    "__pow__",
-    "__rpow__",
-    "__ipow__",
-    "add_",
-    "sub_",
-    "subtract_",
-    "mul_",
-    "multiply_",
-    "div_",
-    "divide_",
-    "true_divide_",
-    "pow_",
-    "addcmul_",
-    "addcdiv_",
-    "lerp_",
-]
+    "add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "pow", "addcmul",
+    "addcdiv", "lerp", "where", "maximum", "minimum", "masked_fill", "atan2", "hypot", "logaddexp",
+    "logaddexp2", "xlogy", "copysign", "fmax", "fmin", "remainder", "fmod", "clamp", "clip", "clamp_min",
+    "clamp_max", "expand", "expand_as", "broadcast_to",
+    "add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "pow_", "addcmul_",
+    "addcdiv_", "lerp_",
+    *(f"__{kind}{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow") for kind in ("", "r", "i")),
+]  # fmt: skip
 
 
 @register
 class ElementwiseRule(Rule):
     """Any function that broadcasts its tensors and acts on each entry alone.
 
-    Differentiating it with the parameter expanded to the output's shape gives the per-place gradients, whatever
-    the function.
+    Differentiating it with the parameter expanded to the output's shape gives the gradients at each place.
     """
 
     functions = tuple(
@@ -107,13 +49,13 @@ class ElementwiseRule(Rule):
         shape = args[slot].shape
         if layout.dim >= len(call.shape):
             raise Unsupported("the output has no axis of samples")
-        whole = args[slot].detach().broadcast_to(call.shape).clone().requires_grad_()
-        args[slot] = whole
+        expanded = args[slot].detach().broadcast_to(call.shape).clone().requires_grad_()
+        args[slot] = expanded
         rest = {k: v.clone() if k == "arg0" and isinstance(v, Tensor) else v for k, v in args.items()}
         positional = [rest.pop(f"arg{k}") for k in range(len(args)) if f"arg{k}" in args]
         with torch.enable_grad():
             out = function(*positional, **rest)
-        (per_place,) = torch.autograd.grad(out, whole, b.to(out.dtype))
+        (per_place,) = torch.autograd.grad(out, expanded, b.to(out.dtype))
         return sum_over_broadcast(layout.front(per_place), shape, layout)
 
 

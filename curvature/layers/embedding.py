@@ -1,4 +1,4 @@
-"""Tables of rows: Embedding and EmbeddingBag. The one-hot input is never materialised."""
+"""Embedding and EmbeddingBag, without building the one-hot input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _frozen_row(args: dict[str, Any]) -> int:
 
 @register
 class EmbeddingRule(Rule):
-    """``z[..., :] = W[index[...]]``; frequencies of `scale_grad_by_freq` count within each sample."""
+    """``z[..., :] = W[index[...]]``; `scale_grad_by_freq` counts frequencies within each sample."""
 
     functions = (F.embedding,)
     signature = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -47,7 +47,7 @@ class EmbeddingRule(Rule):
 
 @register
 class EmbeddingBagRule(Rule):
-    """Sum, mean or maximum over bags of rows, 2-d input or 1-d input with offsets."""
+    """Sum, mean or maximum over bags of rows; 2-d input, or 1-d input with offsets."""
 
     functions = (F.embedding_bag,)
     signature = (
@@ -61,7 +61,7 @@ class EmbeddingBagRule(Rule):
         if layout.dim != 0:
             raise Unsupported("the samples are not along the bags")
         if args.get("scale_grad_by_freq"):
-            # torch 2.13 on the CPU divides some rows by another row's frequency; its own answer stands
+            # torch 2.13 on the CPU divides some rows by another row's frequency; leave it to torch
             raise Unsupported("frequencies in bags")
         bags, width = call.shape
         number = torch.arange(bags, device=b.device)
@@ -70,32 +70,32 @@ class EmbeddingBagRule(Rule):
         if args.get("mode", "mean") == "max":
             return _maximum(args, b, sample, layout.samples)
         weights = self._weights(args, index, bag, bags, b)
-        # every bag of a sample is padded to one common length, since samples must share their number of places
-        who = sample[bag]
-        sizes = torch.bincount(who, minlength=layout.samples)
-        order = torch.argsort(who, stable=True)
-        place = torch.arange(len(order), device=b.device) - (sizes.cumsum(0) - sizes)[who[order]]
+        # pad the look-ups of each sample to a common number of places
+        sample_of = sample[bag]
+        sizes = torch.bincount(sample_of, minlength=layout.samples)
+        order = torch.argsort(sample_of, stable=True)
+        place = torch.arange(len(order), device=b.device) - (sizes.cumsum(0) - sizes)[sample_of[order]]
         longest = int(sizes.max()) if len(order) else 0
         rows = index.new_zeros(layout.samples, longest)
         values = b.new_zeros(layout.samples, longest, width)
         valid = torch.zeros_like(rows, dtype=torch.bool)
-        rows[who[order], place] = index[order]
-        valid[who[order], place] = index[order] != _frozen_row(args)
-        values[who[order], place] = (b[bag] * weights[:, None])[order]
+        rows[sample_of[order], place] = index[order]
+        valid[sample_of[order], place] = index[order] != _frozen_row(args)
+        values[sample_of[order], place] = (b[bag] * weights[:, None])[order]
         return IndexedRows(rows, values, tuple(args["weight"].shape), valid)
 
     def _weights(self, args: dict[str, Any], index: Tensor, bag: Tensor, bags: int, b: Tensor) -> Tensor:
-        """What each looked-up row counts for in its bag."""
-        valid = (index != _frozen_row(args)).to(b.dtype)
+        """The weight of each looked-up row in its bag."""
+        weights = (index != _frozen_row(args)).to(b.dtype)
         if args.get("per_sample_weights") is not None:
-            valid = valid * args["per_sample_weights"].reshape(-1)
+            weights = weights * args["per_sample_weights"].reshape(-1)
         if args.get("mode", "mean") == "mean":
-            valid = valid / b.new_zeros(bags).index_add_(0, bag, valid).clamp(min=1)[bag]
-        return valid
+            weights = weights / b.new_zeros(bags).index_add_(0, bag, weights).clamp(min=1)[bag]
+        return weights
 
 
 def _flat_bags(args: dict[str, Any], bags: int) -> tuple[Tensor, Tensor]:
-    """Looked-up rows and the bag of each, both (number of look-ups,)."""
+    """The looked-up rows and their bags, both (number of look-ups,)."""
     index: Tensor = args["input"]
     offsets: Any = args.get("offsets")
     if index.ndim == 2:
@@ -110,7 +110,7 @@ def _flat_bags(args: dict[str, Any], bags: int) -> tuple[Tensor, Tensor]:
 
 
 def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> DenseGradients:
-    """Each feature of a bag comes from one row: the one that torch reports as the maximum."""
+    """Each feature of a bag comes from the row that torch reports as the maximum."""
     index, weight = args["input"], args["weight"].detach()
     offsets: Any = args.get("offsets")
     if index.ndim == 2:

@@ -1,4 +1,4 @@
-"""Layers that sum over an index of a weight: linear, bilinear, every kind of matrix product, einsum."""
+"""Functions that sum over an index of a weight: linear, bilinear, matrix products, einsum."""
 
 from __future__ import annotations
 
@@ -18,52 +18,51 @@ Labelled = tuple[Tensor, Labels]
 
 
 def outer_product(weight: Labelled, data: Sequence[Labelled], b: Tensor, out: Labels, layout: Layout) -> OuterProduct:
-    """The `OuterProduct` view of an einsum ``data, weight -> out``, labels as einsum's letters.
+    """The `OuterProduct` of the weight in an einsum ``data, weight -> out``; labels are those of einsum.
 
-    A label of out, data and weight is a group, of out and weight an output, of data and weight an input,
-    of out and data a place.
+    A label in out, data and weight is a group, in out and weight an output, in data and weight an input, in out and
+    data a place.
     """
     tensor, p_labels = weight
     sample = out[layout.dim]
     p = [q for q, size in zip(p_labels, tensor.shape, strict=True) if size != 1]
     if sample in p:
         raise Unsupported("the parameter varies along the axis of the samples")
-    x, x_labels = _combined(data, sample, layout)
-    z, z_labels = _squeezed(layout.front(b), out, sample)
+    x, x_labels = _multiply_data(data, sample, layout)
+    z, z_labels = _squeeze(layout.front(b), out, sample)
     groups = [q for q in z_labels if q in p and q in x_labels]
     outputs = [q for q in z_labels if q in p and q not in x_labels]
     inputs = [q for q in x_labels if q in p and q not in z_labels]
     places = [q for q in z_labels if q not in p]
     if set(places) - set(x_labels) or len(set(p)) != len(p) or set(p) - {*groups, *outputs, *inputs}:
         raise Unsupported("an index of the contraction belongs to one operand alone")
-    alone = [k for k, q in enumerate(x_labels, 1) if q not in p and q not in z_labels]
-    if alone:
-        x = x.sum(alone)
+    data_only = [k for k, q in enumerate(x_labels, 1) if q not in p and q not in z_labels]
+    if data_only:
+        x = x.sum(data_only)
         x_labels = [q for q in x_labels if q in p or q in z_labels]
-    dtype = torch.promote_types(x.dtype, z.dtype)  # autocast computes in one and hands over another
+    dtype = torch.promote_types(x.dtype, z.dtype)  # under autocast, both dtypes may differ
     x, z = x.to(dtype), z.to(dtype)
     sizes = dict(zip(p_labels, tensor.shape, strict=True))
     order = [*groups, *outputs, *inputs]
-    plain = order == list(p)
+    in_order = order == list(p)
     return OuterProduct(
-        a=_arranged(x, x_labels, places, groups, inputs),
-        b=_arranged(z, z_labels, places, groups, outputs),
+        a=_flatten_groups(x, x_labels, places, groups, inputs),
+        b=_flatten_groups(z, z_labels, places, groups, outputs),
         shape=tuple(tensor.shape),
-        sizes=None if plain else tuple(sizes[q] for q in order),
-        order=None if plain else tuple(order.index(q) for q in p),
+        sizes=None if in_order else tuple(sizes[q] for q in order),
+        order=None if in_order else tuple(order.index(q) for q in p),
     )
 
 
-def _combined(data: Sequence[Labelled], sample: Hashable, layout: Layout) -> tuple[Tensor, list[Hashable]]:
-    """The product of the data operands, samples first; size-one axes dropped since they are broadcast."""
+def _multiply_data(data: Sequence[Labelled], sample: Hashable, layout: Layout) -> tuple[Tensor, list[Hashable]]:
+    """Multiply the data operands, samples first; axes of size one are dropped since they broadcast."""
     parts = []
     for x, labels in data:
         k = list(labels).index(sample) if sample in labels else None
         if k is not None and x.shape[k] == layout.size:
-            parts.append(_squeezed(layout.front(x, k), labels, sample))
+            parts.append(_squeeze(layout.front(x, k), labels, sample))
         else:
-            shared, rest = _squeezed(x[None], labels, None)
-            parts.append((shared, rest))
+            parts.append(_squeeze(x[None], labels, None))
     if all(len(x) != layout.samples for x, _ in parts):
         raise Unsupported("no operand has the axis of the samples")
     x, labels = parts[0]
@@ -79,13 +78,13 @@ def _combined(data: Sequence[Labelled], sample: Hashable, layout: Layout) -> tup
     return x.expand(layout.samples, *x.shape[1:]), labels
 
 
-def _squeezed(x: Tensor, labels: Labels, sample: Hashable) -> tuple[Tensor, list[Hashable]]:
-    """Drop axes of size one of (N, ...), except the one that the samples left behind."""
+def _squeeze(x: Tensor, labels: Labels, sample: Hashable) -> tuple[Tensor, list[Hashable]]:
+    """Drop axes of size one of (N, ...), except that of the samples."""
     keep = [k for k, q in enumerate(labels) if x.shape[k + 1] != 1 or (sample is not None and q == sample)]
     return x.reshape(len(x), *(x.shape[k + 1] for k in keep)), [labels[k] for k in keep]
 
 
-def _arranged(x: Tensor, labels: Labels, *groups: Labels) -> Tensor:
+def _flatten_groups(x: Tensor, labels: Labels, *groups: Labels) -> Tensor:
     """(N, labels...) to (N, prod of groups[0], prod of groups[1], ...)."""
     labels = list(labels)
     x = x.permute(0, *(labels.index(q) + 1 for group in groups for q in group))
@@ -109,11 +108,11 @@ class LinearRule(Rule):
         if slot == "bias":
             return sum_over_broadcast(layout.front(b), call.args["bias"].shape, layout)
         x, weight = call.args["input"], call.args["weight"]
-        if weight.ndim == 2 and layout.dim < x.ndim - 1:  # what `outer_product` comes to, without its bookkeeping
+        if weight.ndim == 2 and layout.dim < x.ndim - 1:  # the same as `outer_product`, faster
             dtype = torch.promote_types(x.dtype, b.dtype)
             a, z = (layout.front(t).flatten(1, -2)[:, :, None].to(dtype) for t in (x, b))
             return OuterProduct(a, z, tuple(weight.shape))
-        tail: list[Hashable] = ["o"] * (weight.ndim - 1)  # a weight that is a vector sums the features up
+        tail: list[Hashable] = ["o"] * (weight.ndim - 1)  # a vector weight sums over the features
         lead = list(range(len(call.shape) - len(tail)))
         data = [(x, [*lead, "i"])]
         return outer_product((weight, [*tail, "i"]), data, b, [*lead, *tail], layout)
@@ -174,7 +173,7 @@ class MatmulRule(Rule):
 
 @register
 class ReversedMatmulRule(MatmulRule):
-    """``other.__rmatmul__``: the operands in reverse."""
+    """``other.__rmatmul__``: the operands in reverse order."""
 
     functions = (Tensor.__rmatmul__,)
     signature = ("other", "input")
@@ -202,7 +201,7 @@ class AddMatmulRule(Rule):
 
 @register
 class EinsumRule(Rule):
-    """``torch.einsum`` in its string form, one parameter among the operands."""
+    """``torch.einsum`` in its string form."""
 
     functions = (torch.einsum,)
     signature = ("equation",)
@@ -223,7 +222,7 @@ class EinsumRule(Rule):
 
 
 def _equation(equation: Any, operands: Sequence[Tensor], ndim: int) -> tuple[list[list[Hashable]], list[Hashable]]:
-    """Labels per operand and of the output; an ellipsis becomes numbers, aligned to the right."""
+    """Labels of each operand and of the output; an ellipsis becomes numbers, aligned to the right."""
     if not isinstance(equation, str):
         raise Unsupported("einsum in its sublist form")
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -234,12 +233,12 @@ def _equation(equation: Any, operands: Sequence[Tensor], ndim: int) -> tuple[lis
     spans = [x.ndim - len(s.replace("...", "")) for s, x in zip(inputs, operands, strict=True) if "..." in s]
     span = max(spans, default=0)
 
-    def expanded(subscript: str, n: int) -> list[Hashable]:
+    def expand(subscript: str, n: int) -> list[Hashable]:
         head, dots, tail = subscript.partition("...")
         middle = list(range(span - (n - len(head) - len(tail)), span)) if dots else []
         return [*head, *middle, *tail]
 
-    labels = [expanded(s, x.ndim) for s, x in zip(inputs, operands, strict=True)]
+    labels = [expand(s, x.ndim) for s, x in zip(inputs, operands, strict=True)]
     if any(len(set(row)) != len(row) for row in labels):
         raise Unsupported("a repeated index of one operand (a diagonal)")
-    return labels, expanded(right, ndim)
+    return labels, expand(right, ndim)

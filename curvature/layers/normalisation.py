@@ -1,4 +1,4 @@
-"""Scale and shift after a normalisation."""
+"""Scale and shift of norm layers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from curvature.terms import ElementwiseProduct, Term
 
 
 class _ScaleShift(Rule):
-    """``z = weight * normalize(x) + bias``, the parameters along the axes from `first_axis`."""
+    """``z = weight * normalize(x) + bias``, with the parameters along the axes from `first_axis` on."""
 
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
     def normalize(self, args: dict[str, Any]) -> Tensor:
-        """The input after normalisation, before scale and shift."""
+        """The normalized input, before scale and shift."""
         raise NotImplementedError
 
     def first_axis(self, call: RecordedCall) -> int | None:
-        """Output axis of the parameters' first; None: aligned to the right."""
+        """Output axis of the parameters' first axis; None aligns to the right."""
         return 1
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
@@ -35,7 +35,7 @@ class _ScaleShift(Rule):
         axes = range(offset + 1, offset + 1 + len(shape))
 
         def by_feature(x: Tensor) -> Tensor:
-            """The output's axes to (N, t, g)."""
+            """View a tensor of the output's shape as (N, t, g)."""
             x = layout.front(x).movedim(tuple(axes), tuple(range(-len(shape), 0)))
             return x.reshape(len(x), -1, shape.numel())
 
@@ -76,7 +76,7 @@ class GroupNormRule(_ScaleShift):
 
 
 class _RunningNorm(_ScaleShift):
-    """Norms that may use running statistics; recomputing must not update them."""
+    """Norms that may use running statistics, which recomputing must not update."""
 
     batch_statistics = ""
 

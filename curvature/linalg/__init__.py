@@ -1,8 +1,8 @@
-"""Decompositions that do not give up, and the numerical tools beside them.
+"""Linear algebra: decompositions that retry, low-rank inverses, sketches, tolerances.
 
-In: symmetric matrices, or batches of them. Out: Cholesky factors, inverses and eigenvalues, found on the first rung of
-a ladder that works (the precision given, float64, the CPU, jitter); inverses by the largest eigenvalues; sketches of
-matrices that are too large to store; the differences that rounding explains. Knows nothing of networks.
+In: symmetric matrices, or batches of them. Out: Cholesky factors, inverses and eigenvalues, from the first attempt that
+works (as given, in float64, on the CPU, with jitter); damped inverses from the largest eigenvalues; sketches of second
+moments that are too large to store; tolerances for rounding errors. Nothing here knows about networks.
 """
 
 from curvature.linalg.decompositions import (
@@ -42,35 +42,35 @@ from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
     "LOW_RANK_MIN_SIZE",
+    "MAX_DENSE_SIDE",
     "NotDefinite",
     "SKETCH_RANK",
-    "MAX_DENSE_SIDE",
     "add_moments",
     "add_moments_",
-    "try_decompose",
+    "average_moments",
     "cholesky",
-    "try_cholesky",
+    "cholesky_with_jitter",
+    "count_recovery",
     "damp_eigenvalues",
-    "moment_diagonal",
-    "psd_eigh",
-    "require_finite",
+    "eigenvalue_rounding",
+    "fill_slot",
     "full_precision",
-    "sum_slots",
-    "spd_inverse",
     "is_sketch",
     "low_rank_inverse",
     "matmul",
-    "average_moments",
+    "moment_diagonal",
     "noise_floor",
-    "count_recovery",
-    "cholesky_with_jitter",
+    "psd_eigh",
+    "recovery_counts",
+    "require_finite",
     "rounding_tolerance",
-    "eigenvalue_rounding",
     "scale_moment",
     "sketch_rows",
-    "fill_slot",
     "sketch_spectrum",
+    "spd_inverse",
+    "sum_slots",
     "symmetric_eigh",
     "symmetrize",
-    "recovery_counts",
+    "try_cholesky",
+    "try_decompose",
 ]

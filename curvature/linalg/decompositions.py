@@ -1,4 +1,4 @@
-"""Decompositions that do not give up at the first failure, and the one rule of what counts as positive definite."""
+"""Decompositions that retry when they fail, and the one criterion for positive definite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Eigenvalues of singular matrices come out at up to about 4 eps times the largest, at any size that we tried.
+# Computed eigenvalues of singular matrices reach about 4 eps times the largest, at every size that we tried.
 ROUNDING_FACTOR = 10.0
 RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
 RECOVERIES: ContextVar[Counter[str] | None] = ContextVar("recoveries", default=None)
@@ -24,10 +24,10 @@ class NotDefinite(ValueError):
     """A matrix that should be positive definite is not, to working precision.
 
     Args:
-        what: the matrix.
-        values: its eigenvalues, or the least one.
-        rounding: how uncertain they are.
-        damping: what was added to them in vain.
+        what: name of the matrix.
+        values: its eigenvalues, or the smallest one.
+        rounding: their uncertainty.
+        damping: the damping that did not suffice.
     """
 
     def __init__(self, what: str, values: Tensor, rounding: Tensor, damping: float) -> None:
@@ -43,10 +43,10 @@ class NotDefinite(ValueError):
 
 @contextmanager
 def recovery_counts() -> Iterator[Counter[str]]:
-    """Counts what went wrong inside and was put right.
+    """Count the failures inside the context that were recovered from.
 
-    "retried": decompositions that took more than one try. "kept": blocks that kept the inverse they had, since no try
-    succeeded. "diagonal": blocks that had none yet, and got the inverse of their diagonal.
+    "retried": decompositions that needed more than one attempt. "kept": blocks that kept their previous inverse because
+    every attempt failed. "diagonal": blocks without a previous inverse, which got that of their diagonal.
     """
     counts: Counter[str] = Counter()
     token = RECOVERIES.set(counts)
@@ -57,7 +57,7 @@ def recovery_counts() -> Iterator[Counter[str]]:
 
 
 def count_recovery(what: str) -> None:
-    """Count an event of `recovery_counts`."""
+    """Add one to an entry of `recovery_counts`."""
     counts = RECOVERIES.get()
     if counts is not None:
         counts[what] += 1
@@ -65,25 +65,25 @@ def count_recovery(what: str) -> None:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """No TF32, and no bfloat16 in its place: they leave three digits of a product, and damping is less than that."""
+    """Switch off TF32 and bfloat16 products: they keep three digits, and damping is smaller than that."""
     if IN_FULL_PRECISION.get():
         yield
         return
-    places: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    before = [place.fp32_precision for place in places]
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    before = [backend.fp32_precision for backend in backends]
     token = IN_FULL_PRECISION.set(True)
     try:
-        for place in places:
-            place.fp32_precision = "ieee"
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         yield
     finally:
         IN_FULL_PRECISION.reset(token)
-        for place, precision in zip(places, before, strict=True):
-            place.fp32_precision = precision
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def try_decompose(decompose: Callable[[], Any]) -> Any:
-    """What is computed, a tensor or several, or None where that fails or is not finite."""
+    """The result, one tensor or several; None if the decomposition fails or a result is not finite."""
     try:
         found = decompose()
     except RuntimeError as error:
@@ -98,60 +98,58 @@ def try_decompose(decompose: Callable[[], Any]) -> Any:
 def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors (columns) of symmetric matrices (..., d, d).
 
-    Where that fails, or its result is not finite, each matrix is tried alone: as it is, in float64, on the CPU, then
-    with growing jitter on the diagonal.
+    If that fails or is not finite, each matrix is retried alone: as given, in float64, on the CPU, then with growing
+    jitter on the diagonal.
 
     Raises:
-        torch.linalg.LinAlgError: nothing of that succeeded.
+        torch.linalg.LinAlgError: every attempt failed.
     """
     symmetric = (matrix + matrix.mT) / 2
-    wide = symmetric if symmetric.dtype in (torch.float32, torch.float64) else symmetric.float()
-    found = try_decompose(partial(torch.linalg.eigh, wide))
+    symmetric = symmetric if symmetric.dtype in (torch.float32, torch.float64) else symmetric.float()
+    found = try_decompose(partial(torch.linalg.eigh, symmetric))
     if found is None:
-        size = wide.shape[-1]
-        values, vectors = zip(*(_eigh_with_retries(own) for own in wide.reshape(-1, size, size)), strict=True)
-        found = torch.stack(values).reshape(wide.shape[:-1]), torch.stack(vectors).reshape(wide.shape)
+        shape, size = symmetric.shape, symmetric.shape[-1]
+        values, vectors = zip(*map(_eigh_with_retries, symmetric.reshape(-1, size, size)), strict=True)
+        found = torch.stack(values).reshape(shape[:-1]), torch.stack(vectors).reshape(shape)
     return found[0].to(matrix.dtype), found[1].to(matrix.dtype)
 
 
 def _eigh_with_retries(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`symmetric_eigh` of one matrix (d, d), after a first failure."""
+    """`symmetric_eigh` of one matrix (d, d) after a first failure."""
     double = matrix.double()
-    here = double.cpu()
-    mean = here.diagonal().mean().abs()
-    rungs = [matrix, double, here, *(here + share * mean * torch.eye(len(here)) for share in RELATIVE_JITTERS)]
-    if bool(here.isfinite().all()):
-        for k, rung in enumerate(rungs):
-            found = try_decompose(partial(torch.linalg.eigh, rung))
+    on_cpu = double.cpu()
+    jitter = on_cpu.diagonal().mean().abs() * torch.eye(len(on_cpu))
+    attempts = [matrix, double, on_cpu, *(on_cpu + share * jitter for share in RELATIVE_JITTERS)]
+    if bool(on_cpu.isfinite().all()):
+        for k, attempt in enumerate(attempts):
+            found = try_decompose(partial(torch.linalg.eigh, attempt))
             if found is not None:
                 if k:
                     count_recovery("retried")
                 return found[0].to(matrix), found[1].to(matrix)
-    state = "also in float64, on the CPU and with jitter" if bool(here.isfinite().all()) else "for it is not finite"
+    state = "also in float64, on the CPU and with jitter" if bool(on_cpu.isfinite().all()) else "for it is not finite"
     raise torch.linalg.LinAlgError(f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, {state}")
 
 
 def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `symmetric_eigh` for positive semi-definite matrices: the eigenvalues are clamped at zero."""
+    """`symmetric_eigh` of positive semi-definite matrices: eigenvalues are clamped at zero."""
     values, vectors = symmetric_eigh(matrix)
     return values.clamp(min=0), vectors
 
 
 @full_precision()
 def try_cholesky(matrix: Tensor) -> Tensor | None:
-    """Lower triangular roots of symmetric matrices (g, d, d); None where one of them is not positive definite."""
+    """Cholesky factors of symmetric matrices (g, d, d); None if one of them is not positive definite."""
     found = try_decompose(partial(torch.linalg.cholesky_ex, matrix))
     return None if found is None or bool(found[1].any()) else found[0]
 
 
 @full_precision()
 def spd_inverse(matrix: Tensor) -> Tensor:
-    """Inverse of symmetric positive definite matrices (g, d, d), by Cholesky.
-
-    Where that fails, in float64, then by eigenvalues.
+    """Inverse of symmetric positive definite matrices (g, d, d): by Cholesky, else in float64, else by eigenvalues.
 
     Raises:
-        torch.linalg.LinAlgError: these fail too.
+        torch.linalg.LinAlgError: every attempt failed.
     """
     root = try_cholesky(matrix)
     if root is None:
@@ -167,20 +165,20 @@ def spd_inverse(matrix: Tensor) -> Tensor:
 
 
 def eigenvalue_rounding(largest: Tensor) -> Tensor:
-    """How far rounding moves the eigenvalues of symmetric matrices whose largest (in size) are given."""
+    """How far rounding moves the eigenvalues of symmetric matrices, given their largest absolute eigenvalues."""
     return ROUNDING_FACTOR * torch.finfo(largest.dtype).eps * largest
 
 
 def damp_eigenvalues(values: Tensor, rounding: Tensor, damping: float, what: str) -> Tensor:
-    """Eigenvalues plus damping, all positive; what is negative by rounding alone counts as zero.
+    """Eigenvalues plus damping, all positive.
 
-    An eigenvalue within `rounding` of zero is not told from zero. Then the damping must stand out against rounding.
+    An eigenvalue within `rounding` of zero counts as zero if negative; the damping must then exceed the rounding.
 
     Args:
         values: eigenvalues, of any shape.
-        rounding: their uncertainty, broadcast to `values`; zero where they are exact.
+        rounding: their uncertainty, broadcast to `values`; zero if they are exact.
         damping: in the units of `values`.
-        what: the name of the matrix in the error.
+        what: name of the matrix in the error.
 
     Raises:
         NotDefinite: the damped matrix is singular or indefinite to working precision.
@@ -196,12 +194,12 @@ def damp_eigenvalues(values: Tensor, rounding: Tensor, damping: float, what: str
 def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
     """Lower triangular L with ``L L^T = matrix + damping I``, for a symmetric (d, d) matrix.
 
-    Cholesky's algorithm often succeeds on a singular matrix by rounding, and solves with it return noise. So the
-    condition is estimated by a few steps of inverse iteration, and `damp_eigenvalues` decides.
+    Rounding often lets Cholesky's algorithm succeed on a singular matrix, and its solutions are then noise. A few steps
+    of inverse iteration therefore estimate the extreme eigenvalues, and `damp_eigenvalues` decides.
 
     Raises:
         NotDefinite: not positive definite to working precision.
-        torch.linalg.LinAlgError: positive definite, and Cholesky's algorithm fails all the same, also with jitter.
+        torch.linalg.LinAlgError: positive definite, but Cholesky's algorithm fails even with jitter.
     """
     damped = matrix.clone()
     damped.diagonal().add_(damping)
@@ -218,7 +216,7 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
 
 
 def cholesky_with_jitter(matrix: Tensor, what: str) -> Tensor:
-    """The Cholesky root of one positive definite matrix (d, d), after a first failure."""
+    """The Cholesky factor of one positive definite matrix (d, d) after a first failure."""
     count_recovery("retried")
     here = matrix.double().cpu()
     here = (here + here.mT) / 2
@@ -231,7 +229,7 @@ def cholesky_with_jitter(matrix: Tensor, what: str) -> Tensor:
 
 
 def _extremes(matrix: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimates, good to a small factor, of the least and the largest eigenvalue, given the Cholesky root."""
+    """The smallest and the largest eigenvalue to within a small factor, given the Cholesky factor."""
     generator = torch.Generator(matrix.device).manual_seed(0)
     start = torch.randn(len(matrix), 2, dtype=matrix.dtype, device=matrix.device, generator=generator)
     small = large = start
@@ -245,7 +243,7 @@ def symmetrize(matrix: Tensor, what: str) -> Tensor:
     """``(M + M^T) / 2`` of matrices (..., d, d) that are symmetric up to rounding.
 
     Raises:
-        ValueError: some entry differs from its mirror image by more than sqrt(eps) times the largest entry.
+        ValueError: an entry differs from its mirror image by more than sqrt(eps) times the largest entry.
     """
     if _is_symmetric(matrix):
         return matrix
@@ -257,7 +255,7 @@ def symmetrize(matrix: Tensor, what: str) -> Tensor:
 
 
 def _is_symmetric(matrix: Tensor) -> bool:
-    """Whether products with it and with its transpose agree to rounding: much quicker than to compare the entries."""
+    """Whether products with it and its transpose agree up to rounding: much faster than comparing all entries."""
     size = matrix.shape[-1]
     generator = torch.Generator(matrix.device).manual_seed(0)
     probe = torch.randn(size, 1, dtype=matrix.dtype, device=matrix.device, generator=generator)
@@ -267,7 +265,7 @@ def _is_symmetric(matrix: Tensor) -> bool:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` in their own precision, also under autocast, and where TF32 is allowed."""
+    """``left @ right`` in their own precision, whatever autocast and TF32 settings say."""
     with torch.autocast(left.device.type, enabled=False), full_precision():
         return left @ right
 
@@ -276,7 +274,7 @@ def require_finite(number: float) -> float:
     """The number as a float.
 
     Raises:
-        ValueError: infinite or not a number.
+        ValueError: it is infinite or nan.
     """
     if not math.isfinite(number):
         raise ValueError(f"a matrix times or plus {number} is not a matrix")

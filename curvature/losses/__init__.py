@@ -26,8 +26,8 @@ from curvature.losses.per_sample import (
 )
 
 __all__ = [
-    "LossHessian",
     "Injection",
+    "LossHessian",
     "Random",
     "SEED",
     "empirical",

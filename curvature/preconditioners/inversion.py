@@ -16,7 +16,7 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None) 
     """Prepare `Block.solve` of the blocks that have statistics, those of one kind together.
 
     A block of which no decomposition succeeds (`curvature.linalg` says what is tried) leaves all others as they are. It
-    keeps the inverse that it had; where there was none, it gets that of its factors' diagonals. `curvature.watched`
+    keeps the inverse that it had; where there was none, it gets that of its factors' diagonals. `recovery_counts`
     counts these events.
 
     Args:

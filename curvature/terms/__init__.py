@@ -1,4 +1,4 @@
-"""Per-sample gradients of one parameter, in the forms in which layers hand them over.
+"""Per-sample gradients of one parameter, in the form that each layer gives them.
 
 In: a layer's activations and backprops. Out: terms, which sum to the per-sample gradients. A layer that reads a weight
 at t places gives ``sum_t b[n,t,g,o] a[n,t,g,i]`` (`OuterProduct`; before unfolding `Convolution` and
@@ -21,23 +21,23 @@ from curvature.terms.squared_gradients import TermsByVector, sum_of_products, su
 __all__ = [
     "AffineLayout",
     "Convolution",
-    "TransposedConvolution",
     "DenseGradients",
     "ElementwiseProduct",
+    "IndexedRows",
     "OuterProduct",
     "RowSlice",
-    "IndexedRows",
     "Term",
     "TermsByVector",
-    "promote",
+    "TransposedConvolution",
     "contractions",
     "gradients",
     "merge_places",
-    "to_device",
+    "promote",
     "row_ranges",
-    "sum_of_products",
-    "sum_of_squares",
     "squared_gradients",
     "sum_in_place",
+    "sum_of_products",
+    "sum_of_squares",
+    "to_device",
     "unfold",
 ]

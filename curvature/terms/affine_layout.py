@@ -1,4 +1,4 @@
-"""How the weight and the bias of a layer lie in the grouped affine map ``z[g,o] = sum_i W[g,o,i] x[g,i]``."""
+"""Where the weight and bias of a layer are in the grouped affine map ``z[g,o] = sum_i W[g,o,i] x[g,i]``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 class AffineLayout:
     """Where the entries of a layer's parameters are in a (g, o, i) array; a bias is the last input.
 
-    The weight's axes, put in the order (g, o, i), have `sizes`; `order` permutes these into the weight's own axes
-    (None: the weight is (g * o, i) as it lies).
+    The weight's axes in the order (g, o, i) have `sizes`; `order` permutes them into the weight's own axes (None: the
+    weight is (g * o, i) as stored).
 
     Attributes:
-        shapes: of the weight and, if it belongs to the block, the bias.
+        shapes: of the weight and, if the block includes it, the bias.
         groups, outputs: g and o.
     """
 
@@ -34,7 +34,7 @@ class AffineLayout:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def to_matrices(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Tensors of shapes (*batch, *shape) to (*batch, g, o, i)."""
+        """Arrange tensors of shapes (*batch, *shape) as (*batch, g, o, i)."""
         weight = tensors[0]
         batch = weight.shape[: weight.ndim - len(self.shapes[0])]
         if self.sizes is not None and self.order is not None:

@@ -1,4 +1,4 @@
-"""Terms that are kept as they are summed up."""
+"""Terms that are stored in the form in which they are summed: outer products, indexed rows, dense gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-# Some of the inputs of a layer (None: all) and their activations (N, t, g, i) at some of its places. Places come once
-# in all that a term gives, but for those at which every input is zero.
+# Indices of some inputs of a layer (None: all) and their activations (N, t, g, i) at some places. A term yields each
+# place once, except places where every input is zero.
 Activations = tuple[Tensor | None, Tensor]
 
 
@@ -84,12 +84,12 @@ class OuterProduct:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether a matrix is held as (i, o)."""
+        """Whether a matrix is stored as (i, o)."""
         return len(self.shape) == 2 and self.order == (1, 0)
 
     @property
     def untransposed(self) -> OuterProduct:
-        """The same gradients with activations and backprops exchanged, where a matrix is held as (i, o)."""
+        """The same gradients of a matrix stored as (i, o), with activations and backprops exchanged."""
         if not self.is_transposed or self.groups > 1:
             return self
         return replace(self, a=self.b, b=self.a, sizes=None, order=None)
@@ -115,7 +115,7 @@ class IndexedRows:
     index: Tensor  # (N, t)
     values: Tensor  # (N, t, width)
     shape: tuple[int, ...]
-    valid: Tensor | None = None  # (N, t), bool: False where nothing is looked up, the values being zero there
+    valid: Tensor | None = None  # (N, t), bool: False for padding, where the values are zero
 
     groups: ClassVar[int] = 1
     order: ClassVar[tuple[int, ...]] = (1, 0)
@@ -191,7 +191,7 @@ class DenseGradients:
 
 
 class WithDirectForm:
-    """A term whose gradients are summed up in another form, `direct`, than the one in which the layer is affine."""
+    """Base of terms that sum gradients in another form, `direct`, than the one in which the layer is affine."""
 
     direct: Any
 
@@ -215,9 +215,9 @@ class WithDirectForm:
 
 @dataclass(frozen=True)
 class ElementwiseProduct(WithDirectForm):
-    """``sum_t b[n,t,g] a[n,t,g]``, a weight that multiplies entry by entry, summed up at once.
+    """``sum_t b[n,t,g] a[n,t,g]`` of a weight that multiplies entry by entry; `direct` is that sum.
 
-    Activations and backprops are asked for by Kronecker factors only, so the input is not kept normalised.
+    Only Kronecker factors need activations, so `inputs` recomputes the normalized input instead of storing it.
     """
 
     direct: DenseGradients

@@ -1,6 +1,6 @@
-"""Gradients, norms and Gram matrices of a sum of terms, each written once.
+"""Gradients, norms and Gram matrices of a sum of terms.
 
-Norms and Gram matrices never build the gradients where the inner products of activations and of backprops are cheaper
+Norms and Gram matrices do not build the gradients if inner products of activations and of backprops are cheaper
 (arXiv:1510.01799 for one place, arXiv:2009.03106 for more).
 
 Indices: n sample, t place, g group, i input, o output.
@@ -21,13 +21,13 @@ from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRow
 from curvature.terms.convolution import Convolution, TransposedConvolution
 from curvature.terms.row_slices import RowSlice, Term
 
-CHUNK_ELEMENTS = 1 << 24  # elements of a temporary result above which the work is split
-CACHED_CHUNK_ELEMENTS = 1 << 18  # the same where it is made many times over: fresh memory costs more than arithmetic
+CHUNK_ELEMENTS = 1 << 24  # split the work if a temporary result has more elements
+CACHED_CHUNK_ELEMENTS = 1 << 18  # likewise for results made in a loop, where fresh memory costs more than arithmetic
 GRAM_ENTRY_COST = 350  # extra multiplications that an entry of a Gram matrix over places costs (measured, one thread)
 
 
 class RowRange(NamedTuple):
-    """Rows start to stop of a parameter, and their terms."""
+    """Rows start to stop of a parameter and their terms."""
 
     start: int
     stop: int
@@ -35,9 +35,9 @@ class RowRange(NamedTuple):
 
 
 def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
-    """The row ranges of a parameter that are read apart from each other, in order; else one with the terms as given.
+    """The disjoint row ranges of a parameter that are read separately, in order; else one range with the given terms.
 
-    Rows of a parameter cut into pieces that are in none of them are never read.
+    Rows outside all ranges are never read.
     """
     found: dict[tuple[int, int], list[Term]] = {}
     for term in terms:
@@ -53,7 +53,7 @@ def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
 
 
 def merge_places(terms: Sequence[Term]) -> list[Term]:
-    """One term where several differ in their places only (a recurrent weight is read once per step)."""
+    """Merge terms that differ only in their places (a recurrent weight is read once per step)."""
     out: list[Term] = []
     groups: list[list[OuterProduct]] = []
     for term in terms:
@@ -75,13 +75,13 @@ def merge_places(terms: Sequence[Term]) -> list[Term]:
 
 
 def unfold(term: Term) -> Term:
-    """The patches of a convolution written out."""
+    """A convolution as the outer product of its patches; other terms unchanged."""
     return term.unfold() if isinstance(term, Convolution) else term
 
 
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
-    whole = merge_terms([term for term in terms if not isinstance(term, RowSlice)])
+    unsliced = merge_terms([term for term in terms if not isinstance(term, RowSlice)])
     parts = [term for term in terms if isinstance(term, RowSlice)]
     if parts:
         found = [term.term.gradients() for term in parts]
@@ -89,8 +89,8 @@ def gradients(terms: Sequence[Term]) -> Tensor:
         for term, g in zip(parts, found, strict=True):
             out[:, slice(*term.rows)] += g
     else:
-        out = whole.pop(0).gradients()
-    for other in whole:
+        out = unsliced.pop(0).gradients()
+    for other in unsliced:
         out = out + other.gradients()
     return out
 
@@ -104,7 +104,7 @@ def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
 
 
 def norms_squared(terms: Sequence[Term]) -> Tensor:
-    """Squared norms (N,) of the per-sample gradients, each built only where that is cheaper."""
+    """Squared norms (N,) of the per-sample gradients, which are built only if that is cheaper."""
     apart = row_ranges(terms)
     if apart[0].terms is not terms:
         return torch.stack([norms_squared(piece.terms) for piece in apart]).sum(0)
@@ -130,7 +130,7 @@ def gram(terms: Sequence[Term]) -> Tensor:
 
 
 def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
-    """Inner products (N, M) of the gradients of some samples with those of others."""
+    """Inner products (N, M) between the gradients of two sets of samples."""
     left, right = _direct(left), _direct(right)
     if all(_pairs_cheaper(terms, samples=max(len(left[0]), len(right[0]))) for terms in (left, right, [*left, *right])):
         return _summed_pairs(left, right)
@@ -139,7 +139,7 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
 
 
 def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
-    """Inner products (N,) of the per-sample gradients with one tensor of the parameter's shape."""
+    """Inner products (N,) of the per-sample gradients with a tensor of the parameter's shape."""
     reads = merge_terms(terms)
     if all(isinstance(u, OuterProduct) and u.order is None for u in reads):  # one product for all places
         return sum_in_place(u.inner_products(vector) for u in reads if isinstance(u, OuterProduct))
@@ -147,7 +147,7 @@ def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
 
 
 def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
-    """Terms of the samples of all parts, one part after the other; None where these differ in form."""
+    """Concatenate the samples of all parts; None if their terms differ in form."""
     found: list[Term] = []
     if len({len(terms) for terms in parts}) > 1:
         return None
@@ -165,17 +165,17 @@ def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
 
 
 def merge_terms(terms: Sequence[Term]) -> list[Term]:
-    """The same gradients in as few terms as can be, reads of a matrix and of its transpose in one form."""
+    """The same gradients in as few terms as possible: reads of a matrix and of its transpose merge, too."""
     return merge_places([term.untransposed if isinstance(term, OuterProduct) else term for term in terms])
 
 
 def _direct(terms: Sequence[Term]) -> list[Term]:
-    """The terms in the form that is summed up fastest."""
+    """The terms in the form that is fastest to sum."""
     return [t.direct if isinstance(t, TransposedConvolution | ElementwiseProduct) else t for t in merge_terms(terms)]
 
 
 def _form(term: Term) -> tuple[int, int, bool]:
-    """Groups, sum of both widths over the groups, and whether the axes are permuted."""
+    """Groups, inputs plus outputs over all groups, and whether the axes are permuted."""
     if isinstance(term, OuterProduct):
         groups = term.b.shape[2]
         return groups, groups * (term.a.shape[3] + term.b.shape[3]), term.order is not None
@@ -185,16 +185,16 @@ def _form(term: Term) -> tuple[int, int, bool]:
 
 
 def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
-    """Whether inner products over pairs of places take fewer operations than building the gradients.
+    """Whether inner products over pairs of places need fewer operations than building the gradients.
 
-    Building costs t * numel multiplications a sample; the pairs cost (sum of t)^2 * (i + o), for each pair of
-    samples. With one place and one term the pairs always win.
+    Building costs t * numel multiplications per sample; pairs cost (sum of t)^2 * (i + o) per pair of samples. With one
+    place and one term, pairs always win.
     """
     if any(isinstance(u, DenseGradients | RowSlice) for u in terms):
         return False
     forms = [_form(u) for u in terms]
     if len(terms) > 1 and any(groups > 1 or permuted for groups, _, permuted in forms):
-        return False  # terms of different layout meet entry by entry only
+        return False  # terms of different axis orders can only be compared entry by entry
     places = sum(u.places for u in terms)
     width = max(width for _, width, _ in forms)
     each = width if samples == 1 else 2 * width + GRAM_ENTRY_COST
@@ -202,16 +202,16 @@ def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
 
 
 def _built(terms: Sequence[Term]) -> Iterator[Tensor]:
-    """The gradients, a bounded number of samples at a time."""
+    """Build the gradients for a bounded number of samples at a time."""
     step = max(1, CHUNK_ELEMENTS // max(1, math.prod(terms[0].shape)))
     for start in range(0, len(terms[0]), step):
         yield gradients([u.samples(slice(start, start + step)) for u in terms])
 
 
 def _kernel(u: Term, v: Term) -> Tensor:
-    """Inner products of single places: u with p, v with q places a batch entry, to (..., p, q) summed over groups.
+    """Inner products of single places, summed over groups: p places of u, q places of v, to (..., p, q).
 
-    Outer: (..., p, g, i) and (..., p, g, o); Rows: (..., p) and (..., p, width).
+    Outer products hold (..., p, g, i) and (..., p, g, o); indexed rows (..., p) and (..., p, width).
     """
     if isinstance(u, OuterProduct) and isinstance(v, OuterProduct):
         ua, ub, va, vb = (x.movedim(-2, 0) for x in (u.a, u.b, v.a, v.b))
@@ -235,7 +235,7 @@ def _pair_norms(u: Term, v: Term) -> Tensor:
 
 
 def _flat(term: Term) -> Term:
-    """Samples and places as one axis."""
+    """Flatten samples and places into one axis."""
     if isinstance(term, OuterProduct):
         return replace(term, a=term.a.flatten(0, 1), b=term.b.flatten(0, 1))
     assert isinstance(term, IndexedRows)
@@ -249,7 +249,7 @@ def _summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
 
 def _pair_gram(u: Term, v: Term) -> Tensor:
     n, m = len(u), len(v)
-    single = [_flat(_place(v, k)) for k in range(v.places)]  # one at a time: to sum over the last axis is slow
+    single = [_flat(_place(v, k)) for k in range(v.places)]  # one place at a time: summing over the last axis is slow
     step = max(1, CACHED_CHUNK_ELEMENTS // max(1, u.places * m))
     rows = []
     for start in range(0, n, step):
@@ -260,7 +260,7 @@ def _pair_gram(u: Term, v: Term) -> Tensor:
 
 
 def _place(term: Term, k: int) -> Term:
-    """One of its places alone."""
+    """The term at place k alone."""
     if isinstance(term, OuterProduct):
         return replace(term, a=term.a[:, k : k + 1], b=term.b[:, k : k + 1])
     assert isinstance(term, IndexedRows)
@@ -268,7 +268,7 @@ def _place(term: Term, k: int) -> Term:
 
 
 def sum_in_place(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum, in the memory of the first."""
+    """The sum, accumulated in the first tensor."""
     first, *others = tensors
     for other in others:
         first += other

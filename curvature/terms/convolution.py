@@ -1,4 +1,4 @@
-"""Convolutions and transposed convolutions, unfolded only where that is asked for."""
+"""Convolutions and transposed convolutions, unfolded only on demand."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from curvature.terms.basic import Activations, OuterProduct, WithDirectForm
 
 @dataclass(frozen=True)
 class Convolution:
-    """The `OuterProduct` of a convolution, its places the output's pixels; unfolded only where that is asked for.
+    """The `OuterProduct` of a convolution before unfolding; its places are the output's pixels.
 
-    Built as one convolution's weight gradient with a group per sample, which reads the input in place.
+    Gradients are one weight gradient of a convolution with a group per sample, which reads the input in place.
     """
 
     x: Tensor  # (N, m, C, *size), padded
@@ -77,14 +77,14 @@ class Convolution:
         return _by_place(patches, self.groups, len(self.stride))
 
     def unfold(self) -> OuterProduct:
-        """The same with the patches of the input written out."""
+        """The `OuterProduct` of the input's patches."""
         return OuterProduct(self._input_patches(), self.backprops(), self.shape)
 
 
 class Phase(NamedTuple):
-    """Output pixels along one axis, a stride apart, that see the same entries of the kernel.
+    """Output pixels along one axis, a stride apart, that see the same kernel entries.
 
-    Pixel u of them sees input pixel ``first + u - step * m`` through entry ``taps[m]``.
+    Its u-th pixel sees input pixel ``first + u - step * m`` through entry ``taps[m]``.
     """
 
     taps: list[int]
@@ -95,9 +95,9 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class TransposedConvolution(WithDirectForm):
-    """A transposed convolution, the adjoint of one. Its gradients are that one's, whose places are the input's pixels.
+    """A transposed convolution. Its gradients are those of its adjoint, whose places are the input's pixels.
 
-    As a layer its places are the output's pixels, each of which sees one entry of the kernel in so many as the stride.
+    As a layer, its places are the output's pixels, each of which sees one in `stride` kernel entries per axis.
     """
 
     direct: Convolution  # x is the backprop, padded; b is the input
@@ -153,7 +153,7 @@ class TransposedConvolution(WithDirectForm):
 
 
 def _phases(kernel: int, stride: int, dilation: int, padding: int, out: int) -> list[Phase]:
-    """Of one axis, without the pixels that see nothing: pixel y sees ``(y + padding - dilation * k) / stride``."""
+    """The phases of one axis, where pixel y sees ``(y + padding - dilation * k) / stride``; none without taps."""
     found = []
     for y in range(min(stride, out)):
         taps = [k for k in range(kernel) if (y + padding - dilation * k) % stride == 0]
@@ -164,7 +164,7 @@ def _phases(kernel: int, stride: int, dilation: int, padding: int, out: int) -> 
 
 
 def _window(x: Tensor, phases: Sequence[Phase]) -> Tensor:
-    """The input's pixels that are seen from those of the phases, zeros outside of the input."""
+    """The input pixels that the phases see, with zeros outside the input."""
     padding: list[int] = []
     inside: list[Any] = []
     for phase, size in zip(phases, x.shape[3:], strict=True):
@@ -186,6 +186,6 @@ def _patches(
 
 
 def _by_place(x: Tensor, groups: int, axes: int) -> Tensor:
-    """(N, m, channels, ..., *places), as many as `axes`, to (N, t, g, ...)."""
+    """(N, m, channels, ..., *places) with `axes` axes of places to (N, t, g, ...)."""
     x = x.reshape(*x.shape[:2], groups, -1, math.prod(x.shape[-axes:]))
     return x.permute(0, 1, 4, 2, 3).flatten(1, 2)

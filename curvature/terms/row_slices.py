@@ -1,4 +1,4 @@
-"""Rows of a parameter that are read apart from the others."""
+"""Terms of some rows of a parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from curvature.terms.convolution import Convolution, TransposedConvolution
 
 @dataclass(frozen=True)
 class RowSlice:
-    """`term` is that of rows ``start, start + 1, ...`` of a parameter of `shape`."""
+    """`term` holds the gradients of rows ``start, start + 1, ...`` of a parameter of `shape`."""
 
     term: OuterProduct | Convolution | TransposedConvolution | IndexedRows | DenseGradients | ElementwiseProduct
     start: int
@@ -30,7 +30,7 @@ class RowSlice:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The first, and the one after the last."""
+        """First row, and one past the last."""
         return self.start, self.start + self.term.shape[0]
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ Term = OuterProduct | Convolution | TransposedConvolution | IndexedRows | DenseG
 
 
 def to_device(term: Any, device: torch.device | str) -> Any:
-    """The same term, its tensors on a device, without a graph."""
+    """The term with its tensors detached and on `device`."""
     if isinstance(term, Tensor):
         return term.detach().to(device)
     if not is_dataclass(term) or isinstance(term, type):
@@ -65,12 +65,12 @@ def to_device(term: Any, device: torch.device | str) -> Any:
 
 
 def promote(term: Term, dtype: torch.dtype) -> Term:
-    """The same, with tensors of lower precision in `dtype`: autocast gives the two sides of a term different ones."""
+    """Raise tensors of lower precision to `dtype`: under autocast, the two sides of a term differ."""
     if isinstance(term, RowSlice):
         inner = promote(term.term, dtype)
         assert not isinstance(inner, RowSlice)
         return replace(term, term=inner)
-    held: dict[str, Any] = {f.name: getattr(term, f.name) for f in fields(term) if f.init}
-    low = {k: x for k, x in held.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    values: dict[str, Any] = {f.name: getattr(term, f.name) for f in fields(term) if f.init}
+    low = {k: x for k, x in values.items() if isinstance(x, Tensor) and x.is_floating_point()}
     changed: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
     return replace(term, **changed) if any(changed[k] is not x for k, x in low.items()) else term

@@ -1,6 +1,6 @@
-"""Diagonals: sums over samples and vectors of products of per-sample gradients, entry by entry.
+"""Diagonals: elementwise products of per-sample gradients, summed over samples and vectors.
 
-``sum_n weights[n] sum_k u_kn * w_kn`` where u and w are given as terms. The sum over places belongs inside each factor:
+``sum_n weights[n] sum_k u_kn * w_kn`` with u and w given as terms. The sum over places is inside each factor:
 ``(sum_t b a)^2``, not ``sum_t b^2 a^2``.
 
 Indices: k vector, n sample, t and s place, g group, i input, o output.
@@ -20,14 +20,14 @@ from curvature.terms.contractions import gradients, merge_places
 from curvature.terms.convolution import Convolution
 from curvature.terms.row_slices import Term
 
-TermsByVector = Sequence[Sequence[Term]]  # for every vector the terms of one parameter
+TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one parameter
 
 
 def sum_of_products(left: TermsByVector, right: TermsByVector, weights: Tensor) -> Tensor:
     """``sum_kn weights[n] u_kn * w_kn``, of the parameter's shape.
 
     Args:
-        left, right: the terms of u and w for every vector; the same object where they are the same.
+        left, right: the terms of u and w for each vector; the same object if they are equal.
         weights: (N,).
     """
     lefts = [merge_places(terms) for terms in left]
@@ -51,7 +51,7 @@ def sum_of_squares(terms: Sequence[Term]) -> Tensor:
 
 
 def _summed(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
-    """Of gradients that are there already."""
+    """From gradients that already exist."""
     total = None
     for (u,), (w,) in zip(left, right, strict=True):
         assert isinstance(u, DenseGradients) and isinstance(w, DenseGradients)
@@ -71,7 +71,7 @@ def _pairs_fit(term: OuterProduct | Convolution) -> bool:
 
 
 def _by_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tensor) -> Tensor:
-    """Vectors summed up before activations are met: cheaper where a sample has fewer places than there are vectors."""
+    """Sum over vectors before multiplying by activations: cheaper if a sample has fewer places than vectors."""
     first = left[0]
     n, t, g, o = first.b.shape
     both = first.b.new_zeros(n, t, t, g, o)
@@ -85,11 +85,11 @@ def _by_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tens
 
 
 def _by_rows(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
-    """Rows that a sample looks up several times are added up first; no table per sample."""
+    """Add up rows that a sample looks up several times first; build no table per sample."""
     first = left[0][0]
     assert isinstance(first, IndexedRows)
     same = (first.index[:, :, None] == first.index[:, None, :]).to(weights.dtype)
-    shares = weights[:, None] / same.sum(2)  # of each look-up in its row's product
+    shares = weights[:, None] / same.sum(2)  # share of each look-up in the product of its row
     out = first.values.new_zeros(first.shape)
     for (u,), (w,) in zip(left, right, strict=True):
         assert isinstance(u, IndexedRows) and isinstance(w, IndexedRows)
@@ -100,7 +100,7 @@ def _by_rows(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -
 
 
 def _built(left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool) -> Tensor:
-    """From the gradients themselves, a bounded number of samples at a time."""
+    """Build the gradients for a bounded number of samples at a time."""
     first = left[0][0]
     convolved = first if alone and isinstance(first, Convolution) else None
     patches = 0 if convolved is None else convolved.groups * convolved.places * math.prod(first.shape[1:])
@@ -108,7 +108,7 @@ def _built(left: list[list[Term]], right: list[list[Term]], weights: Tensor, alo
     total = None
     for start in range(0, len(weights), step):
         part = slice(start, start + step)
-        shared = None if convolved is None else convolved.samples(part).unfold().a  # once for all vectors
+        shared = None if convolved is None else convolved.samples(part).unfold().a  # shared by all vectors
         scale = weights[part]
         for us, ws in zip(left, right, strict=True):
             x = _gradients(us, part, shared)
@@ -120,7 +120,7 @@ def _built(left: list[list[Term]], right: list[list[Term]], weights: Tensor, alo
 
 
 def _gradients(terms: list[Term], part: slice, activations: Tensor | None) -> Tensor:
-    """Of some of the samples; those of a convolution from its patches, if they are given."""
+    """Gradients of some samples; those of a convolution from its patches, if given."""
     some = [term.samples(part) for term in terms]
     if activations is not None:
         (term,) = some
