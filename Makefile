@@ -1,4 +1,4 @@
-# make demo | test | bench | race | lint | format | docs | clean
+# make demo | check | test | mutants | bench | race | lint | format | docs | clean
 #
 # Each target makes the virtual environment .venv, installs what it needs at the versions of constraints.txt and runs.
 # A second run installs nothing. Options: PYTHON=python3.12, DEVICE=cuda (tests, demo and benchmarks read it),
@@ -16,17 +16,30 @@ BIN := .venv/bin
 # Of some hundred megabytes of Python most is never imported: what is, is compiled then.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --prefer-binary -c constraints.txt
 
-.PHONY: demo test bench race lint format docs clean
+# One thread per test process: two processes with a thread pool each would fight for the cores.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: demo check fast test mutants bench race lint format docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/demo.py
 
-# One thread per test process: two processes with a thread pool each would fight for the cores.
-# Two things at once: lint on one core, the peers' installation on the other.
+# The inner loop: lint, types, and the tests marked `fast`, one case of each rule, builder, injection and optimizer.
+check: .venv/test.stamp
+	@$(MAKE) --no-print-directory -j2 lint fast
+
+fast: .venv/test.stamp
+	$(PYTEST) -q -m fast $$(grep -rl pytest.mark.fast tests --include='test_*.py')
+
+# Everything. Two things at once: lint on one core, the peers' installation on the other.
 test: .venv/test.stamp
 	@$(MAKE) --no-print-directory -j2 lint .venv/bench.stamp
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST)
+
+# One line of code broken at a time: do the tests see it? MUTANTS="--only linear -n 2"
+mutants: .venv/test.stamp
+	$(BIN)/python tests/support/mutants.py $(MUTANTS)
 
 bench: .venv/bench.stamp
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done

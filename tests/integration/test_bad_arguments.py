@@ -16,6 +16,8 @@ from torch import nn
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 
+pytestmark = pytest.mark.fast
+
 MAKERS: dict[str, Callable[..., KFAC]] = {
     "KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient,
     "KFAC-adaptive": functools.partial(KFAC, adaptive=True),

@@ -10,6 +10,8 @@ from torch import nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient
 
+pytestmark = pytest.mark.fast
+
 OPTIMIZERS = [KFAC, EKFAC, NaturalGradient]
 
 

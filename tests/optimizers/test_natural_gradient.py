@@ -18,6 +18,8 @@ from support.cases.case import randomise, seeded
 from support.differential import laplacian
 from support.oracles import derivatives as oracle_derivatives
 
+pytestmark = pytest.mark.fast
+
 SIZES = {"few parameters": (3, 40), "many parameters": (12, 8)}  # width and number of samples
 
 

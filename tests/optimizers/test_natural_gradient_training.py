@@ -18,6 +18,8 @@ from optimizers import NaturalGradient
 from support.cases.case import Raw, randomise, seeded
 from support.oracles import brute_force as oracle
 
+pytestmark = pytest.mark.fast
+
 N, C, DAMPING = 6, 3, 0.05
 
 

@@ -14,6 +14,8 @@ from optimizers import EKFAC, KFAC
 from optimizers.schedule import Schedule
 from support.training import TASKS, closure_of, task, train, train_by_closure
 
+pytestmark = pytest.mark.fast
+
 
 def test_intervals_grow_to_those_given():
     schedule = Schedule(factor_every=4, decompose_every=4)

@@ -20,6 +20,8 @@ from support.architecture import (
     undocumented,
 )
 
+pytestmark = pytest.mark.fast
+
 
 def test_arrows_point_down() -> None:
     assert_none(arrow_faults(modules_of(ROOT), lambda package: importlib.import_module(package).__all__))

@@ -20,6 +20,8 @@ from support.architecture import (
     undocumented,
 )
 
+pytestmark = pytest.mark.fast
+
 
 def modules(root: Path, **sources: str) -> dict[str, Path]:
     """Write `curvature__layers__linear="..."` as curvature/layers/linear.py and the empty __init__ files around it."""

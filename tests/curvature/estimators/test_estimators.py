@@ -71,6 +71,7 @@ def test_conjugate_gradient(structure, damping, device):
     torch.testing.assert_close(op.space.flatten(by_name), expected[:, 0], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.fast
 def test_conjugate_gradient_needs_one_step_for_each_eigenvalue(device):
     """Four different eigenvalues; one of them zero, which a vector in the range does not meet."""
     source = Source(device)
@@ -184,6 +185,7 @@ def test_exact_for_low_rank(name, products, rank, device):
     assert (error < 1e-9).all()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", ("hutchpp_trace", "xtrace", "xdiag"))
 def test_exact_for_low_rank_in_whole_numbers(name, device):
     """Products without any rounding, so that columns are dependent exactly."""
@@ -217,6 +219,7 @@ def test_variance_reduction_pays(device):
     assert errors["xtrace"] < errors["hutchpp_trace"] / 2 < errors["hutchinson_trace"] / 20
 
 
+@pytest.mark.fast
 def test_hutchinson_is_exact_for_diagonals(device):
     source = Source(device)
     values = source.normal(20)
@@ -236,6 +239,7 @@ def test_number_of_products(name, device):
         function(op, 1)
 
 
+@pytest.mark.fast
 def test_lanczos(device):
     source = Source(device)
     op, start = indefinite(source), source.normal(30)
@@ -306,6 +310,7 @@ def test_lanczos_eigenvalues_refuse(device):
             lanczos_eigenvalues(op, k)
 
 
+@pytest.mark.fast
 def test_spectral_density(device):
     values = torch.cat([torch.zeros(60), torch.linspace(3, 4, 40)])
     op = of_values(Source(device), values)
@@ -337,6 +342,7 @@ def test_spectral_density_of_a_multiple_of_the_identity(device):
         spectral_density(of_values(Source(device), [2.0] * 10), vectors=0)
 
 
+@pytest.mark.fast
 def test_logdet(device):
     op = of_values(Source(device), torch.logspace(0, -3, 100))
     value, error = lanczos_logdet(op, D, k=50, steps=40)

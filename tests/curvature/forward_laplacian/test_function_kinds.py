@@ -58,6 +58,7 @@ def assert_slope(model: Callable[[Tensor], Tensor], x: Tensor, parameter: Tensor
     torch.testing.assert_close((found * direction).sum(), expected, rtol=1e-6, atol=1e-6 * max(1.0, scale))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", [*UNARY, *POSITIVE, *INSIDE, *OTHERS])
 def test_functions_of_entries(name: str, caplog: pytest.LogCaptureFixture):
     """By rules; kernels have wrong third derivatives now and then."""

@@ -32,7 +32,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
     yield caplog
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param("laplacian", marks=pytest.mark.fast), "diagonal", "matrix"])
 @pytest.mark.parametrize("name", MODELS)
 def test_results(name: str, form: str, warnings: pytest.LogCaptureFixture):
     """The three results, and the gradient of a scalar of all three by the parameters and by x."""

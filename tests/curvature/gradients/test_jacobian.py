@@ -15,6 +15,8 @@ from curvature.gradients.verification import _say
 from support.cases.case import Raw, seeded
 from support.oracles import derivatives as oracle_derivatives
 
+pytestmark = pytest.mark.fast
+
 X, Y = torch.linspace(-1, 1, 14).reshape(7, 2).double(), torch.linspace(0, 2, 8).reshape(4, 2).double()
 
 

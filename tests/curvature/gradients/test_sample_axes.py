@@ -7,6 +7,8 @@ from torch import nn
 import curvature
 from curvature.gradients.sample_axes import find_layout
 
+pytestmark = pytest.mark.fast
+
 N = 4
 
 

@@ -17,6 +17,8 @@ from curvature.terms.contractions import gradients
 from support.cases.case import Raw
 from support.views import WEIGHTS, N, built, close, drawn, means, scheme_of, terms_of
 
+pytestmark = pytest.mark.fast
+
 each_sharing = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 
 

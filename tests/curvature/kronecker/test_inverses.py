@@ -9,6 +9,8 @@ from torch import Tensor
 from curvature.kronecker.inverses import KroneckerInverse, eigen_inverses, factored_inverses
 from curvature.linalg.sketch import compress, sketch_rows
 
+pytestmark = pytest.mark.fast
+
 SHARE = 0.1
 
 

@@ -11,6 +11,8 @@ from curvature.linalg.low_rank import KEEP_FACTOR, LOW_RANK_MIN_SIZE, MAX_RANK_D
 from optimizers import KFAC
 from support.cases.case import seeded
 
+pytestmark = pytest.mark.fast
+
 SIZE, DAMPING = 300, 0.05
 
 

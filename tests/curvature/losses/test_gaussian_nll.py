@@ -12,6 +12,8 @@ from curvature.gradients.batch import Batch
 from curvature.losses.per_sample import join_heads, per_sample_losses, resolve, sample_masses
 from support.moments import rand, randn
 
+pytestmark = pytest.mark.fast
+
 DOUBLE = torch.float64
 OPTIONS = [
     {"reduction": reduction, "full": full, "eps": eps}

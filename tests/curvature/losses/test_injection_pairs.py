@@ -29,7 +29,7 @@ C, PLACES = 3, 2
 DOUBLE = torch.float64
 WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=DOUBLE)
 ROWS = pytest.mark.parametrize("rows", [1, 2])
-pytestmark = pytest.mark.filterwarnings("ignore:(reduction. 'mean'|There is a performance drop)")
+pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:(reduction. 'mean'|There is a performance drop)")]
 
 
 def classes(output):

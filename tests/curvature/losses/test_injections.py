@@ -32,6 +32,8 @@ from support.moments import (
     within_five_errors,
 )
 
+pytestmark = pytest.mark.fast
+
 C, PLACES = 3, 2
 ALL = [exact(), sampled(2), propagated(2), isotropic(2), empirical()]
 WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=torch.float64)

@@ -25,7 +25,10 @@ from support.moments import (
 
 C, PLACES = 3, 2
 WEIGHT = torch.tensor([0.5, 1.0, 2.5], dtype=torch.float64)
-pytestmark = pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size|There is a performance drop)")
+pytestmark = [
+    pytest.mark.fast,
+    pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size|There is a performance drop)"),
+]
 
 
 def classes(output):

@@ -14,7 +14,7 @@ from support.moments import rand, randn, source
 C, PLACES = 4, 5
 DOUBLE = torch.float64
 WEIGHT = torch.tensor([0.3, 2.0, 0.7, 1.4], dtype=DOUBLE)
-pytestmark = pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size)")
+pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:(reduction. 'mean'|Using a target size)")]
 
 
 def classes(shape):

@@ -13,6 +13,8 @@ from support.comparisons import check_operator, matches
 from support.oracles import brute_force as oracle
 from support.oracles.kronecker import affine_layers, kronecker
 
+pytestmark = pytest.mark.fast
+
 sharings = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 
 

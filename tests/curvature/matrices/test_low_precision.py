@@ -13,6 +13,8 @@ import curvature
 from support.builders import BUILDERS, evaluated
 from support.cases.case import seeded
 
+pytestmark = pytest.mark.fast
+
 LOW = {torch.bfloat16: 2e-2, torch.float16: 2e-3}  # a few roundings of each, in the numbers that are squared
 
 

@@ -17,6 +17,8 @@ from support.comparisons import matches
 from support.oracles import brute_force as oracle
 from support.snapshots import unchanged
 
+pytestmark = pytest.mark.fast
+
 N, T, WIDTH, WORDS = 3, 2, 3, 20
 NARROW = T * (1 + WIDTH)  # one vector for each place for the last layer, and for each of its inputs for the rest
 

@@ -9,6 +9,8 @@ from curvature.operators import Diagonal
 from curvature.operators.kronecker import EigenKronecker, Kronecker
 from support.structures import ARRANGEMENTS, Source, blocks, eigen, kronecker
 
+pytestmark = pytest.mark.fast
+
 D = 0.3
 
 

@@ -10,6 +10,8 @@ from curvature.operators.kronecker import Kronecker
 from curvature.operators.matrix_free import MatrixFree
 from support.structures import ARRANGEMENTS, Source
 
+pytestmark = pytest.mark.fast
+
 DTYPES = (torch.float64, torch.float32)
 
 

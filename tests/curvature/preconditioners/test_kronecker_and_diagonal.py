@@ -30,6 +30,8 @@ from support.running_blocks import (
     unit_vectors,
 )
 
+pytestmark = pytest.mark.fast
+
 each_model = pytest.mark.parametrize("name", MODELS)
 
 

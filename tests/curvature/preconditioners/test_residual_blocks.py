@@ -15,6 +15,8 @@ from support.cases.case import seeded
 from support.oracles.residuals import damped_sum
 from support.residual_problem import Closure, by_hand, nested, problem, spread
 
+pytestmark = pytest.mark.fast
+
 # -- sums of Kronecker products
 
 

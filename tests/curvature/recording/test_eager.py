@@ -9,6 +9,8 @@ from torch.utils import checkpoint
 
 from curvature.recording.eager import force_eager, force_eager_nonreentrant
 
+pytestmark = pytest.mark.fast
+
 
 def stance() -> str:
     other = torch.compiler.set_stance()

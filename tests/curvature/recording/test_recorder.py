@@ -20,6 +20,8 @@ from support.cases.case import Raw, seeded
 from support.oracles.brute_force import forward
 from support.snapshots import unchanged
 
+pytestmark = pytest.mark.fast
+
 
 def active_modes() -> int:
     return torch._C._len_torch_function_stack()

@@ -23,6 +23,8 @@ from curvature.terms import (
 )
 from support.cases.case import seeded
 
+pytestmark = pytest.mark.fast
+
 N = 5
 Sizes = tuple[int, ...]
 Built = tuple[Term, Tensor]  # a term, and the per-sample gradients that it stands for

@@ -16,6 +16,8 @@ from curvature.terms.contractions import gradients, row_ranges
 from support.cases.case import Raw
 from support.views import WEIGHTS, N, built, close, drawn, means, terms_of
 
+pytestmark = pytest.mark.fast
+
 
 class Attention(nn.Module):
     def __init__(self, **options: Any) -> None:

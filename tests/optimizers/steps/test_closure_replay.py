@@ -16,6 +16,8 @@ from optimizers.steps.closure_replay import Replay
 from support.cases.case import Raw, seeded
 from support.training import assert_same, copied, task
 
+pytestmark = pytest.mark.fast
+
 
 def small(width: int = 3) -> nn.Module:
     with seeded(0):

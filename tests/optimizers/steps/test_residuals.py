@@ -21,6 +21,8 @@ from support.oracles import derivatives as oracle_derivatives
 from support.oracles.residuals import DenseSteps, damped_sum
 from support.residual_problem import Closure, by_hand, closure_of, nested, problem, spread
 
+pytestmark = pytest.mark.fast
+
 
 def arranged(model: nn.Module) -> Tensor:
     """Parameters as (o, i + 1) layer by layer, flat."""

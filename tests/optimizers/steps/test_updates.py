@@ -8,6 +8,8 @@ import torch
 
 from optimizers.steps.updates import adapted, are_finite, inner, loosened, slope_ratio, within_trust
 
+pytestmark = pytest.mark.fast
+
 
 def test_updates():
     one = functools.partial(torch.tensor, dtype=torch.float64)

@@ -180,6 +180,7 @@ def chunked(m: nn.Module, x: Tensor) -> Tensor:
 
 def matmul_cases() -> Iterator[Case]:
     yield raw("matmul", lambda m, x: torch.matmul(x, m.w).tanh(), floats(4), w=(4, 3))
+    yield raw("matmul_reversed", lambda m, x: m.w.__rmatmul__(x).tanh(), floats(4), w=(4, 3))
     yield raw("matmul_places", lambda m, x: (x @ m.w).tanh(), floats(5, 4), w=(4, 3))
     yield raw("matmul_2_leading", lambda m, x: (x @ m.w).tanh(), floats(2, 5, 4), w=(4, 3))
     yield raw("matmul_left", lambda m, x: (m.w @ x).tanh(), floats(4, 3), w=(5, 4))

@@ -1,0 +1,71 @@
+"""Every optimizer, solver and way to step on small problems of which the solution is known."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvature import exact
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import seeded
+from support.training import task, train, train_by_closure
+
+pytestmark = pytest.mark.fast
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "KFAC": KFAC,
+    "EKFAC": EKFAC,
+    **{
+        f"NaturalGradient-{solver}": functools.partial(NaturalGradient, solver=solver)
+        for solver in ("woodbury", "dense", "cg", "diagonal")
+    },
+}
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_points_to_the_minimum_of_a_linear_regression(optimizer: str) -> None:
+    """There is one layer, and each sample reads it once: the curvature is exact, and diagonal for inputs that are."""
+    with seeded(0):
+        model, x, y = nn.Linear(3, 2, bias=False).double(), torch.randn(8, 3).double(), torch.randn(8, 2).double()
+    if optimizer.endswith("diagonal"):
+        x = torch.linalg.qr(x)[0] * torch.tensor([1.0, 2.0, 3.0])
+    minimum = torch.linalg.lstsq(x, y).solution.T.flatten()
+    before = flat(model)
+    opt = OPTIMIZERS[optimizer](model, damping=1e-10, loss=nn.MSELoss(), inject=exact())
+    train(model, opt, nn.MSELoss(), x, y, 1)
+    direction = nn.functional.cosine_similarity(flat(model) - before, minimum - before, dim=0)
+    assert direction > 1 - 1e-6
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if not name.endswith("dense")])
+def test_the_loss_falls(optimizer: str) -> None:
+    model, loss, x, y = task("mlp")
+    values = train(model, OPTIMIZERS[optimizer](model, loss=nn.CrossEntropyLoss()), loss, x, y, 15)
+    assert max(values[-3:]) < 0.9 * values[0]
+
+
+@pytest.mark.parametrize("optimizer", ["KFAC", "EKFAC", "NaturalGradient-woodbury"])
+def test_the_loss_falls_with_steps_that_set_themselves(optimizer: str) -> None:
+    model, loss, x, y = task("mlp")
+    opt = OPTIMIZERS[optimizer](model, loss=nn.CrossEntropyLoss(), adaptive=True)
+    values = train_by_closure(model, opt, loss, x, y, 8)
+    assert values == sorted(values, reverse=True) and values[-1] < 0.5 * values[0]
+
+
+@pytest.mark.parametrize("optimizer", ["KFAC", "NaturalGradient-woodbury"])
+def test_residuals_of_a_linear_model_vanish_in_one_step(optimizer: str) -> None:
+    with seeded(0):
+        model, x = nn.Linear(3, 1).double(), torch.randn(12, 3).double()
+        y = nn.Linear(3, 1).double()(x).detach()
+    opt = OPTIMIZERS[optimizer](model, damping=1e-12)
+    opt.step(lambda: model(x)[:, 0] - y[:, 0])
+    assert (model(x) - y).norm() < 1e-4 * y.norm()

@@ -1,0 +1,65 @@
+"""`make check` has a case of every layer rule, builder, injection, solver and optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import curvature
+import optimizers
+from curvature import matrices
+from curvature.layers import RULES
+from support.architecture import ROOT
+
+FILES = (
+    "curvature/layers/test_rules.py",
+    "curvature/matrices/test_every_builder.py",
+    "optimizers/test_every_optimizer.py",
+)
+
+
+@pytest.fixture(scope="module")
+def collected() -> str:
+    files = [ROOT / "tests" / file for file in FILES]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "fast",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *map(str, files),
+    ]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def gives_an_injection(function: object) -> bool:
+    return inspect.isfunction(function) and inspect.signature(function).return_annotation == "Injection"
+
+
+@pytest.mark.parametrize(
+    ("test", "names"),
+    [
+        ("layers/test_rules.py::test_rule", {type(rule).__name__ for rule in RULES.values()}),
+        ("matrices/test_every_builder.py::test_builder", matrices.__all__),
+        (
+            "matrices/test_every_builder.py::test_injection",
+            [name for name in curvature.__all__ if gives_an_injection(getattr(curvature, name))],
+        ),
+        ("optimizers/test_every_optimizer.py::test_the_loss_falls", {*optimizers.__all__} - {"Distributed"}),
+        (
+            "optimizers/test_every_optimizer.py::test_a_step_points_to_the_minimum_of_a_linear_regression",
+            {"KFAC", "EKFAC", *(f"NaturalGradient-{solver}" for solver in ("woodbury", "dense", "cg", "diagonal"))},
+        ),
+    ],
+    ids=["rules", "builders", "injections", "optimizers", "solvers"],
+)
+def test_there_is_a_case_of_each(collected: str, test: str, names: set[str]) -> None:
+    missing = [name for name in sorted(names) if f"{test}[{name}" not in collected]
+    assert not missing
