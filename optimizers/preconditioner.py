@@ -192,7 +192,7 @@ class SecondOrder(Recording):
         """
         intervals = {"factor_every": self.schedule.factor_every, "decompose_every": self.schedule.decompose_every}
         conditions = {b.names[0]: b.condition() for b in self.factors.blocks if b.is_ready}
-        outliers = sum(int(b.gate.count) for b in self.factors.blocks if b.gate.count is not None)
+        outliers = sum(block.outliers for block in self.factors.blocks)
         return super().stats() | intervals | {"outliers": outliers, "conditions": conditions}
 
     kept: tuple[str, ...] = ("steps", "skipped")

@@ -51,8 +51,17 @@ class Block:
         w = self.weight_of_new(decay)
         return new if old is None else old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
 
+    @property
+    def leaves(self) -> list[Block]:
+        """The blocks that are measured, averaged and inverted one by one: itself, unless it has parts."""
+        return [self]
+
+    def split_terms(self, terms: Sequence[Term]) -> list[tuple[Block, Sequence[Term]]]:
+        """The terms of the first parameter by leaf; without leaves where these do not fit."""
+        return [(self, terms)]
+
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        """Statistics of a batch, from the terms of the first parameter; None where these do not fit.
+        """Statistics of a leaf and a batch, from the terms of the first parameter; None where these do not fit.
 
         Args:
             samples: that the statistics are of.
@@ -105,6 +114,11 @@ class Block:
     def expected(self) -> int:
         """Memory that will be kept, at most, before anything was seen."""
         raise NotImplementedError
+
+    @property
+    def outliers(self) -> int:
+        """Batches that were kept out of the running average."""
+        return 0 if self.gate.count is None else int(self.gate.count)
 
     def condition(self) -> float:
         """Largest over least eigenvalue of what `solve` inverts, nan where that is not prepared."""
@@ -163,7 +177,11 @@ class Block:
     def restore(state: dict[str, Any], device: torch.device) -> Block:
         """A block from its `state`, tensors on `device`."""
         kind = next(k for k in _below(Block) if k.structure == state["structure"])
-        block = kind.__new__(kind)
+        return kind.from_state(state, device)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
+        block = cls.__new__(cls)
         block.gate = OutlierFilter.restored(state.get("gate", {}), device)
         for name, value in state.items():
             if name not in ("structure", "gate"):

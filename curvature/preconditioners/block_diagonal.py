@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,9 +19,10 @@ from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
+from curvature.preconditioners.row_ranges import RowRange, RowRangeBlock, rows_of
 from curvature.preconditioners.statistics import CurvatureStatistics
 from curvature.recording import Tape
-from curvature.terms import DenseGradients, ElementwiseProduct, Term
+from curvature.terms import DenseGradients, ElementwiseProduct, Term, row_ranges
 
 MAX_SIZE = 2048  # a side larger than this is kept by few directions
 
@@ -38,11 +40,10 @@ def blocks_by_layer(
         bias = joint_bias(tape, name)
         names = [name] if bias is None or bias in taken else [name, bias]
         shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
-        scheme = Scheme.of(terms[name], shapes, node.tensor.dtype, sharing, MAX_SIZE)
-        if scheme is not None and not any(isinstance(t, ElementwiseProduct) for t in terms[name]):  # else 1 x 1
-            large = any(scheme.few)
-            blocks.append(LAYERS["kronecker" if large else kind](names, scheme))
-            blocks[-1].reason = "too large for an eigenbasis" if large and kind == "eigen" else ""
+        make = partial(_kronecker_block, dtype=node.tensor.dtype, sharing=sharing, kind=kind)
+        found = make(names, terms[name], shapes) or _row_range_block(names, terms[name], shapes, make)
+        if found is not None:
+            blocks.append(found)
             taken |= set(names)
     for name, node in todo.items():
         if name not in taken:
@@ -50,6 +51,43 @@ def blocks_by_layer(
             reason = "read by " + ", ".join(readers) if readers else "read by nothing that was recorded"
             blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
     return blocks
+
+
+def _kronecker_block(
+    names: Sequence[str],
+    terms: Sequence[Term],
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    sharing: str,
+    kind: str,
+) -> Block | None:
+    scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIZE)
+    if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # factors would be 1 x 1
+        return None
+    is_large = any(scheme.few)
+    block = LAYERS["kronecker" if is_large else kind](names, scheme)
+    block.reason = "too large for an eigenbasis" if is_large and kind == "eigen" else ""
+    return block
+
+
+def _row_range_block(
+    names: Sequence[str],
+    terms: Sequence[Term],
+    shapes: Sequence[tuple[int, ...]],
+    make: Callable[[Sequence[str], Sequence[Term], Sequence[tuple[int, ...]]], Block | None],
+) -> Block | None:
+    """A block for each range of rows that is read apart; None unless all rows are read, each range by a layer."""
+    parts: dict[RowRange, Block] = {}
+    end = 0
+    for own in row_ranges(terms):
+        rows = own.start, own.stop
+        sizes = [(own.stop - own.start, *shape[1:]) for shape in shapes]
+        part = make([rows_of(name, rows) for name in names], own.terms, sizes)
+        if part is None or own.start != end:
+            return None
+        parts[rows], end = part, own.stop
+    return RowRangeBlock(names, parts) if parts and end == shapes[0][0] else None
 
 
 class CurvatureStore:
@@ -91,12 +129,12 @@ class CurvatureStore:
         return self.blocks
 
     def statistics_from(self, sums: Mapping[tuple[str, str], Tensor]) -> dict[str, BlockStatistics]:
-        """Statistics of the `summed_blocks` from sums over all processes, by name of the block and of the sum."""
+        """Statistics of all processes from their sums, by name of the `summed_blocks`' leaf and of the sum."""
         found: dict[str, BlockStatistics] = {}
-        for block in self.summed_blocks():
-            own = {key: x for (name, key), x in sums.items() if name == block.names[0]}
+        for leaf in (leaf for block in self.summed_blocks() for leaf in block.leaves):
+            own = {key: x for (name, key), x in sums.items() if name == leaf.names[0]}
             if own:
-                found[block.names[0]] = block.statistics_from(own)
+                found[leaf.names[0]] = leaf.statistics_from(own)
         return found
 
     def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
@@ -169,17 +207,18 @@ class BlockDiagonalCurvature(CurvatureStore):
         taken = {name for block in self.blocks for name in block.names}
         self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
+        split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
         with full_precision():
-            measured = {b.names[0]: b.measure(terms[b.names[0]], count, rank, world_size) for b in seen}
+            measured = {leaf.names[0]: leaf.measure(own, count, rank, world_size) for leaf, own in split}
         found = {name: own for name, own in measured.items() if own is not None}
         are_finite = _are_finite([own.tensors() for own in found.values()])
         return CurvatureStatistics(dict(itertools.compress(found.items(), are_finite)))
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
-        for block in self.blocks:
-            if block.names[0] in statistics.blocks:
-                block.update_average(statistics.blocks[block.names[0]], decay)
+        for leaf in (leaf for block in self.blocks for leaf in block.leaves):
+            if leaf.names[0] in statistics.blocks:
+                leaf.update_average(statistics.blocks[leaf.names[0]], decay)
 
 
 def _are_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:

@@ -27,7 +27,7 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None) 
         torch.linalg.LinAlgError: a block failed for the third time in a row.
         ValueError: a matrix is singular or indefinite to working precision, and damping does not change that.
     """
-    seen = [b for b in blocks if b.updates]
+    seen = [leaf for block in blocks for leaf in block.leaves if leaf.updates]
     with full_precision():
         for kind in dict.fromkeys(type(b) for b in seen):
             alike = [b for b in seen if type(b) is kind]

@@ -38,7 +38,7 @@ class CurvatureStatistics:
     """A value: the passes of a step are measured one by one and added up.
 
     Attributes:
-        blocks: sums over samples, by the first parameter of a block. They add up over processes, too.
+        blocks: sums over samples, by the first parameter of a block's leaf. They add up over processes, too.
         rows: what processes cannot add up, but gather.
     """
 

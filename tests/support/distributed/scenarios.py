@@ -32,6 +32,18 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 2100), nn.Tanh(), nn.Linear(2100, 10))
 
 
+class CrossAttention(nn.Module):
+    """Queries from the upper rows of an image, keys and values from the lower: ranges of one weight are read apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        upper, lower = x.reshape(-1, 8, 8).split(4, 1)
+        return self.head(self.attention(upper, lower, lower)[0].mean(1))
+
+
 def part(rank: int, size: int, sizes: list[int] | None = None) -> tuple[Tensor, Tensor]:
     """A process's part of the batch, all that are not of one size at its end."""
     x, y = digits()
@@ -220,6 +232,11 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "KFAC": parallel,
     "EKFAC": run(parallel, kind=EKFAC),
     "convolution": run(parallel, make=convolutional),
+    "cross attention": run(parallel, make=CrossAttention),
+    "cross attention EKFAC": run(parallel, kind=EKFAC, make=CrossAttention),
+    "cross attention, own inverses": run(
+        parallel, make=CrossAttention, distributed=Distributed(gradient_worker_fraction=0.0)
+    ),
     "sketch": run(parallel, make=wide, steps=3),
     "exact": run(parallel, inject=curvature.exact(), **ENTROPY),
     "sampled": run(parallel, inject=curvature.sampled(2), **ENTROPY),

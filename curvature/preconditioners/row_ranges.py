@@ -1,0 +1,110 @@
+"""Running curvature of a weight of which ranges of rows are read apart: a block for each range."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.preconditioners.block import Block
+from curvature.terms import Term, row_ranges
+
+RowRange = tuple[int, int]  # the first row, and the one after the last
+
+
+def rows_of(name: str, rows: RowRange) -> str:
+    """The name of some rows of a parameter."""
+    return f"{name}[{rows[0]}:{rows[1]}]"
+
+
+class RowRangeBlock(Block):
+    """The projections of cross attention, say, which are one parameter but several layers.
+
+    Args:
+        names: the weight, and its bias where that is one more input of all ranges.
+        parts: a block of each range's rows; the ranges cover all rows, in order.
+    """
+
+    structure = "row ranges"
+
+    def __init__(self, names: Sequence[str], parts: Mapping[RowRange, Block]) -> None:
+        self.names, self.parts = tuple(names), dict(parts)
+        self.reason = "; ".join(dict.fromkeys(part.reason for part in parts.values() if part.reason))
+
+    @property
+    def leaves(self) -> list[Block]:
+        return list(self.parts.values())
+
+    @property
+    def updates(self) -> int:  # type: ignore[override]
+        return max(part.updates for part in self.leaves)
+
+    def split_terms(self, terms: Sequence[Term]) -> list[tuple[Block, Sequence[Term]]]:
+        found = {(own.start, own.stop): own.terms for own in row_ranges(terms)}
+        if found.keys() - self.parts.keys():
+            return []
+        return [(self.parts[rows], own) for rows, own in found.items()]
+
+    def decompose(self, damping: float) -> None:
+        for part in self.leaves:
+            part.decompose(damping)
+
+    @property
+    def is_ready(self) -> bool:
+        return all(part.is_ready for part in self.leaves)
+
+    def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        found = [part.solve([g[slice(*rows)] for g in gradients]) for rows, part in self.parts.items()]
+        return [torch.cat(pieces) for pieces in zip(*found, strict=True)]
+
+    @property
+    def mean_eigenvalue(self) -> Tensor:
+        return torch.stack([part.mean_eigenvalue * part.dimension for part in self.leaves]).sum() / self.dimension
+
+    @property
+    def dimension(self) -> int:
+        return sum(part.dimension for part in self.leaves)
+
+    @property
+    def cost(self) -> float:
+        return sum(part.cost for part in self.leaves)
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.leaves)
+
+    @property
+    def expected(self) -> int:
+        return sum(part.expected for part in self.leaves)
+
+    @property
+    def outliers(self) -> int:
+        return sum(part.outliers for part in self.leaves)
+
+    def condition(self) -> float:
+        return max(part.condition() for part in self.leaves)
+
+    def describe(self) -> str:
+        return "; ".join(f"rows {start}:{stop} {part.describe()}" for (start, stop), part in self.parts.items())
+
+    def empty_like(self) -> Block:
+        return RowRangeBlock(self.names, {rows: part.empty_like() for rows, part in self.parts.items()})
+
+    def results(self) -> dict[str, Any]:
+        return {part.names[0]: part.results() for part in self.leaves}
+
+    def load_results(self, results: Mapping[str, Any]) -> None:
+        for part in self.leaves:
+            part.load_results(results[part.names[0]])
+
+    def state(self) -> dict[str, Any]:
+        parts = {part.names[0]: part.state() for part in self.leaves}
+        return {"structure": self.structure, "names": self.names, "ranges": tuple(self.parts), "parts": parts}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
+        parts = [Block.restore(part, device) for part in state["parts"].values()]
+        ranges = [(start, stop) for start, stop in state["ranges"]]
+        return cls(state["names"], dict(zip(ranges, parts, strict=True)))
