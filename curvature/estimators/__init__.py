@@ -1,6 +1,6 @@
-"""What products with a matrix tell of it: traces, diagonals, eigenvalues, log-determinants, spectral densities.
+"""Estimates from matrix products alone: traces, diagonals, eigenvalues, log-determinants, spectral densities.
 
-In: an operator. Out: an estimate, with its standard error where it is random.
+In: an operator. Out: the estimate, with its standard error if it is random.
 """
 
 from curvature.estimators.estimate import Estimate

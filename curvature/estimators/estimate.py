@@ -1,4 +1,4 @@
-"""What the random estimators return."""
+"""The result of a random estimator."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ class Estimate(NamedTuple):
     """A random estimate.
 
     Attributes:
-        value: unbiased unless its function says otherwise.
-        error: its standard error, in the same shape: how far the value is off, as a standard deviation. It is itself
-            estimated, from the spread of the samples.
+        value: unbiased unless the function says otherwise.
+        error: the standard error of the value, in the same shape, estimated from the spread of the samples.
     """
 
     value: Tensor
@@ -23,15 +22,15 @@ class Estimate(NamedTuple):
 
 
 def mean_estimate(samples: Tensor) -> Estimate:
-    """The mean over the first dimension, and its standard error."""
+    """The mean over the first dimension and its standard error."""
     return Estimate(samples.mean(0), samples.std(0) / math.sqrt(len(samples)))
 
 
 def products_per_part(k: int, parts: int, function: Callable[..., object]) -> int:
-    """k products in equal parts.
+    """Split k products into equal parts.
 
     Raises:
-        ValueError: less than two samples for each part, too few to estimate an error.
+        ValueError: fewer than two products per part, too few to estimate an error.
     """
     if k < 2 * parts:
         raise ValueError(f"{function.__name__} needs at least {2 * parts} products, found k={k}")

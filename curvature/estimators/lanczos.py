@@ -1,4 +1,4 @@
-"""Krylov spaces: extreme eigenvalues, spectral densities and log-determinants from products alone."""
+"""The Lanczos method."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from curvature.operators import Operator
 
 
 class Tridiagonal(NamedTuple):
-    """``basis^T M basis``, which is tridiagonal, of k Lanczos steps.
+    """The tridiagonal matrix ``basis^T M basis`` of k Lanczos steps.
 
     Attributes:
         diagonal: (k,).
-        off_diagonal: (k - 1,); zero where the basis went on with a new vector.
-        basis: (P, k), orthonormal; the first column is the start.
+        off_diagonal: (k - 1,); zero where the basis was continued with a random vector.
+        basis: (P, k), orthonormal; the first column is the normalized start.
     """
 
     diagonal: Tensor
@@ -32,19 +32,19 @@ class Tridiagonal(NamedTuple):
 
 
 def lanczos(op: Operator, k: int, start: Tensor | None = None, generator: torch.Generator | None = None) -> Tridiagonal:
-    """k steps of Lanczos' method with full reorthogonalisation (Golub and Van Loan, Matrix Computations, chapter 10).
+    """k Lanczos steps with full reorthogonalization (Golub and Van Loan, Matrix Computations, chapter 10).
 
-    Where the space spanned so far is mapped into itself, the basis goes on with a random vector orthogonal to it, so
-    that k = P gives all eigenvalues with their multiplicities.
+    If M maps the span of the basis into itself, a random orthogonal vector continues it, so that k = P gives all
+    eigenvalues with their multiplicities.
 
     Args:
         op: any symmetric matrix.
-        k: number of steps, one product each; more than P are not made.
+        k: number of steps, one product each; at most P are made.
         start: (P,); by default a normal vector.
         generator: for the random vectors; by default a new one with seed 0.
 
     Raises:
-        ValueError: k is not positive, the start is zero or has another shape.
+        ValueError: k is not positive, or the start is zero or has a wrong shape.
     """
     generator = generator or op.space.generator()
     first = op.space.normal(1, generator) if start is None else op.space.checked(start, (op.space.size,), "start")
@@ -55,7 +55,7 @@ def lanczos(op: Operator, k: int, start: Tensor | None = None, generator: torch.
 def lanczos_from_starts(
     op: Operator, k: int, starts: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`lanczos` from several starts (P, c) at once: (c, k), (c, k - 1) and the bases as rows (c, k, P)."""
+    """`lanczos` from several starts (P, c): diagonals (c, k), off-diagonals (c, k - 1), bases as rows (c, k, P)."""
     if k < 1:
         raise ValueError(f"lanczos needs at least one step, found k={k}")
     norms = starts.norm(dim=0)
@@ -84,7 +84,7 @@ def lanczos_from_starts(
 
 
 def _orthogonalize(rows: Tensor, basis: Tensor) -> Tensor:
-    """Rows (c, P) without their part in the span of (c, m, P); twice, since once leaves what rounding leaves."""
+    """Remove the span of (c, m, P) from rows (c, P); twice, since rounding leaves a rest after the first time."""
     for _ in range(2):
         rows = rows - ((basis @ rows[:, :, None]).mT @ basis)[:, 0]
     return rows

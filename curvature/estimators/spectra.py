@@ -1,4 +1,4 @@
-"""Extreme eigenvalues, the density of all of them and the log-determinant, from products alone."""
+"""Extreme eigenvalues, spectral densities and log-determinants from products alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from curvature.estimators.lanczos import lanczos_from_starts
 from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, symmetric_eigh
 from curvature.operators import Operator
 
-MAX_BASIS_ENTRIES = 2**28  # numbers that the bases of starts that go together may take
+MAX_BASIS_ENTRIES = 2**28  # entries of the bases of starts that run together
 
 
 def lanczos_eigenvalues(
@@ -40,20 +40,21 @@ def lanczos_eigenpairs(
 ) -> tuple[Tensor, Tensor]:
     """The k largest eigenvalues, ascending, (k,), and their eigenvectors as columns (P, k).
 
-    Block Lanczos with k starts and full reorthogonalisation (Golub and Van Loan, Matrix Computations, chapter 10), so
-    that multiple eigenvalues come with their multiplicity. It stops when each residual ``||M u - theta u||`` is small;
-    there is an eigenvalue no further from theta than that.
+    Block Lanczos with k starts and full reorthogonalization (Golub and Van Loan, Matrix Computations, chapter 10);
+    multiple eigenvalues come with their multiplicity. It stops when each residual ``||M u - theta u||`` is small; the
+    residual bounds the distance from theta to an eigenvalue.
 
     Args:
         op: any symmetric matrix.
-        k: how many.
-        rtol: allowed residual, relative to the largest eigenvalue found in size; by default sqrt(eps).
-        max_products: most products with the matrix, for each of which two vectors are kept; by default 300, or 20 k.
+        k: number of eigenvalues.
+        rtol: allowed residual relative to the largest absolute eigenvalue found; by default sqrt(eps).
+        max_products: maximum number of products, each of which stores two vectors; by default the larger of 300 and
+            20 k.
         generator: for the starts; by default a new one with seed 0.
 
     Raises:
         ValueError: k is not between 1 and P.
-        RuntimeError: the products did not suffice.
+        RuntimeError: no convergence within ``max_products``.
     """
     size = op.space.size
     if not 1 <= k <= size:
@@ -81,27 +82,27 @@ def lanczos_eigenpairs(
 
 
 def _append_border(core: Tensor, border: Tensor) -> Tensor:
-    """A symmetric matrix (m, m) with new last columns (m + b, b), and the same as rows."""
+    """Append columns (m + b, b), and their transpose as rows, to a symmetric matrix (m, m)."""
     known = len(core)
     return torch.cat([torch.cat([core, border[:known].mT]), border], 1)
 
 
 def _scale(core: Tensor) -> Tensor:
-    """The largest eigenvalue in size, or what keeps a division by it finite."""
+    """The largest absolute eigenvalue, clamped so that dividing by it is finite."""
     return torch.linalg.matrix_norm(core, 2).clamp(min=torch.finfo(core.dtype).tiny)
 
 
 def _orthogonalize(columns: Tensor, basis: Tensor) -> Tensor:
-    """The columns without their part in the span of the basis; twice, since once leaves what rounding leaves."""
+    """Remove the span of the basis from the columns; twice, since rounding leaves a rest after the first time."""
     for _ in range(2):
         columns = columns - basis @ (basis.mT @ columns)
     return columns
 
 
 def _next_block(basis: Tensor, image: Tensor) -> Tensor:
-    """Orthonormal columns orthogonal to the basis that span where `image` leads out of it.
+    """Orthonormal columns that span the part of `image` outside the basis.
 
-    Where it does not, they go on in what directions rounding gives; the second round makes these orthogonal too.
+    If there is none, rounding supplies directions; the second round makes these orthogonal, too.
     """
     width = min(image.shape[1], len(basis) - basis.shape[1])
     for _ in range(2):
@@ -118,19 +119,19 @@ def spectral_density(
     width: float | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The density of eigenvalues by stochastic Lanczos quadrature (Ghorbani et al. 2019, arXiv:1901.10159).
+    """The density of the eigenvalues by stochastic Lanczos quadrature (Ghorbani et al. 2019, arXiv:1901.10159).
 
     Args:
         op: any symmetric matrix.
         vectors: number of random starts.
-        steps: Lanczos steps for each, one product each; P of them make each start's part exact.
-        grid: eigenvalues at which the density is wanted, (G,); by default 1024 that cover the spectrum.
-        width: standard deviation of the normal distribution that each eigenvalue is drawn as; by default a hundredth of
-            the range of the spectrum.
+        steps: Lanczos steps per start, one product each; P steps make the quadrature exact.
+        grid: where to evaluate the density, (G,); by default 1024 points that cover the spectrum.
+        width: standard deviation of the normal distribution that smooths each eigenvalue; by default a hundredth of the
+            range of the spectrum.
         generator: for the starts; by default a new one with seed 0.
 
     Returns:
-        The grid and the density on it, (G,) each; over the whole line it integrates to one.
+        The grid and the density on it, (G,) each; the density integrates to one over the real line.
 
     Raises:
         ValueError: no vectors or no steps.
@@ -155,18 +156,18 @@ def lanczos_logdet(
 ) -> Estimate:
     """``log det(M + damping I)`` by stochastic Lanczos quadrature (Ubaru, Chen and Saad 2017, doi:10.1137/16M1104974).
 
-    Unbiased up to the error of the quadrature, which falls fast with the steps where the damping is not small. That a
-    matrix is singular may stay unnoticed without damping.
+    Unbiased up to the quadrature error, which decays fast with the steps unless the damping is small. Without damping,
+    a singular matrix may go unnoticed.
 
     Args:
         op: positive definite with the damping.
         damping: added to the matrix.
         k: number of random starts, at least 2.
-        steps: Lanczos steps for each, one product each; P of them make each start's part exact.
+        steps: Lanczos steps per start, one product each; P steps make the quadrature exact.
         generator: for the starts; by default a new one with seed 0.
 
     Raises:
-        ValueError: less than two starts, no steps, or an eigenvalue was met that is not positive.
+        ValueError: fewer than two starts, no steps, or a non-positive eigenvalue.
     """
     if k < 2:
         raise ValueError(f"lanczos_logdet needs at least two starts, found k={k}")
@@ -176,7 +177,7 @@ def lanczos_logdet(
 
 
 def _quadrature(op: Operator, vectors: int, steps: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Nodes and weights, (vectors, steps): ``z^T f(M) z = sum weights f(nodes)`` for random unit vectors z."""
+    """Nodes and weights (vectors, steps) with ``z^T f(M) z = sum weights f(nodes)`` for random unit vectors z."""
     if vectors < 1:
         raise ValueError(f"stochastic Lanczos quadrature needs random vectors, found {vectors}")
     generator = generator or op.space.generator()

@@ -1,6 +1,6 @@
 """Traces and diagonals from products with random vectors.
 
-``k`` is the number of products with the matrix, whatever the method makes of them. Each needs (P, k) numbers of memory.
+``k`` is always the number of products with the matrix. Every method stores vectors (P, k).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def hutchinson_trace(op: Operator, k: int, generator: torch.Generator | None = N
     Args:
         op: any symmetric matrix.
         k: number of products, at least 2.
-        generator: by default a new one with seed 0, so that two calls give the same; the global state is untouched.
+        generator: by default a new one with seed 0, so that calls repeat; the global random state is untouched.
 
     Raises:
         ValueError: k is too small.
@@ -32,9 +32,9 @@ def hutchinson_trace(op: Operator, k: int, generator: torch.Generator | None = N
 
 
 def hutchpp_trace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
-    """Hutch++: exact on the range that a third of the products find, Hutchinson's mean on the rest (arXiv:2010.09649).
+    """Hutch++: exact on a range found with a third of the products, Hutchinson's mean on the rest (arXiv:2010.09649).
 
-    Exact for rank up to ``k // 3``; its error falls as ``1/k`` for positive semi-definite matrices.
+    Exact for rank up to ``k // 3``; the error falls as ``1/k`` for positive semi-definite matrices.
 
     Args:
         op: any symmetric matrix.
@@ -53,11 +53,11 @@ def hutchpp_trace(op: Operator, k: int, generator: torch.Generator | None = None
 
 
 def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Estimate:
-    """XTrace: each vector serves the range that all others find and is tried on what they leave (arXiv:2301.07825).
+    """XTrace: each vector samples the complement of the range that all others span (arXiv:2301.07825).
 
-    With normal vectors, scaled by their norm on what is left, so that the estimate is unbiased. Exact for rank less
-    than ``k / 2``, usually the most accurate of the three. The samples are not independent, so that
-    the error comes out too small, at most by a third where we tried it.
+    Normal vectors, scaled by their norm on the complement, make the estimate unbiased. Exact for rank less than
+    ``k / 2``; usually the most accurate of the three. The samples are not independent, so the standard error is too
+    small, by at most a third in our tests.
 
     Args:
         op: any symmetric matrix.
@@ -74,7 +74,7 @@ def xtrace(op: Operator, k: int, generator: torch.Generator | None = None) -> Es
     basis, leaves = _leave_one_out(image)
     image_of_basis = op @ basis
     core = basis.mT @ image_of_basis
-    # x[k] is z[k] without the range of the images of the others, and y[k] = M x[k].
+    # x[k] is z[k] without the range of the other images, and y[k] = M x[k]
     inside = basis.mT @ z
     inside = inside - leaves * (leaves * inside).sum(0)
     x, y = z - basis @ inside, image - image_of_basis @ inside
@@ -123,17 +123,17 @@ def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Est
     image_of_basis = op @ basis
     inside = basis.mT @ image
     inside = inside - leaves * (leaves * inside).sum(0)
-    whole = (basis * image_of_basis).sum(1)
+    full = (basis * image_of_basis).sum(1)
     return mean_estimate(
-        (whole[:, None] - (basis @ leaves) * (image_of_basis @ leaves) + z * (image - basis @ inside)).T
+        (full[:, None] - (basis @ leaves) * (image_of_basis @ leaves) + z * (image - basis @ inside)).T
     )
 
 
 def _leave_one_out(image: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal basis Q (P, k) of the columns, and unit vectors s_k such that the others span ``Q (I - s_k s_k^T)``.
+    """Orthonormal basis Q (P, k) of the columns, and unit s_k such that all columns but k span ``Q (I - s_k s_k^T)``.
 
-    s_k is the k-th column of ``R^-T``, normalised. Where the columns are dependent, R is singular; the others then span
-    the range without column k, and any direction of Q that rounding made will do for s_k.
+    s_k is the normalized k-th column of ``R^-T``. If the columns are dependent, R is singular: the others then span the
+    range without column k, and any direction of Q from rounding serves as s_k.
     """
     basis, root = torch.linalg.qr(image)
     diagonal = root.diagonal()

@@ -1,8 +1,8 @@
-"""What a loss says at the output of the model: each sample's own loss, its Hessian, and the vectors to send back.
+"""A loss at the output of the model: per-sample losses, their Hessians, and the vectors to backpropagate.
 
-In: a torch loss or a callable, the model's output and the targets. Out: the losses sample by sample; the mass with
-which each sample counts; the Hessian at the output, or a root of it; injections (`exact`, `sampled`, `propagated`,
-`isotropic`, `empirical`), each of which turns loss and output into vectors.
+In: a torch loss or a callable, the model's output and the targets. Out: the loss of each sample; the mass of each
+sample in the batch; the Hessian at the output, or a root of it; injections (`exact`, `sampled`, `propagated`,
+`isotropic`, `empirical`), which turn loss and output into vectors.
 """
 
 from curvature.losses.injections import (

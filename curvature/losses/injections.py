@@ -1,8 +1,8 @@
-"""What is sent back from the output of a model, and so what is estimated: vectors whose squares are a curvature.
+"""Injections: the vectors to backpropagate from the model's output. They decide which curvature is estimated.
 
 All are in the unit of the *per-sample loss* l_n, the loss on a batch of sample n alone. With H the Hessian of l_n at
-``output[n]`` (the expected one where l_n stands for a likelihood), v_k the k-th vector at sample n, and E over the
-randomness, which is independent between samples:
+``output[n]`` (the expected Hessian if l_n is a negative log-likelihood), v_k the k-th vector at sample n, and E the
+mean over the randomness, which is independent between samples:
 
 =================  =======================================================================================
 ``exact()``        sum_k v_k v_k^T = H
@@ -13,10 +13,10 @@ randomness, which is independent between samples:
 =================  =======================================================================================
 
 Sources: Martens, Sutskever & Swersky 2012, arXiv:1206.6464; Martens & Grosse 2015, arXiv:1503.05671; Kunstner,
-Balles & Hennig 2019, arXiv:1905.12558 (why the empirical Fisher is none of the others).
+Balles & Hennig 2019, arXiv:1905.12558 (why the empirical Fisher differs from the others).
 
-The global random state is neither read nor changed. Without ``generator=`` every call starts anew from the seed `SEED`
-and so draws the same numbers: whoever averages over calls keeps a generator and passes it to each.
+The global random state is neither read nor changed. Without ``generator=``, every call starts from `SEED` and draws the
+same numbers: to average over calls, keep a generator and pass it to each.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from curvature.losses.output_hessian import (
 from curvature.losses.per_sample import Loss, per_sample_losses
 
 SEED = 0x5EED
-VECTORS_PER_CHUNK = 64  # vectors at a time
+VECTORS_PER_CHUNK = 64
 
-Pair = tuple[Tensor, Tensor | None]  # left and right; None: right is left
-MakeVectors = Callable[[int, int], Tensor]  # (start, stop) -> the vectors of these numbers, in float32 or float64
-MakePairs = Callable[[int, int], Pair]
+VectorPair = tuple[Tensor, Tensor | None]  # left and right; None: right is left
+MakeVectors = Callable[[int, int], Tensor]  # (start, stop) -> vectors start..stop, in float32 or float64
+MakePairs = Callable[[int, int], VectorPair]
 
 
 class Injection:
-    """Base of what the functions of this module return: immutable, comparable, picklable; holds no state.
+    """Base class of injections: immutable, comparable, picklable, without state.
 
-    Its matrix of sample n is ``M_n = sum_k left_k right_k^T``; left and right are the same vectors but in some cases of
-    `exact`. A sub-class gives the number of vectors and a function that makes some of them in ``_vector_source``; where
-    pairs differ from the vectors, also in ``_pair_source``.
+    The matrix of sample n is ``M_n = sum_k left_k right_k^T``, where left and right differ only in some cases of
+    `exact`. Subclasses implement ``_vector_source`` (the number of vectors, and a function that makes some of them);
+    if pairs differ from the vectors, also ``_pair_source``.
     """
 
     is_random: ClassVar[bool] = False
     """Whether the vectors are drawn."""
     weighs_samples: ClassVar[bool] = True
-    """Whether sample n counts with its mass m_n (`curvature.losses.sample_masses`) in a mean, or as one of N."""
+    """Whether sample n counts with its mass m_n (`curvature.losses.sample_masses`) in a mean, or with 1/N."""
 
     def vectors(
         self, output: Tensor, loss: Loss | None = None, target: Any = None, *, generator: torch.Generator | None = None
@@ -67,20 +67,20 @@ class Injection:
         """Make all vectors at once.
 
         Args:
-            output: what the loss is taken of, shape (N, ...), a sample along dim 0; classes are dim 1.
+            output: input of the loss, shape (N, ...): dim 0 holds the samples, dim 1 the classes.
             loss: a torch loss module, one of the functions of the same names in ``torch.nn.functional``, or any
                 twice differentiable callable ``loss(output, target) -> scalar``.
-            target: as ``loss`` takes it, N samples along dim 0. Where it is not needed, it still tells which places are
-                ignored and how they are weighed; without it, all places count alike.
+            target: as ``loss`` takes it, N samples along dim 0. If it is not needed, it still says which places are
+                ignored and how they are weighted; without it, all places count alike.
             generator: on the device of ``output``; None: a new one, seeded with `SEED`.
 
         Returns:
             Shape (k, *output.shape), dtype and device of the output, no graph.
 
         Raises:
-            ValueError: the output is no floating point tensor with samples; a loss or target is needed and missing; the
-                loss does not add or average, is not convex, or (``sampled``) has no likelihood. An output or a Hessian
-                that is not finite is no error: the vectors of its sample are nan.
+            ValueError: the output is not a floating point tensor with samples; a loss or target is needed but missing;
+                the loss is neither a sum nor a mean, is not convex, or (``sampled``) has no likelihood. A non-finite
+                output or Hessian is not an error: the vectors of its sample are nan.
         """
         k, make = self._vector_source(OutputBatch.of(output, loss, target, None, generator))
         return make(0, k).to(output.dtype)
@@ -94,10 +94,10 @@ class Injection:
         size: int = VECTORS_PER_CHUNK,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the vectors ``size`` at a time, so that memory stays bounded: (size or fewer, *output.shape) each.
+        """Yield the vectors ``size`` at a time, which bounds memory: (size or fewer, *output.shape) each.
 
-        Arguments and errors are those of `vectors`, and so is the contract for all chunks together. The numbers drawn
-        may depend on ``size``.
+        Arguments, errors and the vectors of all chunks together are as for `vectors`. Random numbers may depend on
+        ``size``.
 
         Raises:
             ValueError: ``size`` is less than 1.
@@ -115,8 +115,8 @@ class Injection:
         count: int,
         size: int = VECTORS_PER_CHUNK,
         generator: torch.Generator | None = None,
-    ) -> Iterator[Pair]:
-        """Yield chunks (left, right) of vectors, of which the outer products add up to M_n for every sample n.
+    ) -> Iterator[VectorPair]:
+        """Yield chunks (left, right) of vectors whose outer products add up to M_n for every sample n.
 
         Unlike `vectors`, works for losses that are not convex, and never decomposes a Hessian for ``exact()``.
 
@@ -126,15 +126,16 @@ class Injection:
             target: as for `vectors`.
             generator: as for `vectors`.
             count: N.
-            size: at most so many vectors at a time.
+            size: maximum number of vectors at a time.
 
         Returns:
             Of (size or fewer, *output.shape) each, dtype and device of the output, no graph; right None means left.
-            There are `number` of them in all. Two samples may share a vector, two rows of a sample only where the
-            matrix has entries between them.
+            There are `number` in all. Samples may share a vector; rows of one sample do only if the matrix has entries
+            between them.
 
         Raises:
-            ValueError: as `vectors`, but for losses that are not convex in `exact`; ``count`` or ``size`` do not fit.
+            ValueError: as for `vectors`, except that `exact` allows non-convex losses; ``count`` or ``size`` is
+                invalid.
         """
         _require_size(size)
         k, make = self._pair_source(OutputBatch.of(output, loss, target, count, generator))
@@ -158,22 +159,22 @@ class Injection:
         Random vectors are drawn once, here: M_n is the same at every call. Arguments and errors as for `pairs`.
         """
         batch = OutputBatch.of(output, loss, target, count, generator)
-        wide = batch.output.dtype
+        dtype = batch.output.dtype
         apply = self._product(batch)
-        return lambda z: apply(z.detach().to(wide)).to(z.dtype)
+        return lambda z: apply(z.detach().to(dtype)).to(z.dtype)
 
     def known_diagonal(
         self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int
     ) -> Tensor | None:
-        """The diagonal of every M_n in the shape of the output, where a formula gives it and M_n is a constant."""
+        """The diagonal of every M_n in the shape of the output, if a formula gives it and M_n is not random."""
         return None
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
-        """Return k, and the function that makes the vectors start..stop of them."""
+        """Return k and the function that makes vectors start..stop."""
         raise NotImplementedError
 
     def _pair_source(self, batch: OutputBatch) -> tuple[int, MakePairs]:
-        """Return k, and the function that makes the pairs start..stop of them."""
+        """Return k and the function that makes pairs start..stop."""
         k, make = self._vector_source(batch)
         return k, lambda start, stop: (make(start, stop), None)
 
@@ -228,7 +229,7 @@ class Exact(Injection):
             return k, lambda start, stop: (root(batch.basis(start, stop)), None)
         product = curvature.product()
 
-        def make(start: int, stop: int) -> Pair:
+        def make(start: int, stop: int) -> VectorPair:
             left = batch.basis(start, stop)
             return left, product(left)
 
@@ -240,9 +241,9 @@ class Exact(Injection):
 
 @dataclass(frozen=True, repr=False)
 class LossHessian(Exact):
-    """The Hessian of l_n itself, which `exact` is but for likelihoods where it depends on the label.
+    """The Hessian of l_n itself. It equals that of `exact`, except for likelihoods where it depends on the label.
 
-    It need not be positive semi-definite, so there are pairs and products, and vectors only where a root is known.
+    It need not be positive semi-definite: there are pairs and products, and vectors only if a root is known.
     """
 
     def _curvature(self, batch: OutputBatch) -> OutputCurvature:
@@ -257,7 +258,7 @@ class LossHessian(Exact):
 
 @dataclass(frozen=True, repr=False)
 class Random(Injection):
-    """Base of those that draw ``k`` random vectors: ``_draws`` returns (count, generator) -> vectors for k = 1."""
+    """Base of injections of ``k`` random vectors; ``_draws`` returns (count, generator) -> vectors for k = 1."""
 
     is_random: ClassVar[bool] = True
     k: int = 1
@@ -334,41 +335,40 @@ class Empirical(Injection):
 def exact() -> Injection:
     """All columns of a root of the Hessian: sum_k v_k v_k^T = H, without randomness.
 
-    There are as many vectors as entries in one sample's output (classes times places): two places share none, which
-    would mix them. H is the Fisher information at the output where the loss is the negative logarithm of a likelihood
-    (those of `sampled`), the expected Hessian over labels that the model draws: no target is needed then, unless for
-    class weights, ``pos_weight`` and ignored places. ``NLLLoss`` takes log-probabilities that add up to one: behind a
-    log-softmax it gives what ``CrossEntropyLoss`` gives of the logits.
+    There are as many vectors as entries in one sample's output (classes times places). If the loss is a negative
+    log-likelihood (those of `sampled`), H is the Fisher information at the output, that is the expected Hessian over
+    labels drawn from the model. It needs no target, except for class weights, ``pos_weight`` and ignored places.
+    ``NLLLoss`` takes log-probabilities whose exponentials sum to one: after a log-softmax it gives what
+    ``CrossEntropyLoss`` gives for the logits.
 
-    For every other loss H is the Hessian of l_n, and the target is needed. ``vectors()`` and ``chunks()`` then need a
-    loss that is convex in the output; ``pairs()`` and ``product()`` do not. ``KLDivLoss`` has none: H is zero.
+    For every other loss, H is the Hessian of l_n and needs the target. ``vectors()`` and ``chunks()`` then require a
+    loss that is convex in the output; ``pairs()`` and ``product()`` do not. For ``KLDivLoss``, H is zero.
     """
     return Exact()
 
 
 def sampled(k: int = 1) -> Injection:
-    """Gradients at labels drawn from the model's own likelihood, k for each sample: E sum_k v_k v_k^T = H.
+    """Gradients at k labels per sample, drawn from the model's own likelihood: E sum_k v_k v_k^T = H.
 
     The likelihoods: categorical (``CrossEntropyLoss``, ``NLLLoss``), Bernoulli (``BCEWithLogitsLoss``, ``BCELoss``),
-    normal (``MSELoss``, of variance 1/2; ``GaussianNLLLoss``, of both heads) and Poisson (``PoissonNLLLoss``). In a
-    mean over T terms per sample, the gradient of each term is divided by sqrt(T), not T: the terms' labels are
-    independent and their second moments add up to H.
+    normal (``MSELoss`` with variance 1/2; ``GaussianNLLLoss``, both heads) and Poisson (``PoissonNLLLoss``). In a mean
+    over T terms per sample, the gradient of each term is divided by sqrt(T), not T: the labels of the terms are
+    independent, so their second moments add up to H.
 
     Raises:
-        ValueError: k is no integer of at least 1.
+        ValueError: k is not an integer of at least 1.
     """
     return Sampled(k)
 
 
 def propagated(k: int = 1) -> Injection:
-    """Send k vectors of independent random signs through a root of the Hessian: E sum_k v_k v_k^T = H.
+    """Curvature propagation: a root of the Hessian times k vectors of random signs, E sum_k v_k v_k^T = H.
 
-    Curvature propagation. Losses and targets as for `exact`, but always convex ones: a callable has its Hessian
-    decomposed, D x D for the D entries of each sample's output. With a diagonal Hessian the squares of the entries have
-    no variance.
+    Losses and targets are as for `exact`, but the loss must be convex. The Hessian of a callable is decomposed, D x D
+    for the D entries of each sample's output. If the Hessian is diagonal, the squared entries have no variance.
 
     Raises:
-        ValueError: k is no integer of at least 1.
+        ValueError: k is not an integer of at least 1.
     """
     return Propagated(k)
 
@@ -376,19 +376,19 @@ def propagated(k: int = 1) -> Injection:
 def isotropic(k: int = 1) -> Injection:
     """k vectors of normal noise: the Gauss-Newton matrix of a loss whose terms are replaced by 1/2 ||f||^2.
 
-    E sum_k v_k v_k^T = I where no loss is given, where it adds its terms or has one for each sample; I/T where it is a
-    mean over T terms for each sample (places; entries of MSE and the like). Where a target is given, terms count as
-    they do in the loss: not at all where ignored. A callable counts as one term per sample. Does not vanish as
-    training converges.
+    E sum_k v_k v_k^T = I without a loss, and if the loss sums its terms or has one per sample; I/T if it is a mean over
+    T terms per sample (places; entries of MSE and the like). Given a target, terms count as they do in the loss, those
+    that it ignores not at all. A callable counts as one term per sample. The matrix does not vanish as training
+    converges.
 
     Raises:
-        ValueError: k is no integer of at least 1.
+        ValueError: k is not an integer of at least 1.
     """
     return Isotropic(k)
 
 
 def empirical() -> Injection:
-    """One vector, the gradient of l_n at its own target: the empirical Fisher. Needs loss and target."""
+    """One vector, the gradient of l_n at its target: the empirical Fisher. Needs loss and target."""
     return Empirical()
 
 
@@ -397,6 +397,6 @@ def _require_size(size: int) -> None:
         raise ValueError(f"size must be at least 1, got {size!r}")
 
 
-def _cast_pair(dtype: torch.dtype, pair: Pair) -> Pair:
+def _cast_pair(dtype: torch.dtype, pair: VectorPair) -> VectorPair:
     left, right = pair
     return left.to(dtype), None if right is None else right.to(dtype)

@@ -1,15 +1,15 @@
-"""The likelihoods that losses stand for: their Fisher information at the model's output, and gradients at drawn labels.
+"""The likelihoods behind losses: Fisher information at the model's output, and gradients at sampled labels.
 
-With p(y | f) the likelihood of the labels of one term of the loss at its output f, the Fisher information there is
+With p(y | f) the likelihood of the label of one term of the loss at output f, the Fisher information is
 
     H = E[s s^T] = -E[d^2 log p(y | f) / df^2],     s = -d log p(y | f) / df,     y drawn from p(. | f)
 
-It is the Hessian of the term itself where that does not depend on the label (``is_hessian``), and its expectation
-otherwise. Root of the categorical: Martens, Sutskever & Swersky 2012, arXiv:1206.6464. Drawn labels: Martens & Grosse
-2015, arXiv:1503.05671. The two notions of curvature: Kunstner, Balles & Hennig 2019, arXiv:1905.12558.
+It is the Hessian of the term if that does not depend on the label (``is_hessian``), else the expected Hessian. Root of
+the categorical: Martens, Sutskever & Swersky 2012, arXiv:1206.6464. Sampled labels: Martens & Grosse 2015,
+arXiv:1503.05671. The two notions of curvature: Kunstner, Balles & Hennig 2019, arXiv:1905.12558.
 
 Everything is for terms of mass 1. ``eps``, ``u`` and all results have shape (k, *output.shape); classes and heads are
-dim 1 of the output. Where the output is nan, so is what it has a part in.
+dim 1 of the output. A nan in the output makes nan of everything that depends on it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-PROBABILITY_EPS = 1e-12  # torch divides the gradient of BCELoss by p (1 - p), but by no less than this
+PROBABILITY_EPS = 1e-12  # torch divides the gradient of BCELoss by at least this
 
 
 class Likelihood:
-    """Base: H of one output, as a root, as a product, and as the second moment of drawn gradients."""
+    """Base class: H at one output, as a root, as a product, and as the second moment of sampled gradients."""
 
     is_hessian: ClassVar[bool] = True
 
     def root(self, eps: Tensor) -> Tensor:
-        """S eps, where S is square and S S^T = H."""
+        """S eps, with S square and S S^T = H."""
         raise NotImplementedError
 
     def product(self, u: Tensor) -> Tensor:
@@ -38,16 +38,16 @@ class Likelihood:
         raise NotImplementedError
 
     def diagonal(self) -> Tensor:
-        """Of H, to be broadcast to the shape of the output."""
+        """The diagonal of H, broadcastable to the shape of the output."""
         raise NotImplementedError
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
-        """k gradients s, each at a label drawn for it alone, so that E s s^T = H."""
+        """k gradients s at independently drawn labels, so that E s s^T = H."""
         raise NotImplementedError
 
 
 class DiagonalLikelihood(Likelihood):
-    """Base of those where H is diagonal, with the square of ``scale`` on it; ``output`` is (N, ...)."""
+    """Base of likelihoods with a diagonal H, the square of ``scale``; ``output`` is (N, ...)."""
 
     def __init__(self, output: Tensor, scale: Tensor) -> None:
         self.output, self.scale = output, scale
@@ -89,11 +89,11 @@ class Categorical(Likelihood):
 
 
 class LogProbabilities(DiagonalLikelihood):
-    """Of log-probabilities (N, C, ...) that add up to one: H = diag(p).
+    """Of log-probabilities (N, C, ...) whose exponentials sum to one: H = diag(p).
 
-    The term is linear in them and has no Hessian of its own. Behind a log-softmax this is the Fisher information of
-    `Categorical`. The gradient at a label is minus its unit vector, the mean of which, -p, a normalised model sends to
-    zero; here each has a random sign, so that its mean is zero already and terms do not correlate.
+    The term is linear in them, so its Hessian is zero. After a log-softmax this gives the Fisher information of
+    `Categorical`. The gradient at a label is minus its unit vector. Its mean -p is backpropagated to zero by a
+    normalized model; here a random sign makes the mean zero at once, so that terms do not correlate.
     """
 
     is_hessian = False
@@ -120,7 +120,7 @@ class Bernoulli(DiagonalLikelihood):
 
 
 class BernoulliProbability(DiagonalLikelihood):
-    """Of probabilities: H = 1 / (p (1 - p)); 0 where p is 0 or 1, as torch has it."""
+    """Of probabilities: H = 1 / (p (1 - p)); 0 where p is 0 or 1, as in torch."""
 
     is_hessian = False
 
@@ -135,7 +135,7 @@ class BernoulliProbability(DiagonalLikelihood):
 
 
 class Normal(DiagonalLikelihood):
-    """Of means, with variance 1/2, for which the squared error is the negative logarithm: H = 2."""
+    """Of means with variance 1/2, whose negative log-likelihood is the squared error: H = 2."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__(output, output.new_full((), math.sqrt(2)))
@@ -145,7 +145,7 @@ class Normal(DiagonalLikelihood):
 
 
 class Poisson(DiagonalLikelihood):
-    """Of logarithms of rates: H = exp(f)."""
+    """Of log-rates: H = exp(f)."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__(output, (output / 2).exp())
@@ -156,7 +156,7 @@ class Poisson(DiagonalLikelihood):
 
 
 class PoissonRate(DiagonalLikelihood):
-    """Of rates: H = f / (f + eps)^2, ``eps`` being what the loss adds to the rate inside its logarithm."""
+    """Of rates: H = f / (f + eps)^2, where the loss adds ``eps`` to the rate inside its logarithm."""
 
     is_hessian = False
 
@@ -170,7 +170,7 @@ class PoissonRate(DiagonalLikelihood):
 
 
 class NormalHeads(DiagonalLikelihood):
-    """Of means and variances: H = 1/v for a mean and 1/(2 v^2) for a variance v; each (N, d, ...), together dim 1."""
+    """Of means and variances, each (N, d, ...), concatenated along dim 1: H = 1/v for a mean, 1/(2 v^2) for v."""
 
     is_hessian = False
 
@@ -183,12 +183,12 @@ class NormalHeads(DiagonalLikelihood):
 
 
 def draw_classes(output: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    """Draw k classes for every place of (N, C, ...), with probabilities proportional to exp(output): (k, N, 1, ...)."""
-    # the first to arrive at rates p is distributed as p; unlike multinomial, nan goes through and stops no device
+    """Draw k classes at every place of (N, C, ...) with probabilities proportional to exp(output): (k, N, 1, ...)."""
+    # an exponential race has the winner distributed as p; unlike multinomial, it passes nan on without a device error
     times = output.new_empty(k, *output.shape).exponential_(generator=generator)
     return (output - times.log()).argmax(2, keepdim=True)
 
 
 def draw_counts(rate: Tensor, k: int, generator: torch.Generator) -> Tensor:
-    finite = rate.nan_to_num(0.0, 0.0, 0.0)  # torch.poisson stops a device at nan
+    finite = rate.nan_to_num(0.0, 0.0, 0.0)  # nan is a device error in torch.poisson
     return torch.poisson(finite.expand(k, *rate.shape), generator=generator)

@@ -1,4 +1,4 @@
-"""Where vectors are made: the output of a model for N samples, and what is known of the loss there."""
+"""A model's output for N samples, with the loss and the target there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class OutputBatch:
-    """An output (N*m, ...), m consecutive rows for each of ``count`` = N samples, without graph, float32 at least."""
+    """An output (N*m, ...), m consecutive rows for each of ``count`` = N samples; no graph, at least float32."""
 
     output: Tensor
     loss: Loss | None
@@ -26,10 +26,10 @@ class OutputBatch:
     def of(
         output: Tensor, loss: Loss | None, target: Any, count: int | None, generator: torch.Generator | None
     ) -> OutputBatch:
-        """Check the output; ``count`` None means one row for each sample.
+        """Check the output; ``count`` None means one row per sample.
 
         Raises:
-            ValueError: the output is no floating point tensor, is empty, or has not the rows of N samples.
+            ValueError: the output is not a floating point tensor, is empty, or its rows do not divide into N samples.
         """
         if not isinstance(output, Tensor) or not output.is_floating_point():
             found = output.dtype if isinstance(output, Tensor) else type(output).__name__
@@ -39,15 +39,15 @@ class OutputBatch:
         count = len(output) if count is None else count
         if count < 1 or len(output) % count:
             raise ValueError(f"output must have rows for {count} samples along dim 0, got shape {tuple(output.shape)}")
-        wide = torch.promote_types(output.dtype, torch.float32)
-        return OutputBatch(output.detach().to(wide), loss, target, count, generator)
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        return OutputBatch(output.detach().to(dtype), loss, target, count, generator)
 
     def flat(self, vectors: Tensor) -> Tensor:
-        """(k, N*m, ...) to (k, N, D), D the entries of one sample's output."""
+        """(k, N*m, ...) to (k, N, D), with D the entries of one sample's output."""
         return vectors.reshape(len(vectors), self.count, -1)
 
     def basis(self, start: int, stop: int) -> Tensor:
-        """`unit_vectors` here."""
+        """`unit_vectors` of this output."""
         return unit_vectors(self.output, self.count, start, stop)
 
 

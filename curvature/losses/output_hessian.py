@@ -1,15 +1,15 @@
-"""Curvature of a loss at the output of the model: products with it, roots of it, and gradients at drawn labels.
+"""Curvature of a loss at the model's output: products with it, roots of it, and gradients at sampled labels.
 
 For sample n, H is a curvature of the per-sample loss l_n at its rows of the output. l_n is a sum of *terms* times their
-*masses* (1, or 1/T in a mean of T terms; class weights, ignored places, targets that add up to another mass than 1),
-and a term of mass 1 has the H of its likelihood (`curvature.likelihoods`): a ``_Kind`` names it for each torch loss.
-Every other loss has its Hessian by differentiating twice.
+*masses* (1, or 1/T in a mean of T terms; class weights, ignored places, soft targets that do not sum to 1),
+and a term of mass 1 has the H of its likelihood (`likelihoods`): a ``_Kind`` names it for each torch loss.
+For every other loss, H is the Hessian, by differentiating twice.
 
-A root here is a function eps -> S eps with ``S S^T = H``, S square, applied to every sample; a product is u -> H u.
+A root is a function eps -> S eps with ``S S^T = H``, S square, applied to every sample; a product is u -> H u.
 Arguments and results have shape (k, *output.shape).
 
-Outputs here are float32 or float64 without graph. Dim 0 holds the samples, N of one row each or, with ``count``, of
-N*m rows that are m consecutive ones for each; the classes are dim 1.
+Outputs are float32 or float64 without graph. Dim 0 holds N samples of one row each or, with ``count`` = N, N*m rows, m
+consecutive ones per sample; dim 1 holds the classes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class OutputCurvature:
     """H at one output.
 
     Attributes:
-        product: makes u -> H u, and the graph that it needs.
-        root: eps -> S eps; None where nothing but the decomposition of H gives one.
-        diagonal: of H, in the shape of the output; None where it takes a product for every entry.
+        product: builds the graph for products and returns u -> H u.
+        root: eps -> S eps; None if only a decomposition of H gives it.
+        diagonal: of H, in the shape of the output; None if it needs a product for every entry.
     """
 
     product: Callable[[], LinearMap]
@@ -51,18 +51,18 @@ class OutputCurvature:
 
 
 def fisher_information(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> OutputCurvature:
-    """The expected Hessian of l_n where the loss is the negative logarithm of a likelihood, else its Hessian.
+    """The expected Hessian of l_n if the loss is a negative log-likelihood, else its Hessian.
 
     Args:
-        loss: a torch loss module, a function of the same name, or a callable ``loss(output, target) -> scalar``, twice
-            differentiable.
+        loss: a torch loss module, a function of the same name, or a twice differentiable callable
+            ``loss(output, target) -> scalar``.
         output: shape (N, ...), or (N*m, ...) with ``count`` = N.
-        target: as ``loss`` takes it. A likelihood needs none, unless it has weights that depend on it.
-        count: N, if not the size of dim 0.
+        target: as ``loss`` takes it. A likelihood needs it only for weights that depend on it.
+        count: N; by default the size of dim 0.
 
     Raises:
-        ValueError: the target is needed and missing, shapes do not fit, a mass is negative, or the loss does not add or
-            average.
+        ValueError: the target is needed but missing, shapes do not fit, a mass is negative, or the loss is neither a
+            sum nor a mean.
     """
     loss, kind = _resolve(loss)
     if kind is None or kind.likelihood is None:
@@ -86,8 +86,8 @@ def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | No
     """Return eps -> S eps with ``S S^T`` the `fisher_information` of every sample. Arguments and errors as there.
 
     Raises:
-        ValueError: the target is needed and missing; or the Hessian of a sample is not positive semi-definite. One that
-            is not finite gives nan for its sample.
+        ValueError: the target is needed but missing, or the Hessian of a sample is not positive semi-definite. A
+            non-finite Hessian gives nan for its sample.
     """
     if target is None and _resolve(loss)[1] is None:
         raise _missing_target(loss)
@@ -96,16 +96,16 @@ def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | No
 
 
 def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> LinearMap:
-    """Return u -> H u, H the Hessian of l_n, by differentiating l_n twice; zero where l_n is linear.
+    """Return u -> H u with H the Hessian of l_n, by differentiating l_n twice; zero if l_n is linear.
 
-    The graph is made here, once; a call needs memory for its k vectors.
+    The graph is built once, here; each call needs memory for its k vectors.
 
     Args:
-        loss, output, target, count: as for `curvature.losses.per_sample_losses`, with samples along dims 0.
+        loss, output, target, count: as for `curvature.losses.per_sample_losses`, with samples along dim 0 of both.
 
     Raises:
-        ValueError: the loss is not differentiable in the output; or as `per_sample_losses`.
-        RuntimeError: when called, where torch does not differentiate the loss a second time.
+        ValueError: the loss is not differentiable in the output; or as for `per_sample_losses`.
+        RuntimeError: in a product, if torch cannot differentiate the loss twice.
     """
     point = output.detach().requires_grad_()
     with torch.enable_grad():
@@ -122,7 +122,7 @@ def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> Line
         if len(u) > 1:
             try:
                 return derive(u, is_grads_batched=True)[0]
-            except RuntimeError:  # vmap cannot follow a function of the loss; an error of its own comes back below
+            except RuntimeError:  # vmap does not support some function; an error of the loss itself recurs below
                 pass
         try:
             return torch.stack([derive(one)[0] for one in u])
@@ -133,16 +133,16 @@ def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> Line
 
 
 def label_gradient_sampler(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> Draw:
-    """Return (k, generator) -> k gradients at labels drawn from the likelihood, independent of each other.
+    """Return (k, generator) -> k gradients at labels drawn independently from the likelihood, (k, *output.shape).
 
-    A gradient is that of each term's negative log-likelihood at its own drawn label, times the root of the term's mass:
-    its second moment is the `fisher_information`, shape (k, *output.shape).
+    Each term contributes the gradient of its negative log-likelihood at its own label, times the root of its mass. The
+    second moment is the `fisher_information`.
 
     Args:
         loss, output, target, count: as for `fisher_information`; nothing is differentiated.
 
     Raises:
-        ValueError: the loss is the negative logarithm of no known likelihood; or its weights need the target.
+        ValueError: the loss is no known negative log-likelihood, or its weights need the target.
     """
     loss, kind = _resolve(loss)
     if kind is None or kind.likelihood is None:
@@ -159,18 +159,18 @@ def label_gradient_sampler(loss: Loss, output: Tensor, target: Any = None, count
 def term_masses(
     loss: Loss, output: Tensor, target: Any = None, strict: bool = True, count: int | None = None
 ) -> Tensor:
-    """Say what the term at each place of the output counts for in l_n.
+    """The mass of each term of the output in l_n.
 
-    1 where the loss adds; 1/T where it is a mean over T terms per sample; with class indices the weight of the class,
-    0 where ignored, over the sum of these; times ``pos_weight``, ``weight`` and the sum of a soft target. A callable
-    counts as one term per sample.
+    1 if the loss is a sum, 1/T if it is a mean over T terms per sample; with class indices, the weight of the class (0
+    if ignored) over the sum of these; times ``pos_weight``, ``weight`` and the sum of a soft target. A callable counts
+    as one term per sample.
 
     Args:
         loss, output, target, count: as for `fisher_information`. Without a target no place is ignored.
-        strict: whether weights that depend on a missing target are an error; else they count 1.
+        strict: whether weights that depend on a missing target are an error; otherwise they count 1.
 
     Returns:
-        Shape of the output, with size 1 along the dim of the classes, if any.
+        Shape of the output, with size 1 along a dim of classes.
 
     Raises:
         ValueError: weights need the target, a mass is negative, shapes do not fit.
@@ -192,21 +192,21 @@ def term_masses(
     terms = masses[:, : output.shape[1] // 2] if kind.heads else masses
     if target is not None and not kind.classes:
         _require_broadcast(loss, terms, target)
-    # batchmean adds within a sample
+    # batchmean sums within a sample
     return masses / (terms.numel() // count) if getattr(loss, "reduction", "mean") == "mean" else masses
 
 
 @dataclass(frozen=True)
 class _LossKind:
-    """A torch loss whose terms are entries of the output, or whole columns of classes.
+    """A torch loss whose terms are entries of the output, or vectors of classes.
 
     Attributes:
         likelihood: (loss, output) -> the likelihood of terms of mass 1. None: none is known; the Hessian is diagonal.
-        classes: whether a term takes a whole dim 1, of classes, and not one entry.
-        heads: whether a term takes an entry of each half of dim 1.
-        probe: output -> (f, value): a term of mass 1 has this value where all of the output is f. None: all masses 1.
+        classes: whether a term uses all of dim 1, the classes, instead of one entry.
+        heads: whether a term uses an entry of each half of dim 1.
+        probe: output -> (f, value): a term of mass 1 has this value if all of the output is f. None: all masses are 1.
         weights: attributes of the loss that make the masses depend on the target.
-        stand_in: output -> a target that serves where none is given.
+        stand_in: output -> a substitute for a missing target.
     """
 
     likelihood: Callable[[Any, Tensor], Likelihood] | None = None
@@ -221,8 +221,8 @@ def _poisson(loss: Any, output: Tensor) -> Likelihood:
     return likelihoods.Poisson(output) if loss.log_input else likelihoods.PoissonRate(output, loss.eps)
 
 
-# By exact type: a subclass may compute something else.
-_ENTRIES = _LossKind()
+# By exact type, since a subclass may compute something else.
+_ENTRYWISE = _LossKind()
 _KINDS: dict[type, _LossKind] = {
     nn.CrossEntropyLoss: _LossKind(
         lambda _, output: likelihoods.Categorical(output),
@@ -250,16 +250,16 @@ _KINDS: dict[type, _LossKind] = {
     nn.MSELoss: _LossKind(lambda _, output: likelihoods.Normal(output)),
     nn.PoissonNLLLoss: _LossKind(_poisson),
     GaussianNLLLoss: _LossKind(lambda loss, output: likelihoods.NormalHeads(*loss.heads(output)), heads=True),
-    nn.L1Loss: _ENTRIES,
-    nn.SmoothL1Loss: _ENTRIES,
-    nn.HuberLoss: _ENTRIES,
-    nn.KLDivLoss: _ENTRIES,
-    nn.SoftMarginLoss: _ENTRIES,
+    nn.L1Loss: _ENTRYWISE,
+    nn.SmoothL1Loss: _ENTRYWISE,
+    nn.HuberLoss: _ENTRYWISE,
+    nn.KLDivLoss: _ENTRYWISE,
+    nn.SoftMarginLoss: _ENTRYWISE,
 }
 
 
 def _resolve(loss: Loss) -> tuple[Any, _LossKind | None]:
-    """The loss in the form known here, and its kind: None for any other callable."""
+    """The resolved loss and its kind, None for any other callable."""
     loss = resolve(loss)
     reduction_of(loss)  # refuses "none"
     return loss, _KINDS.get(type(loss))
@@ -277,11 +277,11 @@ def _of_likelihood(unit: Likelihood, masses: Tensor) -> OutputCurvature:
 def _by_differentiating(
     loss: Loss, kind: _LossKind | None, output: Tensor, target: Any, count: int | None
 ) -> OutputCurvature:
-    """By differentiating twice; the root as well where it is known to be diagonal."""
+    """Differentiate twice; if H is known to be diagonal, give its root, too."""
     if target is None and kind is not None:
         raise _missing_target(loss)
     product = functools.partial(hessian_product, loss, output, target, count or len(output))
-    if kind is not _ENTRIES:
+    if kind is not _ENTRYWISE:
         return OutputCurvature(product)
     curves = product()(torch.ones_like(output)[None])[0]
     _require_semidefinite(loss, curves)
@@ -290,7 +290,7 @@ def _by_differentiating(
 
 
 def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target: Tensor, count: int) -> Tensor:
-    """Read the masses off the loss itself: its terms where each is its mass times a known value. Shape of the terms."""
+    """Read the masses from the loss, at an output where each term is its mass times a known value."""
     at, value = probe
     dtype = output.dtype if loss.weight is None else loss.weight.dtype
     flat = torch.full_like(output, at, dtype=dtype)
@@ -300,7 +300,7 @@ def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target
     unreduced.reduction = "none"
     terms = unreduced.forward(flat, target)
     sums = terms.reshape(count, -1).sum(1)
-    # a mean divides by what is weighed and not ignored; where that is nothing, torch has 0/0 and no curvature
+    # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0 and no curvature
     share = torch.where(sums == 0, 0, per_sample_losses(loss, flat, target, count) / sums)
     masses = (terms.reshape(count, -1) * share[:, None]).reshape(terms.shape)
     _require_semidefinite(loss, masses)
@@ -308,7 +308,7 @@ def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target
 
 
 def _root_by_eigh(loss: Loss, product: LinearMap, output: Tensor, count: int) -> LinearMap:
-    """Root of H by its eigenvalues, D x D for every sample, D the entries of its output."""
+    """A root of H by eigendecomposition, D x D for every sample, with D the entries of its output."""
     size = output.numel() // count
     columns = [
         product(unit_vectors(output, count, k, min(k + COLUMNS_PER_CHUNK, size)))
@@ -323,7 +323,7 @@ def _root_by_eigh(loss: Loss, product: LinearMap, output: Tensor, count: int) ->
 
 
 def _require_semidefinite(loss: Loss, values: Tensor, factor: int = 1) -> None:
-    """Refuse values that are negative by more than ``factor`` times the rounding errors of the largest."""
+    """Refuse values that are negative beyond ``factor`` times the rounding error of the largest."""
     finite = values.nan_to_num(0.0, 0.0)
     least = finite.amin()
     if least < -100 * factor * torch.finfo(values.dtype).eps * finite.abs().amax():
@@ -334,11 +334,11 @@ def _require_semidefinite(loss: Loss, values: Tensor, factor: int = 1) -> None:
 
 
 def _require_broadcast(loss: Loss, terms: Tensor, target: Any) -> None:
-    """Refuse a target larger than the output, of which the loss would make more terms than the output has entries."""
+    """Refuse a target that would broadcast the output to more terms than it has entries."""
     if not isinstance(target, Tensor):
         return
     sizes = zip(reversed(target.shape), reversed(terms.shape), strict=False)
-    if target.ndim > terms.ndim or any(size not in (1, whole) for size, whole in sizes):
+    if target.ndim > terms.ndim or any(size not in (1, full) for size, full in sizes):
         raise ValueError(
             f"{name_of(loss)} compares output {tuple(terms.shape)} and target {tuple(target.shape)} entry by entry: "
             "give both the same shape"

@@ -1,12 +1,12 @@
-"""What a loss is made of: its terms, how it averages or adds them, and the loss of every sample alone.
+"""Per-sample losses: the terms of a loss, how it averages or sums them, and the loss of every sample alone.
 
-The one place that knows reductions, class weights, ``ignore_index``, ``label_smoothing`` and ``pos_weight``.
+Only this module knows reductions, class weights, ``ignore_index``, ``label_smoothing`` and ``pos_weight``.
 
 A torch loss sums or averages *terms* (``reduction="none"`` returns them), each of which belongs to one sample. A mean
-divides by the *mass* of the terms it averages: their number or, with class indices, the weights of the classes that are
-not ignored. A ``_Rule`` says so once for each torch loss; every other callable is run on each sample alone.
+divides by the *mass* of its terms: their number or, with class indices, the total weight of the classes that are not
+ignored. A ``_Reduction`` describes each torch loss; every other callable is run on each sample alone.
 
-`resolve` makes a callable of (output, target) of what a user passes: whatever calls a loss calls what it returns.
+`resolve` turns what a user passes into a callable of (output, target). Call only what it returns.
 """
 
 import copy
@@ -29,14 +29,14 @@ _log = logging.getLogger("curvature")
 
 
 def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
-    """Say whether the loss of a batch is the mean or the sum of the losses of its samples.
+    """Whether the loss of a batch is the mean or the sum of the losses of its samples.
 
     Args:
-        loss: a torch loss module, or a callable; one without an attribute ``reduction`` counts as a mean.
+        loss: a torch loss module or a callable; without an attribute ``reduction`` it counts as a mean.
             ``KLDivLoss(reduction="batchmean")`` is a mean (of losses that are sums).
 
     Raises:
-        ValueError: for any other reduction, ``"none"`` among them.
+        ValueError: any other reduction, such as ``"none"``.
     """
     reduction = getattr(loss, "reduction", "mean")
     if reduction == "batchmean" and isinstance(loss, nn.KLDivLoss):
@@ -47,10 +47,10 @@ def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
 
 
 def resolve(loss: Loss) -> Loss:
-    """The loss as a callable of (output, target): what computes the same, in the form that this package knows.
+    """The loss as a callable of (output, target) in the form that this package knows.
 
-    A function of ``torch.nn.functional`` becomes its module, and ``GaussianNLLLoss``, which torch calls with three
-    arguments, `GaussianNLLLoss` of this module. Every other loss stays what it is.
+    A function of ``torch.nn.functional`` becomes its module; torch's ``GaussianNLLLoss``, which takes three arguments,
+    becomes `GaussianNLLLoss` of this module. Every other loss is returned unchanged.
     """
     if isinstance(loss, types.FunctionType):
         return _FUNCTIONS.get(loss, loss)
@@ -58,10 +58,10 @@ def resolve(loss: Loss) -> Loss:
 
 
 class GaussianNLLLoss(nn.Module):
-    """The loss of this name in torch, of an output that holds both heads: dim 1 is the means, then as many variances.
+    """Torch's loss of this name for an output that holds both heads: along dim 1 the means, then as many variances.
 
-    The target has the shape of the means. As in torch, variances below ``eps`` count as ``eps``, and the gradient there
-    goes to the variance as if it were ``eps``.
+    The target has the shape of the means. As in torch, variances below ``eps`` count as ``eps``, and pass the gradient
+    at ``eps``.
     """
 
     def __init__(self, loss: nn.GaussianNLLLoss) -> None:
@@ -72,8 +72,8 @@ class GaussianNLLLoss(nn.Module):
         """The loss at ``output`` of shape (N, 2d, ...), or a tuple (mean, variance).
 
         Raises:
-            ValueError: the output is not made of two heads, the target has another shape than the mean, or a variance
-                is negative.
+            ValueError: the output does not consist of two heads, the target does not have the shape of the means, or a
+                variance is negative.
         """
         mean, variance = self.heads(output)
         if target.shape != mean.shape:
@@ -84,7 +84,7 @@ class GaussianNLLLoss(nn.Module):
         return terms if self.reduction == "none" else terms.mean() if self.reduction == "mean" else terms.sum()
 
     def heads(self, output: Any) -> tuple[Tensor, Tensor]:
-        """Mean and variance, the latter at least ``eps``. Errors are those of `forward`."""
+        """Mean and variance, the latter at least ``eps``; errors as for `forward`."""
         output = join_heads(self, output)
         if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] % 2:
             found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -95,7 +95,7 @@ class GaussianNLLLoss(nn.Module):
         mean, variance = output.chunk(2, 1)
         try:
             negative = bool((variance < 0).any())
-        except RuntimeError:  # vmap allows no question about values
+        except RuntimeError:  # vmap does not allow branching on values
             negative = False
         if negative:
             raise ValueError(
@@ -106,9 +106,9 @@ class GaussianNLLLoss(nn.Module):
 
 
 def join_heads(loss: Loss, output: Any) -> Any:
-    """The output as one tensor: a tuple (mean, variance) of `GaussianNLLLoss` is put together along dim 1.
+    """Concatenate a tuple (mean, variance) for `GaussianNLLLoss` along dim 1; return any other output unchanged.
 
-    A variance that torch would broadcast to the mean is expanded first. Every other output stays what it is.
+    A variance that torch would broadcast to the mean is expanded first.
     """
     if not isinstance(loss, GaussianNLLLoss) or not isinstance(output, tuple | list) or len(output) != 2:
         return output
@@ -123,16 +123,16 @@ def join_heads(loss: Loss, output: Any) -> Any:
 def per_sample_losses(
     loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> Tensor:
-    """Compute the loss of every sample alone: l_n is ``loss`` called on a batch of that one sample.
+    """The loss of every sample alone: l_n is ``loss`` called on a batch of that one sample.
 
-    Differentiable in ``output``. Where torch's mean is 0/0 (all of a sample ignored) nan, with gradient zero as there.
+    Differentiable in ``output``. If all of a sample is ignored, nan with gradient zero, as torch's mean.
 
     Args:
-        loss: a torch loss module, or any callable ``loss(output, target) -> scalar``. Only the arguments are cut into
-            samples: what differs from sample to sample must come with ``target``, except the ``weight`` and
-            ``pos_weight`` of a torch loss, which broadcast against the output and are cut with it.
-        output: size N, or N*m for m consecutive rows per sample, along ``output_dim``; any other shape.
-        target: likewise along ``target_dim``, with an m of its own; None; or a tuple or dict of these.
+        loss: a torch loss module, or any callable ``loss(output, target) -> scalar``. Only the arguments are split into
+            samples: what differs between samples must come with ``target``, except ``weight`` and ``pos_weight`` of a
+            torch loss, which broadcast against the output and are split with it.
+        output: of size N, or N*m for m consecutive rows per sample, along ``output_dim``; otherwise of any shape.
+        target: likewise along ``target_dim``, with its own m; None; or a tuple or dict of these.
         count: N, the number of samples.
         output_dim: the dim of ``output`` that holds the samples.
         target_dim: the dim of every tensor in ``target`` that holds the samples.
@@ -141,8 +141,8 @@ def per_sample_losses(
         Shape (N,), in the unit of ``loss``.
 
     Raises:
-        ValueError: sizes that are not multiples of N, a target that cannot be cut, shapes that the loss would broadcast
-            across samples, a loss that returns no scalar, a ``reduction`` that is neither a mean nor a sum.
+        ValueError: a size is not a multiple of N, the target cannot be split, the loss would broadcast shapes across
+            samples, it returns no scalar, or its ``reduction`` is neither a mean nor a sum.
     """
     loss = resolve(loss)
     mean = reduction_of(loss) == "mean"
@@ -157,7 +157,7 @@ def per_sample_losses(
         _refuse_mixing(loss, output, target, output_dim, target_dim)
     dim = rule.dim_of_terms(output, target, output_dim, target_dim)
     if dim is None or getattr(loss, "reduction", "mean") == "batchmean":
-        # batchmean divides by the size of dim 0, which is no count of terms
+        # batchmean divides by the size of dim 0, not by a number of terms
         return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
 
     terms, mass = _terms(loss, rule, output, target)
@@ -170,20 +170,20 @@ def per_sample_losses(
 def sample_masses(
     loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> Tensor:
-    """Say what every sample counts for in the loss of a batch, which is ``sum_n m_n l_n / sum_n m_n`` for a mean.
+    """The masses m_n of the samples in the loss of a batch, which is ``sum_n m_n l_n / sum_n m_n`` for a mean.
 
-    m_n is the number of terms of sample n or, with class indices, the weight of its classes that are not ignored. It is
-    1 where the loss adds (the loss of the batch is ``sum_n m_n l_n``), and for a callable and
+    m_n is the number of terms of sample n or, with class indices, the total weight of its classes that are not ignored.
+    It is 1 if the loss is a sum (the loss of the batch is then ``sum_n m_n l_n``), and for a callable and
     ``KLDivLoss(reduction="batchmean")``, which average over samples.
 
     Args:
-        loss, output, ..., target_dim: as for `per_sample_losses`. Without a target all terms count 1.
+        loss, output, ..., target_dim: as for `per_sample_losses`. Without a target, all terms count 1.
 
     Returns:
-        Shape (N,), in the dtype of ``output``, float32 at least.
+        Shape (N,), in the dtype of ``output``, at least float32.
 
     Raises:
-        ValueError: as `per_sample_losses`, of sizes and reduction.
+        ValueError: invalid sizes or reduction, as for `per_sample_losses`.
     """
     loss = resolve(loss)
     mean = reduction_of(loss) == "mean"
@@ -202,7 +202,7 @@ def sample_masses(
 
 
 def is_entrywise(loss: Loss) -> bool:
-    """Whether a torch loss treats every entry of output and target alike, so that their axes may be permuted."""
+    """Whether a torch loss treats all entries of output and target alike, so that their axes may be permuted."""
     rule = _REDUCTIONS.get(type(resolve(loss)))
     plain = getattr(loss, "weight", None) is getattr(loss, "pos_weight", None) is None
     return type(rule) is _Reduction and rule.summed is None and plain
@@ -210,13 +210,13 @@ def is_entrywise(loss: Loss) -> bool:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """How the terms of a torch loss lie in its output.
+    """How the terms of a torch loss relate to the entries of its output.
 
     Attributes:
-        summed: the dim of the output that one term uses up (the classes); None: every entry is a term. The target has
-            the shape of the output or, where torch takes class indices, that of the terms.
+        summed: the dim of the output that a term sums over (the classes); None: every entry is a term. The target has
+            the shape of the output or, if torch takes class indices, that of the terms.
         broadcasts: whether torch broadcasts output and target of different shapes.
-        mass: ``mass(loss, target)``, shape of the terms: what each counts for in a mean. None, or a None returned: 1.
+        mass: ``mass(loss, target)``: the mass of each term in a mean, in the shape of the terms. None: all are 1.
     """
 
     summed: int | None
@@ -224,14 +224,14 @@ class _Reduction:
     mass: Callable[[Any, Tensor], Tensor | None] | None = None
 
     def shape_of_terms(self, output: Tensor) -> list[int]:
-        """Shape of the terms: that of the output without the dim summed."""
+        """Shape of the output without the summed dim."""
         shape = list(output.shape)
         if self.summed is not None:
             del shape[self.summed]
         return shape
 
     def dim_of_terms(self, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> int | None:
-        """Return the dim of the terms that holds the samples; None where the rule does not speak for these shapes."""
+        """The dim of the terms that holds the samples; None if these shapes are not covered."""
         dim = output_dim
         if self.summed is not None:
             summed = self.summed % output.ndim
@@ -246,7 +246,7 @@ class _Reduction:
 
 
 class _HeadsReduction(_Reduction):
-    """A term for each mean, the first half of dim 1, and its variance, the second."""
+    """One term per mean, in the first half of dim 1, and its variance, in the second half."""
 
     def shape_of_terms(self, output: Tensor) -> list[int]:
         shape = list(output.shape)
@@ -259,7 +259,7 @@ class _HeadsReduction(_Reduction):
 
 
 def _class_mass(loss: Any, target: Tensor) -> Tensor | None:
-    """Mass of the terms of class indices: the weight of the class, 0 where ignored. Probabilities count 1."""
+    """Mass of terms with class indices: the weight of the class, 0 if ignored. Terms with probabilities count 1."""
     if target.is_floating_point():
         return None
     weight: Tensor | None = loss.weight
@@ -269,8 +269,8 @@ def _class_mass(loss: Any, target: Tensor) -> Tensor | None:
     return weight[target.masked_fill(ignored, 0).long()].masked_fill(ignored, 0)
 
 
-# By exact type: a subclass may compute something else.
-_ENTRIES = _Reduction(None, broadcasts=True)
+# By exact type, since a subclass may compute something else.
+_ENTRYWISE = _Reduction(None, broadcasts=True)
 _REDUCTIONS: dict[type, _Reduction] = {
     nn.CrossEntropyLoss: _Reduction(1, mass=_class_mass),
     nn.NLLLoss: _Reduction(1, mass=_class_mass),
@@ -279,16 +279,16 @@ _REDUCTIONS: dict[type, _Reduction] = {
     nn.MultiLabelSoftMarginLoss: _Reduction(-1, broadcasts=True),
     nn.BCELoss: _Reduction(None),
     nn.BCEWithLogitsLoss: _Reduction(None),
-    nn.MSELoss: _ENTRIES,
-    nn.L1Loss: _ENTRIES,
-    nn.SmoothL1Loss: _ENTRIES,
-    nn.HuberLoss: _ENTRIES,
-    nn.PoissonNLLLoss: _ENTRIES,
-    nn.KLDivLoss: _ENTRIES,
-    nn.SoftMarginLoss: _ENTRIES,
+    nn.MSELoss: _ENTRYWISE,
+    nn.L1Loss: _ENTRYWISE,
+    nn.SmoothL1Loss: _ENTRYWISE,
+    nn.HuberLoss: _ENTRYWISE,
+    nn.PoissonNLLLoss: _ENTRYWISE,
+    nn.KLDivLoss: _ENTRYWISE,
+    nn.SoftMarginLoss: _ENTRYWISE,
     GaussianNLLLoss: _HeadsReduction(None),
 }
-# With their defaults, these functions are these modules.
+# The modules that equal these functions with default arguments.
 _FUNCTIONS: dict[Any, nn.Module] = {
     F.cross_entropy: nn.CrossEntropyLoss(),
     F.nll_loss: nn.NLLLoss(),
@@ -308,7 +308,7 @@ _FUNCTIONS: dict[Any, nn.Module] = {
 
 
 def _terms(loss: Any, rule: _Reduction, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the terms of a torch loss, and their masses (None: all 1): a mean is the quotient of the two sums."""
+    """The terms of a torch loss and their masses (None: all 1). A mean is the quotient of the two sums."""
     unreduced = copy.copy(loss)
     unreduced.reduction = "none"
     terms = unreduced.forward(output, target)
@@ -330,7 +330,7 @@ def _refuse_mixing(loss: Loss, output: Tensor, target: Tensor, output_dim: int, 
 
 
 def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
-    """Run any callable on every sample alone: at once by ``vmap`` or, where that cannot, one after the other."""
+    """Run any callable on every sample alone, by ``vmap`` or, if that fails, in a loop."""
     leaves: list[Tensor] = []
     _map_tensors(leaves.append, target)
     tensors = [output, *leaves]
@@ -345,13 +345,13 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
         return value
 
     cut = [t.unflatten(dim, (count, t.shape[dim] // count)) for t, dim in zip(tensors, dims, strict=True)]
-    # copies, because a loss may work in place
+    # clones, because a loss may work in place
     try:
         batched = [t.clone() for t in cut]
         values = torch.func.vmap(alone, in_dims=tuple(dims), randomness="different")(*batched)
         assert isinstance(values, Tensor)
         return values
-    except Exception:  # whatever a callable does that vmap cannot follow; an error of its own comes back below
+    except Exception:  # anything that vmap does not support; an error of the loss itself recurs below
         _log_loop(name_of(loss))
     samples = zip(*(t.unbind(dim) for t, dim in zip(cut, dims, strict=True)), strict=True)
     return torch.stack([alone(*(t.clone() for t in sample)) for sample in samples])
@@ -359,12 +359,12 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
 
 @functools.cache
 def _log_loop(name: str) -> None:
-    """Log, once for each kind of loss, that it runs in a loop; called while the reason is being handled."""
+    """Log once per kind of loss that it runs in a loop; call this while handling the reason."""
     _log.info("%s: one sample after the other, because vmap cannot: %s", name, sys.exc_info()[1])
 
 
 def _map_tensors(function: Callable[[Tensor], Any], target: Any) -> Any:
-    """Apply ``function`` to the tensors of a target, in order, and keep the containers."""
+    """Apply ``function`` to the tensors of a target, in order, and rebuild its containers."""
     if target is None:
         return None
     if isinstance(target, Tensor):
@@ -378,7 +378,7 @@ def _map_tensors(function: Callable[[Tensor], Any], target: Any) -> Any:
 
 
 def _sample_dim(what: str, tensor: Tensor, count: int, dim: int) -> int:
-    """Return ``dim`` counted from the front, once it is known to hold N samples of at least one row each."""
+    """Check that ``dim`` holds N samples of at least one row each, and return it counted from the front."""
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
     if not -tensor.ndim <= dim < tensor.ndim:

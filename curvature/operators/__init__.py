@@ -1,7 +1,7 @@
 """The algebra of symmetric matrices over a model's parameters.
 
 In: blocks and factors, or a product with vectors. Out: operators with `@`, `solve`, `trace`, `diagonal`, `logdet`,
-`sample`, `to_dense`, ...: dense defaults in `Operator`, faster overrides for each structure.
+`sample`, `to_dense`, ... `Operator` has dense defaults, each structure faster overrides.
 """
 
 from curvature.operators.base import DENSE_LIMIT, Dense, Operator, Scaled, Sum

@@ -1,4 +1,4 @@
-"""Symmetric matrices over parameters: what each can do, with dense defaults that are the oracles of faster ways."""
+"""The base class of symmetric matrices over parameters, whose dense defaults are oracles for faster overrides."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from curvature.operators.export import scipy_operator, to_plain_data
 from curvature.operators.space import Space
 
 T = TypeVar("T")
-DENSE_LIMIT = 30_000  # rows of the largest matrix that is built unasked
+DENSE_LIMIT = 30_000  # most rows of a matrix that is built implicitly
 
 
 class Operator(ABC):
     """A symmetric P x P matrix M on the flat vectors of a space.
 
-    Vectors are flat (P,), several as columns (P, c), or dicts of tensors by parameter name; a method returns the form
-    that it got. ``M @ v``, ``M + N``, ``M - N``, ``-M``, ``c * M``, ``M / c`` work as they read.
+    Vectors are flat (P,), columns (P, c), or dicts of tensors by parameter name; methods return the form that they are
+    given. ``M @ v``, ``M + N``, ``M - N``, ``-M``, ``c * M`` and ``M / c`` work as usual.
 
-    A structure must give `_matmat`. All else has a dense default, which refuses to build a matrix of more than
-    `DENSE_LIMIT` rows. ``damping`` always means ``M + damping * I``.
+    Subclasses must implement `_matmat`. All other methods have dense defaults, which refuse to build a matrix of more
+    than `DENSE_LIMIT` rows. ``damping`` always means ``M + damping * I``.
 
     Attributes:
         space: names, shapes, dtype and device of the parameters.
     """
 
-    fields: tuple[str, ...] = ()  # attributes that are the arguments of the constructor, for files
-    __array_ufunc__ = None  # a NumPy number times an operator is left to the operator
+    fields: tuple[str, ...] = ()  # constructor arguments that are attributes, for saving
+    __array_ufunc__ = None  # let the operator handle a NumPy number times itself
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -56,10 +56,10 @@ class Operator(ABC):
     def by_columns(
         self, function: Callable[[Tensor], Tensor], v: Tensor | Mapping[str, Tensor]
     ) -> Tensor | dict[str, Tensor]:
-        """Apply a function of columns, (P, c) to (P, c), to a vector in any form and return that form.
+        """Apply a function of columns, (P, c) to (P, c), to a vector in any form and return the same form.
 
         Raises:
-            KeyError, ValueError: names, shape, dtype or device are not those of the space.
+            KeyError, ValueError: names, shape, dtype or device do not match the space.
             TypeError: neither a tensor nor a dict of tensors.
         """
         if isinstance(v, Mapping):
@@ -75,18 +75,18 @@ class Operator(ABC):
     @overload
     def __matmul__(self, v: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def __matmul__(self, v: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
-        """M v; errors as in `by_columns`."""
+        """M v; errors as for `by_columns`."""
         return self.by_columns(self._matmat, v)
 
     def to_dict(self, flat: Tensor) -> dict[str, Tensor]:
-        """A flat vector (*batch, P) as tensors (*batch, *shape) by name."""
+        """Split a flat vector (*batch, P) into tensors (*batch, *shape) by name."""
         return self.space.split(flat)
 
     def to_dense(self) -> Tensor:
-        """(P, P).
+        """The matrix as a tensor (P, P).
 
         Raises:
-            ValueError: P is over `DENSE_LIMIT`.
+            ValueError: P exceeds `DENSE_LIMIT`.
         """
         self._allow_dense()
         return self._matmat(torch.eye(self.space.size, dtype=self.space.dtype, device=self.space.device))
@@ -102,19 +102,19 @@ class Operator(ABC):
             )
 
     def materialise(self) -> Dense:
-        """The same matrix as a `Dense` one, which can be saved and solves without further products."""
+        """The same matrix as `Dense`, which can be saved and solves without further products."""
         return Dense(self.space, self.to_dense())
 
     def diagonal(self) -> Tensor:
-        """(P,)."""
+        """The diagonal, (P,)."""
         return self.to_dense().diagonal()
 
     def trace(self) -> Tensor:
-        """Scalar tensor."""
+        """The trace, a scalar tensor."""
         return self.diagonal().sum()
 
     def eigenvalues(self) -> Tensor:
-        """All of them, ascending, (P,)."""
+        """All eigenvalues, ascending, (P,)."""
         return self.materialise().eigenvalues()
 
     @overload
@@ -144,18 +144,18 @@ class Operator(ABC):
         """``log det(M + damping I)``, a scalar tensor.
 
         Raises:
-            ValueError: as for `solve`; the text says the least eigenvalue and what damping would do.
+            ValueError: as for `solve`; the message gives the smallest eigenvalue and a sufficient damping.
         """
         return self.materialise().logdet(damping)
 
     def sample(self, damping: float = 0.0, k: int | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from the normal distribution ``N(0, (M + damping I)^-1)``: (P,), or (k, P).
+        """Draw from the normal distribution ``N(0, (M + damping I)^-1)``: (P,), or (k, P).
 
         Args:
             damping: added to the matrix, for example the precision of a prior.
-            k: number of draws; None for a single one without that dimension.
-            generator: on any device. By default the operator's own, with seed 0 at its first use: the next call gives
-                new draws, and the global random state is untouched.
+            k: number of draws; None for a single draw without that dimension.
+            generator: on any device. By default the operator's own, seeded with 0 at its first use: every call gives
+                new draws and leaves the global random state untouched.
 
         Raises:
             ValueError: as for `solve`.
@@ -175,13 +175,13 @@ class Operator(ABC):
         return Scaled(self, factor)
 
     def damped(self, damping: float) -> Operator:
-        """``M + damping I`` as a matrix of its own."""
+        """``M + damping I`` as an operator."""
         return Scaled(self, 1.0, damping)
 
     def factored_damping(self, damping: float) -> Operator:
-        """The matrix with damping in the cheaper way of Kronecker factors where it has them, exact elsewhere.
+        """Damp Kronecker factors instead of their product, which is cheaper; see `Kronecker.factored_damping`.
 
-        Of this matrix it is `damped`; see `Kronecker.factored_damping`.
+        A matrix without Kronecker factors is damped exactly, as by `damped`.
         """
         return self.damped(damping)
 
@@ -213,10 +213,10 @@ class Operator(ABC):
         return scipy_operator(self.space, self._matmat)
 
     def state(self) -> dict[str, Any]:
-        """Plain tensors, numbers, strings and lists of them, for `save`.
+        """Tensors, numbers, strings and lists of them, for `save`.
 
         Raises:
-            TypeError: a matrix known by its products only; call `materialise` first.
+            TypeError: the matrix is known only by its products; call `materialise` first.
         """
         name = type(self).__name__
         if not self.fields:
@@ -224,7 +224,7 @@ class Operator(ABC):
         return {"structure": name, **{field: to_plain_data(getattr(self, field)) for field in self.fields}}
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the matrix to a file that `load` reads.
+        """Write the matrix to a file, for `load`.
 
         Raises:
             TypeError: as for `state`.
@@ -243,14 +243,14 @@ class Operator(ABC):
 
 
 class Dense(Operator):
-    """A matrix as it is.
+    """A matrix given by its entries.
 
     Args:
         space: of the parameters.
-        matrix: (P, P), symmetric up to rounding; its symmetric part is kept.
+        matrix: (P, P), symmetric up to rounding; its symmetric part is used.
 
     Raises:
-        ValueError: wrong shape, dtype or device, not symmetric, not finite.
+        ValueError: wrong shape, dtype or device, not symmetric, or not finite.
     """
 
     fields = ("space", "matrix")
@@ -258,7 +258,7 @@ class Dense(Operator):
     def __init__(self, space: Space, matrix: Tensor) -> None:
         super().__init__(space)
         self.matrix = symmetrize(space.kept(matrix, self.shape, "the matrix"), "the matrix")
-        self._root: tuple[float, Tensor] | None = None  # the last damping and its Cholesky root
+        self._root: tuple[float, Tensor] | None = None  # the last damping and its Cholesky factor
 
     def _matmat(self, V: Tensor) -> Tensor:
         return matmul(self.matrix, V)
@@ -295,7 +295,7 @@ class Dense(Operator):
 
 
 class Scaled(Operator):
-    """``factor * M + shift * I``, as fast as M where factor > 0."""
+    """``factor * M + shift * I``; as fast as M if factor > 0."""
 
     fields = ("inner", "factor", "shift")
 
@@ -322,7 +322,7 @@ class Scaled(Operator):
         return (self.factor * self.inner.eigenvalues() + self.shift).sort().values
 
     def _either(self, damping: float, inner: Callable[[float], T], dense: Callable[[Dense], T]) -> T:
-        """By M and the damping that it then has, else by the dense matrix, whose errors are in units of this one."""
+        """Use M with the equivalent damping, else the dense matrix, so that errors are in the units of this one."""
         if self.factor > 0:
             try:
                 return inner((self.shift + damping) / self.factor)

@@ -1,4 +1,4 @@
-"""A diagonal, blocks along the diagonal, and blocks on ranges of rows."""
+"""Diagonal matrices, block-diagonal matrices, and blocks on ranges of rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from curvature.operators.space import Space
 
 
 class Diagonal(Operator):
-    """``diag(values)``; its entries count as exact, so that any positive one can be divided by.
+    """``diag(values)``; its entries count as exact, so any positive entry can be inverted.
 
     Args:
         space: of the parameters.
         values: (P,).
 
     Raises:
-        ValueError: wrong shape, dtype or device, not finite.
+        ValueError: wrong shape, dtype or device, or not finite.
     """
 
     fields = ("space", "values")
@@ -65,17 +65,17 @@ class Diagonal(Operator):
 
 
 class BlockDiagonal(Operator):
-    """Operators on disjoint parts of the parameters; everything is done block by block.
+    """Operators on disjoint sets of parameters; every method works block by block.
 
     Args:
         space: of all parameters.
-        blocks: operators on sub-spaces, in any order, that cover the space; names may interleave.
+        blocks: operators on subspaces that together cover the space, in any order; names may interleave.
 
     Attributes:
         blocks: the operators by the name of their first parameter.
 
     Raises:
-        ValueError: a parameter in no block or in several, or one that differs from the space's.
+        ValueError: a parameter is in no block, in several, or differs from that of the space.
     """
 
     fields = ("space", "blocks")
@@ -100,7 +100,7 @@ class BlockDiagonal(Operator):
         """The block of a layer, by the name of its module or of a parameter.
 
         Raises:
-            KeyError: there is none, or the module has several.
+            KeyError: there is none, or several.
         """
         found = [
             block
@@ -113,7 +113,7 @@ class BlockDiagonal(Operator):
         return found[0]
 
     def _by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
-        """A function of each block and its rows (P_block, ...) of V, put together again."""
+        """Apply a function to each block and its rows (P_block, ...) of V, and concatenate the results."""
         rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))
         found: dict[str, Tensor] = {}
         for block in self.blocks.values():
@@ -122,7 +122,7 @@ class BlockDiagonal(Operator):
             found.update(zip(names, result.split(block.space.sizes), strict=True))
         return torch.cat([found[name] for name in self.space.names])
 
-    def _mapped(self, function: Callable[[Operator], Operator]) -> BlockDiagonal:
+    def _map_blocks(self, function: Callable[[Operator], Operator]) -> BlockDiagonal:
         return BlockDiagonal(self.space, [function(block) for block in self.blocks.values()])
 
     def _matmat(self, V: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class BlockDiagonal(Operator):
         return dense
 
     def diagonal(self) -> Tensor:
-        template = self.space.positions(self.space.names)  # only its rows' places count
+        template = self.space.positions(self.space.names)  # only its rows matter
         return self._by_blocks(lambda block, _: block.diagonal(), template)
 
     def trace(self) -> Tensor:
@@ -153,20 +153,20 @@ class BlockDiagonal(Operator):
         return self._by_blocks(lambda block, rows: block._inverse_root(rows, damping), Z)
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        return self._mapped(lambda block: block.inverse(damping))
+        return self._map_blocks(lambda block: block.inverse(damping))
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         return torch.stack([block.logdet(damping) for block in self.blocks.values()]).sum()
 
     def scaled(self, factor: float) -> Operator:
-        return self._mapped(lambda block: block.scaled(factor))
+        return self._map_blocks(lambda block: block.scaled(factor))
 
     def damped(self, damping: float) -> Operator:
-        return self._mapped(lambda block: block.damped(damping))
+        return self._map_blocks(lambda block: block.damped(damping))
 
     def factored_damping(self, damping: float) -> Operator:
         """Every block with its own `factored_damping`: exact for those that have no Kronecker factors."""
-        return self._mapped(lambda block: block.factored_damping(damping))
+        return self._map_blocks(lambda block: block.factored_damping(damping))
 
     def _details(self) -> list[str]:
         return [f"{len(self.blocks)} blocks"]
@@ -176,16 +176,16 @@ class BlockDiagonal(Operator):
 
 
 class RowBlocks(Operator):
-    """A matrix on parameters of one layer that is block-diagonal over ranges of their rows (attention whose queries,
-    keys and values are projected by one weight each from another input).
+    """A matrix over parameters of one layer that is block-diagonal over ranges of their rows, as for the projections of
+    cross attention, which share one weight but read different inputs.
 
     Args:
         space: of the parameters.
-        inner: the blocks, on spaces of the rows as parameters of their own: ``"weight[0:4]"``, ``"bias[0:4]"``, ...
-        order: (P,), where in the flat vector of `space` the entries of that of `inner` are.
+        inner: the blocks, over spaces that name row ranges as parameters: ``"weight[0:4]"``, ``"bias[0:4]"``, ...
+        order: (P,), the positions in the flat vector of `space` of the entries of that of `inner`.
 
     Raises:
-        ValueError: `order` is no permutation of P numbers.
+        ValueError: `order` is not a permutation of P numbers.
     """
 
     fields = ("space", "inner", "order")
@@ -198,10 +198,10 @@ class RowBlocks(Operator):
 
     @property
     def blocks(self) -> dict[str, Operator]:
-        """The blocks by the name of the first rows."""
+        """The blocks by the name of their first row range."""
         return self.inner.blocks
 
-    def _back(self, rows: Tensor) -> Tensor:
+    def _to_space_order(self, rows: Tensor) -> Tensor:
         return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
     def _with(self, inner: Operator) -> Operator:
@@ -209,7 +209,7 @@ class RowBlocks(Operator):
         return RowBlocks(self.space, inner, self.order)
 
     def _matmat(self, V: Tensor) -> Tensor:
-        return self._back(self.inner._matmat(V[self.order]))
+        return self._to_space_order(self.inner._matmat(V[self.order]))
 
     def to_dense(self) -> Tensor:
         dense = torch.empty(self.shape, dtype=self.space.dtype, device=self.space.device)
@@ -217,7 +217,7 @@ class RowBlocks(Operator):
         return dense
 
     def diagonal(self) -> Tensor:
-        return self._back(self.inner.diagonal())
+        return self._to_space_order(self.inner.diagonal())
 
     def trace(self) -> Tensor:
         return self.inner.trace()
@@ -226,10 +226,10 @@ class RowBlocks(Operator):
         return self.inner.eigenvalues()
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        return self._back(self.inner._solve(V[self.order], damping))
+        return self._to_space_order(self.inner._solve(V[self.order], damping))
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        return self._back(self.inner._inverse_root(Z, damping))  # independent entries: in any order
+        return self._to_space_order(self.inner._inverse_root(Z, damping))  # the order of noise is irrelevant
 
     def inverse(self, damping: float = 0.0) -> Operator:
         return self._with(self.inner.inverse(damping))

@@ -1,4 +1,4 @@
-"""Linear systems by products alone."""
+"""Linear systems from products alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from torch import Tensor
 from curvature.operators.base import Operator
 
 Preconditioner = Operator | Callable[[Tensor], Tensor]
-MIN_PROGRESS, PROGRESS_WINDOW = (
-    5e-4,
-    10,
-)  # relative progress per iteration that ends it, over the last so many or a tenth of all
-MAX_ITERATIONS = 250  # iterations
+# Stop when the relative progress per iteration is smaller, over this window or a tenth of all iterations.
+MIN_PROGRESS, PROGRESS_WINDOW = 5e-4, 10
+MAX_ITERATIONS = 250
 
 
 @overload
@@ -49,26 +47,26 @@ def conjugate_gradient(
 ) -> Tensor | dict[str, Tensor]:
     """Solve ``(M + damping I) x = v`` by conjugate gradients (Hestenes and Stiefel 1952, doi:10.6028/jres.049.044).
 
-    Columns go together but have step sizes of their own; one that has converged does not change any more. The
-    residual that the recursion promises is checked by a product at the end, and the iteration restarted where rounding
-    broke the promise. On a singular matrix the solution of a system that has one is found, that of least norm.
+    Columns share products but have their own step sizes; a converged column no longer changes. A final product checks
+    the residual of the recursion and restarts the iteration if rounding made it wrong. On a singular matrix, a
+    consistent system gets its solution of least norm.
 
     Args:
         op: positive definite with the damping.
         v: (P,), columns (P, c), or a dict by parameter name.
         damping: added to the matrix.
-        preconditioner: an approximate inverse of ``M + damping I``, positive definite: an operator that is applied
-            with ``@``, such as ``kfac.inverse(damping)``, or a function of columns.
-        rtol: allowed norm of the residual of a column, relative to that of v; by default 1e-10 in float64 and 1e-4 in
+        preconditioner: a positive definite approximation of ``(M + damping I)^-1``: an operator, such as
+            ``kfac.inverse(damping)``, or a function of columns.
+        rtol: allowed norm of the residual of each column relative to that of v; by default 1e-10 in float64, 1e-4 in
             float32.
-        max_iter: most iterations, each one product; by default 10 P, but no more than 5000.
+        max_iter: maximum number of iterations, one product each; by default the smaller of 10 P and 5000.
 
     Returns:
         x, in the form of v.
 
     Raises:
-        ValueError: a direction of curvature that is not positive was met.
-        RuntimeError: no convergence; the text says how far it came.
+        ValueError: the iteration met a direction of non-positive curvature.
+        RuntimeError: no convergence; the message gives the residual reached.
     """
     rtol = (1e-10 if op.space.dtype == torch.float64 else 1e-4) if rtol is None else rtol
     limit = min(10 * op.space.size, 5000) if max_iter is None else max_iter
@@ -84,7 +82,7 @@ def _as_function(preconditioner: Preconditioner | None) -> Callable[[Tensor], Te
 def _solve(
     op: Operator, V: Tensor, damping: float, precondition: Callable[[Tensor], Tensor], rtol: float, limit: int
 ) -> Tensor:
-    """The system with columns (P, c): rounds of iterations, until the true residual is small."""
+    """Solve for columns (P, c) by rounds of iterations, until the true residual is small."""
 
     def product(x: Tensor) -> Tensor:
         return op @ x + damping * x
@@ -99,9 +97,9 @@ def _solve(
         x, used = x + step, used + count
         residual = V - product(x)
         after = residual.norm(dim=0)
-        # A round that gains less than a factor of two is at the limit of what rounding allows.
-        lost = ~(after <= target) & ~((after < before / 2) & (used < limit))
-        if lost.any():
+        # A round that gains less than a factor of two is limited by rounding.
+        failed = ~(after <= target) & ~((after < before / 2) & (used < limit))
+        if failed.any():
             worst = float((after / V.norm(dim=0).clamp(min=torch.finfo(V.dtype).tiny)).max())
             raise RuntimeError(
                 f"conjugate gradients reached a relative residual of {worst:.3g}, not {rtol:.3g}, in {used} iterations "
@@ -117,7 +115,7 @@ def _round(
     precondition: Callable[[Tensor], Tensor],
     limit: int,
 ) -> tuple[Tensor, int]:
-    """Iterations from zero until the residuals of the recursion are below `target`: the solution and their number."""
+    """Iterate from zero until the residuals of the recursion are below `target`; return x and the iterations."""
     x = torch.zeros_like(residual)
     z = precondition(residual)
     p, gain = z, (residual * z).sum(0)
@@ -149,10 +147,10 @@ def _round(
 def truncated_conjugate_gradient(
     product: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, precondition: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, int]:
-    """``M x = right`` by conjugate gradients, as far as pays, and the number of iterations.
+    """Solve ``M x = right`` by conjugate gradients until progress is small; return x and the number of iterations.
 
-    The quadratic model ``1/2 x^T M x - right^T x`` falls with every iteration; it ends when the last k have brought
-    less than k times 5e-4 of all, k the larger of 10 and a tenth of the iterations (Martens 2010, section 4.4).
+    The quadratic model ``1/2 x^T M x - right^T x`` falls with every iteration. Stop when the last k iterations gained
+    less than k * 5e-4 of the total, k the larger of 10 and a tenth of the iterations (Martens 2010, section 4.4).
     """
     x = start
     rest = right - product(x) if bool(x.any()) else right.clone()

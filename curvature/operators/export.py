@@ -1,4 +1,4 @@
-"""How operators leave the package: as plain data for a file, and as SciPy sees them."""
+"""Operators as plain data for files, and as SciPy operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from curvature.operators.space import Space
 
 
 def to_plain_data(value: Any) -> Any:
-    """Tensors, numbers, strings and lists or dicts of them for what an operator is made of; of a dict the values."""
+    """The parts of an operator as tensors, numbers, strings, and lists or dicts of them; a mapping as a list."""
     if isinstance(value, Tensor):
         return copy_if_view(value)
     if hasattr(value, "state"):
@@ -28,13 +28,13 @@ def to_plain_data(value: Any) -> Any:
 
 
 def copy_if_view(tensor: Tensor) -> Tensor:
-    """The tensor without the rest of a storage that it is a view of, which a file would hold too."""
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if whole else tensor.clone()
+    """Clone a view of a larger storage, which a file would otherwise include."""
+    owns_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if owns_storage else tensor.clone()
 
 
 def scipy_operator(space: Space, matmat: Callable[[Tensor], Tensor]) -> Any:
-    """The ``scipy.sparse.linalg.LinearOperator`` of a symmetric matrix with this product of columns.
+    """The ``scipy.sparse.linalg.LinearOperator`` of a symmetric matrix, given its product with columns.
 
     Raises:
         ImportError: SciPy is not installed.
@@ -52,5 +52,5 @@ def scipy_operator(space: Space, matmat: Callable[[Tensor], Tensor]) -> Any:
         return found.detach().cpu().numpy().reshape(array.shape)
 
     name = str(space.dtype).removeprefix("torch.")
-    ways = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
-    return linalg.LinearOperator((space.size, space.size), dtype=name, **ways)
+    products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
+    return linalg.LinearOperator((space.size, space.size), dtype=name, **products)

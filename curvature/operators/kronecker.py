@@ -1,7 +1,7 @@
-"""Kronecker-factored matrices of one layer: ``kron(B, A)`` per group, and diagonal in a Kronecker-factored basis.
+"""Kronecker-factored matrices of one layer: ``kron(B, A)`` per group, or diagonal in a Kronecker-factored basis.
 
-The entries of the weight, and of the bias as its last input, lie as X (g, o, i); ``kron(B, A)`` acts as ``B X A``:
-for a row-major X ``kron(B, A) vec(X) = vec(B X A^T)``.
+The entries of the weight, with the bias as its last input, are arranged as X (g, o, i). ``kron(B, A)`` acts as
+``B X A``: for a row-major X, ``kron(B, A) vec(X) = vec(B X A^T)``.
 
 Indices: g group, o output, i input, c column.
 """
@@ -27,14 +27,14 @@ def two_sided(left: Tensor | None, x: Tensor, right: Tensor | None) -> Tensor:
 
 
 class LayerOperator(Operator):
-    """A matrix that acts on the parameters of one layer, arranged as (g, o, i).
+    """A matrix over the parameters of one layer, arranged as (g, o, i).
 
     Args:
         space: of the weight, or of the weight and the bias.
         arrangement: where their entries are in (g, o, i).
 
     Raises:
-        ValueError: the shapes of the space are not those of the arrangement.
+        ValueError: the shapes of the space and the arrangement differ.
     """
 
     def __init__(self, space: Space, arrangement: AffineLayout) -> None:
@@ -50,7 +50,7 @@ class LayerOperator(Operator):
         return groups, outputs, self.space.size // (groups * outputs)
 
     def _side(self, matrix: Tensor, what: str, size: int) -> Tensor:
-        """One factor, checked: (g, size, size), or (g, size) where it is diagonal."""
+        """Check a factor (g, size, size), or (g, size) if it is diagonal."""
         if matrix.ndim == 2:
             return self.space.kept(matrix, (self.sides[0], size), what)
         return symmetrize(self.space.kept(matrix, (self.sides[0], size, size), what), what)
@@ -63,7 +63,7 @@ class LayerOperator(Operator):
         """The inverse of `_to_matrices`."""
         return torch.cat([part.flatten(1) for part in self.arrangement.from_matrices(X)], 1).T
 
-    def _shown(self, name: str, matrix: Tensor | None, size: int) -> str:
+    def _describe(self, name: str, matrix: Tensor | None, size: int) -> str:
         kind = "identity" if matrix is None else "diagonal" if matrix.ndim == 2 else f"{size} x {size}"
         return f"{name} {kind}"
 
@@ -77,11 +77,11 @@ class EigenKronecker(LayerOperator):
         row_vectors: U_B, orthogonal, eigenvectors as columns (g, o, o); None for the identity.
         column_vectors: U_A (g, i, i), or None.
         values: the eigenvalues, (g, o, i).
-        rounding: how uncertain rounding makes the values, (g, o, i), where that is known. By default it is taken from
-            the largest value that the vectors mix with each, and none where both are the identity.
+        rounding: uncertainty of the values by rounding, (g, o, i). By default, it follows from the largest value that
+            the eigenvectors mix with each, and is zero if both are the identity.
 
     Raises:
-        ValueError: wrong shapes, dtype or device, vectors that are not orthogonal, entries that are not finite.
+        ValueError: wrong shapes, dtype or device, vectors that are not orthogonal, or entries that are not finite.
     """
 
     fields = ("space", "arrangement", "row_vectors", "column_vectors", "values", "rounding")
@@ -111,7 +111,7 @@ class EigenKronecker(LayerOperator):
             return None
         vectors = self.space.kept(vectors, (self.sides[0], size, size), what)
         eye = torch.eye(size, dtype=vectors.dtype, device=vectors.device)
-        # Against mistakes, not for accuracy: loose enough for products in reduced precision.
+        # This catches mistakes, so it is loose enough for products in reduced precision.
         if not ((matmul(vectors.mT, vectors) - eye).abs() <= torch.finfo(vectors.dtype).eps ** 0.25).all():
             raise ValueError(f"{what} of the parameters {list(self.space.names)} are not orthogonal")
         return vectors
@@ -157,7 +157,7 @@ class EigenKronecker(LayerOperator):
         return self._spectral(V, 1 / self._damped(damping))
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        noise = Z.T.reshape(-1, *self.sides)  # independent normal entries: their order does not matter
+        noise = Z.T.reshape(-1, *self.sides)  # the noise is independent, so its order is irrelevant
         return self._rotate_back(noise / self._damped(damping).sqrt())
 
     def inverse(self, damping: float = 0.0) -> Operator:
@@ -175,21 +175,21 @@ class EigenKronecker(LayerOperator):
 
     def _details(self) -> list[str]:
         groups, outputs, inputs = self.sides
-        rows = self._shown("rows", self.row_vectors, outputs)
-        return [f"{groups} groups", rows, self._shown("columns", self.column_vectors, inputs)]
+        rows = self._describe("rows", self.row_vectors, outputs)
+        return [f"{groups} groups", rows, self._describe("columns", self.column_vectors, inputs)]
 
 
 class Kronecker(LayerOperator):
-    """``kron(B, A)`` per group (KFAC, arXiv:1503.05671). What needs more than products goes by eigenvalues, exactly.
+    """``kron(B, A)`` per group (KFAC, arXiv:1503.05671). Methods other than products use an exact eigendecomposition.
 
     Args:
         space: of the weight, or of the weight and the bias.
         arrangement: likewise.
-        rows: B, from backprops, (g, o, o), or (g, o) where it is diagonal.
-        columns: A, from activations, (g, i, i), or (g, i) where it is diagonal.
+        rows: B, from backprops, (g, o, o), or (g, o) if it is diagonal.
+        columns: A, from activations, (g, i, i), or (g, i) if it is diagonal.
 
     Raises:
-        ValueError: wrong shapes, dtype or device, not symmetric, not finite.
+        ValueError: wrong shapes, dtype or device, not symmetric, or not finite.
     """
 
     fields = ("space", "arrangement", "rows", "columns")
@@ -213,12 +213,12 @@ class Kronecker(LayerOperator):
 
     @property
     def eigen(self) -> EigenKronecker:
-        """The same matrix in its eigenbasis, decomposed at first use."""
+        """The same matrix in its eigenbasis, which is computed at first use."""
         if self._eigen is None:
             row_values, row_rounding, row_vectors = _eigendecompose(self.rows)
             values, rounding, vectors = _eigendecompose(self.columns)
             products = row_values[:, :, None] * values[:, None, :]
-            # Each factor's rounding times the other's value, which is far less than that of the largest product.
+            # The rounding of each factor times the values of the other, far less than that of the largest product.
             unsure = (
                 row_rounding[:, :, None] * values.abs()[:, None, :] + row_values.abs()[:, :, None] * rounding[:, None]
             )
@@ -269,8 +269,8 @@ class Kronecker(LayerOperator):
     def factored_damping(self, damping: float) -> Kronecker:
         """``kron(B + sqrt(damping) / pi I, A + pi sqrt(damping) I)`` (arXiv:1503.05671, section 6.3).
 
-        This is ``M + damping I`` plus two terms that are not small: another matrix, whose inverse is a ``kron`` too.
-        Per group, ``pi^2 = mean eigenvalue of A / mean eigenvalue of B``; pi = 1 where one of them is not positive.
+        This equals ``M + damping I`` plus two terms that are not small, but its inverse is a Kronecker product, too.
+        Per group, ``pi^2 = mean eigenvalue of A / mean eigenvalue of B``; pi = 1 if one of them is not positive.
 
         Raises:
             ValueError: the damping is negative.
@@ -285,21 +285,21 @@ class Kronecker(LayerOperator):
 
     def _details(self) -> list[str]:
         groups, outputs, inputs = self.sides
-        return [f"{groups} groups", self._shown("B", self.rows, outputs), self._shown("A", self.columns, inputs)]
+        return [f"{groups} groups", self._describe("B", self.rows, outputs), self._describe("A", self.columns, inputs)]
 
 
 def _diagonal(side: Tensor) -> Tensor:
-    """(g, d) of a factor."""
+    """The diagonal (g, d) of a factor."""
     return side if side.ndim == 2 else side.diagonal(dim1=1, dim2=2)
 
 
 def _shift_diagonal(side: Tensor, shift: Tensor) -> Tensor:
-    """A factor with (g, 1) added to its diagonal."""
+    """Add (g, 1) to the diagonal of a factor."""
     return side + (shift if side.ndim == 2 else shift.expand(side.shape[:2]).diag_embed())
 
 
 def _eigendecompose(side: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Eigenvalues (g, d), their rounding (g, d), and eigenvectors, None where the factor is diagonal."""
+    """Eigenvalues (g, d), their rounding (g, d), and eigenvectors, None if the factor is diagonal."""
     if side.ndim == 2:
         return side, torch.zeros_like(side), None
     values, vectors = symmetric_eigh(side)

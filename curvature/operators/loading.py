@@ -1,4 +1,4 @@
-"""Operators from files."""
+"""Load operators from files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from curvature.terms import AffineLayout
 
 
 def load(path: str | PathLike[str], device: torch.device | str | None = None) -> Operator:
-    """The operator that `Operator.save` wrote.
+    """Load the operator that `Operator.save` wrote.
 
-    Nothing but tensors, numbers, strings and lists of them is read, so that a file from a stranger runs no code.
+    Only tensors, numbers, strings and lists of them are read, so untrusted files cannot run code.
 
     Args:
         path: of the file.
-        device: to be on; None for where it was when saved.
+        device: of the operator; None for the device it was saved from.
 
     Raises:
         ValueError: the file holds no matrix that this version knows.
@@ -48,7 +48,7 @@ def _restore(value: Any, device: torch.device | str | None) -> Any:
 
 
 def _restorable(kind: Any) -> dict[str, Any]:
-    """The sub-classes that can be restored, by name."""
+    """The subclasses that can be restored, by name."""
     found = {sub.__name__: sub for sub in kind.__subclasses__() if sub.fields}
     for sub in kind.__subclasses__():
         found |= _restorable(sub)

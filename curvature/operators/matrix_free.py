@@ -1,4 +1,4 @@
-"""Matrices that are known by their products."""
+"""Matrices known by their products."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from curvature.operators.base import Operator
 from curvature.operators.conjugate_gradient import conjugate_gradient
 from curvature.operators.space import Space
 
-MAX_DIRECT_SIZE = 2000  # rows up to which a solve builds the matrix
+MAX_DIRECT_SIZE = 2000  # a solve builds matrices of at most this many rows
 
 
 class MatrixFree(Operator):
-    """A matrix given by a function that multiplies with it.
+    """A matrix given by its product with columns.
 
-    Up to 2000 rows, `solve` and `inverse` build the matrix and decompose it; above, they go by `conjugate_gradient` to
-    its default tolerance (call that for a preconditioner). Nothing built is kept: ``materialise()`` gives a matrix that
-    several calls can use. All other methods build the matrix, up to `DENSE_LIMIT` rows.
+    With up to 2000 rows, `solve` and `inverse` build and decompose the matrix; with more, they use `conjugate_gradient`
+    with its default tolerance (call that directly for a preconditioner). Nothing is cached: ``materialise()`` gives a
+    matrix that several calls can share. All other methods build the matrix, with up to `DENSE_LIMIT` rows.
 
     Args:
         space: of the parameters.
         matmat: columns (P, c) to columns (P, c), linear and symmetric.
-        diagonal: an exact cheaper way to the diagonal, (P,).
-        dense: an exact cheaper way to the matrix, (P, P).
-        trace: an exact cheaper way to the trace, a scalar tensor.
+        diagonal: a cheaper exact way to compute the diagonal, (P,).
+        dense: a cheaper exact way to compute the matrix, (P, P).
+        trace: a cheaper exact way to compute the trace, a scalar tensor.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MatrixFree(Operator):
 
 
 class Inverse(Operator):
-    """``K^-1`` with ``K = M + damping I``, each product a solve with M."""
+    """``K^-1`` with ``K = M + damping I``; each product solves with M."""
 
     def __init__(self, inner: Operator, damping: float) -> None:
         super().__init__(inner.space)

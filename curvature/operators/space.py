@@ -1,4 +1,4 @@
-"""What the rows of a matrix over parameters mean: their names and shapes, in order."""
+"""Names and shapes of the parameters that index the rows of a matrix."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Space:
-    """Named parameters in order, and the flat vectors that hold all their entries one after the other.
+    """Named parameters in order, and the flat vectors that concatenate their entries.
 
     Attributes:
         names, shapes: of the parameters, in the order of the flat vector.
-        dtype: float32 or float64, of all vectors and matrices over the space.
+        dtype: of all vectors and matrices over the space, float32 or float64.
         device: likewise.
 
     Raises:
-        ValueError: a name twice, no parameter, or a dtype that the decompositions cannot do.
+        ValueError: duplicate names, no parameters, or a dtype that decompositions do not support.
     """
 
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Space:
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
-        # "cuda" and "cuda:0" may be the same device but are not equal; that of a tensor is the full name.
+        # "cuda" and "cuda:0" may be the same device but compare unequal; a tensor has the full name.
         object.__setattr__(self, "device", torch.empty(0, device=self.device).device)
         if not self.names or len(set(self.names)) < len(self.names) or len(self.names) != len(self.shapes):
             raise ValueError(f"a space needs different names with one shape each, found {self.names}, {self.shapes}")
@@ -45,8 +45,8 @@ class Space:
         """The space of these parameters, in their order.
 
         Args:
-            parameters: names to tensors, as ``dict(model.named_parameters())``.
-            dtype: of vectors and matrices; by default the widest of the parameters', at least float32.
+            parameters: tensors by name, such as ``dict(model.named_parameters())``.
+            dtype: of vectors and matrices; by default the widest dtype of the parameters, at least float32.
 
         Raises:
             ValueError: the parameters are on several devices.
@@ -67,14 +67,14 @@ class Space:
 
     @property
     def size(self) -> int:
-        """P, the number of all entries."""
+        """P, the total number of entries."""
         return sum(self.sizes)
 
     def subspace(self, names: Iterable[str]) -> Space:
-        """The space of these parameters, in the order given.
+        """The space of these parameters, in the given order.
 
         Raises:
-            KeyError: a name that this space does not have.
+            KeyError: a name is not in this space.
         """
         names, shapes = tuple(names), dict(zip(self.names, self.shapes, strict=True))
         missing = [name for name in names if name not in shapes]
@@ -83,16 +83,16 @@ class Space:
         return Space(names, tuple(shapes[name] for name in names), self.dtype, self.device)
 
     def positions(self, names: Iterable[str]) -> Tensor:
-        """Places in the flat vector of the entries of these parameters, in the order given: (their number,)."""
+        """Positions in the flat vector of the entries of these parameters, in the given order: (entries,)."""
         where = dict(zip(self.names, torch.arange(self.size, device=self.device).split(self.sizes), strict=True))
         return torch.cat([where[name] for name in self.subspace(names).names])
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Tensors of shapes (*batch, *shape) by name, in any order of names, to (*batch, P).
+        """Flatten tensors (*batch, *shape) by name, in any order of names, to (*batch, P).
 
         Raises:
-            KeyError: a name is missing, or is none of the space's.
-            ValueError: a tensor of wrong shape, device or wider dtype.
+            KeyError: a name is missing or unknown.
+            ValueError: a tensor has a wrong shape or device, or a wider dtype.
         """
         missing = [name for name in self.names if name not in tensors]
         unknown = [name for name in tensors if name not in self.names]
@@ -106,20 +106,20 @@ class Space:
         return torch.cat(flat, -1)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """The inverse of `flatten`: (*batch, P) to tensors (*batch, *shape) by name.
+        """Inverse of `flatten`: (*batch, P) to tensors (*batch, *shape) by name.
 
         Raises:
-            ValueError: the last dimension is not P, or device or dtype are wrong.
+            ValueError: the last dimension is not P, or device or dtype is wrong.
         """
         flat = self.checked(flat, (*flat.shape[:-1], self.size), "the flat vector")
         parts = zip(self.names, self.shapes, flat.split(self.sizes, -1), strict=True)
         return {name: part.reshape((*flat.shape[:-1], *shape)) for name, shape, part in parts}
 
     def checked(self, tensor: Tensor, shape: Sequence[int], what: str) -> Tensor:
-        """The tensor in the dtype of the space.
+        """Check a tensor and cast it to the dtype of the space.
 
         Raises:
-            ValueError: another shape or device, or a dtype that does not fit without loss; the text names `what`.
+            ValueError: wrong shape or device, or a dtype that cannot be cast without loss; the message names `what`.
         """
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{what} should have shape {tuple(shape)}, found {tuple(tensor.shape)}")
@@ -130,13 +130,13 @@ class Space:
         return tensor.to(self.dtype)
 
     def kept(self, tensor: Tensor, shape: Sequence[int], what: str) -> Tensor:
-        """`checked` for a part of a matrix: cut off from autograd.
+        """`checked` for a part of a matrix, detached from autograd.
 
         Raises:
             ValueError: as for `checked`, or an entry is not finite.
         """
         tensor = self.checked(tensor, shape, what).detach()
-        if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum is quick, but may overflow
+        if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum is fast but may overflow
             raise ValueError(f"{what} of the parameters {list(self.names)} has entries that are not finite")
         return tensor
 
@@ -145,14 +145,14 @@ class Space:
 
         Args:
             count: number of columns.
-            generator: on any device; by default a new one with seed 0, so that the global random state is untouched.
+            generator: on any device; by default a new one with seed 0, which leaves the global random state untouched.
         """
         generator = generator or self.generator()
         drawn = torch.randn(count, self.size, dtype=self.dtype, device=generator.device, generator=generator)
         return drawn.to(self.device).T
 
     def signs(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Independent random signs, (P, count); the generator as in `normal`."""
+        """Independent random signs, (P, count); the generator is as for `normal`."""
         generator = generator or self.generator()
         drawn = torch.randint(2, (count, self.size), device=generator.device, generator=generator)
         return (2 * drawn - 1).to(self.device, self.dtype).T
@@ -162,14 +162,14 @@ class Space:
         return torch.Generator(self.device).manual_seed(0)
 
     def state(self) -> dict[str, Any]:
-        """Plain names, numbers and strings, for `Space.restore`."""
+        """Lists and strings for `Space.restore`."""
         shapes = [list(shape) for shape in self.shapes]
         dtype = str(self.dtype).removeprefix("torch.")
-        place = {"dtype": dtype, "device": str(self.device)}
-        return {"structure": "Space", "names": list(self.names), "shapes": shapes, **place}
+        device = str(self.device)
+        return {"structure": "Space", "names": list(self.names), "shapes": shapes, "dtype": dtype, "device": device}
 
     @staticmethod
     def restore(state: Mapping[str, Any], device: torch.device | str | None = None) -> Space:
-        """The space with this `state`, on `device` if one is given."""
-        place = torch.device(device or state["device"])
-        return Space(state["names"], state["shapes"], getattr(torch, state["dtype"]), place)
+        """The space with this `state`, on `device` if given."""
+        device = torch.device(device or state["device"])
+        return Space(state["names"], state["shapes"], getattr(torch, state["dtype"]), device)

@@ -1,7 +1,7 @@
-"""Pictures of what the builders and the estimators return and of an optimizer's run, with matplotlib.
+"""Figures with matplotlib of what builders and estimators return, and of an optimizer's run.
 
-Every function draws into the axes that it is given, or into a new figure, and returns the axes. None shows or saves
-anything, and none changes matplotlib's settings. All else is left to the caller, by way of the axes returned.
+In: matrices, estimates, or an optimizer's history. Out: axes. Every function draws into the given axes, or into a new
+figure, and returns the axes. None shows or saves a figure or changes matplotlib's settings.
 """
 
 from curvature.plots.convergence import agreement, apart, drift

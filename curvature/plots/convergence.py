@@ -1,4 +1,4 @@
-"""Numbers against numbers of vectors and against epochs."""
+"""Errors against numbers of vectors, and quantities of matrices against epochs."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from curvature.plots.style import (
     to_vector,
 )
 
-MAX_TICKS = 10  # numbers that have room below an axis
+MAX_TICKS = 10  # tick labels that fit below an axis
 Matrix = Operator | Tensor | Mapping[str, Tensor]
 
 
 def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None, *, exact: Any = None) -> Axes:
     """Errors of random estimators against their number of vectors, on two log axes, with the slope of 1/sqrt(k).
 
-    A line goes through the medians over the seeds; a band reaches from the least to the largest. The legend says how
-    many errors are not shown because they are zero or not finite.
+    Lines show the median over the seeds, bands the range. The legend counts the errors that are not shown because they
+    are zero or not finite.
 
     Args:
         estimates: ``{estimator: {k: estimate, or a list of them for several seeds}}``: operators, tensors, dicts of
-            tensors as of ``fisher_diagonal``, or what ``xtrace`` and its like return. Without `exact`, their errors,
-            computed before: numbers that are not negative, in any unit.
+            tensors as from ``fisher_diagonal``, or results of ``xtrace`` and the like. Without `exact`, precomputed
+            errors: nonnegative numbers, in any unit.
         ax: axes to draw into; None for a new figure.
-        exact: what is estimated, in the same form. The error is ``|estimate - exact| / |exact|``, of all entries.
+        exact: the true value, in the same form. The error is ``|estimate - exact| / |exact|`` over all entries.
 
     Returns:
         The axes.
 
     Raises:
-        TypeError: something else than dicts of numbers or, with `exact`, of matrices.
-        ValueError: nothing to draw, numbers of vectors that are not positive, or negative errors; `exact` is zero or
-            not finite, or of another shape.
+        TypeError: not dicts of numbers or, with `exact`, of matrices.
+        ValueError: nothing to draw, numbers of vectors that are not positive, or negative errors; `exact` is zero, not
+            finite, or of another shape.
     """
     items = require_mapping(estimates, "estimates", "{name: {k: estimates}}").items()
     error_of = _given_errors if exact is None else _distance_to(exact)
     table = {str(name): _by_count(str(name), rows, error_of) for name, rows in items}
     ax = axes_or_new(ax)
-    heights: list[float] = []  # errors times sqrt(k): the same for all k where an error falls as 1/sqrt(k)
+    heights: list[float] = []  # errors times sqrt(k): constant if an error falls as 1/sqrt(k)
     for index, (name, rows) in enumerate(table.items()):
         shown = {k: row[np.isfinite(row) & (row > 0)] for k, row in rows.items()}
         points = {k: (np.median(row), row.min(), row.max()) for k, row in shown.items() if row.size}
@@ -89,21 +89,21 @@ def drift(
     *,
     quantity: str = f"largest eigenvalue {CURVATURE_UNIT}",
 ) -> Axes:
-    """A number of each of several matrices over the epochs, such as the trace or the largest eigenvalue, on a log axis.
+    """A quantity of several matrices over the epochs, such as the trace or the largest eigenvalue, on a log axis.
 
-    The legend says how many values are not shown because they are negative, zero or not finite.
+    The legend counts the values that are not shown because they are negative, zero or not finite.
 
     Args:
-        values: ``{matrix: its number at every epoch}``, for example ``{"Fisher": [1.2, 0.8], "Hessian": [1.3, 0.7]}``.
-        epochs: one for each value; by default 0, 1, 2, ...
+        values: ``{matrix: its value at every epoch}``, for example ``{"Fisher": [1.2, 0.8], "Hessian": [1.3, 0.7]}``.
+        epochs: one per value; by default 0, 1, 2, ...
         ax: axes to draw into; None for a new figure.
-        quantity: what the numbers are and their unit, for the label of the axis.
+        quantity: the quantity and its unit, for the axis label.
 
     Returns:
         The axes.
 
     Raises:
-        TypeError: no dict of numbers: of a matrix, give its trace or another number of it.
+        TypeError: not a dict of numbers; for a matrix, give its trace or another number.
         ValueError: nothing to draw, or different numbers of values and epochs.
     """
     items = require_mapping(values, "values", "{matrix: [number at every epoch]}").items()
@@ -120,25 +120,25 @@ def drift(
 
 
 def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes | None = None) -> Axes:
-    """How several matrices drift apart: the angle between each two of them over the epochs, in degrees.
+    """How matrices drift apart: the angle between each pair over the epochs, in degrees.
 
-    With ``cos(angle) = <M, N> / (|M| |N|)`` of all entries. At 0 degrees, two are the same up to a factor (which
-    `drift` shows); semi-definite ones reach 90 degrees where they have nothing in common. No angle is drawn where a
-    matrix is zero or not finite, and the legend says so.
+    ``cos(angle) = <M, N> / (|M| |N|)`` over all entries. At 0 degrees, two matrices agree up to a factor (see `drift`);
+    at 90 degrees, semi-definite matrices have nothing in common. Angles with a matrix that is zero or not finite are
+    left out, and the legend says so.
 
     Args:
         matrices: ``{name: the matrix at every epoch}``: operators, which are made dense, tensors, or dicts of tensors
-            as of ``fisher_diagonal``. Of a model that trains on, ``materialise()`` matrix-free operators at once: they
-            hold the model, not its matrix.
-        epochs: one for each matrix; by default 0, 1, 2, ...
+            as from ``fisher_diagonal``. If the model keeps training, call ``materialise()`` on matrix-free operators at
+            once: they hold the model, not its matrix.
+        epochs: one per matrix; by default 0, 1, 2, ...
         ax: axes to draw into; None for a new figure.
 
     Returns:
         The axes.
 
     Raises:
-        TypeError: something else than a dict of lists of matrices.
-        ValueError: less than two names, different numbers or shapes of matrices, or too large to be made dense.
+        TypeError: not a dict of lists of matrices.
+        ValueError: fewer than two names, different numbers or shapes of matrices, or a matrix too large to make dense.
     """
     items = require_mapping(matrices, "matrices", "{name: [matrix at every epoch]}").items()
     if len(items) < 2:
@@ -147,7 +147,7 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
         if not isinstance(found, Sequence):
             raise TypeError(f"{name}: expected a list of matrices, one for each epoch, found {type(found).__name__}")
     x = _epochs({str(name): len(found) for name, found in items}, epochs)
-    # Epoch by epoch, so that no more than one of each is dense at a time.
+    # Epoch by epoch, so that only one matrix of each name is dense at a time.
     names = {f"{one} and {other}": (one, other) for one, other in combinations(matrices, 2)}
     angles: dict[str, list[float]] = {pair: [] for pair in names}
     _, first = next(iter(items))
@@ -161,13 +161,13 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
         note = f"{missing} of a matrix that is zero or not finite" if missing else ""
         _draw_epochs(ax, index, x, np.array(found), label_with_note(pair, note))
     ax.set(ylabel="angle between matrices [degrees]")
-    ax.set_ylim(bottom=-0.03 * ax.get_ylim()[1])  # so that a line at zero is not cut in half
+    ax.set_ylim(bottom=-0.03 * ax.get_ylim()[1])  # show the full width of a line at zero
     legend(ax)
     return ax
 
 
 def _by_count(name: str, rows: Any, error_of: Callable[[Any, str], Array]) -> dict[float, Array]:
-    """The errors of one estimator by number of vectors, ascending."""
+    """Errors of one estimator by number of vectors, ascending."""
     found: dict[float, Array] = {}
     for k, row in require_mapping(rows, name, "{k: estimates}").items():
         (count,) = to_array([k], f"{name}: number of vectors")
@@ -186,7 +186,7 @@ def _given_errors(row: Any, what: str) -> Array:
 
 
 def _distance_to(exact: Any) -> Callable[[Any, str], Array]:
-    """A function of an estimate, or of a list of them, that gives the relative error of each."""
+    """Return a function that gives the relative errors of an estimate or a list of them."""
     target = _entries(exact, "exact")
     norm = np.linalg.norm(target)
     if not (norm > 0 and math.isfinite(norm)):
@@ -203,10 +203,10 @@ def _distance_to(exact: Any) -> Callable[[Any, str], Array]:
 
 
 def _epochs(lengths: Mapping[str, int], epochs: Any) -> Array:
-    """One epoch for each value.
+    """The epochs, one per value.
 
     Raises:
-        ValueError: different numbers of them.
+        ValueError: the numbers of values and epochs differ.
     """
     different = len(set(lengths.values())) > 1
     x = np.arange(max(lengths.values()), dtype=np.float64) if epochs is None else to_vector(epochs, "epochs")
@@ -225,7 +225,7 @@ def _draw_epochs(ax: Axes, index: int, x: Array, y: Array, label: str) -> None:
 
 
 def _entries(matrix: Any, what: str, like: Any = None) -> Array:
-    """All entries in a row; those of a dict in the order of its names, or of those of `like` where this is one too."""
+    """All entries, flattened; those of a dict in the order of its names, or of those of `like` if that is a dict."""
     if isinstance(matrix, Operator | Estimate):
         matrix = matrix.to_dense() if isinstance(matrix, Operator) else matrix.value
     parts = [matrix]
@@ -245,13 +245,13 @@ def _require_one_shape(one: Array, other: Array, what: str) -> None:
 
 
 def _direction(matrix: Any, what: str, like: Any) -> Array:
-    """All entries in a row, of norm one; not a number where the matrix is zero or not finite."""
+    """All entries, flattened and normalized; nan if the matrix is zero or not finite."""
     entries = _entries(matrix, what, like)
     norm = np.linalg.norm(entries) or math.nan
     return entries / (norm if math.isfinite(norm) else math.nan)
 
 
 def _angle(one: Array, other: Array, what: str) -> float:
-    """In degrees; the arc cosine of the inner product would lose half of the digits of a small angle."""
+    """The angle in degrees; the arc cosine of the inner product would lose half the digits of small angles."""
     _require_one_shape(one, other, what)
     return math.degrees(2 * math.atan2(float(np.linalg.norm(one - other)), float(np.linalg.norm(one + other))))

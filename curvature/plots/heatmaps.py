@@ -1,4 +1,4 @@
-"""Matrices as heat maps: red entries are positive, blue ones negative, white is zero."""
+"""Matrices as heat maps: positive entries are red, negative ones blue, zero is white."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from curvature.operators import Kronecker, Operator
 from curvature.plots.style import COLOURS, CURVATURE_UNIT, Array, axes_grid, axes_or_new, layers_of, spans_of, to_array
 
 COLOUR_MAP = "RdBu_r"
-LINEAR_THRESHOLD = 1e-2  # of the largest entry: where the logarithmic part of a colour scale ends
-MIN_LABEL_GAP = 0.05  # of the side of a picture: names of layers nearer than that would overlap
-MAX_POINTS = 2000  # along a side of a picture, more than a screen shows
-MAX_GROUPS = 16  # of a layer, whose factors can still be told apart
+LINEAR_THRESHOLD = 1e-2  # the colour scale is linear below this share of the largest entry
+MIN_LABEL_GAP = 0.05  # of the side of a picture: closer layer names would overlap
+MAX_POINTS = 2000  # along a side of a picture; a screen shows fewer
+MAX_GROUPS = 16  # of a layer; more are not distinguishable
 MAX_LAYERS = 40  # in one figure
 
 
 def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
     """A heat map of a matrix, with the boundaries and names of the layers.
 
-    Colours are logarithmic in the size of the entries down to a hundredth of the largest, and linear between there and
-    zero. Where there are more entries than points in the picture, a point is the mean of its entries.
+    Colours are logarithmic down to a hundredth of the largest entry and linear below. If there are more entries than
+    points, each point shows the mean of its entries.
 
-    For other colours, change the image in the axes returned, as to linear ones:
+    For other colours, change the image in the returned axes, for example to a linear scale:
     ``plots.matrix(G).images[0].set_norm(matplotlib.colors.CenteredNorm())``.
 
     Args:
-        M: an operator, which is made dense, or a tensor of two dimensions, which has no names.
+        M: an operator, which is made dense, or a two-dimensional tensor, which has no names.
         ax: axes to draw into; None for a new figure.
 
     Returns:
-        The axes. Of layers that lie too close for all names, the largest are named; every boundary is drawn.
+        The axes. All boundaries are drawn; if layers are too close for all names, the largest are named.
 
     Raises:
-        TypeError: no operator and no tensor, or no axes.
-        ValueError: not of two dimensions, entries that are not finite, or too large to be made dense.
+        TypeError: neither an operator nor a tensor, or not axes.
+        ValueError: not two-dimensional, entries that are not finite, or too large to make dense.
     """
     entries = _entries(M, "M")
     ax = axes_or_new(ax)
@@ -55,22 +55,21 @@ def matrix(M: Operator | Tensor, ax: Axes | None = None) -> Axes:
 def factors(kfac: Operator, layer: str | None = None, ax: Any = None) -> NDArray[Any]:
     """Heat maps of the Kronecker factors: A of the layer's inputs on the left, B of its outputs on the right.
 
-    The factors of a layer with several groups lie along the diagonal, one group after the other; of many groups only
-    the first are shown, and the title says how many. A factor that is diagonal, as A of an embedding, is drawn as a
-    curve. A bias is the last input. Each picture has a linear colour scale of its own.
+    Groups of a layer follow each other along the diagonal; of many groups only the first are shown, and the title says
+    how many. A diagonal factor, such as A of an embedding, is drawn as a curve. A bias is the last input. Each picture
+    has its own linear colour scale.
 
     Args:
         kfac: what ``curvature.kfac`` returns, or one of its ``blocks``.
-        layer: name of a module or of a parameter; None for all layers that have Kronecker factors.
-        ax: two axes for each layer; None for a new figure, of 40 layers at most.
+        layer: name of a module or parameter; None for all layers with Kronecker factors.
+        ax: two axes per layer; None for a new figure, with at most 40 layers.
 
     Returns:
         The axes, (layers, 2).
 
     Raises:
-        TypeError: no operator, or no axes.
-        ValueError: there is no such layer, it has no Kronecker factors, there are not two axes for each, or too many
-            layers for one figure.
+        TypeError: not an operator, or not axes.
+        ValueError: no such layer, no Kronecker factors, not two axes per layer, or too many layers for one figure.
     """
     chosen, left_out = _with_factors(kfac, layer)
     if ax is None and len(chosen) > MAX_LAYERS:
@@ -88,12 +87,12 @@ def factors(kfac: Operator, layer: str | None = None, ax: Any = None) -> NDArray
 
 
 def comparison(exact: Operator | Tensor, approximation: Operator | Tensor, ax: Any = None) -> NDArray[Any]:
-    """A matrix, its approximation and their difference side by side, all on one colour scale, that of `matrix`.
+    """A matrix, its approximation and their difference side by side, on a common colour scale as in `matrix`.
 
-    Above the difference stands ``|approximation - exact| / |exact|`` in Frobenius norm.
+    The title of the difference gives ``|approximation - exact| / |exact|`` in Frobenius norm.
 
     Args:
-        exact: an operator or a tensor of two dimensions, for example a block of ``curvature.fisher_blocks``.
+        exact: an operator or a two-dimensional tensor, for example a block of ``curvature.fisher_blocks``.
         approximation: likewise, for example the same block of ``curvature.kfac``.
         ax: three axes of one figure; None for a new figure.
 
@@ -101,8 +100,9 @@ def comparison(exact: Operator | Tensor, approximation: Operator | Tensor, ax: A
         The axes, (3,).
 
     Raises:
-        TypeError: no operator and no tensor, or no axes.
-        ValueError: different shapes or parameters, entries that are not finite, not three axes, or of several figures.
+        TypeError: neither an operator nor a tensor, or not axes.
+        ValueError: different shapes or parameters, entries that are not finite, not three axes, or axes of several
+            figures.
     """
     one, other = _entries(exact, "exact"), _entries(approximation, "approximation")
     if one.shape != other.shape:
@@ -129,7 +129,7 @@ def comparison(exact: Operator | Tensor, approximation: Operator | Tensor, ax: A
 
 
 def _entries(M: Operator | Tensor, what: str) -> Array:
-    """The matrix as an array, checked; `what` names it in errors."""
+    """The matrix as a checked array; `what` names it in errors."""
     if not isinstance(M, Operator | Tensor):
         raise TypeError(f"{what}: expected an operator of curvature or a tensor, found {type(M).__name__}")
     entries = to_array(M.to_dense() if isinstance(M, Operator) else M, what)
@@ -151,14 +151,14 @@ def _largest(entries: Array) -> float:
 def _image(ax: Axes, entries: Array, norm: Normalize) -> AxesImage:
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(6, integer=True))
-    # Where a picture has less points than the matrix, a point is the mean of entries, not of their colours.
+    # If a picture has fewer points than the matrix, average entries, not colours.
     rows, columns = entries.shape
     corners = (-0.5, columns - 0.5, rows - 0.5, -0.5)
     return ax.imshow(_downsample(entries), cmap=COLOUR_MAP, norm=norm, interpolation_stage="data", extent=corners)
 
 
 def _downsample(entries: Array) -> Array:
-    """Means over neighbours where a side is longer than `MAX_POINTS`, since matplotlib copies what it draws."""
+    """Average neighbours if a side is longer than `MAX_POINTS`, since matplotlib copies what it draws."""
     for axis, size in enumerate(entries.shape):
         if size > MAX_POINTS:
             edges = np.arange(MAX_POINTS) * size // MAX_POINTS
@@ -168,12 +168,12 @@ def _downsample(entries: Array) -> Array:
 
 
 def _linear(largest: float) -> Normalize:
-    """Zero in the middle, also for a matrix of zeros."""
+    """A linear scale with zero in the middle, also for a matrix of zeros."""
     return Normalize(-(largest or 1.0), largest or 1.0)
 
 
 def _logarithmic(largest: float) -> Normalize:
-    """Likewise; the entries of curvature matrices span many decades, of which a linear scale shows one."""
+    """Likewise, logarithmic: entries of curvature matrices span many decades, and a linear scale shows one."""
     limit = largest or 1.0
     return SymLogNorm(limit * LINEAR_THRESHOLD, vmin=-limit, vmax=limit, base=10)
 
@@ -192,12 +192,12 @@ def _name_layers(ax: Axes, M: Operator | Tensor, rows: bool = True) -> None:
     sizes = [size for _, size in spans]
     _boundaries(ax, sizes)
     ends = np.cumsum(sizes)
-    places: dict[str, float] = {}
+    positions: dict[str, float] = {}
     for k in sorted(range(len(spans)), key=lambda k: -sizes[k]):
-        place = float(ends[k] - sizes[k] / 2 - 0.5)
-        if all(abs(place - other) >= MIN_LABEL_GAP * ends[-1] for other in places.values()):
-            places[spans[k][0]] = place
-    ticks, names = list(places.values()), list(places)
+        position = float(ends[k] - sizes[k] / 2 - 0.5)
+        if all(abs(position - other) >= MIN_LABEL_GAP * ends[-1] for other in positions.values()):
+            positions[spans[k][0]] = position
+    ticks, names = list(positions.values()), list(positions)
     kind = "layer" if set(names) - set(M.space.names) else "parameter"
     ax.set(xlabel=kind, ylabel=kind if rows else "")
     ax.set_xticks(ticks, names, rotation=90, fontsize="small")
@@ -206,7 +206,7 @@ def _name_layers(ax: Axes, M: Operator | Tensor, rows: bool = True) -> None:
 
 
 def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecker], list[str]]:
-    """The chosen layers that have Kronecker factors, and the names of those that have none."""
+    """The chosen layers with Kronecker factors, and the names of those without."""
     if not isinstance(kfac, Operator):
         raise TypeError(f"kfac: expected what curvature.kfac returns, or a block of it, found {type(kfac).__name__}")
     layers = layers_of(kfac)
@@ -226,7 +226,7 @@ def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecke
 
 
 def _draw_factor(ax: Axes, factor: Tensor, title: str, index: str, unit: str) -> None:
-    """A factor (g, d, d), or (g, d) where it is diagonal."""
+    """Draw a factor (g, d, d), or (g, d) if it is diagonal."""
     groups, size = factor.shape[:2]
     diagonal = factor.ndim == 2
     shown = groups if diagonal else min(groups, MAX_GROUPS, max(1, MAX_POINTS // size))

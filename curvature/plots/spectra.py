@@ -1,4 +1,4 @@
-"""Eigenvalues: all of them by rank, layer by layer, or their density."""
+"""Eigenvalues by rank, layer by layer, or their density."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from curvature.plots.style import (
 
 Spectrum = Operator | Tensor
 Density = Operator | tuple[Tensor, Tensor]
-MIN_PEAK = 1e-10  # relative to the largest density: less than one eigenvalue in a network of any usual size
+MIN_PEAK = 1e-10  # relative to the largest density: less than one eigenvalue in any usual network
 
 
 def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -> Axes:
     """Eigenvalues, largest first, against their rank, on two log axes: one line for each layer.
 
-    The legend says how many eigenvalues of each layer are not shown because they are negative, or zero up to the
-    rounding of the decomposition.
+    The legend counts the eigenvalues that are not shown because they are negative, or zero up to the rounding of the
+    decomposition.
 
     Args:
-        matrix: with blocks, as of ``fisher_blocks``, ``kfac`` and ``ekfac``: one line each. Any other operator is one
-            line. A dict of operators or tensors by name is one line each: matrices to compare, the tensors that
-            ``fisher_diagonal`` returns, or eigenvalues, which are taken as exact. A tensor alone: eigenvalues, (P,).
+        matrix: an operator, one line per block if it has blocks (``fisher_blocks``, ``kfac``, ``ekfac``). Or a dict of
+            operators or tensors by name, one line each: matrices to compare, the result of ``fisher_diagonal``, or
+            eigenvalues, which count as exact. Or a tensor of eigenvalues, (P,).
         ax: axes to draw into; None for a new figure.
 
     Returns:
         The axes.
 
     Raises:
-        TypeError: something else was given.
-        ValueError: no eigenvalues, a tensor that looks like a matrix and not like its eigenvalues, or an operator too
-            large for all of its eigenvalues (then see `spectral_density`).
+        TypeError: any other type.
+        ValueError: no eigenvalues, a tensor that looks like a matrix instead of its eigenvalues, or an operator too
+            large for all eigenvalues (see `spectral_density`).
     """
     if isinstance(matrix, Operator):
         items: Mapping[str, Any] = layers_of(matrix)
@@ -80,24 +80,24 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
 
 
 def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = None) -> Axes:
-    """The density of eigenvalues against the eigenvalue, on a log axis.
+    """The smoothed density of eigenvalues against the eigenvalue, on a log axis.
 
-    It is smoothed: an eigenvalue is a bell. The axis ends a decade below the lowest peak: a single eigenvalue among P
-    is a peak that holds 1/P of the whole, so the height of a peak says how many eigenvalues it holds.
+    Each eigenvalue is a bell; a single eigenvalue among P holds 1/P of the area, so the height of a peak tells how many
+    eigenvalues it holds. The axis ends a decade below the lowest peak.
 
     Args:
         matrix: an operator, whose density is estimated by ``curvature.spectral_density`` with its defaults (80 products
-            with ten vectors, for a matrix-free operator 80 passes over the data); or what that returns, ``(grid,
-            density)``, (G,) each; or a dict of them by name, one line each.
-        ax: axes to draw into, which may show another density already; None for a new figure.
+            with ten vectors; for a matrix-free operator, 80 passes over the data); or the result of that function,
+            ``(grid, density)``, (G,) each; or a dict of them by name, one line each.
+        ax: axes to draw into, which may already show another density; None for a new figure.
 
     Returns:
         The axes.
 
     Raises:
-        TypeError: no operator and no pair of numbers, or no axes.
+        TypeError: neither an operator nor a pair (grid, density), or not axes.
         ValueError: grid and density of different lengths, a grid that does not ascend, or a density that is negative,
-            zero or not finite.
+            zero everywhere or not finite.
     """
     by_name = isinstance(matrix, Mapping)
     items = require_mapping(matrix, "matrix", "{name: operator or (grid, density)}") if by_name else {"matrix": matrix}
@@ -117,7 +117,7 @@ def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = 
 
 
 def _density(item: Any, name: str) -> tuple[Array, Array]:
-    """The grid and the density on it, checked."""
+    """The checked grid and density."""
     pair = estimators.spectral_density(item) if isinstance(item, Operator) else item
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
         raise TypeError(f"{name}: expected an operator or a pair (grid, density), found {type(item).__name__}")
@@ -132,14 +132,14 @@ def _density(item: Any, name: str) -> tuple[Array, Array]:
 
 
 def _lowest_peak(density: Array) -> float:
-    """Of those that may hold an eigenvalue."""
+    """The height of the lowest peak that may hold an eigenvalue."""
     bounded = np.concatenate([[0.0], density, [0.0]])
     peaks = density[(density >= bounded[:-2]) & (density > bounded[2:])]
     return float(min(peaks[peaks > MIN_PEAK * density.max()].min(), density.max() / 100))
 
 
 def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
-    """Eigenvalues and how far rounding may have moved each."""
+    """Eigenvalues and the rounding error of each."""
     if isinstance(item, Operator):
         values, rounding = _spectrum(item)
         return to_array(values, name).flatten(), to_array(rounding, name).flatten()
@@ -148,7 +148,7 @@ def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
     found = to_array(item, name)
     if not found.size:
         raise ValueError(f"{name}: no eigenvalues, found shape {tuple(item.shape)}")
-    # Of a diagonal, weights are two-dimensional too, but hardly ever symmetric.
+    # The diagonal of a weight is two-dimensional, too, but hardly ever symmetric.
     if found.ndim == 2 and found.any() and found.shape == found.T.shape != (1, 1) and np.allclose(found, found.T):
         raise ValueError(
             f"{name}: expected eigenvalues or a diagonal, found a symmetric matrix {tuple(item.shape)}. Give the "
@@ -159,7 +159,7 @@ def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
 
 @singledispatch
 def _spectrum(matrix: Operator) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and their rounding, of one shape; of a decomposition that mixes all of them unless known better."""
+    """Eigenvalues and their rounding errors; by default those of a decomposition that mixes all eigenvalues."""
     values = matrix.eigenvalues()
     return values, eigenvalue_rounding(values.abs().max()).expand(values.shape)
 

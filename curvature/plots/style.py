@@ -1,4 +1,4 @@
-"""What the pictures have in common: axes, colours, numbers out of tensors, names of layers."""
+"""What all figures share: axes, colours, conversion to arrays, names of layers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from curvature.operators import BlockDiagonal, Operator, Space
 
 Array = NDArray[np.float64]
 
-# Okabe and Ito's colours, told apart by colour-blind readers too, without the yellow that is too pale for lines.
+# The colours of Okabe and Ito, which are safe for colour-blind readers, without yellow, which is too pale for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINE_STYLES = (("-", 2.2), ((0, (4, 3)), 1.4), ((0, (6, 2, 1, 2)), 1.4), ((0, (1, 2)), 1.8))  # and widths
+LINE_STYLES = (("-", 2.2), ((0, (4, 3)), 1.4), ((0, (6, 2, 1, 2)), 1.4), ((0, (1, 2)), 1.8))  # with widths
 CURVATURE_UNIT = "[loss / parameter²]"
-INNER_LEGEND_LINES, MAX_LEGEND_LINES = 5, 25  # lines of a legend that have room inside the axes, and beside them
+INNER_LEGEND_LINES, MAX_LEGEND_LINES = 5, 25  # legend lines that fit inside the axes, and beside them
 
 
 def axes_or_new(ax: Axes | None) -> Axes:
-    """The axes given, or those of a new figure.
+    """The given axes, or those of a new figure.
 
     Raises:
-        TypeError: something else was given.
+        TypeError: not axes.
     """
     if ax is None:
         return plt.subplots(layout="constrained")[1]
@@ -40,16 +40,16 @@ def axes_or_new(ax: Axes | None) -> Axes:
 def axes_grid(
     ax: Any, rows: Sequence[str], columns: Sequence[str], size: tuple[float, float] = (4.2, 3.5)
 ) -> NDArray[Any]:
-    """The axes given as an array (rows, columns), or those of a new figure, `size` inches each.
+    """The given axes as an array (rows, columns), or those of a new figure, `size` inches each.
 
     Raises:
-        TypeError: something else than axes was given.
+        TypeError: not axes.
         ValueError: too few or too many axes.
     """
     shape = len(rows), len(columns)
     if ax is None:
-        whole = size[0] * shape[1], size[1] * shape[0]
-        return plt.subplots(*shape, figsize=whole, squeeze=False, layout="constrained")[1]
+        figsize = size[0] * shape[1], size[1] * shape[0]
+        return plt.subplots(*shape, figsize=figsize, squeeze=False, layout="constrained")[1]
     found = np.asarray(ax, dtype=object)
     if wrong := [type(item).__name__ for item in found.flat if not isinstance(item, Axes)]:
         raise TypeError(f"ax: expected matplotlib Axes, found {', '.join(dict.fromkeys(wrong))}")
@@ -63,7 +63,7 @@ def axes_grid(
 
 
 def log_scale(ax: Axes, *names: str) -> None:
-    """Log scales for what is drawn along these axes, "x" or "y"; where that is nothing, matplotlib finds no limits."""
+    """Set log scales of the axes "x" or "y", with limits if nothing is drawn, since matplotlib then finds none."""
     for name in names:
         getattr(ax, f"set_{name}scale")("log")
         if not np.isfinite(getattr(ax.dataLim, f"minpos{name}")):
@@ -71,21 +71,21 @@ def log_scale(ax: Axes, *names: str) -> None:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Colour and style of the line with this number: one below another still shows beside it or through its dashes."""
+    """Colour and style of a line; lines that overlap stay visible, beside or through the dashes of each other."""
     style, width = LINE_STYLES[index % len(LINE_STYLES)]
-    order = 2 + 0.1 * (index % len(LINE_STYLES))  # wide solid lines below
+    order = 2 + 0.1 * (index % len(LINE_STYLES))  # wide solid lines at the back
     return {"color": COLOURS[index % len(COLOURS)], "ls": style, "lw": width, "zorder": order}
 
 
 def ordered_line_style(index: int, count: int) -> dict[str, Any]:
-    """The same of one of `count` lines that have an order: a few are told apart, many follow a scale."""
+    """Likewise for one of `count` ordered lines: few have distinct colours, many follow a colour scale."""
     if count <= len(COLOURS):
         return line_style(index)
-    return {"color": colormaps["viridis"](0.92 * index / (count - 1)), "lw": 1.2}  # its last colours are too pale
+    return {"color": colormaps["viridis"](0.92 * index / (count - 1)), "lw": 1.2}  # the last colours are too pale
 
 
 def legend(ax: Axes, title: str | None = None, loc: str = "best") -> None:
-    """Inside the axes where there is room, to their right where there are many lines."""
+    """A legend inside the axes, or to their right if there are many lines."""
     count = len(ax.get_legend_handles_labels()[1])
     options: dict[str, Any] = {"loc": loc, "fontsize": "small", "title_fontsize": "small"}
     if count > INNER_LEGEND_LINES:
@@ -95,10 +95,10 @@ def legend(ax: Axes, title: str | None = None, loc: str = "best") -> None:
 
 
 def to_array(values: Any, what: str) -> Array:
-    """A tensor on any device, an array, a number or a sequence of them, as an array of float64.
+    """Convert a tensor on any device, an array, a number or a sequence of them to an array of float64.
 
     Raises:
-        TypeError: something else, named by `what`.
+        TypeError: anything else; the message names `what`.
     """
     if isinstance(values, Tensor):
         if values.is_complex():
@@ -118,11 +118,11 @@ def to_array(values: Any, what: str) -> Array:
 
 
 def to_vector(values: Any, what: str) -> Array:
-    """Like `to_array`, along one dimension.
+    """Like `to_array`, for one dimension.
 
     Raises:
-        TypeError: no numbers.
-        ValueError: none or more than one dimension, or nothing in it.
+        TypeError: not numbers.
+        ValueError: not one-dimensional, or empty.
     """
     found = to_array(values, what)
     if found.ndim != 1 or not found.size:
@@ -131,11 +131,11 @@ def to_vector(values: Any, what: str) -> Array:
 
 
 def require_mapping(values: Any, what: str, expected: str) -> Mapping[Any, Any]:
-    """The mapping given.
+    """The given mapping.
 
     Raises:
-        TypeError: no mapping.
-        ValueError: an empty one.
+        TypeError: not a mapping.
+        ValueError: an empty mapping.
     """
     if not isinstance(values, Mapping):
         raise TypeError(f"{what}: expected {expected}, found {type(values).__name__}")
@@ -145,7 +145,7 @@ def require_mapping(values: Any, what: str, expected: str) -> Mapping[Any, Any]:
 
 
 def describe_hidden(values: Array, rounding: Array | float = 0.0) -> str:
-    """What a log axis does not show of these values, in words; empty where it shows all."""
+    """Describe the values that a log axis cannot show; empty if it shows all."""
     finite, unsure = np.isfinite(values), np.abs(values) <= rounding
     negative = values[finite & ~unsure & (values < 0)]
     notes = []
@@ -163,7 +163,7 @@ def label_with_note(name: str, note: str) -> str:
 
 
 def module_of(names: Sequence[str]) -> str:
-    """The module that all these parameters belong to, or else the first and the last of them."""
+    """The module of these parameters; if they have several, the first and the last parameter."""
     modules = {name.rpartition(".")[0] for name in names}
     if len(names) > 1 and (len(modules) > 1 or "" in modules):
         return f"{names[0]} to {names[-1]}"
@@ -171,14 +171,14 @@ def module_of(names: Sequence[str]) -> str:
 
 
 def layers_of(matrix: Operator) -> dict[str, Operator]:
-    """The blocks by name of their layer, in the order of the parameters; a matrix without blocks is one.
+    """The blocks by layer name, in the order of the parameters; a matrix without blocks counts as one.
 
-    Where several blocks belong to one layer, they are named by their first parameter.
+    Several blocks of one layer are named by their first parameter.
     """
     if not isinstance(matrix, BlockDiagonal):
         return {module_of(matrix.space.names): matrix}
-    place = {name: k for k, name in enumerate(matrix.space.names)}
-    ordered = sorted(matrix.blocks.values(), key=lambda block: place[block.space.names[0]])
+    names = list(matrix.space.names)
+    ordered = sorted(matrix.blocks.values(), key=lambda block: names.index(block.space.names[0]))
     blocks = [part for block in ordered for part in getattr(block, "blocks", {"": block}).values()]
     modules = [module_of(block.space.names) for block in blocks]
     twice = {module for module, count in Counter(modules).items() if count > 1}
@@ -189,7 +189,7 @@ def layers_of(matrix: Operator) -> dict[str, Operator]:
 
 
 def spans_of(space: Space) -> list[tuple[str, int]]:
-    """Names and numbers of rows of the layers, in order; of the parameters where there is one layer only."""
+    """Names of the layers and their numbers of rows, in order; with a single layer, of its parameters."""
     parts = list(zip(space.names, space.sizes, strict=True))
     merged: list[tuple[str, int]] = []
     for name, size in parts:

@@ -1,8 +1,9 @@
-"""The course of an optimizer's run, step by step."""
+"""An optimizer's run, step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -26,24 +27,21 @@ from curvature.plots.style import (
 )
 
 Points = tuple[Array, Array]  # steps and values, (S,) each
-Run = dict[str, Points]  # by key of the history, what is known
+Run = dict[str, Points]  # the known values by key of the history
 History = Sequence[Mapping[str, Any]]
 
 EXPECTED_HISTORY = "a list with a dict for each step, as opt.history, or a dict {name: such a list}"
-MIN_RATIO, MAX_RATIO = -1.0, 2.0  # what the axis of the reduction ratio shows
-RATIO_GUIDES = (1.0, 0.75, 0.25)  # a perfect model, and the ratios beyond which damping usually falls and rises
+MIN_RATIO, MAX_RATIO = -1.0, 2.0  # limits of the axis of the reduction ratio
+RATIO_GUIDES = (1.0, 0.75, 0.25)  # a perfect model, and usual thresholds to decrease and increase damping
 NO_POINTS: Points = (np.zeros(0), np.zeros(0))
 EVENT_MARKS = {"renewed": ("o", 6.0, "factors renewed"), "inverted": ("x", 4.0, "blocks inverted")}
-MANY_STEPS = 1000  # steps, beyond which lines and marks are finer
+MANY_STEPS = 1000  # lines and marks are finer beyond
 PANEL_WIDTH, PANEL_HEIGHT = 7.5, 1.7  # of a panel of a new figure, inches
-LETTER_WIDTH, HANDLE_LETTERS = (
-    0.075,
-    8,
-)  # of a legend: width of a letter in inches, of what stands before a text in letters
+LETTER_WIDTH, HANDLE_LETTERS = 0.075, 8  # of a legend: inches per letter, and letters that a line sample takes
 
 
 class PlainNumbers(LogFormatter):
-    """Numbers on a log axis as 0.2 and 1e-06, not as powers and not as 2e-01."""
+    """Formats numbers on a log axis as 0.2 and 1e-06, not as powers or 2e-01."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
         return f"{x:g}" if super().__call__(x, pos) else ""
@@ -52,24 +50,24 @@ class PlainNumbers(LogFormatter):
 def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDArray[Any]:
     """The run of an optimizer: loss, damping, step size, reduction ratio and time, each against the step.
 
-    There is a panel for each of these of which anything is known. Of every step the history may hold ``step``; ``loss``
-    before the step; ``damping`` in loss / parameter²; ``step_size``; ``ratio``, how far the loss fell over how far it
-    was predicted to, where lines at 0.25, 0.75 and 1 help to read it and arrows stand for values out of the picture;
-    ``seconds``, shown as milliseconds with their median, and marked where factors were ``renewed`` or blocks
-    ``inverted``; and ``accepted``, where vertical lines through all panels mark the steps that are not. All are
-    plain numbers; what is None or missing is unknown. Legends count the values that an axis cannot show.
+    There is a panel for each of these that is known. The history may hold, for every step: ``step``; ``loss`` before
+    the step; ``damping`` in loss / parameter²; ``step_size``; ``ratio``, the actual over the predicted reduction of the
+    loss, with guides at 0.25, 0.75 and 1 and arrows for values outside the panel; ``seconds``, shown in milliseconds
+    with their median and marked where factors were ``renewed`` or blocks ``inverted``; and ``accepted``, with vertical
+    lines through all panels at rejected steps. All are plain numbers; None or a missing key means unknown. Legends
+    count the values that an axis cannot show.
 
     Args:
-        history: what ``opt.history`` returns, one dict for each step; or several by name, ``{name: history}``, which
-            share the panels. Without ``step``, steps are counted from 0. Other keys are left aside.
-        ax: as many axes as there are panels; None for those of a new figure, one below another.
+        history: what ``opt.history`` returns, one dict per step; or several by name, ``{name: history}``, which share
+            the panels. Without ``step``, steps count from 0. Other keys are ignored.
+        ax: one axes per panel; None for a new figure, with the panels below each other.
 
     Returns:
         The axes, (panels,), in the order above.
 
     Raises:
-        TypeError: something else than dicts of numbers was given, or no axes.
-        ValueError: an empty history, or one in which nothing is known that could be drawn; another number of axes.
+        TypeError: not dicts of numbers, or not axes.
+        ValueError: an empty history, a history without values to draw, or a wrong number of axes.
     """
     several = isinstance(history, Mapping)
     items = require_mapping(history, "history", EXPECTED_HISTORY) if several else {"history": history}
@@ -92,7 +90,7 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
 
 
 def _run(entries: Any, name: str) -> Run:
-    """What is known of a run, checked; `name` stands in errors."""
+    """The known values of a run, checked; `name` is used in errors."""
     if not isinstance(entries, Sequence) or isinstance(entries, str):
         raise TypeError(f"{name}: expected {EXPECTED_HISTORY}, found {type(entries).__name__}")
     if not entries:
@@ -121,7 +119,7 @@ def _axes(ax: Any, panels: Sequence[str]) -> NDArray[Any]:
 def _curves(
     ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None, key: str, label: str, log: bool = True
 ) -> None:
-    """A line for each run, empty where nothing is known of it, so that the legend has all of `names`."""
+    """A line for each run, empty if its values are unknown, so that the legend has all of `names`."""
     for index, (name, run) in enumerate(runs.items()):
         x, y = run.get(key, NO_POINTS)
         seen = np.isfinite(y) & ((y > 0) | (not log))
@@ -135,14 +133,6 @@ def _loss(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> Non
     values = np.concatenate([run.get("loss", NO_POINTS)[1] for run in runs.values()])
     finite = values[np.isfinite(values)]
     _curves(ax, runs, names, "loss", "loss", log=bool(finite.size and (finite > 0).all()))
-
-
-def _damping(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
-    _curves(ax, runs, names, "damping", f"damping\n{CURVATURE_UNIT}")
-
-
-def _step_size(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
-    _curves(ax, runs, names, "step_size", "step size")
 
 
 def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
@@ -190,7 +180,7 @@ def _time(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> Non
                 "lw": 1.0,
                 "zorder": 3,
                 "color": "black",
-            }  # it lies on points of the run's colour
+            }  # on top of points of the run's colour
             ax.plot([x.min(), x.max()], [middle, middle], **style, label=text)
     _readable_log_scale(ax)
     ax.set_ylabel("time per step\n[ms]")
@@ -198,15 +188,15 @@ def _time(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> Non
 
 PANELS: dict[str, Callable[[Axes, Mapping[str, Run], Sequence[str] | None], None]] = {
     "loss": _loss,
-    "damping": _damping,
-    "step_size": _step_size,
+    "damping": partial(_curves, key="damping", label=f"damping\n{CURVATURE_UNIT}"),
+    "step_size": partial(_curves, key="step_size", label="step size"),
     "ratio": _ratio,
     "seconds": _time,
 }
 
 
 def _label(name: str, names: Sequence[str] | None, count: int, note: str) -> str | None:
-    """In the legend of the first panel all runs stand, in the others those with a note."""
+    """The legend of the first panel names all runs, the others only those with a note."""
     if not note:
         return name if names else None
     return label_with_note(name, note) if names or count > 1 else f"not shown: {note}"
@@ -214,7 +204,7 @@ def _label(name: str, names: Sequence[str] | None, count: int, note: str) -> str
 
 def _draw(ax: Axes, index: int, x: Array, y: Array, label: str | None) -> None:
     style = line_style(index)
-    style["lw"] *= 0.7 * _size_factor(x)  # the course of a run is noisy
+    style["lw"] *= 0.7 * _size_factor(x)  # runs are noisy
     ax.plot(x, y, **style, marker="." if x.size < 50 else None, label=label)
 
 
@@ -223,7 +213,7 @@ def _size_factor(x: Array) -> float:
 
 
 def _readable_log_scale(ax: Axes) -> None:
-    """With numbers within a decade too where the axis has not much more than that."""
+    """A log scale that also labels numbers within a decade if the axis spans little more."""
     log_scale(ax, "y")
     ax.yaxis.set_major_locator(LogLocator(numticks=5))
     ax.yaxis.set_major_formatter(PlainNumbers())
@@ -242,7 +232,7 @@ def _mark_rejected(ax: Axes, runs: Mapping[str, Run], several: bool, counted: bo
             [[(step, 0.0), (step, 1.0)] for step in rejected],
             colors=COLOURS[(index if several else index + 1) % len(COLOURS)],
             linewidths=0.9,
-            alpha=min(0.35, max(0.08, 15 / rejected.size)),  # many are a shade, in which the curves still show
+            alpha=min(0.35, max(0.08, 15 / rejected.size)),  # many lines form a shade that the curves show through
             zorder=1.5,
             transform=ax.get_xaxis_transform(),
             label=(f"{name}: {text}" if several else text) if counted else None,
@@ -257,11 +247,11 @@ def _finish(ax: Axes, steps: Array) -> None:
     ax.set_xlabel("step")
     ax.grid(True, which="major", alpha=0.3)
     drawn, texts = ax.get_legend_handles_labels()
-    if texts:  # above the panel: within, it would cover much of it
+    if texts:  # above the panel, much of which it would cover
         letters = ax.get_window_extent().width / ax.figure.dpi / LETTER_WIDTH
-        columns = max(1, int(letters / (HANDLE_LETTERS + max(map(len, texts)))))  # more would make the panels narrower
-        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.1}
-        made = ax.legend(ncols=columns, fontsize="small", frameon=False, handlelength=2.8, **place)
+        columns = max(1, int(letters / (HANDLE_LETTERS + max(map(len, texts)))))  # more would narrow the panels
+        location: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.1}
+        made = ax.legend(ncols=columns, fontsize="small", frameon=False, handlelength=2.8, **location)
         for shown, handle in zip(drawn, made.legend_handles, strict=True):
             if isinstance(shown, LineCollection) and handle is not None:
-                handle.set_alpha(0.5)  # it is seen there also where the lines are very faint
+                handle.set_alpha(0.5)  # visible even if the lines are very faint
