@@ -1,4 +1,4 @@
-"""Which functions of torch are linear, bilinear, act entry by entry, or have no derivative."""
+"""Which torch functions are linear, bilinear, act entry by entry, or have no derivative."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Functions = frozenset[Callable[..., Any]]
 
 
 def named(text: str, *spaces: Any) -> Functions:
-    """All functions of these names, whichever of torch's spaces they are in."""
+    """The functions of these names in all of torch's namespaces."""
     found = (getattr(space, name, None) for name in text.split() for space in spaces or SPACES)
     return frozenset(f for f in found if callable(f) and not isinstance(f, type))
 
@@ -24,14 +24,14 @@ def properties(text: str) -> Functions:
 
 SPACES = (torch, Tensor, torch.special, torch._C._nn)
 
-# What is known without looking at the values.
+# Known without looking at the values.
 METADATA = properties("shape dtype device ndim layout is_cuda is_cpu is_sparse is_quantized is_nested is_meta") | named(
     "size dim numel nelement stride is_floating_point is_complex __len__ ndimension element_size is_contiguous "
     "get_device is_pinned is_shared is_same_size is_inference is_conj is_neg result_type is_tensor storage_offset "
     "new_empty new_zeros new_ones new_full new_tensor zeros_like ones_like empty_like "
     "full_like rand_like randn_like randint_like"
 )
-# What has no derivative; the result is that of the value.
+# Without derivative: the result is that of the value.
 VALUES = properties("data") | named(
     "detach eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ not_equal less less_equal greater "
     "greater_equal isnan isinf isfinite isclose allclose equal argmax argmin argsort sign sgn signbit floor ceil round "
@@ -39,7 +39,7 @@ VALUES = properties("data") | named(
     "count_nonzero nonzero argwhere searchsorted bucketize __bool__ __float__ __int__ __index__ item tolist "
     "__contains__ bincount long int bool short histc"
 )
-# In the first argument, the other ones held.
+# Linear in the first argument, with the others fixed.
 LINEAR = properties("T mT H mH real") | named(
     "reshape view flatten unflatten squeeze unsqueeze ravel transpose t permute movedim moveaxis swapaxes swapdims "
     "adjoint expand broadcast_to repeat tile repeat_interleave __getitem__ select narrow index_select gather "
@@ -50,11 +50,11 @@ LINEAR = properties("T mT H mH real") | named(
     "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d "
     "upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
 )
-# The same, but the third argument is a bias.
+# The same with a bias as third argument.
 AFFINE = named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
-# The same; of the other arguments only shape and type matter.
+# The same; only shape and dtype of the other arguments matter.
 SHAPED = named("expand_as view_as reshape_as type_as to type")
-# In all tensors together; what does not depend on the inputs has zero derivatives.
+# Jointly linear in all tensors; those that do not depend on the inputs have zero derivatives.
 JOINED = named("cat concat concatenate stack hstack vstack dstack column_stack row_stack")
 BILINEAR = named("bmm einsum outer ger inner dot vdot tensordot kron cross linalg_cross vecdot mv") | {
     torch.linalg.cross,
@@ -62,7 +62,7 @@ BILINEAR = named("bmm einsum outer ger inner dot vdot tensordot kron cross linal
     torch.functional.einsum,
 }
 MATMUL = named("matmul __matmul__ mm") | {torch.linalg.matmul}
-# Entry by entry, of any number of tensors that are broadcast.
+# Entry by entry, in any number of tensors that are broadcast.
 POINTWISE = named(
     "tanh sin cos exp sigmoid square expit "
     "tan sinh cosh asin acos atan asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh exp2 expm1 log log1p "

@@ -1,4 +1,4 @@
-"""A tensor with its derivatives, the form that adds second ones up, and the table of rules."""
+"""A tensor with its derivatives, the weights of its second derivatives, and the table of rules."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Kwargs = dict[str, Any]
 
 
 class NoRule(Exception):
-    """A function that has no rule; the general path takes over."""
+    """A function has no rule; nested gradients take over."""
 
 
 class Recorded(NoRule):
-    """The model is being recorded (`curvature.capture`), which takes the graph of a plain forward pass."""
+    """The model is being recorded (`curvature.capture`), which needs the graph of a plain forward pass."""
 
 
 class Jet(Tensor):
@@ -28,7 +28,7 @@ class Jet(Tensor):
     first: Tensor
     second: Tensor | None
 
-    # torch functions find the rules by the mode `Taylor`; what goes round it must not see a tensor without derivatives
+    # The mode `Taylor` finds the rules. What bypasses it must fail rather than take a jet for its value.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -42,13 +42,13 @@ class Jet(Tensor):
         raise NoRule(str(func))
 
     def aligned(self, ndim: int) -> Tensor:
-        """`first` with so many axes behind its own, to be broadcast with others."""
+        """`first` reshaped to broadcast with values of `ndim` axes."""
         missing = ndim - self.value.ndim
         return self.first if missing <= 0 else self.first.reshape(len(self.first), *[1] * missing, *self.value.shape)
 
 
-class Form:
-    """``sum_ij C_ij a_i b_j``: C is (d, d) symmetric, its diagonal (d,), or None for the identity."""
+class QuadraticForm:
+    """``sum_ij C_ij a_i b_j`` with weights C: (d, d) symmetric, its diagonal (d,), or None for the identity."""
 
     def __init__(self, weights: Tensor | None) -> None:
         self.weights = weights
@@ -68,18 +68,18 @@ class Form:
         return (a * self.times(b)).sum(0)
 
 
-Rule = Callable[[Form, Function, list[Jet], Args, Kwargs], Any]
+Rule = Callable[[QuadraticForm, Function, list[Jet], Args, Kwargs], Any]
 RULES: dict[Function, Rule] = {}
 
 
 def register(functions: Iterable[Function]) -> Callable[[Rule], Rule]:
     """Decorator: enter a rule into the table for each of these functions."""
 
-    def entered(rule: Rule) -> Rule:
+    def enter(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(functions, rule))
         return rule
 
-    return entered
+    return enter
 
 
 def jets_in(tree: Sequence[Any]) -> Iterator[Jet]:
@@ -91,7 +91,7 @@ def jets_in(tree: Sequence[Any]) -> Iterator[Jet]:
 
 
 def replaced(tree: Any, take: Callable[[Tensor], Any]) -> Any:
-    """The tree with other tensors."""
+    """The tree with ``take(x)`` for every tensor x."""
     if isinstance(tree, Tensor):
         return take(tree)
     if isinstance(tree, dict):
@@ -100,7 +100,7 @@ def replaced(tree: Any, take: Callable[[Tensor], Any]) -> Any:
 
 
 def called(func: Function, parts: Iterable[Tensor | None], args: Args, kwargs: Kwargs) -> Any:
-    """The function of other tensors in the place of the jets."""
+    """Call the function with other tensors in place of the jets, in their order."""
     rest = iter(parts)
     take = lambda x: next(rest) if isinstance(x, Jet) else x
     args = replaced(args, take)
@@ -108,7 +108,7 @@ def called(func: Function, parts: Iterable[Tensor | None], args: Args, kwargs: K
 
 
 def ordered(args: Args, kwargs: Kwargs, *names: str) -> Args:
-    """Arguments in the order of the function's own names, those by keyword behind the others."""
+    """Positional arguments, then keyword arguments in the order of `names`."""
     return (*args, *(kwargs[name] for name in names if name in kwargs))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,30 +12,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from curvature.forward_laplacian.jet import Form, Jet, NoRule, Recorded
+from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded
 from curvature.forward_laplacian.mode import Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples
 from curvature.linalg import noise_floor, rounding_tolerance
-from curvature.recording import graph_leaves, logits, preserve_state, unwrap_compiled
+from curvature.recording import graph_leaves, logits, preserve_state, unwrap_compiled, warn_once
 
 log = logging.getLogger("curvature")
 Result = tuple[Tensor, Tensor, Tensor]
-SEEN: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()  # what models were compared at
+COMPARED: WeakKeyDictionary[Callable[..., Any], set[Any]] = WeakKeyDictionary()  # shapes at which models were checked
 
 
 def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None = None) -> Result:
     """Value, first derivatives and Laplacian of a model with respect to its inputs, differentiable.
 
     A forward Laplacian (`arXiv:2307.08214 <https://arxiv.org/abs/2307.08214>`_): one forward pass carries d gradients
-    and one sum of second derivatives along, for nearly every function of torch. A model with another one goes, as a
-    whole, through nested ``torch.autograd.grad``, which is exact and slower; the log names the function once.
+    and one sum of second derivatives along, through nearly every function of torch. A model with a function that has no
+    rule goes through nested ``torch.autograd.grad`` as a whole, which is exact and slower; the log names it once.
 
     Args:
-        model: a module or function of x that treats samples apart.
+        model: a module or function of x that treats samples independently.
         x: (N, *in), floating point; d is the product of `in`. The results can be differentiated by x if it requires
             a gradient.
         weights: C of ``sum_ij C_ij d_i d_j u`` in place of the Laplacian: (d, d) symmetric, or its diagonal (d,). A
-            zero leaves the second derivatives by an input out, such as those by time.
+            zero leaves the second derivatives by an input out, such as time.
 
     Returns:
         ``u`` (N, *out), ``grad`` (N, *out, *in) in units of u / x, and ``laplacian`` (N, *out) in units of u / x^2
@@ -48,7 +47,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
         ValueError: a shape does not fit, `weights` is not symmetric, or samples are not apart: a BatchNorm in training
             mode, or what the first call at a shape finds by running two samples alone.
     """
-    form, model = Form(_checked(model, x, weights)), unwrap_compiled(model)
+    form, model = QuadraticForm(_check_weights(model, x, weights)), unwrap_compiled(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.enable_grad():
@@ -59,24 +58,25 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
                     found = _by_rules(model, given, form)
             except MixesSamples:
                 raise
-            except Exception as error:  # also of a model that is wrong: then the plain pass says so in its own words
+            except Exception as error:  # if the model itself is wrong, the plain pass raises its own error
                 with preserve_state(module):
                     found = _by_autograd(model, given, form)
-                if not isinstance(error, Recorded):  # nothing about the model is amiss
-                    _say(str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}")
+                if not isinstance(error, Recorded):  # that is not the model's fault
+                    reason = str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}"
+                    warn_once("laplacian: no rule for %s; computed exactly all the same, which is slower", reason)
         except MixesSamples as error:
-            raise ValueError(_mixing(module, error)) from None
+            raise ValueError(_mixing_message(module, error)) from None
         _compare(model, module, given, found[0])
     return found if record else (found[0].detach(), found[1].detach(), found[2].detach())
 
 
-class Apart(ExactNorms):
-    """Every norm as its formula; a batch norm in training mode is refused."""
+class IndependentNorms(ExactNorms):
+    """Every norm runs as its formula; a batch norm in training mode raises `MixesSamples`."""
 
     formulas = NORMS
 
 
-def _checked(model: Any, x: Any, weights: Any) -> Tensor | None:
+def _check_weights(model: Any, x: Any, weights: Any) -> Tensor | None:
     if not callable(model):
         raise TypeError(f"model: expected a module or a function, found {type(model).__name__}")
     for name, t in (("x", x), ("weights", weights)):
@@ -98,14 +98,14 @@ def _checked(model: Any, x: Any, weights: Any) -> Tensor | None:
     return weights
 
 
-def _by_rules(model: Callable[[Tensor], Any], x: Tensor, form: Form) -> Result:
+def _by_rules(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm) -> Result:
     d = math.prod(x.shape[1:])
     eye = torch.eye(d, dtype=x.dtype, device=x.device)
     first = eye.reshape(d, 1, *x.shape[1:]).expand(d, *x.shape)
     with Taylor(form):
         out = logits(model(Jet(x, first)))
     if not isinstance(out, Jet):
-        return _constant(_output(out, x), x)
+        return _without_derivatives(_output(out, x), x)
     u = _output(out.value, x)
     grad = out.first.movedim(0, -1).reshape(*u.shape, *x.shape[1:])
     return u, grad, torch.zeros_like(u) if out.second is None else out.second
@@ -120,14 +120,14 @@ def _output(u: Any, x: Tensor) -> Tensor:
     return u
 
 
-def _constant(u: Tensor, x: Tensor) -> Result:
+def _without_derivatives(u: Tensor, x: Tensor) -> Result:
     return u, u.new_zeros(*u.shape, *x.shape[1:]), torch.zeros_like(u)
 
 
-def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: Form) -> Result:
-    """By gradients of gradients, one output and one input after the other; the model runs once."""
+def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm) -> Result:
+    """By gradients of gradients, one output and one input at a time; the model runs once."""
     y = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
-    with Apart(), sdpa_kernel(SDPBackend.MATH):
+    with IndependentNorms(), sdpa_kernel(SDPBackend.MATH):
         u = _output(logits(model(y)), x)
     grads, sums = [], []
     for column in u.reshape(len(u), -1).unbind(1):
@@ -150,32 +150,32 @@ def _gradient(values: Tensor, y: Tensor) -> Tensor:
 
 
 def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Tensor) -> None:
-    """At the first call at a shape: the first and the last sample alone have the values that they have in the batch.
+    """At the first call at a shape, run the first and the last sample alone and compare with the batch.
 
     Raises:
-        ValueError: they have others, and nothing random.
+        ValueError: the outputs differ, and the model draws no random numbers.
     """
-    seen = SEEN.setdefault(model, set())
+    seen = COMPARED.setdefault(model, set())
     key = (x.shape, x.dtype, tuple(m.training for m in module.modules()))
     if key in seen or len(x) == 1:
         return
     seen.add(key)
     for n in (0, len(x) - 1):
-        with preserve_state(module) as drew, torch.no_grad():
+        with preserve_state(module) as drew_random, torch.no_grad():
             try:
                 alone = logits(model(x[n : n + 1]))[0]
             except Exception as error:
                 log.info("laplacian: not compared with sample %d alone: %s", n, error)
                 return
             allowed = 10 * rounding_tolerance(u) * u[n].norm() + noise_floor([u])
-            if not drew() and (alone - u[n]).norm() > allowed:
+            if not drew_random() and (alone - u[n]).norm() > allowed:
                 raise ValueError(
                     f"model: its output for sample {n} of x depends on the other samples, so no sample has a Laplacian "
                     "of its own"
                 )
 
 
-def _mixing(module: nn.Module, error: MixesSamples) -> str:
+def _mixing_message(module: nn.Module, error: MixesSamples) -> str:
     own = {id(x) for x in error.tensors}
     names = [
         name or type(m).__name__
@@ -186,9 +186,3 @@ def _mixing(module: nn.Module, error: MixesSamples) -> str:
         f"{names[0] if names else 'a batch norm'}: BatchNorm in training mode makes each sample's output depend on the "
         "others, so no sample has a Laplacian of its own; call model.eval() or use GroupNorm"
     )
-
-
-@cache
-def _say(reason: str) -> None:
-    """Once each."""
-    log.warning("laplacian: no rule for %s; computed exactly all the same, which is slower", reason)

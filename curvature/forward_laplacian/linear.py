@@ -1,4 +1,4 @@
-"""Rules of functions that are linear in each of their arguments, and of those without derivatives."""
+"""Rules for functions that are linear in each argument, and for those without derivatives."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.func import vmap
 from curvature.forward_laplacian import function_kinds
 from curvature.forward_laplacian.jet import (
     Args,
-    Form,
     Function,
     Jet,
     Kwargs,
     NoRule,
+    QuadraticForm,
     Recorded,
     called,
     jets_in,
@@ -30,31 +30,31 @@ from curvature.forward_laplacian.jet import (
 
 
 @register(function_kinds.METADATA | function_kinds.VALUES)
-def without_derivative(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def without_derivative(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return on_values(func, jets, args, kwargs)
 
 
 @register([Tensor._is_view])
-def recorded(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
-    """What a recorder asks of every layer's result."""
+def recorded(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
+    """A recorder calls this on every layer's result, and nothing else does."""
     raise Recorded("a model that is being recorded")
 
 
 @register(function_kinds.properties("requires_grad"))
-def requires_grad(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
+def requires_grad(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> bool:
     return True
 
 
-def _made(value: Any, first: Any, second: Any) -> Any:
-    """Jets of a function with one result or several."""
+def _jets(value: Any, first: Any, second: Any) -> Any:
+    """Jets for one result or several."""
     if isinstance(value, Tensor):
         return Jet(value, first, second)
     seconds = [None] * len(value) if second is None else second
     return tuple(Jet(*parts) for parts in zip(value, first, seconds, strict=True))
 
 
-def _along(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    """The derivatives, by a function that is linear in all jets together."""
+def _derivatives(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    """First and second derivatives of a function that is jointly linear in all jets."""
     run = lambda *parts: called(func, parts, args, kwargs)
     first = vmap(run)(*(jet.first for jet in jets))
     if all(jet.second is None for jet in jets):
@@ -63,25 +63,25 @@ def _along(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> tuple
 
 
 @register(function_kinds.LINEAR)
-def linear(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def linear(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     if len(jets) > 1 or not any(x is jets[0] for x in (*args[:1], kwargs.get("input"))):
         raise NoRule(f"{name_of(func)} of such arguments")
     value = on_values(func, jets, args, kwargs)
     if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
-        return value  # whole numbers have no derivative
-    return _made(value, *_along(func, jets, args, kwargs))
+        return value  # integers have no derivative
+    return _jets(value, *_derivatives(func, jets, args, kwargs))
 
 
 @register(function_kinds.AFFINE)
-def affine(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    """The derivatives go without the bias."""
+def affine(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    """A convolution: linear, but its derivatives leave the bias out."""
     made = linear(form, func, jets, args, kwargs)
     args = (*args[:2], None, *args[3:])
-    return _made(made.value, *_along(func, jets, args, {k: x for k, x in kwargs.items() if k != "bias"}))
+    return _jets(made.value, *_derivatives(func, jets, args, {k: x for k, x in kwargs.items() if k != "bias"}))
 
 
 @register(function_kinds.SHAPED)
-def shaped(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def shaped(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     take = lambda x: x.value if isinstance(x, Jet) else x
     rest, kwargs = replaced(args[1:], take), replaced(kwargs, take)
     if not isinstance(args[0], Jet):
@@ -90,14 +90,14 @@ def shaped(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwar
 
 
 @register(function_kinds.JOINED)
-def joined(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def joined(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     value = on_values(func, jets, args, kwargs)
     constant = lambda x: x if isinstance(x, Jet) else torch.zeros_like(x)
-    return _made(value, *_along(func, jets, replaced(args, constant), replaced(kwargs, constant)))
+    return _jets(value, *_derivatives(func, jets, replaced(args, constant), replaced(kwargs, constant)))
 
 
 @register({torch.where})
-def where(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def where(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     condition, *both = ordered(args, kwargs, "condition", "input", "other")
     like = jets[0].value
     tensors = tuple(x if isinstance(x, Tensor) else like.new_tensor(x) for x in both)
@@ -105,11 +105,11 @@ def where(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwarg
 
 
 @register(function_kinds.BILINEAR)
-def bilinear(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def bilinear(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     run = lambda *parts: called(func, parts, args, kwargs)
     value = run(*(jet.value for jet in jets))
     if len(jets) == 1:
-        return _made(value, *_along(func, jets, args, kwargs))
+        return _jets(value, *_derivatives(func, jets, args, kwargs))
     if len(jets) > 2:
         raise NoRule(f"{name_of(func)} of {len(jets)} tensors that depend on x")
     a, b = jets
@@ -120,7 +120,7 @@ def bilinear(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kw
 
 
 def _as_one_product(value: Tensor, jet: Jet, product: Callable[[Tensor], Tensor]) -> Jet:
-    """All derivatives by one matrix product, apart from the value's: its node in the graph is that of the layer."""
+    """All derivatives by one matrix product; the value has its own, which is the layer's node in the graph."""
     if jet.second is None:
         return Jet(value, product(jet.first))
     first, second = product(torch.cat([jet.first, jet.second[None]])).split([len(jet.first), 1])
@@ -128,19 +128,19 @@ def _as_one_product(value: Tensor, jet: Jet, product: Callable[[Tensor], Tensor]
 
 
 @register({F.linear})
-def linear_layer(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    x, weight, bias = _bound(*args, **kwargs)
+def linear_layer(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    x, weight, bias = _linear_arguments(*args, **kwargs)
     if len(jets) == 1 and x is jets[0]:
         return _as_one_product(F.linear(x.value, weight, bias), x, lambda t: F.linear(t, weight))
     raise NoRule("linear with a weight or bias that depends on x")
 
 
-def _bound(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
     return input, weight, bias
 
 
 @register(function_kinds.MATMUL)
-def matmul(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def matmul(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = ordered(args, kwargs, "input", "other", "mat2")
     if len(jets) == 1 and isinstance(a, Jet) and b.ndim <= 2 and a.value.ndim >= b.ndim:
         return _as_one_product(a.value @ b, a, lambda t: t @ b)

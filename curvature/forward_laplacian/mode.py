@@ -1,4 +1,4 @@
-"""The mode that sends functions of jets to their rules."""
+"""The mode that sends torch functions of jets to their rules."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from curvature.forward_laplacian.function_kinds import METADATA
-from curvature.forward_laplacian.jet import RULES, Form, NoRule, jets_in, name_of
+from curvature.forward_laplacian.jet import RULES, NoRule, QuadraticForm, jets_in, name_of
 from curvature.functional import FORMULAS
 from curvature.recording import traceable_body
 
 
 class Taylor(TorchFunctionMode):
-    """Functions of jets run by their rules, others as they are.
+    """Functions of jets run by their rule, or as their formula; all others run as they are.
 
     Raises:
-        NoRule: where there is none.
+        NoRule: a function of jets has neither.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: QuadraticForm) -> None:
         super().__init__()
         self.form = form
 
@@ -38,8 +38,8 @@ class Taylor(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is not None:
             return rule(self.form, func, jets, args, kwargs)
-        written = FORMULAS.get(func) or traceable_body(func)
-        if written is None:
+        formula = FORMULAS.get(func) or traceable_body(func)
+        if formula is None:
             raise NoRule(name_of(func))
         with self:
-            return written(*args, **kwargs)
+            return formula(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Rules of functions that act on each entry alone, and of the four operations of arithmetic."""
+"""Rules for functions that act on each entry alone, and for arithmetic."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ import torch
 from torch import Tensor
 
 from curvature.forward_laplacian import function_kinds
-from curvature.forward_laplacian.jet import Args, Form, Function, Jet, Kwargs, NoRule, called, ordered, register
+from curvature.forward_laplacian.jet import (
+    Args,
+    Function,
+    Jet,
+    Kwargs,
+    NoRule,
+    QuadraticForm,
+    called,
+    ordered,
+    register,
+)
 
-Bend = Callable[[Tensor | None, Tensor], Tensor]
-Derivatives = tuple[Tensor, Tensor, Bend]  # f, f', and (L, q) to f' L + f'' q, where None is zero
+Second = Callable[[Tensor | None, Tensor], Tensor]  # (L, q) to f' L + f'' q; L = None is zero
+Derivatives = tuple[Tensor, Tensor, Second]  # f, f', and the second derivatives
 
 
-def _bend(slope: Tensor, curved: Tensor | float) -> Bend:
-    """By f' and f''."""
-    return lambda L, q: curved * q if L is None else slope * L + curved * q
+def _second(slope: Tensor, curvature: Tensor | float) -> Second:
+    """From f' and f''."""
+    return lambda L, q: curvature * q if L is None else slope * L + curvature * q
 
 
 def _tanh(x: Tensor) -> Derivatives:
@@ -52,18 +62,18 @@ def _silu(x: Tensor) -> Derivatives:
     s = torch.sigmoid(x)
     f = x * s
     slope = torch.addcmul(s + f, f, s, value=-1)
-    return f, slope, _bend(slope, (s - s * s) * (2 + x - 2 * f))
+    return f, slope, _second(slope, (s - s * s) * (2 + x - 2 * f))
 
 
 def _square(x: Tensor) -> Derivatives:
     slope = 2 * x
-    return x * x, slope, _bend(slope, 2.0)
+    return x * x, slope, _second(slope, 2.0)
 
 
 def _reciprocal(x: Tensor) -> Derivatives:
     f = 1 / x
     slope = -f * f
-    return f, slope, _bend(slope, -2 * f * slope)
+    return f, slope, _second(slope, -2 * f * slope)
 
 
 FORMULAS: dict[Function, Callable[[Tensor], Derivatives]] = {
@@ -76,20 +86,20 @@ FORMULAS: dict[Function, Callable[[Tensor], Derivatives]] = {
 }  # fmt: skip
 
 
-def composed(form: Form, jet: Jet, derivatives: Callable[[Tensor], Derivatives]) -> Jet:
-    """f(jet): ``f' h_i`` and ``f' L + f'' sum_ij C_ij h_i h_j``."""
-    value, slope, bend = derivatives(jet.value)
-    return Jet(value, slope * jet.first, bend(jet.second, form.of(jet.first, jet.first)))
+def composed(form: QuadraticForm, jet: Jet, derivatives: Callable[[Tensor], Derivatives]) -> Jet:
+    """f(h), with ``f' h_i`` and ``f' L + f'' sum_ij C_ij h_i h_j``."""
+    value, slope, second = derivatives(jet.value)
+    return Jet(value, slope * jet.first, second(jet.second, form.of(jet.first, jet.first)))
 
 
 @register(FORMULAS)
-def by_formula(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def by_formula(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return composed(form, jets[0], FORMULAS[func])
 
 
 @register(function_kinds.POINTWISE - FORMULAS.keys())
-def pointwise(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    """Of any number of tensors, by autograd: the sum of the results has the derivatives of every entry."""
+def pointwise(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    """Any number of tensors, by autograd: the gradient of the sum of the results has the derivative of every entry."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     leaves = [_leaf(jet.value).expand(shape) for jet in jets]
@@ -133,8 +143,8 @@ def _value(x: Any) -> Any:
     return x.value if isinstance(x, Jet) else x
 
 
-def _whole(value: Tensor, first: Tensor, second: Tensor | None) -> Jet:
-    """The derivatives in the shape and type of the value."""
+def _broadcast_jet(value: Tensor, first: Tensor, second: Tensor | None) -> Jet:
+    """A jet whose derivatives are expanded to the shape and dtype of the value."""
     shape = (len(first), *value.shape)
     if first.shape != shape or first.dtype != value.dtype:
         first = first.to(value.dtype).expand(shape)
@@ -144,7 +154,7 @@ def _whole(value: Tensor, first: Tensor, second: Tensor | None) -> Jet:
 
 
 def _scaled(x: Any, alpha: float) -> Any:
-    """A jet, tensor or number times a number."""
+    """``alpha x`` for a jet, tensor or number."""
     if alpha == 1:
         return x
     if not isinstance(x, Jet):
@@ -159,16 +169,16 @@ def _added(a: Any, b: Any, alpha: float = 1) -> Jet:
     value = operation(_value(a), _value(b))
     if not isinstance(a, Jet):
         b = _scaled(b, alpha) if alpha == -1 else b
-        return _whole(value, b.aligned(value.ndim), b.second)
+        return _broadcast_jet(value, b.aligned(value.ndim), b.second)
     first, second = a.aligned(value.ndim), a.second
     if isinstance(b, Jet):
         first = operation(first, b.aligned(value.ndim))
         if b.second is not None:
             second = operation(0 if second is None else second, b.second)
-    return _whole(value, first, second)
+    return _broadcast_jet(value, first, second)
 
 
-def product(form: Form, a: Any, b: Any) -> Jet:
+def product(form: QuadraticForm, a: Any, b: Any) -> Jet:
     """``a * b``."""
     if a is b:
         return composed(form, a, _square)
@@ -184,54 +194,54 @@ def product(form: Form, a: Any, b: Any) -> Jet:
         second = mixed if second is None else second + mixed
         if b.second is not None:
             second = second + a.value * b.second
-    return _whole(value, first, second)
+    return _broadcast_jet(value, first, second)
 
 
-def quotient(form: Form, a: Any, b: Any) -> Jet:
+def quotient(form: QuadraticForm, a: Any, b: Any) -> Jet:
     """``a / b``."""
     if not isinstance(b, Jet):
         value = a.value / b
-        return _whole(value, a.aligned(value.ndim) / b, None if a.second is None else a.second / b)
+        return _broadcast_jet(value, a.aligned(value.ndim) / b, None if a.second is None else a.second / b)
     inverse = composed(form, b, _reciprocal)
     return product(form, a, inverse)
 
 
 @register(function_kinds.named("add __add__ __radd__"))
-def _add(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def _add(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return _added(*_pair(args, kwargs), kwargs.get("alpha", 1))
 
 
 @register(function_kinds.named("sub subtract __sub__"))
-def _subtract(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def _subtract(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return _added(*_pair(args, kwargs), -kwargs.get("alpha", 1))
 
 
 @register(function_kinds.named("rsub __rsub__"))
-def _subtract_from(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def _subtract_from(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = _pair(args, kwargs)
     return _added(b, a, -kwargs.get("alpha", 1))
 
 
 @register(function_kinds.named("mul multiply __mul__ __rmul__"))
-def _multiply(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def _multiply(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return product(form, *_pair(args, kwargs))
 
 
 @register(function_kinds.named("div divide true_divide __truediv__ __div__"))
-def _divide(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def _divide(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("rounding_mode") is not None:
         raise NoRule("a rounded quotient")
     return quotient(form, *_pair(args, kwargs))
 
 
 @register(function_kinds.named("__rtruediv__ __rdiv__"))
-def _divide_into(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def _divide_into(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = _pair(args, kwargs)
     return quotient(form, b, a)
 
 
 @register(function_kinds.named("pow __pow__"))
-def _power(form: Form, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+def _power(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = ordered(args, kwargs, "input", "self", "exponent")
     if not isinstance(b, Tensor) and b == 2:
         return composed(form, a, _square)

@@ -1,17 +1,18 @@
-"""Torch functions written out in simpler ones.
+"""Torch functions in terms of simpler ones.
 
-In: a fused function of torch (a norm, a softmax, a recurrent kernel, weight normalization). Out: the same values from
-plain functions, whose reads of parameters can be recorded and which have correct derivatives of any order.
+`plain_form` gives a fused function (a recurrent kernel, weight normalization) as a composition of plain ones, so that
+every read of a parameter can be recorded. `FORMULAS` gives norms, softmax, attention and others as formulas with
+correct derivatives of any order; the context `ExactNorms` runs norms as theirs.
 """
 
 from curvature.functional.exact_norms import ExactNorms
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples
-from curvature.functional.unfused import rewritten
+from curvature.functional.plain_forms import plain_form
 
 __all__ = [
+    "ExactNorms",
     "FORMULAS",
     "MixesSamples",
     "NORMS",
-    "ExactNorms",
-    "rewritten",
+    "plain_form",
 ]

@@ -1,7 +1,7 @@
-"""A context in which norms have derivatives of any order: torch's kernels have wrong third ones.
+"""A context in which norms have correct derivatives of any order: torch's kernels have wrong third ones.
 
-Layer norm: https://github.com/pytorch/pytorch/issues/175754; batch norm in training mode, and instance norm, which is
-made of it: https://github.com/pytorch/pytorch/issues/186256. Group norm and RMS norm are right.
+Layer norm: https://github.com/pytorch/pytorch/issues/175754; batch norm in training mode, and instance norm, which
+calls it: https://github.com/pytorch/pytorch/issues/186256. Group norm and RMS norm are right.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def batch_norm(
 ) -> Tensor:  # fmt: skip
     if not training:
         return formulas.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    # the kernel checks the sizes and moves the running statistics
+    # run the kernel for its checks of the sizes and its update of the running statistics
     F.batch_norm(input.detach(), running_mean, running_var, None, None, True, momentum, eps)
     dims = [0, *range(2, input.ndim)]
-    return formulas.affine(formulas.normalised(input, dims, eps), weight, bias, channels=True)
+    return formulas.affine(formulas.standardize(input, dims, eps), weight, bias, channels=True)
 
 
 def instance_norm(
@@ -40,17 +40,17 @@ def instance_norm(
     )
 
 
-def _weights_first(written: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """For the functions beneath those of torch.nn.functional, which have their arguments in another order."""
+def _weights_first(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The norm with its arguments in the order of ``torch.batch_norm``, not of ``torch.nn.functional.batch_norm``."""
 
     def function(input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Tensor:
-        return written(input, mean, var, weight, bias, *rest[:3])
+        return norm(input, mean, var, weight, bias, *rest[:3])
 
     return function
 
 
 class ExactNorms(TorchFunctionMode):
-    """Norms run as their formulas."""
+    """A context in which layer, batch and instance norms run as their formulas."""
 
     formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {
         F.layer_norm: formulas.layer_norm, torch.layer_norm: formulas.layer_norm, F.batch_norm: batch_norm,

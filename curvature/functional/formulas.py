@@ -1,4 +1,4 @@
-"""Functions of torch.nn written in simpler ones, whose derivatives of every order are right.
+"""Formulas for functions of torch.nn, with correct derivatives of every order.
 
 Several fused kernels have wrong third derivatives in torch 2.13 (layer norm: pytorch issue 175754, batch norm: 186256).
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class MixesSamples(ValueError):
-    """A batch norm that makes samples depend on each other; `tensors` are what it was given."""
+    """A batch norm makes samples depend on each other; `tensors` are the arguments of the call."""
 
     def __init__(self, *tensors: Tensor | None) -> None:
         super().__init__("BatchNorm in training mode")
@@ -27,7 +27,7 @@ def layer_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Tensor:
     dims = list(range(-len(normalized_shape), 0))
-    return affine(normalised(input, dims, eps), weight, bias)
+    return affine(standardize(input, dims, eps), weight, bias)
 
 
 def rms_norm(input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
@@ -41,7 +41,7 @@ def group_norm(
 ) -> Tensor:
     shape = tuple(input.shape)
     grouped = input.reshape(shape[0], num_groups, -1)
-    return affine(normalised(grouped, [-1], eps).reshape(shape), weight, bias, channels=True)
+    return affine(standardize(grouped, [-1], eps).reshape(shape), weight, bias, channels=True)
 
 
 def instance_norm(
@@ -50,17 +50,17 @@ def instance_norm(
 ) -> Tensor:  # fmt: skip
     if running_mean is not None and not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
-    return affine(normalised(input, list(range(2, input.ndim)), eps), weight, bias, channels=True)
+    return affine(standardize(input, list(range(2, input.ndim)), eps), weight, bias, channels=True)
 
 
 def batch_norm(
     input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """With running statistics.
+    """Batch norm with running statistics.
 
     Raises:
-        MixesSamples: with those of the batch.
+        MixesSamples: it would use the statistics of the batch.
     """
     if training or running_mean is None:
         raise MixesSamples(weight, bias, running_mean, running_var)
@@ -75,7 +75,7 @@ def _native_batch_norm(
     return batch_norm(input, mean, var, weight, bias, training, momentum, eps)
 
 
-def normalised(x: Tensor, dims: list[int], eps: float) -> Tensor:
+def standardize(x: Tensor, dims: list[int], eps: float) -> Tensor:
     centred = x - x.mean(dims, keepdim=True)
     return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
 
@@ -126,13 +126,13 @@ def attention(
     if attn_mask is None:
         weights = softmax(scores, -1)
     else:
-        blind = (scores == -math.inf).all(-1, keepdim=True)  # queries that see nothing get zero
+        blind = (scores == -math.inf).all(-1, keepdim=True)  # a query that may attend to nothing gets zero
         weights = softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
     return F.dropout(weights, dropout_p, dropout_p > 0) @ value
 
 
 def _dropout(draw: Callable[[Tensor, float, bool], Tensor]) -> Callable[..., Tensor]:
-    """One mask, drawn as the function draws it, for the value and all derivatives."""
+    """Dropout with one mask, drawn as torch draws it, for the value and all derivatives."""
 
     def dropout(input: Tensor, p: float = 0.5, train: bool = True) -> Tensor:
         return input * draw(torch.ones_like(input), p, True) if train else input
@@ -153,8 +153,8 @@ def vector_norm(
     return norm(x, ord, dim, keepdim, dtype)
 
 
-def any_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """Of a matrix, an order of 2 is the largest singular value."""
+def linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    """``torch.linalg.norm``; the matrix norm of order 2, a singular value, has no formula here."""
     if isinstance(dim, tuple | list) and len(dim) > 1 and ord not in (None, "fro"):
         raise NotImplementedError(f"a matrix norm of order {ord}")
     return norm(A, ord, dim, keepdim, dtype)
@@ -238,7 +238,7 @@ FORMULAS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.feature_dropout: _dropout(torch.feature_dropout),
     **dict.fromkeys((torch.norm, Tensor.norm), norm),
     torch.linalg.vector_norm: vector_norm,
-    torch.linalg.norm: any_norm,
+    torch.linalg.norm: linalg_norm,
     **dict.fromkeys((torch.var, Tensor.var), var),
     **dict.fromkeys((torch.std, Tensor.std), std),
     **dict.fromkeys((torch.prod, Tensor.prod), prod),

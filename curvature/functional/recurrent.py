@@ -1,7 +1,7 @@
-"""Recurrent layers, written out step by step so that each weight's reads are seen.
+"""Recurrent layers as loops of matrix products.
 
-The fused kernels of torch hide the backprops of the gates, so while a capture is on, a recurrent layer runs as the
-loop of matrix products that defines it; every product is then a use of its weight like any other.
+Torch's fused kernels hide the backprops of the gates. While a recurrent layer is recorded it runs as the loop that
+defines it, and every product in it is a use of its weight like any other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 State = tuple[Tensor, ...]
-# gates of the input (already multiplied), state, recurrent weight and bias, projection -> new state
+# (the input times its weight, state, recurrent weight, its bias, projection) -> new state
 Step = Callable[[Tensor, State, Tensor, "Tensor | None", "Tensor | None"], State]
 
 
@@ -42,7 +42,7 @@ def _relu(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None, proj
 
 
 def _direction(x: Tensor, state: State, weights: Sequence[Tensor], has_bias: bool, step: Step, reverse: bool) -> Any:
-    """One layer in one direction over (T, N, i): outputs (T, N, h) and the last state."""
+    """Run one layer in one direction over (T, N, i); returns the outputs (T, N, h) and the last state."""
     w_in, w_hidden = weights[:2]
     b_in, b_hidden = (weights[2], weights[3]) if has_bias else (None, None)
     extra = weights[4 if has_bias else 2 :]
@@ -56,7 +56,7 @@ def _direction(x: Tensor, state: State, weights: Sequence[Tensor], has_bias: boo
 
 
 def _layers(step: Step) -> Callable[..., Any]:
-    """The rewritten form of ``torch.lstm``, ``torch.gru``, ... with the same arguments and results."""
+    """The plain form of ``torch.lstm``, ``torch.gru``, ..., with their arguments and results."""
 
     def run(
         x: Tensor, hx: Any, weights: Sequence[Tensor], has_bias: bool, layers: int, dropout: float, train: bool,
@@ -85,7 +85,7 @@ def _layers(step: Step) -> Callable[..., Any]:
 
 
 def _cell(step: Step) -> Callable[..., Any]:
-    """The rewritten form of ``torch.lstm_cell``, ``torch.gru_cell``, ..."""
+    """The plain form of ``torch.lstm_cell``, ``torch.gru_cell``, ..."""
 
     def run(x: Tensor, hx: Any, w_in: Tensor, w_hidden: Tensor, b_in: Any = None, b_hidden: Any = None) -> Any:
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
@@ -95,7 +95,7 @@ def _cell(step: Step) -> Callable[..., Any]:
     return run
 
 
-LOOPS: dict[Callable[..., Any], Callable[..., Any]] = {
+RECURRENT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.lstm: _layers(_lstm),
     torch.gru: _layers(_gru),
     torch.rnn_tanh: _layers(_tanh),

@@ -1,46 +1,45 @@
 """Per-sample gradients: gradients, norms and inner products of samples, and Jacobians.
 
-In: a recorded pass and the backprops at its uses. Out: the terms of every parameter, sample by sample, exact. Where the
-samples are is found by experiment at the first call and kept as a `Plan`; what no rule explains takes the general path
-(`vmap`, or a loop). Both are verified against autograd.
+In: a model, a loss and a batch, or values with their graph. Out: for every parameter the terms (`curvature.terms`) of
+each sample's gradient, exact. `per_sample` holds the public functions. They record a forward pass and hand the tape to
+`plans`, which finds the axis of samples at every use by experiment (`sample_axes`), makes terms of the backprops
+(`parameter_terms`), checks them against autograd (`verification`), and remembers what it learnt. What no rule explains
+takes the `general_path`: vmap, or a loop over samples.
 """
 
 from curvature.gradients.batch import Batch, Loss, validate_loss
+from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
-from curvature.gradients.jvp import output_changes
-from curvature.gradients.parameter_terms import joint_bias, terms_by_parameter
+from curvature.gradients.jacobian_products import batched_vjp, output_changes
+from curvature.gradients.parameter_terms import Terms, joint_bias, terms_by_parameter
 from curvature.gradients.per_sample import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
-from curvature.gradients.plans import PLANS, Plan, plan_key, tape_signature
+from curvature.gradients.plans import Plan, find_plan, learn_and_verify, plan_key
 from curvature.gradients.sample_axes import candidate_axes, sample_layouts
-from curvature.gradients.verification import (
-    general_path_terms,
-    learn_and_verify,
-    require_independent_samples,
-    single_sample_reference,
-)
+from curvature.gradients.verification import require_independent_samples, single_sample_reference
 
 __all__ = [
     "Batch",
     "CentredJacobian",
     "Jacobian",
     "Loss",
-    "PLANS",
     "Plan",
-    "single_sample_reference",
-    "general_path_terms",
-    "check_gradients",
-    "terms_by_parameter",
+    "Terms",
+    "batched_vjp",
     "candidate_axes",
+    "check_gradients",
+    "find_plan",
+    "general_path_terms",
     "joint_bias",
-    "plan_key",
+    "learn_and_verify",
     "output_changes",
     "per_sample_gradients",
     "per_sample_gram",
     "per_sample_norms",
+    "plan_key",
     "require_independent_samples",
     "residual_jacobian",
     "sample_layouts",
-    "tape_signature",
-    "learn_and_verify",
+    "single_sample_reference",
+    "terms_by_parameter",
     "validate_loss",
 ]

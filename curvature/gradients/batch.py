@@ -1,4 +1,4 @@
-"""A batch of samples with its model and loss: what "sample n alone" means, in one place."""
+"""A batch of samples with its model and loss; the one place that knows what "sample n alone" means."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.losses import join_heads, per_sample_losses, reduction_of, resolve
-from curvature.recording import call, logits, map_tensors, tensors, unwrap_compiled
+from curvature.recording import call_model, logits, map_tensors, tensors_in, unwrap_compiled
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -19,7 +19,7 @@ def validate_loss(loss: Loss) -> Loss:
     """The loss as a function of (output, target).
 
     Raises:
-        TypeError: it is not callable.
+        TypeError: the loss is not callable.
         ValueError: it has no scalar reduction.
     """
     if not callable(loss):
@@ -39,7 +39,7 @@ class Batch:
     y: Any
     count: int
     dims: tuple[int, int, int]
-    parameters: dict[str, nn.Parameter]  # those that require a gradient
+    parameters: dict[str, nn.Parameter]  # that require a gradient
 
     @staticmethod
     def of(model: nn.Module, loss: Loss, x: Any, y: Any, sample_dim: int | tuple[int, int, int] = 0) -> Batch:
@@ -59,7 +59,7 @@ class Batch:
         dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
         if len(dims) != 3:
             raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
-        inputs = [t for t in tensors(x) if t.ndim > dims[0]]
+        inputs = [t for t in tensors_in(x) if t.ndim > dims[0]]
         if not inputs:
             raise TypeError(
                 f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {x!r:.80}"
@@ -67,43 +67,33 @@ class Batch:
         count = inputs[0].shape[dims[0]]
         if count == 0:
             raise ValueError("x: the batch is empty")
-        for t in tensors(y):
+        for t in tensors_in(y):
             if t.ndim <= dims[2] or t.shape[dims[2]] % count:
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
         same: Callable[[Tensor], Tensor] = lambda t: t
         return Batch(model, loss, map_tensors(same, x), map_tensors(same, y), count, dims, parameters)
 
-    def part(self, tree: Any, start: int, stop: int, dim: int) -> Any:
-        """Samples start..stop of every tensor that has them; m rows a sample where the axis has N * m."""
+    def sample(self, n: int) -> Batch:
+        """Sample n as a batch of one; of a target with N * m rows it takes m."""
+        dim, _, target_dim = self.dims
 
-        def cut(t: Tensor) -> Tensor:
-            if t.ndim <= dim:
-                return t
-            rows = t.shape[dim] // self.count
-            return t.narrow(dim, start * rows, (stop - start) * rows)
+        def rows(t: Tensor) -> Tensor:
+            each = t.shape[target_dim] // self.count
+            return t.narrow(target_dim, n * each, each)
 
-        return map_tensors(cut, tree)
-
-    def inputs(self, start: int, stop: int) -> Any:
-        dim = self.dims[0]
-        return map_tensors(
-            lambda t: t.narrow(dim, start, stop - start) if t.ndim > dim and t.shape[dim] == self.count else t, self.x
-        )
-
-    def alone(self, n: int) -> Batch:
-        """Sample n as a batch of one."""
-        return replace(self, x=self.inputs(n, n + 1), y=self.part(self.y, n, n + 1, self.dims[2]), count=1)
+        x = map_tensors(lambda t: t.narrow(dim, n, 1) if t.ndim > dim and t.shape[dim] == self.count else t, self.x)
+        return replace(self, x=x, y=map_tensors(lambda t: rows(t) if t.ndim > target_dim else t, self.y), count=1)
 
     def output(self) -> Any:
-        return join_heads(self.loss, logits(call(self.model, self.x)))
+        return join_heads(self.loss, logits(call_model(self.model, self.x)))
 
     def losses(self, output: Tensor) -> Tensor:
         """The loss of every sample alone, (N,)."""
         return per_sample_losses(self.loss, output, self.y, self.count, self.dims[1], self.dims[2])
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gradients(self, output: Any = None) -> dict[str, Tensor]:
         """Gradient of the loss as the user would call it, by one plain backward pass."""
         parameters = self.parameters
-        value = self.loss(self.output(), self.y)
+        value = self.loss(self.output() if output is None else output, self.y)
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), found, strict=True)}

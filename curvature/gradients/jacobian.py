@@ -1,4 +1,4 @@
-"""Functions that differentiate the model: per-sample gradients of Laplacians and other residuals."""
+"""Jacobians of values that may contain derivatives of the model: residuals with Laplacians, forces, divergences."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature.functional import ExactNorms
-from curvature.gradients.parameter_terms import sent_back, terms_by_parameter
-from curvature.gradients.plans import PLANS, Plan, tape_signature
-from curvature.gradients.verification import learn_and_verify
+from curvature.gradients.jacobian_products import gradient_rows
+from curvature.gradients.parameter_terms import Terms
+from curvature.gradients.plans import per_sample_terms, tape_signature
 from curvature.recording import Tape, graph_signature, preserve_state, tape_from_graph, unwrap_compiled
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, promote, sum_of_squares, to_device
 
-CHUNK = 1 << 26  # elements of the rows that go back together
-NOTHING = "model: no parameter requires a gradient"
+ROWS_ELEMENTS = 1 << 26  # entries of the rows that go back together
+STACKED_ELEMENTS = 1 << 26  # entries of activations and backprops up to which pieces are put together
+NO_PARAMETERS = "model: no parameter requires a gradient"
 
 
 def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch: Tensor) -> dict[str, Tensor]:
@@ -42,7 +43,7 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
         TypeError: `model` is no module, or the residual no tensor.
         ValueError: the residual is not (N,), or nothing requires a gradient.
     """
-    _checked(model, batch)
+    _require_batch(model, batch)
     with preserve_state(model):
         own = [x.detach().requires_grad_(x.is_floating_point()) for x in batch]
         with ExactNorms():
@@ -56,27 +57,33 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
         return Jacobian.of(values, model).rows()
 
 
-def _checked(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
+def _require_batch(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError(NOTHING)
+        raise ValueError(NO_PARAMETERS)
     if not batch or not all(isinstance(x, Tensor) and x.ndim for x in batch):
         raise TypeError("batch: expected tensors whose axis 0 holds the samples")
     if len({len(x) for x in batch}) > 1 or not len(batch[0]):
         raise ValueError(f"batch: expected as many samples in each tensor, found {[len(x) for x in batch]}")
 
 
+Parts = Sequence[tuple[int, Mapping[str, list[Term]]]]
+
+
 @dataclass(frozen=True)
 class Jacobian:
-    """Derivatives of values (M,) by the P entries of the parameters, as terms: never built unless asked for.
+    """Derivatives of values (M,) with respect to the P entries of the parameters, as terms; built only on request.
 
-    Values that were put together by ``torch.cat`` are in `parts`, each with terms of its own.
+    Attributes:
+        parts: number of values and terms of each piece; values from ``torch.cat`` have one piece for each input.
+        shapes: of the parameters, by name.
+        zero: in the values' precision, on their device.
     """
 
-    parts: Sequence[tuple[int, Mapping[str, list[Term]]]]
+    parts: Parts
     shapes: Mapping[str, tuple[int, ...]]
-    zero: Tensor  # of the values' precision and device
+    zero: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -92,12 +99,12 @@ class Jacobian:
 
     @staticmethod
     def of(values: Tensor, model: nn.Module) -> Jacobian:
-        """The Jacobian of values (M,) that were computed with gradients enabled; their graph is kept.
+        """The Jacobian of values (M,) that were computed with gradients enabled; keeps their graph.
 
-        Nothing is run again: the graph says how the values came about, the model only what its parameters are.
+        Nothing runs again: the graph shows how the values were computed, and the model only names its parameters.
 
         Raises:
-            ValueError: the values are not (M,), M at least 1, or were computed without gradients; no parameter of the
+            ValueError: the values are not (M,) with M >= 1, or were computed without gradients; no parameter of the
                 model requires one; the values differentiate a layer, batch or instance norm and were not computed in
                 the context `curvature.functional.ExactNorms()` (torch's kernels have wrong third derivatives).
         """
@@ -106,7 +113,7 @@ class Jacobian:
         model = unwrap_compiled(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not parameters:
-            raise ValueError(NOTHING)
+            raise ValueError(NO_PARAMETERS)
         if not values.requires_grad:
             raise ValueError("values: they were computed without gradients, so that their derivatives are unknown")
         found = _pieces(values.detach(), get_gradient_edge(values))
@@ -115,14 +122,14 @@ class Jacobian:
 
     @staticmethod
     def recorded(tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], model: nn.Module) -> Jacobian:
-        """For each of the vectors (k, N, ...) the Jacobian (N, P) of the samples' ``<output, vector>``.
+        """The Jacobians (N, P) of the samples' ``<output, vector>``, one piece for each of k vectors.
 
         Args:
             tape: of the forward pass that gave the outputs (N, ...), samples along their first axis. P are the
                 parameters that it was made for.
-            vectors: as many for each of the outputs.
+            vectors: (k, N, ...) for each output.
 
-        It is in single precision at least, whatever those of the model and of its outputs.
+        In single precision at least, whatever the precision of model and outputs.
         """
         parameters = {name: p for name, p in model.named_parameters() if name in tape.parameters}
         parts = []
@@ -181,7 +188,7 @@ class Jacobian:
         return self.columns(vector, [list(self.shapes)])[:, 0]
 
     def columns(self, vector: Mapping[str, Tensor], groups: Sequence[Sequence[str]]) -> Tensor:
-        """``J v`` with all of v but the parameters of one group zero, for each group: (M, groups)."""
+        """``J v`` restricted to the parameters of each group: (M, groups)."""
         inner, summed = contractions.inner_products, contractions.sum_in_place
         return torch.cat(
             [
@@ -200,17 +207,17 @@ class Jacobian:
         return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def merged(self) -> Jacobian:
-        """The same with the reads of each weight in one term: for many products with it."""
+        """The same Jacobian with the terms of each parameter merged, for many products."""
         together = contractions.merge_terms
         parts = [(size, {name: together(own) for name, own in terms.items()}) for size, terms in self.parts]
         return replace(self, parts=parts)
 
     def gathered(self, objects: Callable[[Any], Sequence[Any]]) -> tuple[Jacobian, Tensor]:
-        """The rows of all processes; `objects` exchanges what each of them gives.
+        """The rows of all processes; `objects` is an all-gather of Python objects.
 
         Returns:
-            The Jacobian, pieces that all have being one piece, and the indices of its rows among the rows of all
-            processes one after the other.
+            The Jacobian, with the pieces that all processes have stacked; and for each row its index among the rows of
+            all processes in order.
         """
         found = objects(_moved(self.parts, "cpu"))
         numbers = iter(range(sum(size for theirs in found for size, _ in theirs)))
@@ -225,7 +232,7 @@ class Jacobian:
         return replace(self, parts=parts), torch.tensor(order, device=self.zero.device)
 
     def centred(self) -> CentredJacobian:
-        """The same less the mean of all rows: ``Jc = J - 1 mean(J)``.
+        """The Jacobian less the mean of its rows: ``Jc = J - 1 mean(J)``.
 
         For stochastic reconfiguration: with J the Jacobian of log(psi), psi a real wave function, at N points drawn
         from psi^2, and local energies E (N,) at these,
@@ -243,7 +250,7 @@ class Jacobian:
 
 @dataclass(frozen=True)
 class CentredJacobian(Jacobian):
-    """A Jacobian less the mean of its rows, `parts` as they were; precise to the rounding of the rows themselves."""
+    """A Jacobian less the mean of its rows; `parts` keep it. Exact to the rounding of the uncentred rows."""
 
     def rows(self) -> dict[str, Tensor]:
         return {name: rows - rows.mean(0) for name, rows in super().rows().items()}
@@ -274,20 +281,17 @@ class CentredJacobian(Jacobian):
         return super().transposed(self.zero.new_full((size,), 1 / size))
 
 
-Parts = Sequence[tuple[int, Mapping[str, list[Term]]]]
-
-
 def _moved(parts: Parts, device: torch.device | str) -> list[tuple[int, dict[str, list[Term]]]]:
     return [(size, {name: [to_device(t, device) for t in own] for name, own in terms.items()}) for size, terms in parts]
 
 
 def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[int, Mapping[str, list[Term]]]]:
-    """One part in place of many, where their terms are alike and not large: a few large products, not many small."""
+    """Stack small parts of like terms into one: a few large products in place of many small ones."""
     found: dict[str, list[Term]] = {}
     for name in parts[0][1]:
         own = [terms[name] for _, terms in parts]
         held = sum(t.a.numel() + t.b.numel() if isinstance(t, OuterProduct) else 0 for terms in own for t in terms)
-        rows = contractions.stack_terms(own) if held <= CHUNK else None
+        rows = contractions.stack_terms(own) if held <= STACKED_ELEMENTS else None
         if rows is None:
             return parts
         found[name] = rows
@@ -295,7 +299,7 @@ def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[i
 
 
 def _pieces(values: Tensor, edge: GradientEdge) -> list[tuple[Tensor, GradientEdge]]:
-    """What the values (N,) were put together from by ``torch.cat``, and where the backprop of each piece arrives."""
+    """The inputs of the ``torch.cat`` that made the values (N,), with the edge where each one's backprop arrives."""
     if edge.node.name() != "CatBackward0":
         return [(values, edge)]
     edges = [GradientEdge(step, number) for step, number in edge.node.next_functions if step is not None]
@@ -309,25 +313,14 @@ def _pieces(values: Tensor, edge: GradientEdge) -> list[tuple[Tensor, GradientEd
 def _terms(
     values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter], model: nn.Module,
     recorded: Tape | None = None,
-) -> dict[str, list[Term]]:  # fmt: skip
-    """The gradient of each of `values` (N,); their graph, which begins at the edge, is the only thing looked at."""
-    identity = graph_signature(edge, parameters)
+) -> Terms:  # fmt: skip
+    """The gradients of `values` (N,), whose graph begins at the edge, as terms."""
+    graph = graph_signature(edge, parameters)
     tape = tape_from_graph(edge, parameters) if recorded is None else recorded
-    plans = PLANS.setdefault(model, {})
-    key = (len(values), identity, recorded is None, *tape_signature(tape))
-    plan = plans.get(key) if tape.uses else Plan([], [], set())
-    if plan is None:
-        terms, plan, certain = learn_and_verify(tape, values, lambda n: _row(edge, values, n, parameters), edge)
-        if certain and identity is not None:
-            plans[key] = plan
-    else:
-        backprops = tape.gradients([edge], [torch.ones_like(values)]) if tape.uses else []
-        terms, _ = terms_by_parameter(tape, backprops, plan.layouts, plan.general)
-        terms = {name: [promote(t, parameters[name].dtype) for t in own] for name, own in terms.items()}
-    if plan.general:
-        terms |= _one_by_one(values, edge, {name: p for name, p in parameters.items() if name in plan.general})
-    zeros = lambda p: DenseGradients(p.detach().new_zeros(len(values), *p.shape))
-    return {name: terms.get(name) or [zeros(p)] for name, p in parameters.items()}
+    key = None if graph is None else (len(values), graph, recorded is None, *tape_signature(tape))
+    reference = lambda n: _row(edge, values, n, parameters)
+    general = lambda plan, names: _one_by_one(values, edge, {k: p for k, p in parameters.items() if k in names})
+    return per_sample_terms(model, key, tape, values, reference, general, edge)
 
 
 def _row(edge: GradientEdge, values: Tensor, n: int, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -337,11 +330,11 @@ def _row(edge: GradientEdge, values: Tensor, n: int, parameters: Mapping[str, nn
     return dict(zip(parameters, found, strict=True))
 
 
-def _one_by_one(values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> dict[str, list[Term]]:
-    """The rows by one backward pass each."""
+def _one_by_one(values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Terms:
+    """The general path: one backward pass for each row."""
     leaves = list(parameters.values())
-    step = max(1, CHUNK // (len(values) * max(p.numel() for p in leaves)))
+    step = max(1, ROWS_ELEMENTS // (len(values) * max(p.numel() for p in leaves)))
     eye = torch.eye(len(values), dtype=values.dtype, device=values.device)
-    rows = [sent_back(edge, part, leaves) for part in eye.split(step)]
+    rows = [gradient_rows(edge, leaves, part) for part in eye.split(step)]
     columns = zip(parameters, zip(*rows, strict=True), strict=True)
     return {name: [DenseGradients(torch.cat(parts))] for name, parts in columns}

@@ -1,4 +1,4 @@
-"""Per-sample gradients, their norms and inner products, from activations and backprops."""
+"""The public functions of per-sample gradients: gradients, norms, inner products, and a check of all of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from curvature.gradients.batch import Batch, Loss
-from curvature.gradients.parameter_terms import terms_by_parameter
-from curvature.gradients.plans import PLANS, Plan, plan_key, tape_signature
-from curvature.gradients.verification import (
-    differences,
-    general_path_terms,
-    learn_and_verify,
-    require_independent_samples,
-    single_sample_reference,
-)
+from curvature.gradients.general_path import general_path_terms
+from curvature.gradients.parameter_terms import Terms
+from curvature.gradients.plans import PLANS, Plan, per_sample_terms, plan_key
+from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
 from curvature.recording import capture, preserve_state
-from curvature.terms import DenseGradients, Term, contractions
+from curvature.terms import DenseGradients, contractions
 
 
 def per_sample_gradients(
@@ -47,8 +42,8 @@ def per_sample_gradients(
         TypeError: an argument of the wrong kind.
 
     Nothing of the model's is changed: no ``.grad``, buffer, mode, hook or random state. The first call on a model at a
-    shape of its inputs checks itself; parameters that the layer rules do not explain go through ``torch.func.vmap``
-    over the model (logged once).
+    shape of its inputs checks itself. Parameters that the layer rules do not explain go through ``torch.func.vmap``
+    over the model, which is logged once.
     """
     terms = _terms(Batch.of(model, loss, x, y, sample_dim))
     return {name: contractions.gradients(parts) for name, parts in terms.items()}
@@ -93,7 +88,7 @@ def check_gradients(
     found = per_sample_gradients(model, loss, x, y, sample_dim=sample_dim)
     for n in range(batch.count):
         with preserve_state(batch.model):
-            alone = batch.alone(n).gradients()
+            alone = batch.sample(n).gradients()
         for name in differences({k: g[n] for k, g in found.items()}, alone):
             raise RuntimeError(
                 f"{name}: the gradient of sample {n} has norm {found[name][n].norm():.10g}, "
@@ -101,8 +96,8 @@ def check_gradients(
             )
 
 
-class Undifferentiated(TorchFunctionMode):
-    """No layer's backprop arrives more than once: the model is not differentiated on the way to the loss."""
+class RefuseDoubleBackward(TorchFunctionMode):
+    """Raise where the loss differentiates the model: a layer's backprop would arrive more than once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,51 +112,29 @@ class Undifferentiated(TorchFunctionMode):
 
 def _is_random(batch: Batch) -> bool:
     """Whether a forward pass moves the random state of the CPU or of the model's device."""
-    with preserve_state(batch.model) as was_random, torch.no_grad():
+    with preserve_state(batch.model) as drew_random, torch.no_grad():
         batch.output()
-        return was_random()
+        return drew_random()
 
 
-def _terms(batch: Batch) -> dict[str, list[Term]]:
-    """The per-sample gradients of every parameter as terms, in the order of the parameters."""
-    with preserve_state(batch.model) as was_random:
-        with capture(batch.model) as tape, Undifferentiated():
+def _terms(batch: Batch) -> Terms:
+    """The per-sample gradients of every parameter as terms, in the order of the parameters.
+
+    Records one forward pass, takes the samples' own losses, and sends them back.
+    """
+    with preserve_state(batch.model) as drew_random:
+        with capture(batch.model) as tape, RefuseDoubleBackward():
             output = batch.output()
-        random = was_random()
+        random, key = drew_random(), plan_key(batch)
         require_independent_samples(tape)
         if batch.count == 1:
-            return _single(batch, output)
-        with Undifferentiated():
-            losses = batch.losses(output) if isinstance(output, Tensor) else None
-        plans = PLANS.setdefault(batch.model, {})
-        key = plan_key(batch)
-        plan = plans.get(key)
-        terms: dict[str, list[Term]] = {}
-        if losses is None:
-            failed = set(batch.parameters)
-            plan = plans[key] = plan or Plan([], [], failed)
-        elif plan is not None and plan.signature == tape_signature(tape):
-            backprops = tape.gradients([losses], [torch.ones_like(losses)])
-            terms, failed = terms_by_parameter(tape, backprops, plan.layouts, plan.general)
-        else:
-            terms, plan, certain = learn_and_verify(tape, losses, single_sample_reference(batch, random))
-            failed = plan.general
-            if certain:
-                plans[key] = plan
-        if failed:
-            terms |= general_path_terms(batch, plan, failed, random)
-        return {
-            name: terms.get(name) or [DenseGradients(p.detach().new_zeros(batch.count, *p.shape))]
-            for name, p in batch.parameters.items()
-        }
-
-
-def _single(batch: Batch, output: Any) -> dict[str, list[Term]]:
-    """One sample: its gradient is the plain one."""
-    parameters = batch.parameters
-    value = batch.loss(output, batch.y)
-    found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-    return {
-        k: [DenseGradients((torch.zeros_like(p) if g is None else g)[None])]
-        for (k, p), g in zip(parameters.items(), found, strict=True)
-    }
+            return {name: [DenseGradients(g[None])] for name, g in batch.gradients(output).items()}
+        if not isinstance(output, Tensor):  # the loss takes it, but nothing says where its samples are
+            plan = PLANS.setdefault(batch.model, {}).setdefault(key, Plan([], [], set(batch.parameters)))
+            terms = general_path_terms(batch, plan, set(batch.parameters), random)
+            return {name: terms[name] for name in batch.parameters}
+        with RefuseDoubleBackward():
+            losses = batch.losses(output)
+        reference = single_sample_reference(batch, random)
+        general = lambda plan, names: general_path_terms(batch, plan, names, random)
+        return per_sample_terms(batch.model, key, tape, losses, reference, general)

@@ -1,38 +1,131 @@
-"""What was learnt of a model, remembered by the shapes of its inputs."""
+"""How a model's parameters are explained at one shape of its inputs: known from earlier, or learnt and verified now.
+
+The one place where per-sample gradients, matrices and Jacobians decide between a plan that they have, learning one, and
+the general path.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from curvature.gradients.batch import Batch
+from curvature.gradients.parameter_terms import Terms, terms_by_parameter
+from curvature.gradients.sample_axes import find_layout
+from curvature.gradients.verification import Reference, failures, note_general
 from curvature.layers import Layout
-from curvature.recording import Tape, tensors
+from curvature.linalg import noise_floor
+from curvature.recording import Tape, tensors_in
+from curvature.terms import DenseGradients, promote
 
 
 @dataclass
 class Plan:
-    """What was learnt of a model at one shape of its inputs."""
+    """How the parameters of a model are explained at one shape of its inputs."""
 
     signature: list[tuple[Any, ...]]
-    layouts: list[list[Layout]]  # one for each use, or none
-    general: set[str]  # parameters that go through the general path
-    loop: bool = False  # whether that path is the loop of batch size one
+    layouts: list[list[Layout]]  # of each use: one, or none where its output has no axis of samples
+    general: set[str]  # parameters that take the general path
+    loop: bool = False  # whether that path is the loop over samples
 
 
+Learnt = tuple[Terms, Plan, bool]
 PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
 
 def plan_key(batch: Batch) -> tuple[Any, ...]:
-    """What the structure may depend on."""
-    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors(batch.x))
+    """All that the plan for a batch may depend on."""
+    shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in(batch.x))
     training = tuple(module.training for module in batch.model.modules())
     return (shapes, batch.dims, training, tuple(batch.parameters))
 
 
 def tape_signature(tape: Tape) -> list[tuple[Any, ...]]:
-    """Functions, shapes and parameters of the uses in order: equal where the layouts can be used again."""
+    """Functions, shapes and parameters of the uses in order; tapes of equal signature share a plan."""
     return [(use.function, use.shape, use.names) for use in tape.uses]
+
+
+def find_plan(model: nn.Module, key: Any, tape: Tape, learn: Callable[[], Learnt]) -> tuple[Plan, Terms | None]:
+    """The plan kept for this model and key, if it fits the tape; else the one that `learn` returns.
+
+    A plan that was learnt is kept unless its batch left a doubt, or the key is None.
+
+    Returns:
+        The plan, and the terms where it was learnt now.
+    """
+    plans = PLANS.setdefault(model, {})
+    plan = plans.get(key)
+    if plan is not None and plan.signature == tape_signature(tape):
+        return plan, None
+    terms, plan, certain = learn()
+    if certain and key is not None:
+        plans[key] = plan
+    return plan, terms
+
+
+def learn_and_verify(tape: Tape, losses: Tensor, reference: Reference, edge: GradientEdge | None = None) -> Learnt:
+    """Find the axis of samples at every use, then check the terms that follow from it in two ways.
+
+    Parameters that fail a check take the general path.
+
+    Args:
+        losses: (N,), one for each sample.
+        reference: plain gradients of sample n, computed without the tape; None where there are none.
+        edge: where the backward pass of the losses begins, if their own graph does not say it.
+
+    Returns:
+        The terms of all other parameters, the plan, and whether the batch left no doubt about it (a sample without
+        gradient does).
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = (0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64, device="cpu")).to(losses)
+    outputs = [losses if edge is None else edge]
+    backprops = tape.gradients(outputs, [torch.ones_like(losses)])
+    parameters = [node.tensor for node in tape.parameters.values()]
+    both = tape.gradients(outputs, [weights], also=parameters)
+    weighted, sums = both[: len(tape.uses)], both[len(tape.uses) :]
+    layouts, certain, floor = [], True, noise_floor(weighted)
+    for b, bw in zip(backprops, weighted, strict=True):
+        layout, only = ([], True) if b is None or bw is None else find_layout(b, bw, weights, floor)
+        layouts.append(layout)
+        certain = certain and only
+    terms, failed = _explain(tape, backprops, Plan([], layouts, set()))
+    failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
+    note_general(tape, failed)
+    kept = {name: own for name, own in terms.items() if name not in failed}
+    return kept, Plan(tape_signature(tape), layouts, failed), certain
+
+
+def per_sample_terms(
+    model: nn.Module, key: Any, tape: Tape, losses: Tensor, reference: Reference,
+    general: Callable[[Plan, set[str]], Terms], edge: GradientEdge | None = None,
+) -> Terms:  # fmt: skip
+    """The gradient of each of `losses` (N,) with respect to every parameter, as terms.
+
+    Args:
+        general: the general path for the parameters of these names.
+        key, reference, edge: as for `find_plan` and `learn_and_verify`.
+    """
+    plan, terms = find_plan(model, key, tape, lambda: learn_and_verify(tape, losses, reference, edge))
+    failed = plan.general
+    if terms is None:
+        backprops = tape.gradients([losses if edge is None else edge], [torch.ones_like(losses)])
+        terms, failed = _explain(tape, backprops, plan)
+    if failed:
+        terms |= general(plan, failed)
+    shapes = {name: (len(losses), *node.tensor.shape) for name, node in tape.parameters.items()}
+    zeros = lambda name: DenseGradients(tape.parameters[name].tensor.detach().new_zeros(shapes[name]))
+    return {name: terms.get(name) or [zeros(name)] for name in shapes}
+
+
+def _explain(tape: Tape, backprops: list[Tensor | None], plan: Plan) -> tuple[Terms, set[str]]:
+    """`terms_by_parameter`, in the precision of the parameters at least."""
+    terms, failed = terms_by_parameter(tape, backprops, plan.layouts, plan.general)
+    dtypes = {name: node.tensor.dtype for name, node in tape.parameters.items()}
+    return {name: [promote(t, dtypes[name]) for t in own] for name, own in terms.items()}, failed

@@ -1,17 +1,16 @@
-"""One pass over the data: every batch recorded, vectors sent back from its output, terms of every parameter returned.
+"""One pass over the data: record every batch, send vectors back from its output, return the terms of every parameter.
 
-What a matrix is made of, a bounded number of vectors at a time; `accumulators` add it up.
+A batch gives a bounded number of vectors at a time, as a `Chunk`; `accumulators` add chunks up.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +18,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
 from curvature.gradients import (
-    PLANS,
     Batch,
     Loss,
     Plan,
+    batched_vjp,
+    find_plan,
     general_path_terms,
     learn_and_verify,
     plan_key,
     require_independent_samples,
     single_sample_reference,
-    tape_signature,
     terms_by_parameter,
     validate_loss,
 )
@@ -38,13 +37,12 @@ from curvature.matrices.accumulators import Chunk, Terms
 from curvature.recording import capture, map_tensors, preserve_state, unwrap_compiled
 from curvature.terms import DenseGradients, gradients
 
-log = logging.getLogger("curvature")
-BUDGET = 1 << 25  # entries of what one batched backward pass may hold
+BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A model, a loss and data, checked; what every builder goes over."""
+    """A model, a loss and data, checked; every builder goes over one."""
 
     model: nn.Module
     loss: Loss | None
@@ -53,32 +51,30 @@ class DataSource:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        """What can be refused before the first batch is."""
+        """Check all that can be checked before the first batch."""
         object.__setattr__(self, "model", unwrap_compiled(self.model))
         if self.loss is not None:
             validate_loss(self.loss)
         require_pairs(self.data)
 
     def each(self, visit: Callable[[RecordedBatch], None]) -> None:
-        """Call `visit` on the recorded pass of every batch; the state of model and random numbers is preserved.
+        """Call `visit` on every batch, recorded. The state of the model and of random numbers is preserved.
 
         Raises:
             ValueError: there is no batch.
-            TypeError: the data are neither a pair (x, y) nor an iterable of such.
+            TypeError: the data are neither a pair (x, y) nor an iterable of pairs.
         """
         seen = False
         devices = {p.device for p in self.model.parameters() if p.device.type == "cuda"}
-        # a DataLoader draws from the global random state
-        with torch.random.fork_rng(sorted(devices, key=str)):
-            for x, y in tqdm(
-                pairs(self.data), total=count_of(self.data), unit="batch", leave=False, disable=not self.progress
-            ):
+        with torch.random.fork_rng(sorted(devices, key=str)):  # a DataLoader draws from the global random state
+            total = number_of_batches(self.data)
+            for x, y in tqdm(pairs(self.data), total=total, unit="batch", leave=False, disable=not self.progress):
                 batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim)
-                # fused attention goes back only once
-                with preserve_state(batch.model) as was_random, sdpa_kernel(SDPBackend.MATH):
-                    run = RecordedBatch(batch, self.loss, was_random)
+                # fused attention has no second derivatives and no batched backward pass
+                with preserve_state(batch.model) as drew_random, sdpa_kernel(SDPBackend.MATH):
+                    run = RecordedBatch(batch, self.loss, drew_random)
                     if not seen and self.loss is not None and batch.y is not None:
-                        run.warn_if_other()
+                        run.warn_if_coupled()
                     visit(run)
                 seen = True
         if not seen:
@@ -100,28 +96,28 @@ def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
         if not isinstance(entry, tuple | list) or len(entry) != 2:
             raise TypeError(
                 f"data: expected pairs (x, y), x a tensor, a tuple of positional or a dict of keyword arguments; "
-                f"found {_kind(entry)}"
+                f"found {_describe(entry)}"
             )
         yield entry[0], entry[1]
 
 
 def require_pairs(data: Any) -> None:
-    """Refuse what is no pair and no iterable of pairs, before it is gone through.
+    """Refuse what is neither a pair nor an iterable of pairs, without iterating.
 
     Raises:
-        TypeError: a tensor, a mapping, a string, or nothing that can be gone through.
+        TypeError: a tensor, a mapping, a string, or nothing iterable.
     """
     if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
-        raise TypeError(f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {_kind(data)}")
+        raise TypeError(f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {_describe(data)}")
 
 
-def _kind(found: Any) -> str:
+def _describe(found: Any) -> str:
     size = f" of {len(found)}" if isinstance(found, tuple | list | dict) else ""
     return f"a {type(found).__name__}{size}"
 
 
-def count_of(data: Any) -> int | None:
-    """The number of batches, where the data say it."""
+def number_of_batches(data: Any) -> int | None:
+    """The number of batches, if the data tell it."""
     if isinstance(data, tuple):
         return 1
     try:
@@ -131,46 +127,41 @@ def count_of(data: Any) -> int | None:
 
 
 class RecordedBatch:
-    """The recorded forward pass of one batch, from whose output vectors are sent back."""
+    """The recorded forward pass of one batch; sends vectors back from its output."""
 
-    def __init__(self, batch: Batch, loss: Loss | None, was_random: Callable[[], bool]) -> None:
+    def __init__(self, batch: Batch, loss: Loss | None, drew_random: Callable[[], bool]) -> None:
         with capture(batch.model) as tape:
             output = batch.output()
-        self.batch, self.loss, self.tape, self.random = batch, loss, tape, was_random()
+        self.batch, self.loss, self.tape, self.random = batch, loss, tape, drew_random()
         require_independent_samples(tape)
         if not isinstance(output, Tensor):
-            raise TypeError(f"model: expected a tensor as output (or one in .logits), found {_kind(output)}")
+            raise TypeError(f"model: expected a tensor as output (or one in .logits), found {_describe(output)}")
         self.output = output
 
     @cached_property
     def plan(self) -> Plan:
-        """How the parameters are explained, from earlier passes or learnt now.
+        """How the parameters are explained: known, or learnt now from a random vector.
 
-        Learnt from random vectors, not from the loss: that may be flat somewhere, and then leaves doubts.
+        Not from the loss, which may be flat somewhere and then leaves doubts.
         """
-        plans = PLANS.setdefault(self.batch.model, {})
-        key = plan_key(self.batch)
-        plan = plans.get(key)
-        if plan is not None and plan.signature == tape_signature(self.tape):
-            return plan
-        generator = torch.Generator().manual_seed(0)
-        probe = torch.randn(self.output.shape, generator=generator, dtype=torch.float64).to(self.output)
-        probed = self._against(probe)
-        reference = single_sample_reference(probed, self.random)
-        _, plan, certain = learn_and_verify(self.tape, probed.losses(self.output), reference)
-        if certain:
-            plans[key] = plan
-        return plan
+
+        def learn() -> Any:
+            generator = torch.Generator().manual_seed(0)
+            probe = torch.randn(self.output.shape, generator=generator, dtype=torch.float64).to(self.output)
+            probed = self._with_vector(probe)
+            return learn_and_verify(self.tape, probed.losses(self.output), single_sample_reference(probed, self.random))
+
+        return find_plan(self.batch.model, plan_key(self.batch), self.tape, learn)[0]
 
     def weights(self, inject: Injection | None = None) -> Tensor:
-        """What every sample counts for (N,), not yet divided by the total: its mass in a mean, else 1."""
+        """Weight of every sample (N,), not divided by their sum: its mass in a mean, else 1."""
         batch, output = self.batch, self.output.detach()
         if self.loss is None or (inject is not None and not inject.weighs_samples):
             return output.new_ones(batch.count)
         return sample_masses(batch.loss, output, batch.y, batch.count, *batch.dims[1:])
 
-    def warn_if_other(self) -> None:
-        """Warn where the loss of the batch is not made of the samples' losses as its reduction says."""
+    def warn_if_coupled(self) -> None:
+        """Warn if the loss of the batch is not the mean or sum of the samples' losses that its reduction promises."""
         batch, output, weights = self.batch, self.output.detach(), self.weights()
         found = batch.loss(output, batch.y)
         expected = (weights * batch.losses(output))[weights != 0].sum()
@@ -186,16 +177,16 @@ class RecordedBatch:
                 stacklevel=2,
             )
 
-    def _against(self, vector: Tensor) -> Batch:
+    def _with_vector(self, vector: Tensor) -> Batch:
         """The batch with the loss ``<output, vector>``."""
         dims = self.batch.dims
         return replace(self.batch, loss=_inner_product, y=vector, dims=(dims[0], dims[1], dims[1]))
 
     @property
     def chunk_size(self) -> int:
-        """Number of vectors that may go back at once."""
+        """Number of vectors to send back at once."""
         held = self.output.numel() + sum(math.prod(use.shape) for use in self.tape.uses)
-        return max(1, BUDGET // max(1, held))
+        return max(1, BACKWARD_ELEMENTS // max(1, held))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,12 +194,12 @@ class RecordedBatch:
         return at_least_float32(self.output.dtype)
 
     def terms(self, vectors: Tensor) -> list[Terms]:
-        """For every one of the vectors (k, *output.shape) the terms of ``J^T v``, by parameter."""
+        """The terms of ``J^T v`` for each of the vectors (k, *output.shape)."""
         rows = []
         for v, backprops in zip(vectors, self._backprops(vectors), strict=True):
             terms, failed = terms_by_parameter(self.tape, backprops, self.plan.layouts, self.plan.general)
             if failed:
-                found = general_path_terms(self._against(v), self.plan, failed, self.random)
+                found = general_path_terms(self._with_vector(v), self.plan, failed, self.random)
                 terms |= {k: [DenseGradients(gradients(parts).to(self.dtype))] for k, parts in found.items()}
             rows.append({name: parts for name, parts in terms.items() if parts})
         return rows
@@ -216,14 +207,14 @@ class RecordedBatch:
     def _backprops(self, vectors: Tensor) -> Iterator[list[Tensor | None]]:
         """Backprops at every use, for each vector."""
         edges = [use.edge for use in self.tape.uses if use.edge is not None]
-        found = iter(sent_back([self.output], cast("list[Tensor]", edges), [vectors]))
+        found = iter(batched_vjp([self.output], edges, [vectors]))
         rows = [None if use.edge is None else next(found) for use in self.tape.uses]
         for k in range(len(vectors)):
             pairs = zip(self.tape.uses, rows, strict=True)
             yield [None if b is None else b[k].reshape(u.shape).to(self.dtype) for u, b in pairs]
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
-        """The vectors of an injection, sent back, a bounded number at a time."""
+        """Send the vectors of an injection back, a bounded number at a time."""
         batch = self.batch
         output, loss, target = samples_first(self.output.detach(), self.loss, batch.y, batch.dims)
         weights = self.weights(inject)
@@ -234,27 +225,10 @@ class RecordedBatch:
             yield Chunk(self.tape, lefts, rights, weights, number == 0)
 
 
-def sent_back(outputs: Sequence[Tensor], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients (k, *shape) of the inputs for vectors (k, *output.shape); the graph is kept."""
-    derive: Any = partial(torch.autograd.grad, outputs, inputs, retain_graph=True, allow_unused=True)
-    if not inputs:
-        return []
-    if len(vectors[0]) > 1:
-        try:
-            return [None if g is None else g.to_dense() for g in derive(vectors, is_grads_batched=True)]
-        except RuntimeError as error:  # an operation without a batched backward pass
-            log.info("vectors go back one by one: %s", str(error).split("\n")[0])
-    rows = [derive([v[k] for v in vectors]) for k in range(len(vectors[0]))]
-    # an embedding may have sparse gradients
-    return [
-        None if column[0] is None else torch.stack([g.to_dense() for g in column]) for column in zip(*rows, strict=True)
-    ]
-
-
 def samples_first(
     output: Tensor, loss: Loss | None, target: Any, dims: tuple[int, int, int]
 ) -> tuple[Tensor, Loss | None, Any]:
-    """Output, loss and target as if the samples were along dim 0 of both."""
+    """Output, loss and target with the samples along dim 0 of both tensors."""
     moved_output, moved_target = output.movedim(dims[1], 0), map_tensors(lambda t: t.movedim(dims[2], 0), target)
     if loss is None or dims[1:] == (0, 0) or is_entrywise(loss):
         return moved_output, loss, moved_target
@@ -271,5 +245,5 @@ def _inner_product(output: Tensor, vector: Tensor) -> Tensor:
 
 
 def _half_square(output: Tensor, target: Any) -> Tensor:
-    """Stands in where there is no loss; nothing is computed of it."""
+    """Stands in where there is no loss; never evaluated."""
     return output.square().sum() / 2

@@ -1,7 +1,7 @@
-"""Products of curvature matrices with vectors, by going over the data; nothing of size P x P is held.
+"""Products of curvature matrices with vectors, by passes over the data; nothing here has P x P entries.
 
-``J^T M J v`` by two backward passes for ``J v`` (the second through the first) and one for the product with ``J^T``;
-Hessians by differentiating the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
+``J^T M J v`` takes two backward passes for ``J v`` (the second through the first) and one for ``J^T``. A Hessian's
+product differentiates the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.gradients import batched_vjp
 from curvature.linalg import matmul
 from curvature.losses import Injection
-from curvature.matrices.passes import DataSource, RecordedBatch, samples_first, sent_back
+from curvature.matrices.passes import DataSource, RecordedBatch, samples_first
 from curvature.operators import Space
-from curvature.recording import tensors
+from curvature.recording import tensors_in
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
-Add = Callable[[Tensor, Tensor], None]  # add what (P, c) is multiplied to, to (c, P)
+AddProduct = Callable[[Tensor, Tensor], None]  # add the product with (P, c) to a sum (c, P)
 
 
 @dataclass
 class Repeated:
-    """Goes over the data again and again, and makes sure that it is the same matrix every time."""
+    """Repeated passes over the data, with checks that model and data are the same each time."""
 
     source: DataSource
     ordered: bool  # whether the matrix depends on the order of the data
-    seen: list[float] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)  # a checksum of each batch of the first pass
 
     def __post_init__(self) -> None:
         self.state = self._state()
@@ -59,7 +60,7 @@ class Repeated:
                     "model: the forward pass draws random numbers (dropout?), so every product would be of another "
                     "matrix; call model.eval()"
                 )
-            seen.append(sum(float(t.double().sum()) for t in tensors((run.batch.x, run.batch.y))))
+            seen.append(sum(float(t.double().sum()) for t in tensors_in(run.batch.x, run.batch.y)))
             visit(run)
 
         self.source.each(checked)
@@ -78,10 +79,10 @@ class Repeated:
     def is_sum(self) -> bool:
         return self.source.is_sum
 
-    def times(self, prepare: Callable[[RecordedBatch], tuple[Add, float]], matrix: Tensor) -> Tensor:
-        """The sum over batches of their products with `matrix` (P, c), over the sum of their weights for a mean loss.
+    def times(self, prepare: Callable[[RecordedBatch], tuple[AddProduct, float]], matrix: Tensor) -> Tensor:
+        """The product with `matrix` (P, c): summed over batches and, for a mean loss, divided by their weight.
 
-        `prepare` gives the function that adds the product of a batch, and the batch's weight.
+        `prepare` returns, for a batch, the function that adds its product, and its weight.
         """
         total = matrix.new_zeros(matrix.shape[::-1])  # by columns, as the products come
         weight = 0.0
@@ -89,7 +90,7 @@ class Repeated:
         def visit(run: RecordedBatch) -> None:
             nonlocal weight
             add, counts = prepare(run)
-            step = max(1, run.chunk_size // 4)  # going forward holds the graph of a backward pass
+            step = max(1, run.chunk_size // 4)  # J v holds the graph of a backward pass
             for part, rows in zip(matrix.split(step, 1), total.split(step), strict=True):
                 add(part, rows)
             weight += counts
@@ -98,49 +99,49 @@ class Repeated:
         return (total if self.source.is_sum else total.div_(weight)).T
 
 
-def through_outputs(run: RecordedBatch, inject: Injection, drawn: torch.Generator) -> tuple[Add, float]:
-    """Multiply with ``sum_n weights[n] J_n^T M_n J_n``, M_n what the injection makes of sample n."""
+def through_outputs(run: RecordedBatch, inject: Injection, drawn: torch.Generator) -> tuple[AddProduct, float]:
+    """Multiply with ``sum_n weights[n] J_n^T M_n J_n``, M_n the injection's matrix at the output of sample n."""
     parameters = list(run.batch.parameters.values())
     dims = run.batch.dims
     output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
     weights = run.weights(inject)
     options: Any = {"count": run.batch.count, "generator": drawn}
-    middle = inject.product(output, loss, target, **options)
+    multiply = inject.product(output, loss, target, **options)
     rows = weights.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
-    dummy = torch.zeros_like(run.output, requires_grad=True)
-    slopes = torch.autograd.grad(run.output, parameters, dummy, create_graph=True, allow_unused=True)
-    live = [k for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
+    probe = torch.zeros_like(run.output, requires_grad=True)
+    gradients = torch.autograd.grad(run.output, parameters, probe, create_graph=True, allow_unused=True)
+    live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad]
 
     def add(part: Tensor, total: Tensor) -> None:
         directions = _split(part, parameters)
-        (moved,) = sent_back([slopes[k] for k in live], [dummy], [directions[k] for k in live])
-        if moved is not None:
-            bent = (middle(moved.movedim(dims[1] + 1, 1)) * rows).movedim(1, dims[1] + 1)
-            _add(sent_back([run.output], parameters, [bent]), parameters, total)
+        (changes,) = batched_vjp([gradients[k] for k in live], [probe], [directions[k] for k in live])
+        if changes is not None:
+            products = (multiply(changes.movedim(dims[1] + 1, 1)) * rows).movedim(1, dims[1] + 1)
+            _add(batched_vjp([run.output], parameters, [products]), parameters, total)
 
     return add, float(weights.sum())
 
 
-def through_gradient(run: RecordedBatch) -> tuple[Add, float]:
+def through_gradient(run: RecordedBatch) -> tuple[AddProduct, float]:
     """Multiply with the Hessian of ``sum_n weights[n] l_n``."""
     parameters = list(run.batch.parameters.values())
     weights = run.weights()
     losses = run.batch.losses(run.output)
     value = (weights * losses)[weights != 0].sum()  # the loss of a sample without terms is 0/0
-    slopes = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
-    live = [k for k, slope in enumerate(slopes) if slope is not None and slope.requires_grad]
+    gradients = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
+    live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad]
 
     def add(part: Tensor, total: Tensor) -> None:
         directions = _split(part, parameters)
         if live:
-            bent = sent_back([slopes[k] for k in live], parameters, [directions[k] for k in live])
-            _add(bent, parameters, total)
+            products = batched_vjp([gradients[k] for k in live], parameters, [directions[k] for k in live])
+            _add(products, parameters, total)
 
     return add, float(weights.sum())
 
 
 def coarsest(model: nn.Module) -> float:
-    """The relative rounding error of the least precise of the model's parameters, or of autocast."""
+    """The relative rounding error of the least precise dtype among the parameters and autocast."""
     kinds = {p.dtype for p in model.parameters()}
     devices = {p.device.type for p in model.parameters()}
     kinds |= {torch.get_autocast_dtype(d) for d in devices if torch.is_autocast_enabled(d)}
@@ -148,10 +149,10 @@ def coarsest(model: nn.Module) -> float:
 
 
 def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
-    """Refuse a product that is no Hessian's: torch has second derivatives that are wrong.
+    """Refuse a product that is not symmetric: some of torch's second derivatives are wrong.
 
     Args:
-        rounding: of what the product is computed in, relative.
+        rounding: relative, of the precision of the product.
 
     Raises:
         RuntimeError: u^T H v and v^T H u differ by more than rounding, for random u and v.
@@ -173,7 +174,7 @@ def _split(matrix: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def _add(found: list[Tensor | None], parameters: list[nn.Parameter], total: Tensor) -> None:
-    """Add (c, *shape) for each parameter to (c, P); nothing where there is no gradient."""
+    """Add the gradients (c, *shape) of the parameters to (c, P); None is zero."""
     parts = total.split([p.numel() for p in parameters], 1)
     for g, part in zip(found, parts, strict=True):
         if g is not None:

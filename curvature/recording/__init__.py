@@ -1,33 +1,37 @@
 """What a forward pass read.
 
-In: a model, and hooks or a context around its forward pass. Out: a `Tape` with one `Use` for each torch function that
-received a parameter: its arguments, and the gradient edge at its output where the backprop arrives. Models that
-`torch.compile` has compiled run eagerly while they are recorded.
+`capture` hooks a model and yields a `Tape`. During the forward pass it gets one `Use` for each torch function that
+received a parameter: the function, its arguments, and the gradient edge at its output, where the backprop arrives.
+`tape_from_graph` makes the same of a graph that exists already. Models under ``torch.compile`` run eagerly while they
+are recorded, and `preserve_state` leaves buffers and random state as they were.
 """
 
 from curvature.recording.autograd_graph import graph_leaves, graph_signature, tape_from_graph
 from curvature.recording.eager import force_eager, unwrap_compiled
 from curvature.recording.listener import Listener, capture
-from curvature.recording.model_call import call, logits, map_tensors, preserve_state, tensors
+from curvature.recording.log import warn_once
+from curvature.recording.model_call import ModelState, call_model, logits, map_tensors, preserve_state
 from curvature.recording.recorder import traceable_body
-from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded
+from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 __all__ = [
-    "force_eager",
     "Listener",
+    "ModelState",
     "ParameterNode",
     "Tape",
     "Use",
-    "call",
+    "call_model",
     "capture",
+    "force_eager",
+    "graph_leaves",
     "graph_signature",
     "is_sharded",
-    "graph_leaves",
     "logits",
     "map_tensors",
-    "traceable_body",
     "preserve_state",
     "tape_from_graph",
-    "tensors",
+    "tensors_in",
+    "traceable_body",
     "unwrap_compiled",
+    "warn_once",
 ]

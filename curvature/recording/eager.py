@@ -1,7 +1,7 @@
-"""Models under ``torch.compile``: the module that the user wrote, and forward passes that have to run uncompiled.
+"""Models under ``torch.compile``: find the module that the user wrote, and make forward passes run uncompiled.
 
-What is recorded is seen by a mode that compiled code does not enter. By ``torch.compiler.set_stance("force_eager")``
-compiled modules and functions run as they were written; they stay compiled meanwhile.
+A `TorchFunctionMode` records the forward pass, and compiled code does not enter it. Under
+``torch.compiler.set_stance("force_eager")`` compiled modules and functions run as they were written, and stay compiled.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import checkpoint
 
-FORCED = "force_eager"
-FUNCTION = "CheckpointFunction"  # what makes a checkpoint reentrant
-WRAPPER = "compile_wrapper"  # the function in which torch calls what it has compiled
+REENTRANT_CHECKPOINT = "CheckpointFunction"  # the autograd function behind a reentrant checkpoint
+COMPILED_FRAME = "compile_wrapper"  # the function in which torch runs what it has compiled
 
 
 def unwrap_compiled(model: Any) -> Any:
@@ -25,99 +24,100 @@ def unwrap_compiled(model: Any) -> Any:
     return model
 
 
-# Stances that were set here and not undone yet. Contexts need not end in the reverse order of their start: the garbage
-# collector may end one of them while another is on.
+# Stances that contexts here have set and not yet undone. They need not end in the reverse order of their start: the
+# garbage collector may end one of them while another is active.
 ACTIVE_STANCES: list[Any] = []
 
 
 class force_eager:
-    """A context in which everything compiled runs as it was written; may be entered again while it is on.
+    """A reentrant context in which compiled code runs as it was written.
 
-    Where nothing was compiled in the process so far, nothing is done.
+    Does nothing as long as nothing was compiled in this process.
     """
 
     def __init__(self) -> None:
-        self.forced: list[Any] = []
+        self.stances: list[Any] = []
 
     def __enter__(self) -> force_eager:
         if "torch._dynamo" in sys.modules:
-            self.forced.append(torch.compiler.set_stance(FORCED))
-            ACTIVE_STANCES.append(self.forced[-1])
+            self.stances.append(torch.compiler.set_stance("force_eager"))
+            ACTIVE_STANCES.append(self.stances[-1])
         else:
-            self.forced.append(None)
+            self.stances.append(None)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        forced = self.forced.pop()
-        if forced is None:
+        stance = self.stances.pop()
+        if stance is None:
             return
-        ACTIVE_STANCES.remove(forced)
-        if forced.stance is _stance():  # somebody else's is not ours to end
-            forced.__exit__(None, None, None)
+        ACTIVE_STANCES.remove(stance)
+        if stance.stance is _current_stance():  # do not end somebody else's
+            stance.__exit__(None, None, None)
         for later in ACTIVE_STANCES:
-            if later.prev is forced.stance:
-                later.prev = forced.prev
+            if later.prev is stance.stance:
+                later.prev = stance.prev
 
 
 class force_eager_nonreentrant(force_eager):
     """`force_eager` with non-reentrant checkpointing: the reentrant form runs the forward pass without gradients."""
 
-    replaced: ClassVar[list[Any]] = []  # by each context that is on; the first is torch's
+    replaced: ClassVar[list[Any]] = []  # what each active context has replaced; the first is torch's own
 
     def __enter__(self) -> force_eager_nonreentrant:
         super().__enter__()
-        self.replaced.append(getattr(checkpoint, FUNCTION))
-        setattr(checkpoint, FUNCTION, NotReentrant)
+        self.replaced.append(getattr(checkpoint, REENTRANT_CHECKPOINT))
+        setattr(checkpoint, REENTRANT_CHECKPOINT, NonReentrantCheckpoint)
         return self
 
     def __exit__(self, *exception: object) -> None:
         function = self.replaced.pop()
         if not self.replaced:
-            setattr(checkpoint, FUNCTION, function)
+            setattr(checkpoint, REENTRANT_CHECKPOINT, function)
         super().__exit__(*exception)
 
 
-class NotReentrant:
-    """In place of ``torch.utils.checkpoint.CheckpointFunction``."""
+class NonReentrantCheckpoint:
+    """Stands in for ``torch.utils.checkpoint.CheckpointFunction``."""
 
     @staticmethod
     def apply(function: Any, preserve: bool, *args: Any) -> Any:
         return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
 
 
-def _stance() -> Any:
-    """What is set now; torch tells only whoever sets another."""
-    other = torch.compiler.set_stance()
-    other.__exit__(None, None, None)
-    return other.prev
+def _current_stance() -> Any:
+    """The stance that is set; torch tells it only to whoever sets another."""
+    probe = torch.compiler.set_stance()
+    probe.__exit__(None, None, None)
+    return probe.prev
 
 
 class EagerRequests:
-    """Those that need the next forward pass to run uncompiled. As long as there are any, all of them do.
+    """Requests that the next forward pass run uncompiled. While there is one, everything runs uncompiled.
 
-    Models call themselves, or are called by functions that are compiled as a whole: there is no place to decide it
-    call by call.
+    The stance is global because no call can decide it: models call themselves, or functions that are compiled as a
+    whole call them.
     """
 
     def __init__(self) -> None:
         self.owners: set[int] = set()
-        self.eagerly = force_eager()
+        self.stance = force_eager()
 
-    def put(self, owner: object, wanted: bool) -> None:
-        was = bool(self.owners)
+    def set(self, owner: object, wanted: bool) -> None:
+        """Enter or withdraw the request of an owner."""
+        was_forced = bool(self.owners)
         (self.owners.add if wanted else self.owners.discard)(id(owner))
-        if self.owners and not was:
-            self.eagerly.__enter__()
-        elif was and not self.owners:
-            self.eagerly.__exit__()
+        if self.owners and not was_forced:
+            self.stance.__enter__()
+        elif was_forced and not self.owners:
+            self.stance.__exit__()
 
 
 EAGER_REQUESTS = EagerRequests()
 
 
 def is_within_compiled() -> bool:
-    """Whether something compiled is on the stack, be it forced to run as it was written."""
+    """Whether a compiled function is on the stack, also one that is forced to run as it was written."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != WRAPPER:
+    while frame is not None and frame.f_code.co_name != COMPILED_FRAME:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None

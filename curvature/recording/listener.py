@@ -18,13 +18,17 @@ from curvature.recording.tape import Tape, tensors_in
 
 
 class Listener:
-    """Hooks on a root module that record its forward passes; with `inside` also on what is inside, until it is called.
+    """Hooks on a root module that record its forward passes.
 
-    `start` is asked before every forward pass for the tape to record on (None: do not record); `done` gets the tape and
-    the output after it, not after an exception. A copy or a pickle of the module gets inert hooks.
+    A recorded pass runs uncompiled. A wrapper that ``torch.compile`` returned sees to that when it is called. The hooks
+    of any other root are compiled with it and then do nothing, so `expect` has to announce recorded passes. A copy or a
+    pickle of the module gets inert hooks.
 
-    What is recorded runs uncompiled. A root that ``torch.compile`` returned sees to it when it is called; the hooks of
-    others are compiled with them and do nothing, so `expect` has to say before the call that it will be recorded.
+    Args:
+        model: the root module.
+        start: called before every forward pass; returns the tape to record on, or None.
+        done: called with the tape and the output after a recorded pass, not after an exception.
+        inside: whether to listen to the submodules as well, until the root itself is called.
     """
 
     def __init__(
@@ -35,13 +39,14 @@ class Listener:
         inside: bool = False,
     ) -> None:
         self.model = weakref.ref(model)
-        self.parts = SubmoduleHooks(model if inside else nn.Module(), self.enter, self.leave)
+        self.submodules = SubmoduleHooks(model if inside else nn.Module(), self.enter, self.leave)
         self.start, self.done = start, done
         self.running: list[Recorder | None] = []
-        self.plainly = force_eager_nonreentrant()
-        self.is_wrapper = unwrap_compiled(model) is not model
-        self.missed, self.is_compiled = False, True  # whether passes were compiled since `expect`; may be, henceforth
         self.frames: list[Any] = []  # of the calls that `running` belongs to
+        self.eager = force_eager_nonreentrant()
+        self.is_wrapper = unwrap_compiled(model) is not model
+        self.may_be_compiled = True
+        self.missed = False  # whether a compiled pass went by since `expect`
         self.handles = [
             model.register_forward_pre_hook(self.enter, prepend=True, with_kwargs=True),
             model.register_forward_hook(self.leave, always_call=True),
@@ -51,76 +56,76 @@ class Listener:
         return object.__new__, (Listener,)
 
     def expect(self, wanted: bool) -> None:
-        """Say whether the next forward passes, if with gradients, will be recorded."""
-        self.is_compiled |= self.missed
+        """Announce whether the next forward passes with gradients will be recorded."""
+        self.may_be_compiled |= self.missed
         self.missed = False
-        self.parts.forget()
-        EAGER_REQUESTS.put(self, wanted and self.is_compiled and not self.is_wrapper)
+        self.submodules.forget()
+        EAGER_REQUESTS.set(self, wanted and self.may_be_compiled and not self.is_wrapper)
 
     @property
     def problem(self) -> str:
-        """Why the passes since `expect` do not tell what the model's output is; "" if they do."""
-        return self.parts.problem
+        """Why the passes since `expect` do not show the model's output; "" if they do."""
+        return self.submodules.problem
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             self.missed = True
             return
-        if not self._hears(module):
+        if not self._listens_to(module):
             return
-        if self.frames and self.frames[-1] not in _callers():
+        if self.frames and self.frames[-1] not in _running_frames():
             self.reset()  # an interrupt ended that call
-        is_part = module in self.parts.modules
-        within = self.running if is_part else any(self.running)  # a root that calls itself records once
-        tape = None if within else self.start()
+        is_submodule = module in self.submodules.modules
+        is_nested = self.running if is_submodule else any(self.running)  # a root that calls itself records once
+        tape = None if is_nested else self.start()
         recorder = None if tape is None else Recorder(tape, unwrap_compiled(self.model()))
-        if recorder is not None and is_part:
-            self.parts.begin(module, list(tensors_in([args, kwargs])))
+        if recorder is not None and is_submodule:
+            self.submodules.begin(module, list(tensors_in(args, kwargs)))
         elif recorder is not None:
-            self.parts.remove()
+            self.submodules.remove()
         self.running.append(recorder)
         self.frames.append(sys._getframe(1))
         if recorder is not None:
-            self.is_compiled = is_within_compiled()
-            self.plainly.__enter__()
-            recorder.mark([args, kwargs])
-            recorder.tape.samples = next((len(x) for x in tensors_in([args, kwargs]) if x.ndim), None)
+            self.may_be_compiled = is_within_compiled()
+            self.eager.__enter__()
+            recorder.mark_as_data((args, kwargs))
+            recorder.tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
             recorder.__enter__()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._hears(module) or not self.running:
+        if torch.compiler.is_compiling() or not self._listens_to(module) or not self.running:
             return
         recorder, _ = self.running.pop(), self.frames.pop()
         if recorder is not None:
-            self._left(recorder)
-            if output is not None or sys.exc_info()[1] is recorder.handled:  # None is what always_call passes after one
+            self._stop(recorder)
+            # after an exception, always_call passes None as the output
+            if output is not None or sys.exc_info()[1] is recorder.exception_before:
                 self.done(recorder.tape, output)
 
-    def _hears(self, module: nn.Module) -> bool:
-        return hasattr(self, "model") and (module is self.model() or module in self.parts.modules)
+    def _listens_to(self, module: nn.Module) -> bool:
+        return hasattr(self, "model") and (module is self.model() or module in self.submodules.modules)
 
-    def _left(self, recorder: Recorder) -> None:
+    def _stop(self, recorder: Recorder) -> None:
         recorder.__exit__(None, None, None)
-        self.plainly.__exit__()
+        self.eager.__exit__()
 
     def reset(self) -> None:
-        """Leave what an interrupt of the forward pass left entered: torch calls no hook after one."""
+        """Leave the contexts of a forward pass that was interrupted: torch calls no hook after an interrupt."""
         self.frames.clear()
         while self.running:
             recorder = self.running.pop()
             if recorder is not None:
-                self._left(recorder)
+                self._stop(recorder)
 
     def remove(self) -> None:
         self.reset()
         self.expect(False)
-        self.parts.remove()
+        self.submodules.remove()
         for handle in self.handles:
             handle.remove()
 
 
-def _callers() -> list[Any]:
-    """The frames of all calls that are running."""
+def _running_frames() -> list[Any]:
     found, frame = [], sys._getframe(1)
     while frame is not None:
         found.append(frame)
@@ -130,7 +135,7 @@ def _callers() -> list[Any]:
 
 @contextmanager
 def capture(model: nn.Module) -> Iterator[Tape]:
-    """Record the uses of `model`'s parameters in every forward pass inside the context.
+    """Record where `model` reads its parameters, in every forward pass inside the context.
 
     Usage:
         with capture(model) as tape:

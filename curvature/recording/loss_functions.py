@@ -1,4 +1,4 @@
-"""The loss functions of torch whose first arguments are outputs of a model, samples along their first axis."""
+"""Torch's loss functions: their first arguments are outputs of a model, with samples along the first axis."""
 
 from __future__ import annotations
 

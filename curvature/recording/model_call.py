@@ -1,64 +1,98 @@
-"""Calling a model with whatever form its input has, leaving it as it was."""
+"""Call a model whatever the form of its input, and leave its state as it was."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from curvature.recording.eager import force_eager_nonreentrant
 
 
 def logits(output: Any) -> Any:
-    """The tensor that the loss is taken of: an output with `.logits` stands for them."""
+    """The tensor that the loss takes: ``output.logits`` where there is one, else the output itself."""
     return getattr(output, "logits", output)
 
 
-def call(model: Callable[..., Any], x: Any) -> Any:
-    """Run the model: x is a tensor, a tuple of positional or a dict of keyword arguments."""
+def call_model(model: Callable[..., Any], x: Any) -> Any:
+    """Run the model on a tensor, a tuple of positional or a dict of keyword arguments."""
     if isinstance(x, Mapping):
         return model(**x)
     return model(*x) if isinstance(x, tuple | list) else model(x)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply a function to the tensors of a tensor, sequence or mapping; leave everything else."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {k: map_tensors(function, v) for k, v in tree.items()}
-    return tuple(map_tensors(function, v) for v in tree) if isinstance(tree, tuple | list) else tree
+    """A copy of a tree with ``function(x)`` for every tensor x; all other leaves stay.
+
+    Goes into what torch's own trees go into, and into other mappings, dataclasses and objects with ``.logits``.
+    """
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if not isinstance(leaf, type) and (is_dataclass(leaf) or hasattr(leaf, "logits")):
+            new = copy.copy(leaf)
+            for name in [f.name for f in fields(leaf)] if is_dataclass(leaf) else list(vars(leaf)):
+                object.__setattr__(new, name, map_tensors(function, getattr(leaf, name)))
+            return new
+        return {k: map_tensors(function, x) for k, x in leaf.items()} if isinstance(leaf, Mapping) else leaf
+
+    return pytree.tree_map(mapped, tree)
 
 
-def tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, tree)
-    return found
+class ModelState:
+    """The buffers of a model and the random state of its devices, to come back to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
+        self.buffers = [(module, name, b, None if b is None else b.clone()) for module, name, b in named]
+        self.devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+        self.random = self._random_states()
+
+    def _random_states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
+
+    def drew_random(self) -> bool:
+        """Whether random numbers were drawn since, on the CPU or on the model's devices."""
+        return any(not torch.equal(a, b) for a, b in zip(self.random, self._random_states(), strict=True))
+
+    def is_unchanged(self) -> bool:
+        """Whether no random number was drawn and no buffer changed since."""
+        return not self.drew_random() and all(
+            module._buffers.get(name) is b and (b is None or value is None or torch.equal(b, value))
+            for module, name, b, value in self.buffers
+        )
+
+    def restore(self) -> None:
+        self.restore_buffers()
+        torch.set_rng_state(self.random[0])
+        for device, state in zip(self.devices, self.random[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        for module, name, buffer, value in self.buffers:
+            module._buffers[name] = buffer  # the model may have put another in its place
+            # compare values: batch norm's kernel changes them without a new version
+            if buffer is not None and value is not None and not torch.equal(buffer, value):
+                buffer.copy_(value)
 
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Leave buffers, random state and gradient mode as they were, also after an exception; nothing runs compiled.
+    """Run with gradients enabled and nothing compiled; restore buffers and random state at the end, come what may.
 
-    Yields a function that says whether random numbers were drawn since, on the CPU or on the model's devices.
+    Yields `ModelState.drew_random`.
     """
-    buffers = [(m, key, b, None if b is None else b.clone()) for m in model.modules() for key, b in m._buffers.items()]
-    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices)]
-
-    start = states()
+    state = ModelState(model)
     try:
-        with torch.random.fork_rng(devices), torch.enable_grad(), force_eager_nonreentrant():
-            yield lambda: any(not torch.equal(a, b) for a, b in zip(start, states(), strict=True))
+        with torch.enable_grad(), force_eager_nonreentrant():
+            yield state.drew_random
     finally:
-        with torch.no_grad():
-            for module, key, buffer, before in buffers:
-                module._buffers[key] = buffer  # the model may have put another in its place
-                # batch norm's kernel changes them without a new version
-                if buffer is not None and before is not None and not torch.equal(buffer, before):
-                    buffer.copy_(before)
+        state.restore()

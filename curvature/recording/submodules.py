@@ -1,4 +1,4 @@
-"""Parts of a model that are called in its place: by the `training_step` of a LightningModule, say."""
+"""Submodules that are called in place of the model: by the `training_step` of a LightningModule, for example."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 
 class SubmoduleHooks:
-    """Hooks on the modules inside a model that hold parameters, until the model itself is called.
+    """Hooks on the submodules that hold parameters, until the model itself is called.
 
-    `enter` and `leave` are those of the model's own hooks.
+    `enter` and `leave` are the model's own hooks.
     """
 
     def __init__(self, model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
         others = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
-        inside = [m for m in others if next(m.parameters(), None) is not None]
-        self.modules = WeakSet(inside)
-        self.seen = ""  # the part that was called last, since the last step
-        self.problem = ""  # with the parts that were called
+        with_parameters = [m for m in others if next(m.parameters(), None) is not None]
+        self.modules = WeakSet(with_parameters)
+        self.last_called = ""  # since the last step
+        self.problem = ""  # why the calls do not show the model's output
         self.handles = [
             handle
-            for module in inside
+            for module in with_parameters
             for handle in (
                 module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
                 module.register_forward_hook(leave, always_call=True),
@@ -32,21 +32,22 @@ class SubmoduleHooks:
         ]
 
     def begin(self, module: nn.Module, inputs: list[Tensor]) -> None:
-        """A pass of one of the parts that is recorded.
+        """Note a recorded pass of a submodule.
 
-        Where it goes on with what another part returned, neither's output is the model's: that is a problem for whoever
-        needs this output.
+        If it continues with what another submodule returned, neither output is the model's: a `problem` for whoever
+        needs that output.
         """
-        if self.seen and any(x.grad_fn is not None for x in inputs):
+        if self.last_called and any(x.grad_fn is not None for x in inputs):
             self.problem = (
-                f"{type(module).__name__}: called with the result of {self.seen}, both outside a forward pass of the "
-                "model that the optimizer was given, so its output is not known; call them in its forward and call that"
+                f"{type(module).__name__}: called with the result of {self.last_called}, both outside a forward pass "
+                "of the model that the optimizer was given, so its output is not known; call them in its forward and "
+                "call that"
             )
-        self.seen = type(module).__name__
+        self.last_called = type(module).__name__
 
     def forget(self) -> None:
-        """A step is over."""
-        self.seen = self.problem = ""
+        """Begin a new step."""
+        self.last_called = self.problem = ""
 
     def remove(self) -> None:
         for handle in self.handles:

@@ -1,4 +1,4 @@
-"""What is recorded of a forward pass: every read of a parameter, and how to ask for its backprop."""
+"""The record of a forward pass: every read of a parameter, and how to get its backprop."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.tra
 
 @dataclass(eq=False)
 class ParameterNode:
-    """A parameter, or a tensor computed from parameters alone; `names` are the parameters that it depends on.
+    """A parameter, or a tensor computed from parameters alone.
 
-    Where only its `edge` is known, `tensor` has its shape.
+    Attributes:
+        tensor: itself; where only its `edge` in the graph is known, a tensor of its shape.
+        names: of the parameters that it depends on.
+        origin: the use that computed it; None for a parameter.
+        uses: where it is read.
     """
 
     tensor: Tensor
@@ -33,9 +37,15 @@ class ParameterNode:
 
 @dataclass(eq=False)
 class Use:
-    """One read: the function, its arguments by name, which of them are parameters, and the output's gradient edge.
+    """One read of a parameter by a torch function.
 
-    `call` is None where the function has no rule; `results` are the outputs, where they depend on parameters alone.
+    Attributes:
+        index: its place in `Tape.uses`.
+        function, rule, call: what was called, with which arguments; rule and call are None for a function without rule.
+        slots: the arguments that are parameters, or computed from parameters alone, by name.
+        edge: where the backprop of the output arrives.
+        versions: the data among the arguments, with the versions that they had.
+        results: the outputs, if they depend on parameters alone.
     """
 
     index: int
@@ -62,7 +72,7 @@ class Use:
 
     @property
     def activation(self) -> Tensor | None:
-        """The data that met the parameter: the input as the layer received it, detached but not copied."""
+        """The data that met the parameter: the layer's input as it received it, detached but not copied."""
         if self.call is None:
             return None
         data = [(k, x) for k, x in self.call.args.items() if isinstance(x, Tensor) and k not in self.slots]
@@ -75,7 +85,7 @@ class Use:
         """Per-sample gradients of one argument, given the backprop of the output.
 
         Raises:
-            Unsupported: the function has no rule, or this call no per-sample view.
+            Unsupported: the function has no rule, or the rule has no per-sample view of this call.
         """
         if self.rule is None or self.call is None:
             raise Unsupported(f"{self.function} has no rule")
@@ -85,10 +95,14 @@ class Use:
 
 
 class Tape:
-    """What a capture recorded. `uses` are in the order of the forward pass.
+    """The reads of parameters that a capture recorded.
 
-    `mixing` names the modules whose output for one sample depends on the others (BatchNorm in training mode). `samples`
-    is the length of the model's inputs, `losses` are the calls of loss functions inside: function and arguments.
+    Attributes:
+        uses: in the order of the forward pass.
+        parameters: the parameters that require a gradient, by name.
+        mixing: names of modules whose output for one sample depends on the others (BatchNorm in training mode).
+        samples: the length of the model's inputs.
+        losses: calls of loss functions inside the model: function, positional and keyword arguments.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
@@ -128,7 +142,11 @@ class Tape:
         batched: bool = False,
         also: Sequence[Tensor] = (),
     ) -> list[Tensor | None]:
-        """One backward pass to the output of every use, then to the tensors `also`; the graph is kept."""
+        """One backward pass to the output of every use and to the tensors `also`; keeps the graph.
+
+        Args:
+            vectors: one for each output; (k, *output.shape) if `batched`.
+        """
         edges = [use.edge for use in self.uses if use.edge is not None]
         found: Iterable[Tensor | None] = ()
         if edges or also:
@@ -148,17 +166,17 @@ class Tape:
 
 
 def is_sharded(x: Any) -> bool:
-    """Whether a tensor is spread over processes, as the parameters of FSDP2."""
-    found = sys.modules.get("torch.distributed.tensor")  # takes a second to import; without it there are no shards
-    return found is not None and isinstance(x, found.DTensor)
+    """Whether a tensor is spread over processes, as the parameters of FSDP2 are."""
+    module = sys.modules.get("torch.distributed.tensor")  # takes a second to import; without it there are no shards
+    return module is not None and isinstance(x, module.DTensor)
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors in arguments or results, through sequences and mappings."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
-        elif isinstance(value, Mapping):
-            yield from tensors_in(value.values())
+def tensors_in(*trees: Any) -> Iterator[Tensor]:
+    """The tensors in arguments or results, through sequences and mappings."""
+    for tree in trees:
+        if isinstance(tree, Tensor):
+            yield tree
+        elif isinstance(tree, list | tuple):
+            yield from tensors_in(*tree)
+        elif isinstance(tree, Mapping):
+            yield from tensors_in(*tree.values())

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from curvature.forward_laplacian.laplacian import _say
+from curvature.recording import warn_once
 from support.cases.case import seeded
 from support.cases.laplacian import D, N, case
 from support.laplacians import check
@@ -62,7 +62,7 @@ def assert_slope(model: Callable[[Tensor], Tensor], x: Tensor, parameter: Tensor
 @pytest.mark.parametrize("name", [*UNARY, *POSITIVE, *INSIDE, *OTHERS])
 def test_functions_of_entries(name: str, caplog: pytest.LogCaptureFixture):
     """By rules; kernels have wrong third derivatives now and then."""
-    _say.cache_clear()
+    warn_once.cache_clear()
     caplog.set_level(logging.INFO, "curvature")
     function = OTHERS.get(name) or unary(name)
     with seeded(3):
@@ -110,7 +110,7 @@ HELD: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", [*BY_NAME, *HELD])
 def test_arguments(name: str, caplog: pytest.LogCaptureFixture):
-    _say.cache_clear()
+    warn_once.cache_clear()
     caplog.set_level(logging.INFO, "curvature")
     function = (BY_NAME | HELD)[name]
     with seeded(3):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.forward_laplacian import NoRule
-from curvature.forward_laplacian.laplacian import _say
 from curvature.functional import ExactNorms
+from curvature.recording import warn_once
 from curvature.recording.autograd_graph import tape_from_graph
 from optimizers import KFAC, NaturalGradient
 from support.cases.case import Raw, randomise, seeded
@@ -27,7 +27,7 @@ from support.oracles import laplacian as oracle
 @pytest.fixture(autouse=True)
 def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """Each warning comes once a process: here once a test."""
-    _say.cache_clear()
+    warn_once.cache_clear()
     caplog.set_level(logging.INFO, "curvature")
     yield caplog
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.gradients.plans import PLANS
-from curvature.gradients.verification import _say
+from curvature.recording import warn_once
 from support.cases.case import Raw, seeded
 from support.oracles import derivatives as oracle_derivatives
 
@@ -77,7 +77,7 @@ def test_values(name: str):
 
 
 def test_pieces_of_pieces_have_rules(caplog: pytest.LogCaptureFixture):
-    _say.cache_clear()
+    warn_once.cache_clear()
     caplog.set_level(logging.WARNING, "curvature")
     model = case()
     curvature.Jacobian.of(VALUES["nested"][0](model), model)

@@ -159,7 +159,7 @@ def words_to_words(words: int) -> nn.Module:
 @pytest.mark.parametrize("count, places, words, budget", [(10, 1, 1_000, 2**21), (2, 2, 300, 2**16)])
 def test_memory_with_many_classes(count: int, places: int, words: int, budget: int, monkeypatch: pytest.MonkeyPatch):
     """The roots of the Hessian alone have more entries than any tensor; the diagonal has a closed form."""
-    monkeypatch.setattr("curvature.matrices.passes.BUDGET", budget)
+    monkeypatch.setattr("curvature.matrices.passes.BACKWARD_ELEMENTS", budget)
     model = words_to_words(words)
     with seeded(0):
         x, y = indices(words, places)(count), indices(words, places)(count)

@@ -107,7 +107,7 @@ def test_vectors_are_bounded(monkeypatch: pytest.MonkeyPatch):
     build, loss, target = NARROWED["mean"]
     model, data = made(build, target)
     expected = oracle.Matrices(model, loss, data).fisher.diagonal()
-    monkeypatch.setattr("curvature.matrices.passes.BUDGET", 500)
+    monkeypatch.setattr("curvature.matrices.passes.BACKWARD_ELEMENTS", 500)
     matches(diagonal(model, loss, data, monkeypatch)[0], expected)
 
 

@@ -1,0 +1,84 @@
+"""The general path: exact per-sample gradients of any model, by the definition.
+
+``torch.func.vmap`` of the gradient over samples; where vmap cannot follow the model, a loop of batch size one.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.utils import _pytree as pytree
+
+from curvature.gradients.batch import Batch
+from curvature.gradients.parameter_terms import Terms
+from curvature.gradients.plans import Plan
+from curvature.gradients.verification import differences
+from curvature.recording import call_model, logits, map_tensors
+from curvature.terms import DenseGradients
+
+log = logging.getLogger("curvature")
+VMAP_ELEMENTS = 1 << 27  # entries of the per-sample gradients above which vmap takes a part of the batch at a time
+
+
+def general_path_terms(batch: Batch, plan: Plan, names: set[str], random: bool) -> Terms:
+    """Terms of the parameters of these names, checked against one sample alone; the plan keeps which way was right."""
+    found, plan.loop = general_gradients(batch, names, plan.loop)
+    if not plan.loop and not random:
+        alone = batch.sample(batch.count - 1).gradients()
+        if differences({k: g[-1] for k, g in found.items()}, alone):
+            found, plan.loop = general_gradients(batch, names, loop=True)
+    return {name: [DenseGradients(g)] for name, g in found.items()}
+
+
+def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[str, Tensor], bool]:
+    """By vmap, or by the loop if asked for or where vmap fails; and whether it was the loop."""
+    if not loop:
+        try:
+            return by_vmap(batch, names), False
+        except Exception as error:
+            log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
+    return by_loop(batch, names), True
+
+
+def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
+    """(N, *shape) for each name.
+
+    Raises:
+        Exception: whatever vmap raises where an operation of the model has no batched form.
+    """
+    wanted = {k: p.detach() for k, p in batch.parameters.items() if k in names}
+    n, (dim, _, target_dim) = batch.count, batch.dims
+    has_samples = lambda t: isinstance(t, Tensor) and t.ndim > dim and t.shape[dim] == n
+    in_x = pytree.tree_map(lambda t: dim if has_samples(t) else None, batch.x)
+    y = map_tensors(lambda t: t.unflatten(target_dim, (n, -1)), batch.y)
+    in_y = pytree.tree_map(lambda t: target_dim if isinstance(t, Tensor) else None, y)
+
+    def loss(values: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+        batch_of_one = pytree.tree_map(lambda t, dim: t if dim is None else t.unsqueeze(dim), x, in_x)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(batch.model, values, args, kwargs)
+
+        return batch.loss(logits(call_model(run, batch_of_one)), y)
+
+    chunk = max(1, VMAP_ELEMENTS // max(1, sum(p.numel() for p in wanted.values())))
+    found = vmap(grad(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)(wanted, batch.x, y)
+    return {k: g.detach() for k, g in found.items()}
+
+
+def by_loop(batch: Batch, names: set[str]) -> dict[str, Tensor]:
+    """(N, *shape) for each name, by N forward and backward passes of one sample."""
+    rows = []
+    for n in range(batch.count):
+        try:
+            found = batch.sample(n).gradients()
+        except Exception as error:
+            raise RuntimeError(
+                f"{', '.join(sorted(names))}: no per-sample rule, and sample {n} alone does not run: {error}"
+            ) from error
+        rows.append({k: found[k] for k in names})
+    return {k: torch.stack([row[k] for row in rows]) for k in names}
