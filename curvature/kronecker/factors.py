@@ -31,10 +31,14 @@ from curvature.terms import (
     sum_in_place,
 )
 
-CHUNK = 1 << 24  # elements of unfolded activations at a time
-ENOUGH = 8  # rows of activations for each column of their moment, in a running mean
-LEAST = 16  # samples that they are of
-WIDE, LONG, PARTS = 256, 512, 4  # a symmetric product of so many columns and rows is computed in so many parts
+CHUNK_ELEMENTS = 1 << 24  # elements of unfolded activations at a time
+ROWS_PER_INPUT = 8  # rows of activations, per column of their moment, that a running mean needs
+MIN_SUBSAMPLE = 16  # samples that these rows come from, at least
+SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS, SYMMETRIC_PARTS = (
+    256,
+    512,
+    4,
+)  # a symmetric product of so many columns and rows is computed in so many parts
 
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
@@ -256,7 +260,7 @@ class Scheme:
     def _chunks(self, terms: Sequence[Whole]) -> Iterator[list[Whole]]:
         """A bounded number of samples at a time, for inputs that are yet to be unfolded."""
         each = self.arrangement.dimension // self.arrangement.outputs * sum(term.places for term in terms)
-        step, samples = max(1, CHUNK // max(1, each)), len(terms[0])
+        step, samples = max(1, CHUNK_ELEMENTS // max(1, each)), len(terms[0])
         for start in range(0, samples, step):
             yield [term if step >= samples else term.samples(slice(start, start + step)) for term in terms]
 
@@ -321,8 +325,8 @@ def subsample_samples(terms: Sequence[Any], sharing: str, place: tuple[int, int]
     rank, size = place
     inputs = math.prod(whole[0].shape) // (whole[0].groups * whole[0].outputs)
     rows = size * sum(len(term) * (term.places if sharing == "expand" else 1) for term in whole)
-    stride = rows // (ENOUGH * inputs)
-    stride = min([stride, *(size * len(term) // LEAST for term in whole)])
+    stride = rows // (ROWS_PER_INPUT * inputs)
+    stride = min([stride, *(size * len(term) // MIN_SUBSAMPLE for term in whole)])
     if stride < 2:
         return terms
     some = lambda term: term.samples(slice(-rank * len(term) % stride, None, stride))
@@ -359,7 +363,7 @@ def _second(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
         entries = (left * right).sum(0)
         return entries if diagonal else entries[..., None]
     rows, columns = left.permute(1, 2, 0), right.transpose(0, 1)
-    is_large = left.shape[0] >= LONG and left.shape[2] >= WIDE
+    is_large = left.shape[0] >= SYMMETRIC_MIN_ROWS and left.shape[2] >= SYMMETRIC_MIN_COLUMNS
     return _symmetric(rows, columns) if left is right and is_large else rows @ columns
 
 
@@ -367,7 +371,7 @@ def _symmetric(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right``, known to be symmetric, (g, d, n) and (g, n, d): three eighths of it are mirrored."""
     d = left.shape[1]
     found = left.new_empty(len(left), d, d)
-    ends = [round(k * d / PARTS) for k in range(PARTS + 1)]
+    ends = [round(k * d / SYMMETRIC_PARTS) for k in range(SYMMETRIC_PARTS + 1)]
     for start, end in zip(ends, ends[1:], strict=False):
         found[:, start:end, :end] = left[:, start:end] @ right[:, :, :end]
         found[:, :start, start:end] = found[:, start:end, :start].mT

@@ -26,7 +26,7 @@ from curvature.linalg import (
     try_cholesky,
 )
 
-THIN = 16  # a side so many times larger than the other is not inverted: to solve with its root is cheaper
+ROOT_ASPECT_RATIO = 16  # a side this many times larger than the other keeps its root: solving with that is cheaper
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ def factored_inverses(
     """
     sides = [side for pair in pairs for side in pair]
     widths = [other.shape[-1] for rows, columns in pairs for other in (columns, rows)]
-    are_thin = [side.ndim == 3 and side.shape[1] >= THIN * width for side, width in zip(sides, widths, strict=True)]
+    are_thin = [
+        side.ndim == 3 and side.shape[1] >= ROOT_ASPECT_RATIO * width for side, width in zip(sides, widths, strict=True)
+    ]
     last = [side for inverse in before for side in _parts(inverse)]
     found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
         k: _of_sketch(side, share) for k, side in enumerate(sides) if is_sketch(side)

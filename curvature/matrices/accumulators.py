@@ -71,10 +71,10 @@ class Accumulator:
 
     def refined(self, block: Operator) -> Accumulator:
         """What a second pass over the data adds up to better `block`, the result of the first."""
-        return Kept(block)
+        return FixedOperator(block)
 
 
-class Kept(Accumulator):
+class FixedOperator(Accumulator):
     """A block that needs nothing more."""
 
     def __init__(self, block: Operator) -> None:
@@ -88,7 +88,7 @@ class Kept(Accumulator):
         return self.block
 
 
-class DiagonalSum(Accumulator):
+class DiagonalAccumulator(Accumulator):
     """The diagonal alone."""
 
     def __init__(self, space: Space) -> None:
@@ -105,7 +105,7 @@ class DiagonalSum(Accumulator):
         return Diagonal(self.space, scale * self.space.flatten(self.sums))
 
 
-class DenseSum(Accumulator):
+class DenseAccumulator(Accumulator):
     """The whole block."""
 
     def __init__(self, space: Space) -> None:
@@ -160,10 +160,10 @@ class KroneckerAccumulator(Accumulator):
 
     def refined(self, block: Operator) -> Accumulator:
         assert isinstance(block, Kronecker)
-        return EigenSum(self.total.scheme, block)
+        return EigenAccumulator(self.total.scheme, block)
 
 
-class EigenSum(Accumulator):
+class EigenAccumulator(Accumulator):
     """The diagonal in the eigenbasis of Kronecker factors (arXiv:1806.03884, equation 11)."""
 
     def __init__(self, scheme: Scheme, factors: Kronecker) -> None:
@@ -182,7 +182,7 @@ class EigenSum(Accumulator):
         return EigenKronecker(self.space, self.basis.scheme.arrangement, rows, columns, scale * self.sum)
 
 
-class RowSums(Accumulator):
+class RowRangeAccumulator(Accumulator):
     """One sum for each range of rows of a weight, and of its bias, that is read apart from the others.
 
     Args:
@@ -231,7 +231,7 @@ class RowSums(Accumulator):
     def refined(self, block: Operator) -> Accumulator:
         assert isinstance(block, RowBlocks)
         found = zip(self.parts.items(), block.blocks.values(), strict=True)
-        return RowSums(self.space, {rows: part.refined(own) for (rows, part), own in found})
+        return RowRangeAccumulator(self.space, {rows: part.refined(own) for (rows, part), own in found})
 
 
 def rows_of(name: str, start: int, stop: int) -> str:

@@ -14,11 +14,11 @@ from curvature.losses import SEED, Injection
 from curvature.matrices.accumulators import (
     Accumulator,
     Chunk,
-    DenseSum,
-    DiagonalSum,
+    DenseAccumulator,
+    DiagonalAccumulator,
     KroneckerAccumulator,
     Range,
-    RowSums,
+    RowRangeAccumulator,
     rows_of,
 )
 from curvature.matrices.passes import RecordedBatch
@@ -26,7 +26,7 @@ from curvature.operators import Operator, Space
 from curvature.recording import unwrap_compiled
 from curvature.terms import Term, row_ranges
 
-EXACT_SIZE = 1024  # a layer without Kronecker factors gets its exact block up to this size, its diagonal beyond
+MAX_EXACT_SIZE = 1024  # a layer without Kronecker factors gets its exact block up to this size, its diagonal beyond
 Structure = Literal["kronecker", "dense", "diagonal"]
 STRUCTURES = ("kronecker", "dense", "diagonal")
 Make = Callable[[Chunk], list[Accumulator]]
@@ -163,11 +163,11 @@ class Structures:
                     'map); choose "dense" or "diagonal"'
                 )
             return _exact(own)
-        return DenseSum(own) if (chosen or default) == "dense" else DiagonalSum(own)
+        return DenseAccumulator(own) if (chosen or default) == "dense" else DiagonalAccumulator(own)
 
 
 def _exact(space: Space) -> Accumulator:
-    return DenseSum(space) if space.size <= EXACT_SIZE else DiagonalSum(space)
+    return DenseAccumulator(space) if space.size <= MAX_EXACT_SIZE else DiagonalAccumulator(space)
 
 
 def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator | None:
@@ -182,13 +182,17 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator 
     rows = 0
     for piece in apart:
         if piece.start > rows:  # never read
-            parts[rows, piece.start] = DiagonalSum(_rows(space, rows, piece.start))
+            parts[rows, piece.start] = DiagonalAccumulator(_rows(space, rows, piece.start))
         own = _rows(space, piece.start, rows := piece.stop)
         scheme = Scheme.of(piece.terms, own.shapes, space.dtype, sharing)
         parts[piece.start, rows] = _exact(own) if scheme is None else KroneckerAccumulator(own, scheme)
     if rows < space.shapes[0][0]:
-        parts[rows, space.shapes[0][0]] = DiagonalSum(_rows(space, rows, space.shapes[0][0]))
-    return RowSums(space, parts) if any(isinstance(part, KroneckerAccumulator) for part in parts.values()) else None
+        parts[rows, space.shapes[0][0]] = DiagonalAccumulator(_rows(space, rows, space.shapes[0][0]))
+    return (
+        RowRangeAccumulator(space, parts)
+        if any(isinstance(part, KroneckerAccumulator) for part in parts.values())
+        else None
+    )
 
 
 def _rows(space: Space, start: int, stop: int) -> Space:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from curvature.gradients import Loss
 from curvature.losses import Injection, LossHessian, Random, empirical, exact
-from curvature.matrices.accumulators import Accumulator, Chunk, DenseSum, DiagonalSum
+from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, space_of
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
@@ -63,7 +63,9 @@ def fisher_diagonal(
     """
     source = DataSource(model, loss, data, sample_dim, progress)
     space = space_of(model)
-    (found,) = collected(source, inject, seed_of(generator), space, lambda chunk: [DiagonalSum(space)], narrow_chunks)
+    (found,) = collected(
+        source, inject, seed_of(generator), space, lambda chunk: [DiagonalAccumulator(space)], narrow_chunks
+    )
     return space.split(found.diagonal())
 
 
@@ -119,11 +121,11 @@ def fisher(
         return passes.times(lambda run: through_outputs(run, inject, drawn), matrix)
 
     def diagonal() -> Tensor:
-        (found,) = collected(passes, inject, seed, space, lambda chunk: [DiagonalSum(space)], narrow_chunks)
+        (found,) = collected(passes, inject, seed, space, lambda chunk: [DiagonalAccumulator(space)], narrow_chunks)
         return found.diagonal()
 
     def dense() -> Tensor:
-        (found,) = collected(passes, inject, seed, space, lambda chunk: [DenseSum(space)])
+        (found,) = collected(passes, inject, seed, space, lambda chunk: [DenseAccumulator(space)])
         return found.to_dense()
 
     return MatrixFree(space, matmat, diagonal=diagonal, dense=dense)

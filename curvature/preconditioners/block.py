@@ -42,13 +42,13 @@ class Block:
         self.updates = 0
         self.gate = OutlierFilter()
 
-    def weight_of_new(self, decay: float, updates: int | None = None) -> float:
+    def debiased_weight(self, decay: float, updates: int | None = None) -> float:
         """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
         return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
 
-    def mixed(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
+    def average(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
         """The running average of what has no negative entries."""
-        w = self.weight_of_new(decay)
+        w = self.debiased_weight(decay)
         return new if old is None else old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
 
     @property
@@ -111,7 +111,7 @@ class Block:
         return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
 
     @property
-    def expected(self) -> int:
+    def expected_bytes(self) -> int:
         """Memory that will be kept, at most, before anything was seen."""
         raise NotImplementedError
 
@@ -142,7 +142,7 @@ class Block:
     failures = 0  # of decompositions, in a row
 
     @property
-    def prepared(self) -> list[Tensor]:
+    def inverse_tensors(self) -> list[Tensor]:
         """What `solve` uses of a decomposition."""
         return []
 
@@ -176,7 +176,7 @@ class Block:
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
         """A block from its `state`, tensors on `device`."""
-        kind = next(k for k in _below(Block) if k.structure == state["structure"])
+        kind = next(k for k in _subclasses(Block) if k.structure == state["structure"])
         return kind.from_state(state, device)
 
     @classmethod
@@ -186,15 +186,15 @@ class Block:
         for name, value in state.items():
             if name not in ("structure", "gate"):
                 setattr(block, name, value.to(device, copy=True) if isinstance(value, Tensor) else value)
-        block.resume()
+        block.after_restore()
         return block
 
-    def resume(self) -> None:
+    def after_restore(self) -> None:
         """Complete what `restore` set."""
 
 
-def _below(kind: type[Block]) -> Iterator[type[Block]]:
+def _subclasses(kind: type[Block]) -> Iterator[type[Block]]:
     """All sub-classes."""
     for sub in kind.__subclasses__():
         yield sub
-        yield from _below(sub)
+        yield from _subclasses(sub)

@@ -24,7 +24,7 @@ from curvature.preconditioners.statistics import CurvatureStatistics
 from curvature.recording import Tape
 from curvature.terms import DenseGradients, ElementwiseProduct, Term, row_ranges
 
-MAX_SIZE = 2048  # a side larger than this is kept by few directions
+MAX_SIDE = 2048  # a side larger than this is kept by few directions
 
 LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}
 
@@ -62,7 +62,7 @@ def _kronecker_block(
     sharing: str,
     kind: str,
 ) -> Block | None:
-    scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIZE)
+    scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE)
     if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # factors would be 1 x 1
         return None
     is_large = any(scheme.few)

@@ -63,7 +63,7 @@ class DiagonalBlock(Block):
 
     def update_average(self, statistics: DiagonalStatistics, decay: float) -> None:
         if statistics.samples:
-            self.values = self.mixed(self.values, statistics.sum / statistics.samples, decay)
+            self.values = self.average(self.values, statistics.sum / statistics.samples, decay)
             self.updates += 1
 
     def empty_like(self) -> Block:
@@ -89,7 +89,7 @@ class DiagonalBlock(Block):
             block.inverse = 1 / (block.smoothed + share * nonzero_or_one(block.mean_eigenvalue))
 
     @property
-    def prepared(self) -> list[Tensor]:
+    def inverse_tensors(self) -> list[Tensor]:
         return [] if self.inverse is None else [self.inverse]
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -106,7 +106,7 @@ class DiagonalBlock(Block):
         return math.prod(self.shape)
 
     @property
-    def expected(self) -> int:
+    def expected_bytes(self) -> int:
         return 2 * self.dimension * self.dtype.itemsize
 
     def condition(self) -> float:

@@ -118,16 +118,16 @@ class EigenBlock(KroneckerBlock):
         return found
 
     @property
-    def expected(self) -> int:
+    def expected_bytes(self) -> int:
         here = self.scheme.arrangement
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
-        return super().expected + (2 * self.dimension + values) * self.scheme.dtype.itemsize
+        return super().expected_bytes + (2 * self.dimension + values) * self.scheme.dtype.itemsize
 
     def update_average(self, statistics: EigenStatistics, decay: float) -> None:
         super().update_average(statistics, decay)
         count, basis = statistics.squares_samples, self.basis
         if statistics.squares is not None and self.values is not None and basis is not None and count:
-            w = self.gate.masked(self.weight_of_new(decay, self.seen), statistics.squares.dtype)
+            w = self.gate.masked(self.debiased_weight(decay, self.seen), statistics.squares.dtype)
             self.values = self.values.lerp(statistics.squares_in(basis) / count, w)
             self.seen += 1
 

@@ -23,7 +23,7 @@ from curvature.preconditioners.block import Block
 from curvature.preconditioners.statistics import CurvatureStatistics
 
 Named = Mapping[str, Tensor]
-LARGEST = 1 << 15  # parameters whose matrix is built
+MAX_DENSE_PARAMETERS = 1 << 15  # parameters whose matrix is built
 
 
 class FullBlock(Block):
@@ -45,22 +45,22 @@ class FullBlock(Block):
         if rows is None or rows.shapes != self.shapes:
             return
         jacobian = rows.jacobian
-        new, trace = self.made(jacobian)
+        new, trace = self.summarize(jacobian)
         if bool(torch.isfinite(trace)):
             self.count = (1 if self.is_sum else rows.samples) / rows.times**2
             self.trace, self.rank = float(trace) / self.count, min(jacobian.shape)
-            self.keep(new, decay)  # a running average has a trace of its own
+            self.absorb(new, decay)  # a running average has a trace of its own
             self.updates += 1
 
-    def made(self, jacobian: Jacobian) -> tuple[Any, Tensor]:
+    def summarize(self, jacobian: Jacobian) -> tuple[Any, Tensor]:
         """What is needed of a batch, and the trace of ``J^T J``."""
         raise NotImplementedError
 
-    def keep(self, new: Any, decay: float) -> None:
+    def absorb(self, new: Any, decay: float) -> None:
         """Take what `made` gave, which is finite."""
         raise NotImplementedError
 
-    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
         """``(G + damping)^-1 gradient``."""
         raise NotImplementedError
 
@@ -69,7 +69,7 @@ class FullBlock(Block):
         assert self.damping is not None
         given = dict(zip(self.names, gradients, strict=True))
         named = {name: g.to(at_least_float32(g.dtype)) for name, g in given.items()}
-        found = self.found(named, self.damping)
+        found = self.solve_named(named, self.damping)
         return [found[name].to(g.dtype) for name, g in given.items()]
 
     def decompose(self, damping: float) -> None:
@@ -93,7 +93,7 @@ class FullBlock(Block):
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
-    def expected(self) -> int:
+    def expected_bytes(self) -> int:
         return 0
 
     def condition(self) -> float:
@@ -102,7 +102,7 @@ class FullBlock(Block):
     def describe(self) -> str:
         return f"{self.dimension} parameters"
 
-    def resume(self) -> None:
+    def after_restore(self) -> None:
         self.damping = None
         self.shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
 
@@ -117,20 +117,20 @@ class DenseFullBlock(FullBlock):
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(shapes, is_sum)
-        if self.dimension > LARGEST:
+        if self.dimension > MAX_DENSE_PARAMETERS:
             raise ValueError(
                 f'solver: "dense" keeps a matrix of {self.dimension} x {self.dimension} entries for this model; take '
-                f'"woodbury" or "cg" above {LARGEST} parameters'
+                f'"woodbury" or "cg" above {MAX_DENSE_PARAMETERS} parameters'
             )
 
-    def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
+    def summarize(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         rows = jacobian.to_dense().double()
         return rows.mT @ rows, rows.square().sum()
 
-    def keep(self, new: Tensor, decay: float) -> None:
+    def absorb(self, new: Tensor, decay: float) -> None:
         new = new / self.count
         old = new if self.matrix is None else self.matrix
-        w = self.gate.weight([(old[None], new[None])], self.weight_of_new(decay))
+        w = self.gate.weight([(old[None], new[None])], self.debiased_weight(decay))
         self.matrix = old.lerp(new, w)
         self.trace = float(self.matrix.trace())
 
@@ -142,7 +142,7 @@ class DenseFullBlock(FullBlock):
         self.root = (self.matrix + damping).sqrt().diag() if is_diagonal else cholesky(self.matrix, damping, what)
 
     @property
-    def prepared(self) -> list[Tensor]:
+    def inverse_tensors(self) -> list[Tensor]:
         return [] if self.root is None else [self.root]
 
     @contextmanager
@@ -152,7 +152,7 @@ class DenseFullBlock(FullBlock):
         yield
         self.matrix = whole
 
-    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
         assert self.root is not None
         flat = torch.cat([g.flatten() for g in gradient.values()]).to(self.root.dtype)
         parts = torch.cholesky_solve(flat[:, None], self.root)[:, 0].split([g.numel() for g in gradient.values()])
@@ -163,7 +163,7 @@ class DenseFullBlock(FullBlock):
         return super().is_ready and self.root is not None
 
     @property
-    def expected(self) -> int:
+    def expected_bytes(self) -> int:
         return 8 * self.dimension**2
 
     def condition(self) -> float:
@@ -183,23 +183,23 @@ class DiagonalFullBlock(FullBlock):
     state_fields = ("values",)
     values: Tensor | None = None
 
-    def made(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
+    def summarize(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         found = jacobian.squares()
         values = torch.cat([found[name].flatten() for name in self.names])
         values = values.to(at_least_float32(values.dtype))
         return values, values.sum()
 
-    def keep(self, new: Tensor, decay: float) -> None:
-        self.values = self.mixed(self.values, new / self.count, decay)
+    def absorb(self, new: Tensor, decay: float) -> None:
+        self.values = self.average(self.values, new / self.count, decay)
         self.trace = float(self.values.sum())
 
-    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
         assert self.values is not None
         parts = self.values.split([g.numel() for g in gradient.values()])
         return {k: g / (v.reshape(g.shape) + damping) for (k, g), v in zip(gradient.items(), parts, strict=True)}
 
     @property
-    def expected(self) -> int:
+    def expected_bytes(self) -> int:
         return 8 * self.dimension
 
     def condition(self) -> float:

@@ -9,7 +9,7 @@ import torch
 from curvature.linalg import count_recovery, full_precision
 from curvature.preconditioners.block import Block
 
-PATIENCE = 3  # failures of a block in a row that are too many
+MAX_FAILURES = 3  # failures of a block in a row that are too many
 
 
 def invert(blocks: Sequence[Block], share: float, damping: float | None = None) -> None:
@@ -48,7 +48,7 @@ def _failing(kind: type[Block], blocks: Sequence[Block], share: float, damping: 
             kind.invert(blocks, share)
         else:
             kind.decompose_all(blocks, damping)
-        used = [(k, t) for k, b in enumerate(blocks) for t in b.prepared]
+        used = [(k, t) for k, b in enumerate(blocks) for t in b.inverse_tensors]
         fine = torch.stack([t.sum().double() for _, t in used]).isfinite().tolist() if used else []
         failed = {k for (k, _), is_fine in zip(used, fine, strict=True) if not is_fine}
     except torch.linalg.LinAlgError:
@@ -59,10 +59,10 @@ def _failing(kind: type[Block], blocks: Sequence[Block], share: float, damping: 
 
 
 def _rescue(kind: type[Block], block: Block, share: float, damping: float | None) -> None:
-    if block.failures >= PATIENCE:
+    if block.failures >= MAX_FAILURES:
         raise torch.linalg.LinAlgError(
-            f"{', '.join(block.names)}: no decomposition of the curvature succeeded, {PATIENCE} times in a row, also "
-            "in float64, on the CPU and with jitter on the diagonal"
+            f"{', '.join(block.names)}: no decomposition of the curvature succeeded, {MAX_FAILURES} times in a row, "
+            "also in float64, on the CPU and with jitter on the diagonal"
         )
     if block.is_ready:
         count_recovery("kept")

@@ -55,7 +55,7 @@ class KroneckerBlock(Block):
         inverse = {} if self.inverse is None else {f.name: getattr(self.inverse, f.name) for f in fields(self.inverse)}
         return super().state() | {"scheme": asdict(self.scheme), "inverse": inverse}
 
-    def resume(self) -> None:
+    def after_restore(self) -> None:
         # both are as `state` left them
         place = None if self.rows is None else self.rows.device
         parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
@@ -92,7 +92,7 @@ class KroneckerBlock(Block):
         if not statistics.samples or not statistics.backprops:
             return
         rows, columns = statistics.factors(1 / statistics.samples)
-        w = self.gate.weight([(self.rows, rows), (self.columns, columns)], self.weight_of_new(decay))
+        w = self.gate.weight([(self.rows, rows), (self.columns, columns)], self.debiased_weight(decay))
         self.rows, self.columns = average_moments(self.rows, rows, w), average_moments(self.columns, columns, w)
         self.updates += 1
 
@@ -117,7 +117,7 @@ class KroneckerBlock(Block):
             block.inverse = found
 
     @property
-    def prepared(self) -> list[Tensor]:
+    def inverse_tensors(self) -> list[Tensor]:
         i = self.inverse
         return [] if i is None else [t for t in (i.rows, i.columns, i.values, *i.shifts) if t is not None]
 
@@ -144,7 +144,7 @@ class KroneckerBlock(Block):
         return self.scheme.arrangement.dimension
 
     @property
-    def expected(self) -> int:
+    def expected_bytes(self) -> int:
         return 2 * sum(self.scheme.sides) * self.scheme.dtype.itemsize
 
     @property

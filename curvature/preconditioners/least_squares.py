@@ -10,7 +10,7 @@ from torch import Tensor
 from curvature.gradients import Jacobian
 from curvature.linalg import count_recovery, eigenvalue_rounding, full_precision, symmetric_eigh, try_cholesky
 
-CLIP = 5.0  # eigenvalues, and damping, below so many times what rounding makes of zero count as zero
+ZERO_FACTOR = 5.0  # eigenvalues, and damping, below so many times what rounding makes of zero count as zero
 
 
 class LeastSquares:
@@ -78,7 +78,7 @@ class LeastSquares:
         Raises:
             torch.linalg.LinAlgError: that failed, however it was tried.
         """
-        is_large = damping > float(CLIP * eigenvalue_rounding(self.matrix.trace()))
+        is_large = damping > float(ZERO_FACTOR * eigenvalue_rounding(self.matrix.trace()))
         if self._root[0] != damping:
             root = None
             if is_large and self._spectrum is None:
@@ -97,7 +97,7 @@ class LeastSquares:
         if self._root[1] is not None:
             return torch.cholesky_solve(right[:, None], self._root[1])[:, 0]
         values, vectors = self.spectrum
-        is_large = damping > float(CLIP * eigenvalue_rounding(self.matrix.trace()))
-        kept = (values > torch.maximum(CLIP * eigenvalue_rounding(values[-1]), cut * values[-1])) | is_large
+        is_large = damping > float(ZERO_FACTOR * eigenvalue_rounding(self.matrix.trace()))
+        kept = (values > torch.maximum(ZERO_FACTOR * eigenvalue_rounding(values[-1]), cut * values[-1])) | is_large
         inverse = torch.where(kept, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
         return vectors @ (inverse * (vectors.mT @ right))

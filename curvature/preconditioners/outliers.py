@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvature.linalg import moment_diagonal
 
-FAR = 1e3  # times the trace of the running average
+OUTLIER_FACTOR = 1e3  # times the trace of the running average
 
 
 class OutlierFilter:
@@ -25,7 +25,7 @@ class OutlierFilter:
         self.count: Tensor | None = None
 
     def weight(self, sides: Sequence[tuple[Tensor | None, Tensor]], weight: float) -> Tensor | float:
-        """`weight`, or zero where one of the new sides has more than `FAR` times the trace of the old.
+        """`weight`, or zero where one of the new sides has more than `OUTLIER_FACTOR` times the trace of the old.
 
         Args:
             sides: (old, new) matrices, diagonals or sketches; None where there is no old one.
@@ -34,7 +34,7 @@ class OutlierFilter:
         traces = [(moment_diagonal(old).sum(), moment_diagonal(new).sum()) for old, new in sides if old is not None]
         if not traces:
             return weight
-        far = torch.stack([(new > FAR * old) & (old > 0) for old, new in traces]).any()
+        far = torch.stack([(new > OUTLIER_FACTOR * old) & (old > 0) for old, new in traces]).any()
         if self.closed is not None:
             far = far & ~self.closed
         self.count = far.int() if self.count is None else self.count + far

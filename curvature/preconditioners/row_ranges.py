@@ -76,8 +76,8 @@ class RowRangeBlock(Block):
         return sum(part.bytes for part in self.leaves)
 
     @property
-    def expected(self) -> int:
-        return sum(part.expected for part in self.leaves)
+    def expected_bytes(self) -> int:
+        return sum(part.expected_bytes for part in self.leaves)
 
     @property
     def outliers(self) -> int:

@@ -15,7 +15,7 @@ from curvature.preconditioners.full import FullBlock, Named
 from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.statistics import CurvatureStatistics
 
-CARRIED = 0.95  # of the last solution, where the next iteration begins
+WARM_START_FACTOR = 0.95  # of the last solution, where the next iteration begins
 
 
 class ConjugateGradientBlock(FullBlock):
@@ -41,17 +41,17 @@ class ConjugateGradientBlock(FullBlock):
         if self.updates > before:
             self.factors.update_average(statistics, decay)
 
-    def made(self, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
+    def summarize(self, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
         return jacobian, jacobian.norms().sum()
 
-    def keep(self, new: Jacobian, decay: float) -> None:
+    def absorb(self, new: Jacobian, decay: float) -> None:
         self.jacobian = new.merged()
 
     def decompose(self, damping: float) -> None:
         self.damping = damping
         invert(self.factors.blocks, 0.0, damping)
 
-    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
         jacobian, count = self.jacobian, self.count
         assert jacobian is not None
 
@@ -62,7 +62,7 @@ class ConjugateGradientBlock(FullBlock):
             return jacobian.flat(self._preconditioned(jacobian.split(v)))
 
         right = jacobian.flat(gradient)
-        start = torch.zeros_like(right) if self.last is None else CARRIED * self.last.to(right)
+        start = torch.zeros_like(right) if self.last is None else WARM_START_FACTOR * self.last.to(right)
         self.last, self.iterations = truncated_conjugate_gradient(product, right, start, precondition)
         return jacobian.split(self.last.clone())  # the step scales it in place
 
@@ -88,8 +88,8 @@ class ConjugateGradientBlock(FullBlock):
     def state(self) -> dict[str, Any]:
         return super().state() | {"factors": self.factors.state_dict()}
 
-    def resume(self) -> None:
-        super().resume()
+    def after_restore(self) -> None:
+        super().after_restore()
         state: Any = self.factors
         self.factors = BlockDiagonalCurvature()
         device = torch.device("cpu") if self.last is None else self.last.device

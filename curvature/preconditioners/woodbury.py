@@ -21,11 +21,11 @@ class WoodburyBlock(FullBlock):
     divisor = 1.0  # its `count`
     squares: Named | None = None  # the diagonal, where none could be
 
-    def made(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
+    def summarize(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
         problem = LeastSquares(jacobian)
         return problem, problem.matrix.trace()
 
-    def keep(self, new: LeastSquares, decay: float) -> None:
+    def absorb(self, new: LeastSquares, decay: float) -> None:
         self.fresh = new
 
     def decompose(self, damping: float) -> None:
@@ -41,7 +41,7 @@ class WoodburyBlock(FullBlock):
         self.squares = {name: x / self.count for name, x in squares.items()}
         yield
 
-    def found(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
         if self.problem is None:
             assert self.squares is not None
             return {name: g / (self.squares[name] + damping) for name, g in gradient.items()}

@@ -19,7 +19,7 @@ FLOAT = 4  # bytes
 EVERY = 10  # steps from one renewal to the next, and from one inversion of a layer to the next
 LARGEST = 2048  # a side larger than this is a sketch, as in `curvature.factors`
 RANK, ROWS = 128, 256  # of a sketch: directions that are kept, rows of a batch, as in `curvature.sketch`
-ENOUGH, LEAST = 8, 16  # rows for each column of a moment, and samples, as in `curvature.moments`
+ROWS_PER_INPUT, MIN_SUBSAMPLE = 8, 16  # rows for each column of a moment, and samples, as in `curvature.moments`
 SGD_TOUCHES, KFAC_TOUCHES = 6, 20  # how often a step reads or writes a number of each parameter
 CALLS = 25  # operations for each layer of a step, beside products
 
@@ -136,7 +136,7 @@ def _rounds(ranks: int) -> int:
 def kept_rows(layer: Layer, samples: int) -> float:
     """Rows of activations that a renewal looks at (`curvature.kronecker.factors.subsample_samples`)."""
     rows = samples * layer.places
-    stride = min(rows // (ENOUGH * layer.inputs), samples // LEAST)
+    stride = min(rows // (ROWS_PER_INPUT * layer.inputs), samples // MIN_SUBSAMPLE)
     return rows if stride < 2 else math.ceil(samples / stride) * layer.places
 
 

@@ -52,9 +52,12 @@ def networks(model: ModuleType) -> list[list[Any]]:
 
 
 def test_sizes_are_those_of_the_package(model: ModuleType) -> None:
-    assert model.LARGEST == curvature.preconditioners.block_diagonal.MAX_SIZE
+    assert model.LARGEST == curvature.preconditioners.block_diagonal.MAX_SIDE
     assert (model.RANK, model.ROWS) == (curvature.linalg.sketch.SKETCH_RANK, curvature.linalg.sketch.MAX_SKETCH_ROWS)
-    assert (model.ENOUGH, model.LEAST) == (curvature.kronecker.factors.ENOUGH, curvature.kronecker.factors.LEAST)
+    assert (model.ROWS_PER_INPUT, model.MIN_SUBSAMPLE) == (
+        curvature.kronecker.factors.ROWS_PER_INPUT,
+        curvature.kronecker.factors.MIN_SUBSAMPLE,
+    )
 
 
 @pytest.mark.parametrize("interval", [1, 3, 10])

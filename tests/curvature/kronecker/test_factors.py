@@ -79,7 +79,7 @@ def test_convolutions(name: str, sharing: str, monkeypatch):
     a, b = convolution_view(layer, x, v)
     moment, outputs = means(a, b, sharing)
     for chunk in (1 << 24, 1):
-        monkeypatch.setattr(curvature.kronecker.factors, "CHUNK", chunk)
+        monkeypatch.setattr(curvature.kronecker.factors, "CHUNK_ELEMENTS", chunk)
         total, number = scheme.activations(terms["weight"])
         close(total / number, moment)
     close(scheme.backprops(terms["weight"], weights=WEIGHTS), outputs)

@@ -142,7 +142,7 @@ OPTIONS: list[tuple[type[KFAC], dict[str, Any]]] = [
 @pytest.mark.parametrize(("optimizer", "options"), OPTIONS)
 def test_training(monkeypatch: pytest.MonkeyPatch, optimizer: type[KFAC], options: dict[str, Any]):
     """With sketches the loss falls about as with KFAC's whole sides; runs resume bitwise."""
-    monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIZE", LARGE)
+    monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIDE", LARGE)
     model = wide_net()
     opt = optimizer(model, **options)
     train(model, opt, 0, 12)
@@ -157,7 +157,7 @@ def test_training(monkeypatch: pytest.MonkeyPatch, optimizer: type[KFAC], option
     assert train(other, resumed, 12, 24) == found
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert ("too large for an eigenbasis" in opt.report()) == (optimizer is EKFAC)
-    monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIZE", 10 * D)
+    monkeypatch.setattr("curvature.preconditioners.block_diagonal.MAX_SIDE", 10 * D)
     whole = wide_net()
     expected = train(whole, KFAC(whole, **options), 0, 24)
     start = (wide_net()(batch(23)[0]) - batch(23)[1]).square().mean().item()

@@ -115,7 +115,7 @@ def densely(block: Any, model: nn.Module, values: Tensor) -> Tensor:
 )
 def test_values_are_exact(name: str, sharing: str, limit: int, chunk: int, device: str, monkeypatch):
     """Those of samples one by one, however the factors sum over places, in whichever basis."""
-    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIDE", limit)
     monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
     model, (x, y) = built(name, 2, device)
     factors, block = started(model, x, sharing)
@@ -163,7 +163,7 @@ def test_terms_of_different_numbers_of_samples():
 @pytest.mark.parametrize("name", ["decoder", "tied_autoencoder_square", "matrix"])
 @pytest.mark.parametrize("limit", [2048, 2])
 def test_a_batch_that_reads_the_weight_in_another_way_alone(name: str, limit: int, monkeypatch):
-    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIDE", limit)
     model, (x,) = built(name)
     _, block = started(model, x)
     (shape,) = block.scheme.arrangement.shapes

@@ -53,7 +53,7 @@ def dense(block: KroneckerBlock) -> Tensor:
 @pytest.mark.parametrize("limit", [2048, 3])
 def test_solve_is_dense(name: str, limit: int, device, monkeypatch):
     """(kron(B, A) + damping I)^-1; a side beyond the limit is a diagonal."""
-    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIZE", limit)
+    monkeypatch.setattr(curvature.preconditioners.block_diagonal, "MAX_SIDE", limit)
     model, x = built(name, device)
     block = block_of(recorded(model, x), model)
     assert isinstance(block, KroneckerBlock) and block.reason == ""
