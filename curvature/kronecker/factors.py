@@ -34,11 +34,8 @@ from curvature.terms import (
 CHUNK_ELEMENTS = 1 << 24  # elements of unfolded activations at a time
 ROWS_PER_INPUT = 8  # rows of activations, per column of their moment, that a running mean needs
 MIN_SUBSAMPLE = 16  # samples that these rows come from, at least
-SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS, SYMMETRIC_PARTS = (
-    256,
-    512,
-    4,
-)  # a symmetric product of so many columns and rows is computed in so many parts
+SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS = 256, 512  # size from which a symmetric product is computed in parts
+SYMMETRIC_PARTS = 4
 
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map

@@ -188,11 +188,8 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator 
         parts[piece.start, rows] = _exact(own) if scheme is None else KroneckerAccumulator(own, scheme)
     if rows < space.shapes[0][0]:
         parts[rows, space.shapes[0][0]] = DiagonalAccumulator(_rows(space, rows, space.shapes[0][0]))
-    return (
-        RowRangeAccumulator(space, parts)
-        if any(isinstance(part, KroneckerAccumulator) for part in parts.values())
-        else None
-    )
+    has_factors = any(isinstance(part, KroneckerAccumulator) for part in parts.values())
+    return RowRangeAccumulator(space, parts) if has_factors else None
 
 
 def _rows(space: Space, start: int, stop: int) -> Space:

@@ -1,4 +1,4 @@
-"""The running curvature of some parameters: what every structure of it can do."""
+"""The interface of a block of running curvature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from curvature.terms import Term
 
 
 class BlockStatistics(Protocol):
-    """What batches show of a block: sums over samples."""
+    """Sums over the samples of one or more batches, for one block."""
 
     samples: float
 
@@ -25,74 +25,80 @@ class BlockStatistics(Protocol):
         """As if the vectors had been so many times as long."""
 
     def tensors(self) -> list[Tensor]:
-        """All that is summed up."""
+        """All sums."""
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         """Tensors that add up over `size` processes, this one being `rank`."""
 
 
 class Block:
-    """Running curvature of some parameters. Sub-classes hold the matrices; the mean over samples is debiased."""
+    """Running average of the curvature M of some parameters, a mean over samples, debiased. Sub-classes hold M.
+
+    Attributes:
+        names: of the parameters.
+        reason: why the block is no better approximation; "" where it is the best there is.
+        updates: how often the average was updated.
+    """
 
     structure = ""
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
         self.names = tuple(names)
-        self.reason = reason  # why there are no Kronecker factors; "" where there are
+        self.reason = reason
         self.updates = 0
         self.gate = OutlierFilter()
 
     def debiased_weight(self, decay: float, updates: int | None = None) -> float:
-        """Weight of the next statistics in a debiased running average of so many (None: the block's `updates`)."""
+        """Weight of the next statistics in a debiased running average after `updates` (None: the block's own)."""
         return (1 - decay) / (1 - decay ** ((self.updates if updates is None else updates) + 1))
 
     def average(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
-        """The running average of what has no negative entries."""
+        """The running average of nonnegative tensors, updated; `old` where `new` is an outlier."""
         w = self.debiased_weight(decay)
         return new if old is None else old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
 
     @property
     def leaves(self) -> list[Block]:
-        """The blocks that are measured, averaged and inverted one by one: itself, unless it has parts."""
+        """The blocks that are measured, averaged and inverted separately: itself, unless it has parts."""
         return [self]
 
     def split_terms(self, terms: Sequence[Term]) -> list[tuple[Block, Sequence[Term]]]:
-        """The terms of the first parameter by leaf; without leaves where these do not fit."""
+        """The terms of the first parameter by leaf; empty if they do not fit."""
         return [(self, terms)]
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
-        """Statistics of a leaf and a batch, from the terms of the first parameter; None where these do not fit.
+        """Statistics of a batch for a leaf, from the terms of its first parameter; None if these do not fit.
 
         Args:
-            samples: that the statistics are of.
-            rank, world_size: which process this is, of those that share the batch.
+            samples: number of samples in the batch.
+            rank, world_size: this process, and the number of processes that share the batch.
         """
         raise NotImplementedError
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
-        """Statistics of all processes, from their `sums`."""
+        """Statistics of all processes from their all-reduced `sums`."""
         raise NotImplementedError
 
     def update_average(self, statistics: Any, decay: float) -> None:
-        """Take statistics into the running average."""
+        """Update the running average."""
         raise NotImplementedError
 
     def decompose(self, damping: float) -> None:
-        """Prepare `solve` for the running average as it is now, plus ``damping I``."""
+        """Prepare `solve` for the current running average plus ``damping I``."""
         raise NotImplementedError
 
     @property
     def is_ready(self) -> bool:
-        """Whether `solve` was ever prepared."""
+        """Whether `solve` can be called."""
         raise NotImplementedError
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """``(M + damping I)^-1 gradients``, tensors in the shapes of the parameters."""
+        """``(M + damping I)^-1`` times gradients, each in the shape of its parameter."""
         raise NotImplementedError
 
     @property
     def mean_eigenvalue(self) -> Tensor:
-        """Trace over dimension, a scalar tensor."""
+        """Trace of M over its dimension, a scalar tensor."""
         raise NotImplementedError
 
     @property
@@ -101,75 +107,75 @@ class Block:
 
     @property
     def cost(self) -> float:
-        """Operations of `decompose`, to a constant factor."""
+        """Operations of `decompose`, up to a constant factor."""
         return float(self.dimension)
 
     @property
     def bytes(self) -> int:
-        """Memory of what is kept, but for single numbers."""
+        """Memory of the tensors of `state`."""
         found = pytree.tree_leaves({key: value for key, value in self.state().items() if key != "gate"})
         return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
 
     @property
     def expected_bytes(self) -> int:
-        """Memory that will be kept, at most, before anything was seen."""
+        """Upper bound on `bytes`, known before the first batch."""
         raise NotImplementedError
 
     @property
     def outliers(self) -> int:
-        """Batches that were kept out of the running average."""
+        """Number of batches that were left out of the running average."""
         return 0 if self.gate.count is None else int(self.gate.count)
 
     def condition(self) -> float:
-        """Largest over least eigenvalue of what `solve` inverts, nan where that is not prepared."""
+        """Largest over smallest eigenvalue of the matrix that `solve` inverts; nan if it is not prepared."""
         raise NotImplementedError
 
     def describe(self) -> str:
-        """Shapes of what is kept."""
+        """Shapes of the factors, for reports."""
         raise NotImplementedError
 
     @staticmethod
     def decompose_all(blocks: Sequence[Any], damping: float) -> None:
-        """`decompose` blocks of this class that have statistics."""
+        """`decompose` several blocks of this class, all of which have statistics."""
         for block in blocks:
             block.decompose(damping)
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
-        """Prepare `solve` of blocks of this class that have statistics, see `curvature.invert`."""
+        """Prepare `solve` of several blocks of this class, all of which have statistics; see `invert`."""
         raise NotImplementedError
 
-    failures = 0  # of decompositions, in a row
+    failures = 0  # consecutive failures of decompositions
 
     @property
     def inverse_tensors(self) -> list[Tensor]:
-        """What `solve` uses of a decomposition."""
+        """Results of a decomposition that `solve` uses."""
         return []
 
     def without_correlations(self) -> AbstractContextManager[None]:
-        """As if the matrices were zero off their diagonals."""
+        """Inside, M is its diagonal."""
         return nullcontext()
 
     def empty_like(self) -> Block:
-        """A block of the same layout that has seen nothing."""
+        """A block of the same layout without statistics."""
         raise NotImplementedError
 
     def results(self) -> dict[str, Any]:
-        """What `decompose` and `invert` set: plain tensors and numbers."""
+        """What `decompose` and `invert` set, as plain tensors and numbers."""
         state = self.state()
         return {k: state[k] for k in self.broadcast_fields}
 
     def load_results(self, results: Mapping[str, Any]) -> None:
-        """Take the `results` of the same block of another process."""
+        """Load the `results` of the same block on another process."""
         for name, value in results.items():
             setattr(self, name, value)
 
-    broadcast_fields: tuple[str, ...] = ("inverse",)  # from the process that decomposes
-    state_fields: tuple[str, ...] = ()  # tensors of a checkpoint, and numbers
-    layout_fields: tuple[str, ...] = ()  # how the parameters are arranged
+    broadcast_fields: tuple[str, ...] = ("inverse",)  # sent by the process that decomposes
+    state_fields: tuple[str, ...] = ()  # tensors and numbers of a checkpoint
+    layout_fields: tuple[str, ...] = ()  # layout of the parameters
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint needs: plain tensors, numbers and names."""
+        """The checkpoint: plain tensors, numbers and names."""
         fields = ("names", "reason", "updates", *self.layout_fields, *self.state_fields)
         return {"structure": self.structure, "gate": self.gate.state(), **{k: getattr(self, k) for k in fields}}
 
@@ -190,7 +196,7 @@ class Block:
         return block
 
     def after_restore(self) -> None:
-        """Complete what `restore` set."""
+        """Rebuild what is not plain in `state`."""
 
 
 def _subclasses(kind: type[Block]) -> Iterator[type[Block]]:

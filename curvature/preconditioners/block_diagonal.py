@@ -1,4 +1,4 @@
-"""Which curvature every parameter of a model gets, and its running average over recorded forward passes."""
+"""Curvature of a model as a store of blocks: which block each parameter gets, and its running average."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from curvature.preconditioners.statistics import CurvatureStatistics
 from curvature.recording import Tape
 from curvature.terms import DenseGradients, ElementwiseProduct, Term, row_ranges
 
-MAX_SIDE = 2048  # a side larger than this is kept by few directions
+MAX_SIDE = 2048  # a larger side is kept as a sketch
 
 LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}
 
@@ -32,7 +32,7 @@ LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (
 def blocks_by_layer(
     tape: Tape, terms: dict[str, list[Term]], taken: set[str], sharing: str, kind: str = "kronecker"
 ) -> list[Block]:
-    """Blocks for the parameters that have terms and are not `taken`, and which structure each has."""
+    """New blocks for the parameters that have terms and are not `taken`."""
     blocks: list[Block] = []
     taken = set(taken)
     todo = {name: node for name, node in tape.parameters.items() if terms.get(name) and name not in taken}
@@ -63,7 +63,7 @@ def _kronecker_block(
     kind: str,
 ) -> Block | None:
     scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE)
-    if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # factors would be 1 x 1
+    if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
         return None
     is_large = any(scheme.few)
     block = LAYERS["kronecker" if is_large else kind](names, scheme)
@@ -77,7 +77,7 @@ def _row_range_block(
     shapes: Sequence[tuple[int, ...]],
     make: Callable[[Sequence[str], Sequence[Term], Sequence[tuple[int, ...]]], Block | None],
 ) -> Block | None:
-    """A block for each range of rows that is read apart; None unless all rows are read, each range by a layer."""
+    """A block for every range of rows that is read apart; None unless the ranges cover all rows and have factors."""
     parts: dict[RowRange, Block] = {}
     end = 0
     for own in row_ranges(terms):
@@ -91,9 +91,9 @@ def _row_range_block(
 
 
 class CurvatureStore:
-    """Base: curvature of a model in blocks of parameters, as running averages of what recorded passes show.
+    """Base: curvature of a model in blocks of parameters, as running averages over recorded passes.
 
-    To measure a pass changes nothing but that parameters seen for the first time get their blocks.
+    `measure` leaves averages alone; it only creates the blocks of parameters that it meets for the first time.
     """
 
     def __init__(self) -> None:
@@ -112,24 +112,24 @@ class CurvatureStore:
 
         Args:
             vectors: (k, *shape), sent back from each of the outputs.
-            count: samples of the pass.
-            rank, world_size: which process this is, of those that share the batch.
+            count: number of samples in the pass.
+            rank, world_size: this process, and the number of processes that share the batch.
         """
         raise NotImplementedError
 
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
-        """Take statistics into the running averages."""
+        """Update the running averages."""
         raise NotImplementedError
 
     def gather(self, statistics: CurvatureStatistics, objects: Callable[[Any], Sequence[Any]]) -> None:
-        """Replace what does not add up by that of all processes; `objects` exchanges what each gives."""
+        """Replace statistics that do not add up by those of all processes; `objects` is an all-gather of objects."""
 
     def summed_blocks(self) -> list[Block]:
         """The blocks whose statistics add up over processes."""
         return self.blocks
 
     def statistics_from(self, sums: Mapping[tuple[str, str], Tensor]) -> dict[str, BlockStatistics]:
-        """Statistics of all processes from their sums, by name of the `summed_blocks`' leaf and of the sum."""
+        """Statistics of all processes by leaf, from all-reduced sums by names of leaf and sum."""
         found: dict[str, BlockStatistics] = {}
         for leaf in (leaf for block in self.summed_blocks() for leaf in block.leaves):
             own = {key: x for (name, key), x in sums.items() if name == leaf.names[0]}
@@ -138,7 +138,7 @@ class CurvatureStore:
         return found
 
     def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
-        """Have a block for each of the states, in their order: those that other processes have."""
+        """Create the blocks that only other processes have, and take over the order of these states."""
         own = {block.names[0]: block for block in self.summed_blocks()}
         make = lambda state: own.get(state["names"][0]) or Block.restore(dict(state), device)
         self.blocks = [make(state) for state in states]
@@ -152,12 +152,12 @@ class CurvatureStore:
 
 
 class BlockDiagonalCurvature(CurvatureStore):
-    """Curvature of a model's layers as running averages over recorded forward passes.
+    """Curvature of a model with a block for each layer.
 
     Args:
         sharing: "expand" counts every place of a shared weight as a sample of its own, "reduce" averages activations
             and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
-        kind: of the layers' blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
+        kind: structure of the blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
     """
 
     def __init__(self, sharing: str = "expand", kind: str = "kronecker") -> None:
@@ -188,7 +188,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         return total
 
     def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
-        """The gradient of the whole batch, for parameters that no rule explains."""
+        """Gradients of the whole batch, for parameters without per-sample terms."""
         roots = [tape.parameters[name].tensor for name in names]
         found = torch.autograd.grad(outputs, roots, sent, retain_graph=True, allow_unused=True) if roots else ()
         return {name: [DenseGradients(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
@@ -196,14 +196,14 @@ class BlockDiagonalCurvature(CurvatureStore):
     def measure_backprops(
         self, tape: Tape, backprops: list[Tensor | None], count: int, rank: int = 0, world_size: int = 1
     ) -> CurvatureStatistics:
-        """Statistics of a pass whose backprops came from elsewhere (the loss's own backward pass)."""
+        """Statistics of a pass from given backprops (those of the loss's own backward pass)."""
         terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), set())
         return self.measure_terms(tape, terms, count, rank, world_size)
 
     def measure_terms(
         self, tape: Tape, terms: dict[str, list[Term]], count: int, rank: int = 0, world_size: int = 1
     ) -> CurvatureStatistics:
-        """Statistics of the terms of one vector, without blocks where these are not finite."""
+        """Statistics from the terms of one vector; leaves whose statistics are not finite are left out."""
         taken = {name for block in self.blocks for name in block.names}
         self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
@@ -222,15 +222,15 @@ class BlockDiagonalCurvature(CurvatureStore):
 
 
 def _are_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
-    """Whether all tensors of a group are; the host asks once for all groups."""
+    """Whether all tensors of each group are finite, with one transfer to the host."""
     sums = [torch.stack([t.sum().double() for t in group]).sum() for group in groups]
     return torch.stack(sums).isfinite().tolist() if sums else []
 
 
 def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:
-    """Sample axes guessed from the sizes, not proved, all as one sample at the last.
+    """Candidate sample axes, from sizes alone; at last the layout that takes everything as one sample.
 
-    Kronecker factors ("expand") do not depend on the guess; a diagonal from vectors that are independent over samples
+    Kronecker factors ("expand") do not depend on the axis; a diagonal from vectors that are independent over samples
     stays close.
     """
     return [chain(candidate_axes(u.shape, count), [Layout(0, 1, 1, u.shape[0])]) if u.shape else () for u in tape.uses]

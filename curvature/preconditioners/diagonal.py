@@ -40,7 +40,7 @@ class DiagonalBlock(Block):
     """The diagonal of one parameter's block: mean over samples of its squared per-sample gradients."""
 
     structure = "diagonal"
-    broadcast_fields = ()  # every process can do that
+    broadcast_fields = ()  # cheap enough for every process
     state_fields = ("values", "inverse")
     layout_fields = ("shape", "dtype")
 
@@ -51,7 +51,7 @@ class DiagonalBlock(Block):
         self.inverse: Tensor | None = None
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> DiagonalStatistics:
-        """Terms of one number of samples are summed before their gradients are squared."""
+        """Gradients of terms with the same number of samples are summed before they are squared."""
         found: dict[int, Tensor] = {}
         for term in terms:
             g = term.gradients().to(self.dtype)
@@ -75,7 +75,7 @@ class DiagonalBlock(Block):
 
     @property
     def smoothed(self) -> Tensor:
-        """Few random vectors say little of single entries: the mean of all stands in until there are more."""
+        """Values shrunk towards their mean, since a few random vectors determine single entries badly."""
         assert self.values is not None
         return self.values.lerp(self.values.mean(), 1 / (1 + self.updates / 2))
 

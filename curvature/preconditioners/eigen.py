@@ -26,12 +26,12 @@ Sides = tuple[Tensor, Tensor]  # U_B (g, o, o) and U_A (g, i, i), or ones (g, d)
 
 @dataclass
 class EigenStatistics(KroneckerStatistics):
-    """Moments, and squared per-sample gradients in the eigenbasis that there was when they were measured.
+    """Moments, and squared per-sample gradients in the eigenbasis in which they were measured.
 
     Attributes:
-        basis: that one; None where there was none.
-        squares: their sum, (g, o, i).
-        squares_samples: how many samples they are of: those before the first basis do not count.
+        basis: None if there was none yet.
+        squares: sum of the squared gradients in the basis, (g, o, i).
+        squares_samples: number of samples in that sum: those before the first basis do not count.
     """
 
     basis: Sides | None = None
@@ -47,7 +47,7 @@ class EigenStatistics(KroneckerStatistics):
             self.basis, self.squares_samples = other.basis, self.squares_samples + other.squares_samples
 
     def squares_in(self, basis: Sides) -> Tensor:
-        """The squares carried over to another basis."""
+        """The squares in another basis."""
         assert self.squares is not None and self.basis is not None
         is_same = all(own is other for own, other in zip(self.basis, basis, strict=True))
         return self.squares if is_same else carry_diagonal(self.squares, self.basis, basis)
@@ -75,8 +75,8 @@ class EigenBlock(KroneckerBlock):
     """``Q diag(values) Q^T`` per group, with ``Q = kron(U_B, U_A)`` of the factors at the last `decompose`.
 
     `values` (g, o, i) is the running mean over samples of the squared per-sample gradients in that basis, the sum over
-    places inside the square (equation 11). It follows the data from one decomposition to the next, and is carried over
-    to the next basis. Until a batch was seen in a basis it is what the factors say. Arguments as of `KroneckerBlock`.
+    places inside the square (equation 11). It is updated between decompositions and carried over to each new basis.
+    Before the first batch in a basis it is the product of the factors' eigenvalues. Arguments as for `KroneckerBlock`.
     """
 
     structure = "eigen"
@@ -104,7 +104,7 @@ class EigenBlock(KroneckerBlock):
         return found
 
     def _squares(self, terms: Sequence[Term], sides: Sides) -> Tensor:
-        """Over the batch's samples, terms of one number of samples together."""
+        """Sum over the batch's samples; terms with the same number of samples belong together."""
         basis = Basis(self.scheme, *(side if side.ndim == 3 else None for side in sides))
         found: dict[int, list[Term]] = {}
         for term in terms:
@@ -133,12 +133,12 @@ class EigenBlock(KroneckerBlock):
 
     @staticmethod
     def decompose_all(blocks: Sequence[Any], damping: float, share: float = 0.0) -> None:
-        """Go to the eigenbases of the factors as they are now, and prepare `solve` in them.
+        """Move to the eigenbases of the current factors, and prepare `solve` in them.
 
         Args:
             damping: added to all values.
-            share: added as well is what ``kron(B + share mean(B) I, A + share mean(A) I)`` has more than ``kron(B, A)``
-                at each eigenvalue, mean() that of the eigenvalues (`curvature.kronecker.factored_inverses`).
+            share: adds to each eigenvalue the difference between ``kron(B + share mean(B) I, A + share mean(A) I)``
+                and ``kron(B, A)``, mean() being the mean eigenvalue (`curvature.kronecker.factored_inverses`).
         """
         found = eigenbases([side for block in blocks for side in (block.rows, block.columns)])
         for block, rows, columns in zip(blocks, found[::2], found[1::2], strict=True):

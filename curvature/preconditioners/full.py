@@ -1,8 +1,7 @@
-"""Curvature of all parameters of a model together, nothing left out: ``G = 1/N sum_nk J_n^T v_nk v_nk^T J_n``.
+"""Blocks for the curvature of all parameters together, without approximation: ``G = 1/N sum_nk J_n^T v_nk v_nk^T J_n``.
 
-J_n are the outputs of sample n by the parameters and v_nk the vectors sent back, so that with exact vectors G is the
-Fisher or Gauss-Newton matrix of the batch. G is a product of the (N k, P) rows ``v_nk^T J_n``, of which activations and
-backprops are kept.
+J_n is the Jacobian of the outputs of sample n and v_nk are the vectors sent back; with exact vectors G is the Fisher or
+Gauss-Newton matrix of the batch. The (N k, P) rows ``v_nk^T J_n`` are stored as activations and backprops.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from curvature.preconditioners.block import Block
 from curvature.preconditioners.statistics import CurvatureStatistics
 
 Named = Mapping[str, Tensor]
-MAX_DENSE_PARAMETERS = 1 << 15  # parameters whose matrix is built
+MAX_DENSE_PARAMETERS = 1 << 15  # up to which the matrix is built
 
 
 class FullBlock(Block):
-    """Base: takes the rows of a batch. Sub-classes say what is kept of them, and solve."""
+    """Base: is updated with the rows of a batch. Sub-classes decide what to keep of them, and solve."""
 
     layout_fields = ("shapes", "trace", "rank", "is_sum")
     broadcast_fields = ()  # every process solves for itself
@@ -36,8 +35,8 @@ class FullBlock(Block):
         super().__init__(list(shapes))
         self.shapes, self.is_sum = dict(shapes), is_sum
         self.trace = 0.0
-        self.rank = 1  # at most
-        self.count = 1.0  # what the sum over the last rows is divided by
+        self.rank = 1  # an upper bound
+        self.count = 1.0  # divisor of the sum over the last rows
         self.damping: float | None = None
 
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
@@ -53,11 +52,11 @@ class FullBlock(Block):
             self.updates += 1
 
     def summarize(self, jacobian: Jacobian) -> tuple[Any, Tensor]:
-        """What is needed of a batch, and the trace of ``J^T J``."""
+        """What to keep of a batch, and the trace of ``J^T J``."""
         raise NotImplementedError
 
     def absorb(self, new: Any, decay: float) -> None:
-        """Take what `made` gave, which is finite."""
+        """Keep the result of `summarize`, which is finite."""
         raise NotImplementedError
 
     def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:

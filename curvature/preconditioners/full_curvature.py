@@ -1,4 +1,4 @@
-"""Curvature of all parameters of a model together as a store that recorded passes feed."""
+"""The store for the curvature of all parameters of a model together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FullCurvature(CurvatureStore):
     Args:
         model: whose parameters they are.
         solver: "woodbury", "dense", "diagonal" or "cg".
-        is_sum: whether G is the sum over samples, not the mean.
+        is_sum: whether G is a sum over samples, not a mean.
     """
 
     def __init__(self, model: nn.Module, solver: str, is_sum: bool = False) -> None:
@@ -44,7 +44,7 @@ class FullCurvature(CurvatureStore):
         rank: int = 0,
         world_size: int = 1,
     ) -> CurvatureStatistics:
-        """The rows of vectors (k, *shape) sent back from the outputs of a recorded pass over `count` samples."""
+        """The rows of a recorded pass, arguments as for `CurvatureStore.measure`."""
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
         block = self._block_of(jacobian.shapes)
         found = CurvatureStatistics(rows=RowStatistics([jacobian], count))
@@ -59,13 +59,13 @@ class FullCurvature(CurvatureStore):
             block.update_average(statistics, decay)
 
     def _block_of(self, shapes: Mapping[str, tuple[int, ...]]) -> FullBlock:
-        """Another one where other parameters are trained now."""
+        """The block of these parameters, a new one if others were trained before."""
         if not self.blocks or self.blocks[0].shapes != shapes:
             self.blocks = [self.kind(shapes, self.is_sum)]
         return self.blocks[0]
 
     def gather(self, statistics: CurvatureStatistics, objects: Callable[[Any], Sequence[Any]]) -> None:
-        """Each process then solves the whole problem, all alike."""
+        """Replace local rows by those of all processes, each of which then solves the whole problem."""
         own = statistics.rows
         known = [x for x in objects(own and (own.shapes, own.samples, own.times)) if x is not None]
         if not known:
@@ -78,7 +78,7 @@ class FullCurvature(CurvatureStore):
         statistics.rows = RowStatistics([rows], sum(samples for _, samples, _ in known), times)
 
     def summed_blocks(self) -> list[Block]:
-        """Those of a preconditioner."""
+        """The blocks of a preconditioner."""
         return [
             own for block in self.blocks if isinstance(block, ConjugateGradientBlock) for own in block.factors.blocks
         ]

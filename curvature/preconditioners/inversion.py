@@ -1,4 +1,4 @@
-"""Inverses of blocks prepared for `Block.solve`, and what is left to do where a decomposition fails."""
+"""Prepare inverses; fall back when a decomposition fails."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from curvature.linalg import count_recovery, full_precision
 from curvature.preconditioners.block import Block
 
-MAX_FAILURES = 3  # failures of a block in a row that are too many
+MAX_FAILURES = 3  # consecutive failures of a block that raise
 
 
 def invert(blocks: Sequence[Block], share: float, damping: float | None = None) -> None:
-    """Prepare `Block.solve` of the blocks that have statistics, those of one kind together.
+    """Prepare `Block.solve` of the blocks that have statistics, blocks of one class together.
 
-    A block of which no decomposition succeeds (`curvature.linalg` says what is tried) leaves all others as they are. It
-    keeps the inverse that it had; where there was none, it gets that of its factors' diagonals. `recovery_counts`
-    counts these events.
+    A block whose decomposition fails, however it is tried (see `curvature.linalg`), does not affect the others. It
+    keeps its previous inverse; if it has none, it gets the inverse of its factors' diagonals. `recovery_counts` counts
+    these events.
 
     Args:
         share: damping relative to each block's own curvature, see `curvature.kronecker.factored_inverses`.
-        damping: added to the block, in place of that.
+        damping: added to the block instead.
 
     Raises:
         torch.linalg.LinAlgError: a block failed for the third time in a row.
@@ -41,7 +41,7 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None) 
 
 
 def _failing(kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None) -> list[Block]:
-    """Prepare blocks of one kind together; those that this fails for are as they were."""
+    """Prepare blocks of one class together. Those for which this fails are returned, unchanged."""
     before = [dict(vars(b)) for b in blocks]
     try:
         if damping is None:

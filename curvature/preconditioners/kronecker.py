@@ -1,9 +1,9 @@
-"""Curvature layer by layer from recorded uses and injected vectors: Kronecker factors, a diagonal where there are none.
+"""Running Kronecker factors of one layer.
 
 A block is a layer's weight with its bias as the last input. On the weight arranged as (g, o, i) it is
 ``kron(rows, columns)`` per group g: rows from backprops, columns from activations (arXiv:1503.05671, equation 1;
-arXiv:2311.00636 for shared weights, "expand"). A side that is too large is a `curvature.sketch`, the one-hot side of an
-embedding its diagonal. All matrices are means over samples of what the injected vectors v make of them: E[J^T v v^T J].
+arXiv:2311.00636 for shared weights, "expand"). A side that is too large is a `curvature.linalg.sketch`, the one-hot
+side of an embedding a diagonal. All matrices are means over samples of E[J^T v v^T J] with the injected vectors v.
 
 Indices: n sample, t place, g group, i input, o output.
 """
@@ -56,7 +56,6 @@ class KroneckerBlock(Block):
         return super().state() | {"scheme": asdict(self.scheme), "inverse": inverse}
 
     def after_restore(self) -> None:
-        # both are as `state` left them
         place = None if self.rows is None else self.rows.device
         parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
         self.inverse = KroneckerInverse(**parts) if parts else None
@@ -112,7 +111,9 @@ class KroneckerBlock(Block):
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         pairs, before = [(b.rows, b.columns) for b in blocks], [b.inverse for b in blocks]
-        anew = [b.updates & (b.updates - 1) == 0 for b in blocks]  # at 1, 2, 4, 8, ...: their ranks change ever slower
+        anew = [
+            b.updates & (b.updates - 1) == 0 for b in blocks
+        ]  # at 1, 2, 4, 8, ...: ranks change more and more slowly
         for block, found in zip(blocks, factored_inverses(pairs, share, before, anew), strict=True):
             block.inverse = found
 

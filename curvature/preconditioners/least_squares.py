@@ -1,4 +1,4 @@
-"""Damped linear least squares with a Jacobian, in the smaller of parameter space and sample space."""
+"""Damped linear least squares with a Jacobian, in parameter or sample space, whichever is smaller."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from curvature.gradients import Jacobian
 from curvature.linalg import count_recovery, eigenvalue_rounding, full_precision, symmetric_eigh, try_cholesky
 
-ZERO_FACTOR = 5.0  # eigenvalues, and damping, below so many times what rounding makes of zero count as zero
+ZERO_FACTOR = 5.0  # eigenvalues and damping below this many times their rounding error count as zero
 
 
 class LeastSquares:
     """``argmin_d ||J d - b||^2 + damping ||d||^2`` for any number of b and dampings; ``(J^T J + damping)^-1 g``.
 
     With P parameters and M values, ``(J^T J + damping) d = J^T b`` is solved where P <= M, else ``d = J^T (J J^T +
-    damping)^-1 b`` (Woodbury's identity), by Cholesky. With no damping, or less than rounding makes of a zero, by
-    eigenvalues, of which those below 50 eps of the largest are left out: the shortest of all solutions.
+    damping)^-1 b`` (Woodbury's identity), by Cholesky. Without damping, or with less than the rounding error, by
+    eigenvalues, leaving out those below 50 eps of the largest: this gives the shortest of all solutions.
     """
 
     @full_precision()
@@ -27,13 +27,13 @@ class LeastSquares:
         self.dense = jacobian.to_dense() if jacobian.shape[1] <= jacobian.shape[0] else None
         self.matrix = jacobian.gram() if self.dense is None else self.dense.mT @ self.dense
         self._spectrum: tuple[Tensor, Tensor] | None = None
-        self._root: tuple[float, Tensor | None] = (-1.0, None)  # by Cholesky's algorithm, for the last damping
+        self._root: tuple[float, Tensor | None] = (-1.0, None)  # Cholesky root for the last damping
 
     @full_precision()
     def solve(self, right: Tensor, damping: float = 0.0, cut: float = 0.0) -> dict[str, Tensor]:
         """The solution for ``right`` (M,), in the shapes of the parameters.
 
-        Without damping, eigenvalues below `cut` times the largest are left out, and those that are rounding.
+        Without damping, eigenvalues below `cut` times the largest, or below rounding error, are left out.
         """
         if self.dense is None:
             return self.jacobian.transposed(self._solved(right, damping, cut))
@@ -62,7 +62,7 @@ class LeastSquares:
 
     @property
     def spectrum(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues, ascending, and eigenvectors of the matrix that is solved with."""
+        """Eigenvalues, ascending, and eigenvectors of the decomposed matrix."""
         if self._spectrum is None:
             self._spectrum = symmetric_eigh(self.matrix)
         return self._spectrum
@@ -73,10 +73,10 @@ class LeastSquares:
         return float(self.spectrum[0][-1])
 
     def prepare(self, damping: float) -> None:
-        """Decompose for a damping, in place of the first solution with it.
+        """Decompose for a damping, ahead of the first solution with it.
 
         Raises:
-            torch.linalg.LinAlgError: that failed, however it was tried.
+            torch.linalg.LinAlgError: every way to decompose failed.
         """
         is_large = damping > float(ZERO_FACTOR * eigenvalue_rounding(self.matrix.trace()))
         if self._root[0] != damping:
@@ -92,7 +92,7 @@ class LeastSquares:
             _ = self.spectrum
 
     def _solved(self, right: Tensor, damping: float, cut: float = 0.0) -> Tensor:
-        right = right.to(self.matrix)  # the values may have another precision than the parameters
+        right = right.to(self.matrix)  # its precision may differ from that of the parameters
         self.prepare(damping)
         if self._root[1] is not None:
             return torch.cholesky_solve(right[:, None], self._root[1])[:, 0]

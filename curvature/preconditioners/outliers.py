@@ -1,4 +1,4 @@
-"""Batches far out of scale are kept out of running averages, once: what comes again is no outlier."""
+"""Keeps batches that are far out of scale out of running averages, but never two in a row."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from curvature.linalg import moment_diagonal
 
-OUTLIER_FACTOR = 1e3  # times the trace of the running average
+OUTLIER_FACTOR = 1e3  # ratio to the trace of the running average
 
 
 class OutlierFilter:
-    """Of one running average: lets new statistics in unless they are far out of scale and those before were not.
+    """Decides for one running average whether new statistics count. Decisions stay on the device.
 
     Attributes:
-        closed: whether the last ones were left out, a flag (); None before the first.
-        count: how many were.
+        closed: whether the last statistics were left out, a flag (); None before the first.
+        count: how often that was so, ().
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class OutlierFilter:
         self.count: Tensor | None = None
 
     def weight(self, sides: Sequence[tuple[Tensor | None, Tensor]], weight: float) -> Tensor | float:
-        """`weight`, or zero where one of the new sides has more than `OUTLIER_FACTOR` times the trace of the old.
+        """`weight`, or zero if the trace of a new side is more than `OUTLIER_FACTOR` times that of the old one.
 
         Args:
-            sides: (old, new) matrices, diagonals or sketches; None where there is no old one.
-            weight: of the new ones in the average.
+            sides: pairs (old, new) of matrices, diagonals or sketches; old is None before the first update.
+            weight: of the new sides in the average.
         """
         traces = [(moment_diagonal(old).sum(), moment_diagonal(new).sum()) for old, new in sides if old is not None]
         if not traces:
@@ -42,7 +42,7 @@ class OutlierFilter:
         return self.masked(weight, traces[0][0].dtype)
 
     def masked(self, weight: float, dtype: torch.dtype) -> Tensor | float:
-        """`weight`, or zero where the last statistics were left out."""
+        """`weight`, or zero if the last statistics were left out."""
         return weight if self.closed is None else (~self.closed).to(dtype) * weight
 
     def state(self) -> dict[str, Tensor]:

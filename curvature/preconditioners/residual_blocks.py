@@ -1,15 +1,15 @@
-"""Kronecker factors of ``J^T J`` by layer, for values that are put together from pieces: KFAC for residual losses.
+"""Kronecker factors of ``J^T J`` by layer, for values concatenated from pieces: KFAC for residual losses.
 
 A layer that is read at t places of a sample has the gradient ``g[n] = sum_t b[n,t] a[n,t]^T``. In a Laplacian these
 places are the value, its derivatives and the Laplacian itself, or the reads of a nested ``torch.autograd.grad``. Each
-piece of the values (interior, boundary) has one Kronecker product (arXiv:2405.15603). Where that paper takes all places
-alike ("expand"), a place here counts by the size of what it meets:
+piece of the values (interior, boundary) has one Kronecker product (arXiv:2405.15603). That paper weights all places
+alike ("expand"); here activations and backprops of a place are weighted by the size of the other:
 
     A = sum_nt beta_t a a^T / (N c),  B = sum_nt alpha_t b b^T / c,  c^2 = sum_t alpha_t beta_t,
     alpha_t = mean_n |a[n,t]|^2,  beta_t = sum_n |b[n,t]|^2,
 
-so that the units of a and b at a place do not matter, and the trace is that of ``sum_t B_t (x) A_t``, the sum of the
-places' own products. A bias is one more input, 1 at the places where it is read and 0 elsewhere.
+so that the units of a and b at a place do not matter, and the trace equals that of ``sum_t B_t (x) A_t``, the sum of
+the products of each place. A bias is one more input, 1 at the places where it is read and 0 elsewhere.
 
 Indices: n sample, t place, i input, o output.
 """
@@ -35,10 +35,10 @@ class ResidualBlock:
     """A block of ``J^T J``: a weight (o, i), with its bias as the last input, or one parameter by its diagonal.
 
     Attributes:
-        names: the weight, and its bias where that is one more input of it.
+        names: the weight, and its bias if that is one more input of it.
         pairs: a Kronecker product (B, A) for each piece that depends on the weight.
-        diagonal: the exact diagonal, of the parameter's shape, where there are no products.
-        reason: why there are none, or why a bias is apart.
+        diagonal: the exact diagonal, of the parameter's shape, if there are no products.
+        reason: why there are none, or why a bias has a block of its own.
     """
 
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ class ResidualBlock:
     reason: str = ""
 
     def inverse(self, damping: float) -> KroneckerSumInverse | Tensor:
-        """What `solve` needs, for ``block + damping I``, see `invert_kronecker_sum`."""
+        """The inverse of ``block + damping I`` for `solve`, see `invert_kronecker_sum`."""
         if self.pairs:
             return invert_kronecker_sum(self.pairs, damping)
         assert self.diagonal is not None
@@ -67,7 +67,7 @@ class ResidualBlock:
         return {self.names[0]: found[:, :-1].reshape(weight.shape), self.names[1]: found[:, -1].reshape(bias[0].shape)}
 
     def describe(self) -> str:
-        """Shapes of what is kept."""
+        """Shapes of the factors, for reports."""
         if not self.pairs:
             return "exact diagonal"
         (rows, columns), count = self.pairs[0], len(self.pairs)
@@ -79,7 +79,7 @@ class ResidualBlock:
 def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     """The blocks of ``J^T J`` in the order of the parameters, each parameter in one of them.
 
-    Reads of a weight are to be together, as in `Jacobian.merged`.
+    The reads of a weight must be merged, see `Jacobian.merged`.
 
     Raises:
         ValueError: the Jacobian is centred.
@@ -97,10 +97,10 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
         if len(own) < len(reads) or len(shape) != 2:
             continue
         left = [other for other, size in jacobian.shapes.items() if other not in found and size == shape[:1]]
-        bias = next((other for other in left if _joins(own, [part[other] for part in parts])), None)
+        bias = next((other for other in left if _is_joint_bias(own, [part[other] for part in parts])), None)
         if bias is not None:
-            own = [_widened(read, part[bias]) for read, part in zip(own, parts, strict=True)]
-        pairs = [pair_of(read) for read in own]
+            own = [_append_bias(read, part[bias]) for read, part in zip(own, parts, strict=True)]
+        pairs = [kronecker_pair(read) for read in own]
         pairs = [pair for pair in pairs if bool(pair[0].trace() * pair[1].trace() > 0)]
         if pairs:
             names = (name,) if bias is None else (name, bias)
@@ -113,7 +113,7 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     return list({id(block): block for block in (found[name] for name in jacobian.shapes)}.values())
 
 
-def pair_of(read: OuterProduct) -> Pair:
+def kronecker_pair(read: OuterProduct) -> Pair:
     """B (o, o) and A (i, i) of one piece, as written above, in units of value^2 / parameter^2."""
     a, b = (x[:, :, 0].to(at_least_float32(x.dtype)) for x in (read.a, read.b))
     alpha, beta = a.square().sum((0, 2)) / len(a), b.square().sum((0, 2))
@@ -124,7 +124,7 @@ def pair_of(read: OuterProduct) -> Pair:
 
 
 def _read(terms: Sequence[Term]) -> OuterProduct | None:
-    """The places at which a matrix is read, none where nothing depends on it; None where it is read in other ways."""
+    """The places at which a matrix is read, empty if nothing depends on it; None if it is read in other ways."""
     term = terms[0]
     if len(terms) > 1 or len(term.shape) != 2:
         return None
@@ -133,25 +133,25 @@ def _read(terms: Sequence[Term]) -> OuterProduct | None:
         return OuterProduct(inputs, outputs, term.shape)
     if not isinstance(term, OuterProduct) or term.groups > 1 or term.order is not None:
         return None
-    # a row may be held as a column: their outer products are the same
+    # rows and columns may be exchanged: the outer product is the same
     return term if term.outputs == term.shape[0] else replace(term, a=term.b, b=term.a)
 
 
-def _joins(reads: Sequence[OuterProduct], parts: Sequence[Sequence[Term]]) -> bool:
+def _is_joint_bias(reads: Sequence[OuterProduct], parts: Sequence[Sequence[Term]]) -> bool:
     """Whether a parameter is a bias that is read together with a weight, in every piece that depends on it."""
     places = [_places(read, terms) for read, terms in zip(reads, parts, strict=True)]
     return None not in places and any(places)
 
 
 def _places(read: OuterProduct, terms: Sequence[Term]) -> tuple[int, ...] | None:
-    """The place of a weight at which a bias is read: there both have the same backprop. () where it is not read."""
+    """The place of a weight at which a bias is read: there both have the same backprop. () if it is not read."""
     rows = contractions.gradients(terms)
     if not rows.any():
         return ()
     return next(((t,) for t in range(read.places) if torch.equal(read.b[:, t, 0], rows)), None)
 
 
-def _widened(read: OuterProduct, terms: Sequence[Term]) -> OuterProduct:
+def _append_bias(read: OuterProduct, terms: Sequence[Term]) -> OuterProduct:
     """The bias as the last input."""
     last = read.a.new_zeros(*read.a.shape[:3], 1)
     for t in _places(read, terms) or ():

@@ -1,4 +1,4 @@
-"""Running curvature of a weight of which ranges of rows are read apart: a block for each range."""
+"""Running curvature of a weight whose rows are read in separate ranges: one block for each range."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def rows_of(name: str, rows: RowRange) -> str:
 
 
 class RowRangeBlock(Block):
-    """The projections of cross attention, say, which are one parameter but several layers.
+    """One parameter that holds several layers, such as the projections of cross attention.
 
     Args:
-        names: the weight, and its bias where that is one more input of all ranges.
-        parts: a block of each range's rows; the ranges cover all rows, in order.
+        names: the weight, and its bias if that is one more input of every range.
+        parts: a block for each range of rows; the ranges cover all rows, in order.
     """
 
     structure = "row ranges"

@@ -1,4 +1,4 @@
-"""What recorded passes show of a model's curvature, before any of it is taken into a running average."""
+"""What recorded passes measure of a model's curvature, before it enters a running average."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from curvature.preconditioners.block import BlockStatistics
 
 @dataclass
 class RowStatistics:
-    """Rows ``v^T J`` of all parameters.
+    """Rows ``v^T J`` of the Jacobian of all parameters.
 
     Attributes:
         parts: the rows of each pass.
-        times: what the vectors are to be multiplied by.
+        times: factor by which the vectors are yet to be multiplied.
     """
 
     parts: list[Jacobian]
@@ -24,7 +24,7 @@ class RowStatistics:
 
     @property
     def shapes(self) -> Any:
-        """Of the parameters."""
+        """Shapes of the parameters."""
         return self.parts[0].shapes
 
     @property
@@ -35,11 +35,11 @@ class RowStatistics:
 
 @dataclass
 class CurvatureStatistics:
-    """A value: the passes of a step are measured one by one and added up.
+    """Statistics of one or more passes, as a value that can be added up and scaled.
 
     Attributes:
-        blocks: sums over samples, by the first parameter of a block's leaf. They add up over processes, too.
-        rows: what processes cannot add up, but gather.
+        blocks: sums over samples, by the first parameter of each leaf. They add up over processes, too.
+        rows: processes gather these, which do not add up.
     """
 
     blocks: dict[str, BlockStatistics] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class CurvatureStatistics:
         return bool(self.blocks) or self.rows is not None
 
     def add_(self, other: CurvatureStatistics) -> None:
-        """Add what is no longer needed elsewhere: its memory may be used."""
+        """Add other statistics, which must not be used any more: their memory may be shared."""
         if other.rows is not None:
             if self.rows is None or self.rows.shapes != other.rows.shapes:  # other parameters are trained now
                 self.blocks, self.rows = other.blocks, other.rows

@@ -1,4 +1,4 @@
-"""The last batch's curvature, solved by conjugate gradients."""
+"""Curvature of the last batch, solved by conjugate gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from curvature.preconditioners.full import FullBlock, Named
 from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.statistics import CurvatureStatistics
 
-WARM_START_FACTOR = 0.95  # of the last solution, where the next iteration begins
+WARM_START_FACTOR = 0.95  # times the last solution is where iterations start
 
 
 class ConjugateGradientBlock(FullBlock):
-    """The last batch alone, never built: conjugate gradients preconditioned by running Kronecker factors.
+    """The last batch alone, matrix-free: conjugate gradients preconditioned by running Kronecker factors.
 
-    They begin at the last solution, shortened, and end where the quadratic model falls no more by much, as in
+    They start from the shortened last solution and stop when the quadratic model hardly decreases any more, as in
     Hessian-free optimization (Martens 2010, section 4; Martens and Sutskever 2012, section 8).
     """
 
@@ -29,7 +29,7 @@ class ConjugateGradientBlock(FullBlock):
     state_fields = ("last",)
     jacobian: Jacobian | None = None
     last: Tensor | None = None
-    iterations = 0  # of the last solution
+    iterations = 0  # for the last solution
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(shapes, is_sum)
@@ -64,7 +64,7 @@ class ConjugateGradientBlock(FullBlock):
         right = jacobian.flat(gradient)
         start = torch.zeros_like(right) if self.last is None else WARM_START_FACTOR * self.last.to(right)
         self.last, self.iterations = truncated_conjugate_gradient(product, right, start, precondition)
-        return jacobian.split(self.last.clone())  # the step scales it in place
+        return jacobian.split(self.last.clone())  # the step scales the solution in place
 
     def _preconditioned(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         for block in self.factors.blocks:
@@ -78,7 +78,7 @@ class ConjugateGradientBlock(FullBlock):
 
     @property
     def bytes(self) -> int:
-        """Of the batch, and of the preconditioner."""
+        """Memory of the batch and of the preconditioner."""
         own = 0 if self.jacobian is None else self.jacobian.bytes
         return own + super().bytes + sum(block.bytes for block in self.factors.blocks)
 

@@ -1,4 +1,4 @@
-"""The last batch's curvature, solved in the smaller of parameter and sample space."""
+"""Curvature of the last batch, solved in parameter or sample space, whichever is smaller."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from curvature.preconditioners.least_squares import LeastSquares
 
 
 class WoodburyBlock(FullBlock):
-    """The last batch alone, solved in the smaller of parameter and sample space (Woodbury's identity)."""
+    """The last batch alone, solved in parameter or sample space, whichever is smaller (Woodbury's identity)."""
 
     structure = "woodbury"
-    fresh: LeastSquares | None = None  # of the last batch
-    problem: LeastSquares | None = None  # of the last batch that could be decomposed
+    fresh: LeastSquares | None = None  # of the last batch, until `decompose`
+    problem: LeastSquares | None = None  # of the last batch whose decomposition succeeded
     divisor = 1.0  # its `count`
-    squares: Named | None = None  # the diagonal, where none could be
+    squares: Named | None = None  # the diagonal, if no decomposition has succeeded
 
     def summarize(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
         problem = LeastSquares(jacobian)
@@ -54,7 +54,7 @@ class WoodburyBlock(FullBlock):
 
     @property
     def bytes(self) -> int:
-        """Of the batch, and of the matrix that is solved with."""
+        """Memory of the batch and of the decomposed matrix."""
         if self.problem is None:
             return 0
         matrices = [x for x in (self.problem.matrix, self.problem.dense) if x is not None]
