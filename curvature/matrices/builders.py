@@ -1,6 +1,6 @@
-"""Curvature matrices of a model and its loss over data: the functions that build them.
+"""The public builders of curvature matrices.
 
-Every one is the curvature of the loss as passed, over all of ``data`` as one batch, however it is cut into batches.
+Every matrix is the curvature of the loss as passed, over all of ``data`` as one batch, however it is batched.
 Conventions and units: docs/conventions.md.
 """
 
@@ -18,11 +18,11 @@ from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, space_of
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
-from curvature.matrices.wide_output import narrow_chunks
+from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import BlockDiagonal, MatrixFree
 
 EXACT = exact()
-Axis = int | tuple[int, int, int]
+SampleDim = int | tuple[int, int, int]
 
 
 def fisher_diagonal(
@@ -31,14 +31,14 @@ def fisher_diagonal(
     data: Any,
     inject: Injection = EXACT,
     *,
-    sample_dim: Axis = 0,
+    sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> dict[str, Tensor]:
     """Diagonal of the Fisher matrix, or of whatever else ``inject`` estimates.
 
     Args:
-        model: any module in a mode in which samples are independent (not BatchNorm in training mode).
+        model: any module whose samples are independent (no BatchNorm in training mode).
         loss: a torch loss module or a callable ``loss(output, target) -> scalar``; None is enough for `isotropic`.
         data: one pair ``(x, y)``, or an iterable of pairs (a DataLoader); x is a tensor, a tuple of positional or a
             dict of keyword arguments.
@@ -57,14 +57,14 @@ def fisher_diagonal(
             likelihood, no term of the loss counts, or there are no data.
         TypeError: an argument of the wrong kind.
 
-    One pass over the data; memory does not grow with the number of vectors. An exact diagonal takes a vector for each
-    entry of a sample's output or, behind a last linear layer with many outputs, for each of its inputs at each place.
+    One pass over the data; memory does not grow with the number of vectors. An exact diagonal takes one vector for each
+    entry of a sample's output or, if the model ends in a wide linear layer, for each of its inputs at each place.
     Sources: arXiv:1206.6464 (exact columns and curvature propagation), arXiv:1912.10985 (diagonals of layers).
     """
     source = DataSource(model, loss, data, sample_dim, progress)
     space = space_of(model)
     (found,) = collected(
-        source, inject, seed_of(generator), space, lambda chunk: [DiagonalAccumulator(space)], narrow_chunks
+        source, inject, seed_of(generator), space, lambda chunk: [DiagonalAccumulator(space)], diagonal_chunks
     )
     return space.split(found.diagonal())
 
@@ -76,7 +76,7 @@ def fisher_blocks(
     inject: Injection = EXACT,
     *,
     structure: Mapping[str, Structure] | None = None,
-    sample_dim: Axis = 0,
+    sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
@@ -100,14 +100,14 @@ def fisher(
     data: Any,
     inject: Injection = EXACT,
     *,
-    sample_dim: Axis = 0,
+    sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> MatrixFree:
     """The Fisher matrix ``E sum_k u_k u_k^T``, ``u_k = J^T v_k``, as an operator that holds no matrix.
 
     Every product goes over ``data`` again, which must give the same batches each time, and the model must not change
-    in between; both are checked. ``to_dense``, ``diagonal`` and ``trace`` go over it once.
+    in between; both are checked. ``to_dense``, ``diagonal`` and ``trace`` take one pass.
 
     Arguments and errors as for `fisher_diagonal`.
     """
@@ -121,7 +121,7 @@ def fisher(
         return passes.times(lambda run: through_outputs(run, inject, drawn), matrix)
 
     def diagonal() -> Tensor:
-        (found,) = collected(passes, inject, seed, space, lambda chunk: [DiagonalAccumulator(space)], narrow_chunks)
+        (found,) = collected(passes, inject, seed, space, lambda chunk: [DiagonalAccumulator(space)], diagonal_chunks)
         return found.diagonal()
 
     def dense() -> Tensor:
@@ -132,7 +132,7 @@ def fisher(
 
 
 def gauss_newton(
-    model: nn.Module, loss: Loss, data: Any, *, sample_dim: Axis = 0, progress: bool = False
+    model: nn.Module, loss: Loss, data: Any, *, sample_dim: SampleDim = 0, progress: bool = False
 ) -> MatrixFree:
     """The (generalised) Gauss-Newton matrix ``J^T H J``, H the Hessian of the loss at the output.
 
@@ -146,7 +146,7 @@ def gauss_newton(
 
 
 def empirical_fisher(
-    model: nn.Module, loss: Loss, data: Any, *, sample_dim: Axis = 0, progress: bool = False
+    model: nn.Module, loss: Loss, data: Any, *, sample_dim: SampleDim = 0, progress: bool = False
 ) -> MatrixFree:
     """``(1/N) sum_n g_n g_n^T`` of the per-sample gradients for a mean loss, their sum for a sum.
 
@@ -155,7 +155,9 @@ def empirical_fisher(
     return fisher(model, loss, data, empirical(), sample_dim=sample_dim, progress=progress)
 
 
-def hessian(model: nn.Module, loss: Loss, data: Any, *, sample_dim: Axis = 0, progress: bool = False) -> MatrixFree:
+def hessian(
+    model: nn.Module, loss: Loss, data: Any, *, sample_dim: SampleDim = 0, progress: bool = False
+) -> MatrixFree:
     """The Hessian of the loss with respect to the parameters, as an operator that holds no matrix.
 
     May be indefinite. ``to_dense`` and ``diagonal`` take P products. Arguments, errors and operator as for `fisher`.
@@ -185,7 +187,7 @@ def kfac(
     *,
     sharing: str = "expand",
     structure: Mapping[str, Structure] | None = None,
-    sample_dim: Axis = 0,
+    sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
@@ -214,7 +216,7 @@ def ekfac(
     *,
     sharing: str = "expand",
     structure: Mapping[str, Structure] | None = None,
-    sample_dim: Axis = 0,
+    sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:

@@ -1,8 +1,8 @@
-"""Exact diagonals behind a wide last layer, by as many vectors as it has inputs instead of outputs.
+"""Exact diagonals of models with a wide last layer, from as many vectors as it has inputs, not outputs.
 
-Where the model ends in a linear layer ``z = W h + c`` (a vocabulary, a thousand classes), the rest of the model sees
-the curvature H at the outputs only as ``W^T H W``. With ``W^T H W = Q L Q^T`` the columns of ``H W Q L^(-1/2)`` have
-the same sum of squares there as those of a root of H. Of the layer itself a diagonal needs the diagonal of H alone.
+If the model ends in a linear layer ``z = W h + c`` (a vocabulary, a thousand classes), its other layers see the
+curvature H at the output only as ``W^T H W``. With ``W^T H W = Q L Q^T``, the columns of ``H W Q L^(-1/2)`` have the
+same sum of squares there as the columns of a root of H. The diagonal of the last layer itself needs only that of H.
 
 Indices: k vector, n sample, t place, o output, d input of the last layer.
 """
@@ -23,17 +23,18 @@ from curvature.matrices.passes import RecordedBatch, samples_first
 from curvature.recording import Use
 from curvature.terms import AffineLayout, OuterProduct
 
-WIDER = 2  # the outputs are at least so many times the inputs
+MIN_WIDTH_RATIO = 2  # the outputs of the last layer are at least this many times its inputs
 
 
 @dataclass(frozen=True)
-class Head:
+class LastLayer:
     """The last layer.
 
     Attributes:
         names: of its weight and bias, which nothing else reads.
         weight: W, (o, d).
-        index: (n, t, o), where its outputs are in the flat output of the model, of `shape`.
+        index: (n, t, o), the positions of its outputs in the flat output of the model.
+        shape: of the model's output.
     """
 
     names: frozenset[str]
@@ -45,23 +46,23 @@ class Head:
     def places(self) -> int:
         return self.index.shape[1]
 
-    def outward(self, z: Tensor) -> Tensor:
+    def to_output(self, z: Tensor) -> Tensor:
         """(k, n, t, o) to (k, *output.shape)."""
         out = z.new_empty(len(z), self.index.numel())
         return out.index_copy_(1, self.index.flatten(), z.flatten(1)).reshape(len(z), *self.shape)
 
-    def inward(self, v: Tensor) -> Tensor:
-        """The inverse of `outward`."""
+    def from_output(self, v: Tensor) -> Tensor:
+        """The inverse of `to_output`."""
         return v.flatten(1)[:, self.index]
 
 
-def narrow_chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
-    """What has the same diagonal as ``run.chunks(inject, generator)``: those, or fewer."""
+def diagonal_chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
+    """Chunks with the same diagonal as ``run.chunks(inject, generator)``, from fewer vectors where possible."""
     dims = run.batch.dims
     output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
     count = run.batch.count
-    head = find_head(run) if inject.number(output, count) > 1 else None
-    if head is None or output.numel() // count < WIDER * head.places * (head.weight.shape[1] + 1):
+    head = find_last_layer(run) if inject.number(output, count) > 1 else None
+    if head is None or output.numel() // count < MIN_WIDTH_RATIO * head.places * (head.weight.shape[1] + 1):
         yield from run.chunks(inject, generator)
         return
     diagonal = inject.known_diagonal(output, loss, target, count=count)
@@ -69,21 +70,21 @@ def narrow_chunks(run: RecordedBatch, inject: Injection, generator: torch.Genera
 
     def product(z: Tensor) -> Tensor:
         """H z for (k, n, t, o)."""
-        return head.inward(apply(head.outward(z).movedim(dims[1] + 1, 1)).movedim(1, dims[1] + 1))
+        return head.from_output(apply(head.to_output(z).movedim(dims[1] + 1, 1)).movedim(1, dims[1] + 1))
 
     if diagonal is None or _mixes_places(head, product):
         yield from run.chunks(inject, generator)
         return
-    wide = head.inward(diagonal.movedim(0, dims[1])[None])[0]
+    own = head.from_output(diagonal.movedim(0, dims[1])[None])[0]
     weights = run.weights(inject)
-    for number, (part, names) in enumerate(_vectors(head, wide, product, run)):
-        yield _chunk(run, head.outward(part).to(run.output.dtype), names, weights, number == 0)
+    for number, (part, names) in enumerate(_vectors(head, own, product, run)):
+        yield _chunk(run, head.to_output(part).to(run.output.dtype), names, weights, number == 0)
 
 
 def _vectors(
-    head: Head, diagonal: Tensor, product: Callable[[Tensor], Tensor], run: RecordedBatch
+    head: LastLayer, diagonal: Tensor, product: Callable[[Tensor], Tensor], run: RecordedBatch
 ) -> Iterator[tuple[Tensor, frozenset[str]]]:
-    """Vectors (k, n, t, o), and the parameters of which they give the diagonal."""
+    """Vectors (k, n, t, o), with the names of the parameters whose diagonal they give."""
     step = run.chunk_size
     own = diagonal.clamp(min=0).sqrt()
     for start in range(0, head.places, step):
@@ -102,8 +103,8 @@ def _vectors(
         yield product(z), rest
 
 
-def _root(W: Tensor, product: Callable[[Tensor], Tensor], head: Head, step: int) -> Tensor:
-    """(n, t, d, d): ``Q L^(-1/2)`` of ``W^T H W = Q L Q^T``, zero where L is."""
+def _root(W: Tensor, product: Callable[[Tensor], Tensor], head: LastLayer, step: int) -> Tensor:
+    """``Q L^(-1/2)`` (n, t, d, d) of ``W^T H W = Q L Q^T``; zero where L is zero."""
     rows = []
     for part in W.T.split(step):
         spread = part[:, None, None, :].expand(-1, *head.index.shape)
@@ -115,14 +116,14 @@ def _root(W: Tensor, product: Callable[[Tensor], Tensor], head: Head, step: int)
 
 
 def _at_places(x: Tensor, places: Tensor) -> Tensor:
-    """For each of the places (k,), x (n, t, o) there and zero elsewhere: (k, n, t, o)."""
+    """For each of the places (k,) the entries of x (n, t, o) there, zero elsewhere: (k, n, t, o)."""
     z = x.new_zeros(len(places), *x.shape)
     z[torch.arange(len(places), device=x.device), :, places] = x[:, places].movedim(1, 0)
     return z
 
 
-def _mixes_places(head: Head, product: Callable[[Tensor], Tensor]) -> bool:
-    """Whether the loss has curvature between two places of the layer."""
+def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the loss has curvature between two places."""
     generator = torch.Generator().manual_seed(0)
     probe = torch.randn(head.index.shape, generator=generator, dtype=torch.float64).to(head.index.device)
     for t in range(head.places if head.places > 1 else 0):
@@ -138,48 +139,48 @@ def _chunk(run: RecordedBatch, vectors: Tensor, names: frozenset[str], weights: 
     return Chunk(run.tape, terms, terms, weights, first)
 
 
-def find_head(run: RecordedBatch) -> Head | None:
-    """The linear layer whose outputs are those of the model, each once, and through which all else goes."""
+def find_last_layer(run: RecordedBatch) -> LastLayer | None:
+    """The linear layer that ends the model: every entry of the output is one of its, and nothing bypasses it."""
     use = run.tape.uses[-1] if run.tape.uses else None
-    if use is None or not any(_may_widen(use, tuple(node.tensor.shape)) for node in use.slots.values()):
+    if use is None or not any(_is_wide(use, tuple(node.tensor.shape)) for node in use.slots.values()):
         return None
     if any(node.origin is not None or node.uses != [use] for node in use.slots.values()):
         return None
-    if use.names & run.plan.general:  # read by something else, which was not seen
+    if use.names & run.plan.general:  # read by something that was not recorded
         return None
     layout = next(iter(run.plan.layouts[use.index]), None)
     if layout is None:
         return None
-    digits = [_affine(use, b, layout) for b in _numbered(run, use.index)]
+    digits = [_affine_term(use, b, layout) for b in _positions(run, use.index)]
     found = [entry for entry in digits if entry is not None]
     if len(found) < len(digits):
         return None
     name, term = found[0]
-    base = _base(run.output.dtype)
+    base = _digit_base(run.output.dtype)
     index = sum(term.b[:, :, 0].round().long() * base**k for k, (_, term) in enumerate(found))
     assert isinstance(index, Tensor)
     if not torch.equal(index.flatten().sort().values, torch.arange(run.output.numel(), device=index.device)):
         return None
     arrangement = AffineLayout((term.shape,), 1, term.outputs, term.sizes, term.order)
     weight = arrangement.to_matrices([run.batch.parameters[name].detach()])[0]
-    head = Head(use.names, weight, index, run.output.shape)
+    head = LastLayer(use.names, weight, index, run.output.shape)
     return head if _is_only_way(run, head) else None
 
 
-def _may_widen(use: Use, weight: tuple[int, ...]) -> bool:
-    """By the shapes alone: what follows sends vectors."""
+def _is_wide(use: Use, weight: tuple[int, ...]) -> bool:
+    """Judged by the shapes alone, since the other checks send vectors back."""
     pairs = (weight, weight[::-1]) if len(weight) == 2 else ()
-    return any(outputs in use.shape and outputs >= WIDER * (inputs + 1) for outputs, inputs in pairs)
+    return any(outputs in use.shape and outputs >= MIN_WIDTH_RATIO * (inputs + 1) for outputs, inputs in pairs)
 
 
-def _base(dtype: torch.dtype) -> int:
-    """A number up to which a precision holds all integers."""
+def _digit_base(dtype: torch.dtype) -> int:
+    """The base of digits that this precision holds exactly."""
     return round(min(2.0**20, 1 / torch.finfo(dtype).eps))
 
 
-def _numbered(run: RecordedBatch, use: int) -> Iterator[Tensor]:
-    """The numbers of the output's entries, sent back to a use digit by digit."""
-    numel, base, scale = run.output.numel(), _base(run.output.dtype), 1
+def _positions(run: RecordedBatch, use: int) -> Iterator[Tensor]:
+    """Send the positions of the output's entries back to a use, digit by digit."""
+    numel, base, scale = run.output.numel(), _digit_base(run.output.dtype), 1
     while scale < numel:
         digit = torch.arange(numel, device=run.output.device) // scale % base
         b = run.tape.gradients([run.output], [digit.to(run.output.dtype).reshape(run.output.shape)])[use]
@@ -187,8 +188,8 @@ def _numbered(run: RecordedBatch, use: int) -> Iterator[Tensor]:
         scale *= base
 
 
-def _affine(use: Use, b: Tensor, layout: Layout) -> tuple[str, OuterProduct] | None:
-    """The weight that the use multiplies its input with, and its term."""
+def _affine_term(use: Use, b: Tensor, layout: Layout) -> tuple[str, OuterProduct] | None:
+    """The name of the weight that the use multiplies its input with, and its term."""
     for slot, node in use.slots.items():
         try:
             term = use.term(slot, b, layout)
@@ -199,15 +200,15 @@ def _affine(use: Use, b: Tensor, layout: Layout) -> tuple[str, OuterProduct] | N
     return None
 
 
-def _is_only_way(run: RecordedBatch, head: Head) -> bool:
-    """Whether vectors that the weight sends to zero reach no other parameter."""
+def _is_only_way(run: RecordedBatch, head: LastLayer) -> bool:
+    """Whether vectors in the null space of ``W^T`` reach no other parameter."""
     rest = [p for name, p in run.batch.parameters.items() if name not in head.names]
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(1, *head.index.shape, generator=generator, dtype=torch.float64).to(run.output.device)
     basis = torch.linalg.qr(head.weight.double()).Q
     norms = []
     for vector in (z, z - (z @ basis) @ basis.T):
-        sent = head.outward(vector).to(run.output.dtype)[0]
+        sent = head.to_output(vector).to(run.output.dtype)[0]
         found = torch.autograd.grad([run.output], rest, [sent], retain_graph=True, allow_unused=True) if rest else ()
         norms.append([0.0 if g is None else float(g.norm()) for g in found])
     rounding = 100 * torch.finfo(run.output.dtype).eps

@@ -300,3 +300,13 @@ def test_a_recurrent_layer_under_checkpointing_is_not_mistaken_for_its_loop():
     x, y = torch.randn(5, 3, 3).double(), torch.randn(5, 2).double()
     rows = curvature.per_sample_gradients(Checkpointed(), nn.MSELoss(), x, y)
     assert_rows(rows, oracle.per_sample_gradients(Checkpointed(), nn.MSELoss(), x, y))
+
+
+def test_second_call_under_autocast_repeats_the_first():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(5, 3), torch.randn(5, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        first, second = (curvature.per_sample_gradients(model, nn.MSELoss(), x, y) for _ in range(2))
+    for name, g in first.items():
+        assert g.dtype == second[name].dtype == torch.float32
+        assert torch.equal(g, second[name])
