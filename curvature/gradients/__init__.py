@@ -7,7 +7,7 @@ each sample's gradient, exact. `per_sample` holds the public functions. They rec
 takes the `general_path`: vmap, or a loop over samples.
 """
 
-from curvature.gradients.batch import Batch, Loss, validate_loss
+from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import batched_vjp, output_changes
@@ -21,7 +21,6 @@ __all__ = [
     "Batch",
     "CentredJacobian",
     "Jacobian",
-    "Loss",
     "Plan",
     "Terms",
     "batched_vjp",

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.losses import join_heads, per_sample_losses, reduction_of, resolve
+from curvature.losses import Loss, join_heads, per_sample_losses, reduction_of, resolve
 from curvature.recording import call_model, logits, map_tensors, tensors_in, unwrap_compiled
-
-Loss = Callable[[Any, Any], Tensor]
 
 
 def validate_loss(loss: Loss) -> Loss:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from curvature.gradients.batch import Batch, Loss
+from curvature.gradients.batch import Batch
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import PLANS, Plan, per_sample_terms, plan_key
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
+from curvature.losses import Loss
 from curvature.recording import capture, preserve_state
 from curvature.terms import DenseGradients, contractions
 

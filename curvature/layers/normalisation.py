@@ -17,17 +17,14 @@ class _ScaleShift(Rule):
 
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
+    first_axis: ClassVar[int | None] = 1  # output axis of the parameters' first axis; None aligns to the right
 
     def normalize(self, args: dict[str, Any]) -> Tensor:
         """The normalized input, before scale and shift."""
         raise NotImplementedError
 
-    def first_axis(self, call: RecordedCall) -> int | None:
-        """Output axis of the parameters' first axis; None aligns to the right."""
-        return 1
-
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        shape, first = call.args[slot].shape, self.first_axis(call)
+        shape, first = call.args[slot].shape, self.first_axis
         if slot == "bias":
             return sum_over_broadcast(layout.front(b), shape, layout, first)
         direct = sum_over_broadcast(layout.front(b * self.normalize(call.args)), shape, layout, first)
@@ -46,24 +43,20 @@ class _ScaleShift(Rule):
 class LayerNormRule(_ScaleShift):
     functions = (F.layer_norm,)
     signature = ("input", "normalized_shape", "weight", "bias", "eps")
+    first_axis = None
 
     def normalize(self, args: dict[str, Any]) -> Tensor:
         return F.layer_norm(args["input"], args["normalized_shape"], eps=args.get("eps", 1e-5))
-
-    def first_axis(self, call: RecordedCall) -> int | None:
-        return None
 
 
 @register
 class RMSNormRule(_ScaleShift):
     functions = (F.rms_norm,)
     signature = ("input", "normalized_shape", "weight", "eps")
+    first_axis = None
 
     def normalize(self, args: dict[str, Any]) -> Tensor:
         return F.rms_norm(args["input"], args["normalized_shape"], eps=args.get("eps"))
-
-    def first_axis(self, call: RecordedCall) -> int | None:
-        return None
 
 
 @register

@@ -17,6 +17,7 @@ from curvature.losses.injections import (
     sampled,
 )
 from curvature.losses.per_sample import (
+    Loss,
     is_entrywise,
     join_heads,
     per_sample_losses,
@@ -27,6 +28,7 @@ from curvature.losses.per_sample import (
 
 __all__ = [
     "Injection",
+    "Loss",
     "LossHessian",
     "Random",
     "SEED",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Loss = Callable[[Any, Any], Tensor]
+from curvature.losses.per_sample import Loss
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import Loss
-from curvature.losses import Injection, LossHessian, Random, empirical, exact
+from curvature.losses import Injection, Loss, LossHessian, Random, empirical, exact
 from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, space_of
 from curvature.matrices.passes import DataSource

@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 
 from curvature.gradients import (
     Batch,
-    Loss,
     Plan,
     batched_vjp,
     find_plan,
@@ -32,7 +31,7 @@ from curvature.gradients import (
     validate_loss,
 )
 from curvature.kronecker import at_least_float32
-from curvature.losses import Injection, is_entrywise, reduction_of, sample_masses
+from curvature.losses import Injection, Loss, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
 from curvature.recording import capture, map_tensors, preserve_state, unwrap_compiled
 from curvature.terms import DenseGradients, gradients
