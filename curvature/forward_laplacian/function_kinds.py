@@ -12,7 +12,7 @@ from torch import Tensor
 Functions = frozenset[Callable[..., Any]]
 
 
-def named(text: str, *spaces: Any) -> Functions:
+def functions_named(text: str, *spaces: Any) -> Functions:
     """The functions of these names in all of torch's namespaces."""
     found = (getattr(space, name, None) for name in text.split() for space in spaces or SPACES)
     return frozenset(f for f in found if callable(f) and not isinstance(f, type))
@@ -25,14 +25,16 @@ def properties(text: str) -> Functions:
 SPACES = (torch, Tensor, torch.special, torch._C._nn)
 
 # Known without looking at the values.
-METADATA = properties("shape dtype device ndim layout is_cuda is_cpu is_sparse is_quantized is_nested is_meta") | named(
+METADATA = properties(
+    "shape dtype device ndim layout is_cuda is_cpu is_sparse is_quantized is_nested is_meta"
+) | functions_named(
     "size dim numel nelement stride is_floating_point is_complex __len__ ndimension element_size is_contiguous "
     "get_device is_pinned is_shared is_same_size is_inference is_conj is_neg result_type is_tensor storage_offset "
     "new_empty new_zeros new_ones new_full new_tensor zeros_like ones_like empty_like "
     "full_like rand_like randn_like randint_like"
 )
 # Without derivative: the result is that of the value.
-VALUES = properties("data") | named(
+VALUES = properties("data") | functions_named(
     "detach eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ not_equal less less_equal greater "
     "greater_equal isnan isinf isfinite isclose allclose equal argmax argmin argsort sign sgn signbit floor ceil round "
     "trunc fix heaviside floor_divide __floordiv__ logical_and logical_or logical_not logical_xor any all "
@@ -40,7 +42,7 @@ VALUES = properties("data") | named(
     "__contains__ bincount long int bool short histc"
 )
 # Linear in the first argument, with the others fixed.
-LINEAR = properties("T mT H mH real") | named(
+LINEAR = properties("T mT H mH real") | functions_named(
     "reshape view flatten unflatten squeeze unsqueeze ravel transpose t permute movedim moveaxis swapaxes swapdims "
     "adjoint expand broadcast_to repeat tile repeat_interleave __getitem__ select narrow index_select gather "
     "take_along_dim take masked_select diagonal diag_embed diag tril triu flip fliplr flipud rot90 roll unfold "
@@ -51,19 +53,19 @@ LINEAR = properties("T mT H mH real") | named(
     "upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
 )
 # The same with a bias as third argument.
-AFFINE = named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
+AFFINE = functions_named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d")
 # The same; only shape and dtype of the other arguments matter.
-SHAPED = named("expand_as view_as reshape_as type_as to type")
+SHAPED = functions_named("expand_as view_as reshape_as type_as to type")
 # Jointly linear in all tensors; those that do not depend on the inputs have zero derivatives.
-JOINED = named("cat concat concatenate stack hstack vstack dstack column_stack row_stack")
-BILINEAR = named("bmm einsum outer ger inner dot vdot tensordot kron cross linalg_cross vecdot mv") | {
+JOINED = functions_named("cat concat concatenate stack hstack vstack dstack column_stack row_stack")
+BILINEAR = functions_named("bmm einsum outer ger inner dot vdot tensordot kron cross linalg_cross vecdot mv") | {
     torch.linalg.cross,
     torch.linalg.vecdot,
     torch.functional.einsum,
 }
-MATMUL = named("matmul __matmul__ mm") | {torch.linalg.matmul}
+MATMUL = functions_named("matmul __matmul__ mm") | {torch.linalg.matmul}
 # Entry by entry, in any number of tensors that are broadcast.
-POINTWISE = named(
+POINTWISE = functions_named(
     "tanh sin cos exp sigmoid square expit "
     "tan sinh cosh asin acos atan asinh acosh atanh arcsin arccos arctan arcsinh arccosh arctanh exp2 expm1 log log1p "
     "log2 log10 sqrt rsqrt reciprocal abs absolute __abs__ erf erfc erfinv lgamma digamma sinc logit log_sigmoid "

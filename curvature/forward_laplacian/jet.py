@@ -90,30 +90,30 @@ def jets_in(tree: Sequence[Any]) -> Iterator[Jet]:
             yield from jets_in(x)
 
 
-def replaced(tree: Any, take: Callable[[Tensor], Any]) -> Any:
+def map_arguments(tree: Any, take: Callable[[Tensor], Any]) -> Any:
     """The tree with ``take(x)`` for every tensor x."""
     if isinstance(tree, Tensor):
         return take(tree)
     if isinstance(tree, dict):
-        return {k: replaced(x, take) for k, x in tree.items()}
-    return type(tree)([replaced(x, take) for x in tree]) if type(tree) in (tuple, list) else tree
+        return {k: map_arguments(x, take) for k, x in tree.items()}
+    return type(tree)([map_arguments(x, take) for x in tree]) if type(tree) in (tuple, list) else tree
 
 
-def called(func: Function, parts: Iterable[Tensor | None], args: Args, kwargs: Kwargs) -> Any:
+def call_with(func: Function, parts: Iterable[Tensor | None], args: Args, kwargs: Kwargs) -> Any:
     """Call the function with other tensors in place of the jets, in their order."""
     rest = iter(parts)
     take = lambda x: next(rest) if isinstance(x, Jet) else x
-    args = replaced(args, take)
-    return func(*args, **replaced(kwargs, take))
+    args = map_arguments(args, take)
+    return func(*args, **map_arguments(kwargs, take))
 
 
-def ordered(args: Args, kwargs: Kwargs, *names: str) -> Args:
+def in_order(args: Args, kwargs: Kwargs, *names: str) -> Args:
     """Positional arguments, then keyword arguments in the order of `names`."""
     return (*args, *(kwargs[name] for name in names if name in kwargs))
 
 
-def on_values(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    return called(func, [jet.value for jet in jets], args, kwargs)
+def call_on_values(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
+    return call_with(func, [jet.value for jet in jets], args, kwargs)
 
 
 def name_of(func: Function) -> str:

@@ -19,19 +19,19 @@ from curvature.forward_laplacian.jet import (
     NoRule,
     QuadraticForm,
     Recorded,
-    called,
+    call_on_values,
+    call_with,
+    in_order,
     jets_in,
+    map_arguments,
     name_of,
-    on_values,
-    ordered,
     register,
-    replaced,
 )
 
 
 @register(function_kinds.METADATA | function_kinds.VALUES)
 def without_derivative(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    return on_values(func, jets, args, kwargs)
+    return call_on_values(func, jets, args, kwargs)
 
 
 @register([Tensor._is_view])
@@ -55,7 +55,7 @@ def _jets(value: Any, first: Any, second: Any) -> Any:
 
 def _derivatives(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
     """First and second derivatives of a function that is jointly linear in all jets."""
-    run = lambda *parts: called(func, parts, args, kwargs)
+    run = lambda *parts: call_with(func, parts, args, kwargs)
     first = vmap(run)(*(jet.first for jet in jets))
     if all(jet.second is None for jet in jets):
         return first, None
@@ -66,7 +66,7 @@ def _derivatives(func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) ->
 def linear(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     if len(jets) > 1 or not any(x is jets[0] for x in (*args[:1], kwargs.get("input"))):
         raise NoRule(f"{name_of(func)} of such arguments")
-    value = on_values(func, jets, args, kwargs)
+    value = call_on_values(func, jets, args, kwargs)
     if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
         return value  # integers have no derivative
     return _jets(value, *_derivatives(func, jets, args, kwargs))
@@ -83,7 +83,7 @@ def affine(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwa
 @register(function_kinds.SHAPED)
 def shaped(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     take = lambda x: x.value if isinstance(x, Jet) else x
-    rest, kwargs = replaced(args[1:], take), replaced(kwargs, take)
+    rest, kwargs = map_arguments(args[1:], take), map_arguments(kwargs, take)
     if not isinstance(args[0], Jet):
         return func(args[0], *rest, **kwargs)
     return linear(form, func, [args[0]], (args[0], *rest), kwargs)
@@ -91,14 +91,14 @@ def shaped(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwa
 
 @register(function_kinds.JOINED)
 def joined(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    value = on_values(func, jets, args, kwargs)
+    value = call_on_values(func, jets, args, kwargs)
     constant = lambda x: x if isinstance(x, Jet) else torch.zeros_like(x)
-    return _jets(value, *_derivatives(func, jets, replaced(args, constant), replaced(kwargs, constant)))
+    return _jets(value, *_derivatives(func, jets, map_arguments(args, constant), map_arguments(kwargs, constant)))
 
 
 @register({torch.where})
 def where(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    condition, *both = ordered(args, kwargs, "condition", "input", "other")
+    condition, *both = in_order(args, kwargs, "condition", "input", "other")
     like = jets[0].value
     tensors = tuple(x if isinstance(x, Tensor) else like.new_tensor(x) for x in both)
     return joined(form, lambda *parts: torch.where(condition, *parts), list(jets_in(tensors)), tensors, {})
@@ -106,7 +106,7 @@ def where(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwar
 
 @register(function_kinds.BILINEAR)
 def bilinear(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    run = lambda *parts: called(func, parts, args, kwargs)
+    run = lambda *parts: call_with(func, parts, args, kwargs)
     value = run(*(jet.value for jet in jets))
     if len(jets) == 1:
         return _jets(value, *_derivatives(func, jets, args, kwargs))
@@ -141,7 +141,7 @@ def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, A
 
 @register(function_kinds.MATMUL)
 def matmul(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    a, b = ordered(args, kwargs, "input", "other", "mat2")
+    a, b = in_order(args, kwargs, "input", "other", "mat2")
     if len(jets) == 1 and isinstance(a, Jet) and b.ndim <= 2 and a.value.ndim >= b.ndim:
         return _as_one_product(a.value @ b, a, lambda t: t @ b)
     if len(jets) == 1 and isinstance(b, Jet) and a.ndim == 2 and b.value.ndim >= 2:

@@ -17,8 +17,8 @@ from curvature.forward_laplacian.jet import (
     Kwargs,
     NoRule,
     QuadraticForm,
-    called,
-    ordered,
+    call_with,
+    in_order,
     register,
 )
 
@@ -82,11 +82,11 @@ FORMULAS: dict[Function, Callable[[Tensor], Derivatives]] = {
         ("tanh", _tanh), ("sin", _sin), ("cos", _cos), ("exp", _exp), ("sigmoid expit", _sigmoid), ("silu", _silu),
         ("square", _square), ("reciprocal", _reciprocal),
     )
-    for function in function_kinds.named(names)
+    for function in function_kinds.functions_named(names)
 }  # fmt: skip
 
 
-def composed(form: QuadraticForm, jet: Jet, derivatives: Callable[[Tensor], Derivatives]) -> Jet:
+def compose(form: QuadraticForm, jet: Jet, derivatives: Callable[[Tensor], Derivatives]) -> Jet:
     """f(h), with ``f' h_i`` and ``f' L + f'' sum_ij C_ij h_i h_j``."""
     value, slope, second = derivatives(jet.value)
     return Jet(value, slope * jet.first, second(jet.second, form.of(jet.first, jet.first)))
@@ -94,7 +94,7 @@ def composed(form: QuadraticForm, jet: Jet, derivatives: Callable[[Tensor], Deri
 
 @register(FORMULAS)
 def by_formula(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    return composed(form, jets[0], FORMULAS[func])
+    return compose(form, jets[0], FORMULAS[func])
 
 
 @register(function_kinds.POINTWISE - FORMULAS.keys())
@@ -103,7 +103,7 @@ def pointwise(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, 
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
     leaves = [_leaf(jet.value).expand(shape) for jet in jets]
-    value = called(func, leaves, args, kwargs)
+    value = call_with(func, leaves, args, kwargs)
     both = list(zip(_derivatives(value, leaves), (jet.aligned(len(shape)) for jet in jets), strict=True))
     first = _sum([slope * h for slope, h in both if slope is not None])
     seconds = [
@@ -181,7 +181,7 @@ def _added(a: Any, b: Any, alpha: float = 1) -> Jet:
 def product(form: QuadraticForm, a: Any, b: Any) -> Jet:
     """``a * b``."""
     if a is b:
-        return composed(form, a, _square)
+        return compose(form, a, _square)
     if not isinstance(a, Jet):
         a, b = b, a
     value, other = a.value * _value(b), _value(b)
@@ -202,52 +202,52 @@ def quotient(form: QuadraticForm, a: Any, b: Any) -> Jet:
     if not isinstance(b, Jet):
         value = a.value / b
         return _broadcast_jet(value, a.aligned(value.ndim) / b, None if a.second is None else a.second / b)
-    inverse = composed(form, b, _reciprocal)
+    inverse = compose(form, b, _reciprocal)
     return product(form, a, inverse)
 
 
-@register(function_kinds.named("add __add__ __radd__"))
+@register(function_kinds.functions_named("add __add__ __radd__"))
 def _add(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return _added(*_pair(args, kwargs), kwargs.get("alpha", 1))
 
 
-@register(function_kinds.named("sub subtract __sub__"))
+@register(function_kinds.functions_named("sub subtract __sub__"))
 def _subtract(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return _added(*_pair(args, kwargs), -kwargs.get("alpha", 1))
 
 
-@register(function_kinds.named("rsub __rsub__"))
+@register(function_kinds.functions_named("rsub __rsub__"))
 def _subtract_from(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = _pair(args, kwargs)
     return _added(b, a, -kwargs.get("alpha", 1))
 
 
-@register(function_kinds.named("mul multiply __mul__ __rmul__"))
+@register(function_kinds.functions_named("mul multiply __mul__ __rmul__"))
 def _multiply(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     return product(form, *_pair(args, kwargs))
 
 
-@register(function_kinds.named("div divide true_divide __truediv__ __div__"))
+@register(function_kinds.functions_named("div divide true_divide __truediv__ __div__"))
 def _divide(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     if kwargs.get("rounding_mode") is not None:
         raise NoRule("a rounded quotient")
     return quotient(form, *_pair(args, kwargs))
 
 
-@register(function_kinds.named("__rtruediv__ __rdiv__"))
+@register(function_kinds.functions_named("__rtruediv__ __rdiv__"))
 def _divide_into(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     a, b = _pair(args, kwargs)
     return quotient(form, b, a)
 
 
-@register(function_kinds.named("pow __pow__"))
+@register(function_kinds.functions_named("pow __pow__"))
 def _power(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    a, b = ordered(args, kwargs, "input", "self", "exponent")
+    a, b = in_order(args, kwargs, "input", "self", "exponent")
     if not isinstance(b, Tensor) and b == 2:
-        return composed(form, a, _square)
+        return compose(form, a, _square)
     return pointwise(form, func, jets, args, kwargs)
 
 
 def _pair(args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-    a, b = ordered(args, kwargs, "input", "other")
+    a, b = in_order(args, kwargs, "input", "other")
     return a, b
