@@ -7,8 +7,8 @@ sample in the batch; the Hessian at the output, or a root of it; injections (`ex
 
 from curvature.losses.injections import (
     SEED,
+    Curved,
     Injection,
-    LossHessian,
     Random,
     empirical,
     exact,
@@ -27,9 +27,9 @@ from curvature.losses.per_sample import (
 )
 
 __all__ = [
+    "Curved",
     "Injection",
     "Loss",
-    "LossHessian",
     "Random",
     "SEED",
     "empirical",

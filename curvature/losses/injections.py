@@ -240,7 +240,7 @@ class Exact(Injection):
 
 
 @dataclass(frozen=True, repr=False)
-class LossHessian(Exact):
+class Curved(Exact):
     """The Hessian of l_n itself. It equals that of `exact`, except for likelihoods where it depends on the label.
 
     It need not be positive semi-definite: there are pairs and products, and vectors only if a root is known.

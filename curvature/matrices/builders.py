@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.losses import Injection, Loss, LossHessian, Random, empirical, exact
+from curvature.losses import Curved, Injection, Loss, Random, empirical, exact
 from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, space_of
 from curvature.matrices.passes import DataSource
@@ -141,7 +141,7 @@ def gauss_newton(
 
     Arguments, errors and operator as for `fisher`. Source: Schraudolph 2002, doi:10.1162/08997660260028683.
     """
-    return fisher(model, loss, data, LossHessian(), sample_dim=sample_dim, progress=progress)
+    return fisher(model, loss, data, Curved(), sample_dim=sample_dim, progress=progress)
 
 
 def empirical_fisher(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses.injections import LossHessian, empirical, exact, isotropic, propagated, sampled
+from curvature.losses.injections import Curved, empirical, exact, isotropic, propagated, sampled
 from curvature.losses.output_hessian import hessian_product
 from curvature.losses.per_sample import resolve, sample_masses
 from support.moments import (
@@ -138,7 +138,7 @@ def drawn(target, link, rows, shape=(C,)):
 
 
 @ROWS
-@pytest.mark.parametrize("inject", [exact(), LossHessian()], ids=["exact", "curved"])
+@pytest.mark.parametrize("inject", [exact(), Curved()], ids=["exact", "curved"])
 @pytest.mark.parametrize("loss, target, link", CONVEX + OPAQUE)
 def test_pairs_and_products_are_the_hessian(loss, target, link, inject, rows):
     output, y = drawn(target, link, rows)
@@ -153,8 +153,8 @@ def test_pairs_and_products_are_the_hessian(loss, target, link, inject, rows):
 def test_the_hessian_that_depends_on_the_label(loss, target, link, rows):
     output, y = drawn(target, link, rows)
     want = sample_hessians(loss, output, y, 2)
-    torch.testing.assert_close(matrix(LossHessian(), output, loss, y, 2), want, rtol=1e-9, atol=1e-9)
-    assert_products(LossHessian(), output, loss, y, want, tolerance=1e-9)
+    torch.testing.assert_close(matrix(Curved(), output, loss, y, 2), want, rtol=1e-9, atol=1e-9)
+    assert_products(Curved(), output, loss, y, want, tolerance=1e-9)
 
 
 def assert_products(inject, output, loss, y, want, tolerance=1e-10):
@@ -254,7 +254,7 @@ def test_masses_make_the_hessian_of_the_batch(loss, target):
 
 STREAMS = [
     (inject, loss, target)
-    for inject in (exact(), LossHessian(), empirical(), *RANDOM)
+    for inject in (exact(), Curved(), empirical(), *RANDOM)
     for loss, target in ((nn.CrossEntropyLoss(), classes), (F.mse_loss, normal), (mixing, normal))
     if loss is not mixing or inject not in RANDOM[:2]  # no likelihood, no root
 ]
@@ -270,7 +270,7 @@ def test_sizes_and_numbers(inject, loss, target, size):
     assert sum(sizes) == inject.number(output, 2)
     for left, right in chunks:
         assert left.shape[1:] == output.shape and (right is None or right.shape == left.shape)
-        assert (right is not None) == (loss is mixing and inject in (exact(), LossHessian()))
+        assert (right is not None) == (loss is mixing and inject in (exact(), Curved()))
 
 
 @pytest.mark.parametrize("inject", [exact(), sampled(), propagated()], ids=str)
@@ -296,7 +296,7 @@ def test_a_callable_of_many_entries_streams():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("inject", [exact(), LossHessian(), *RANDOM], ids=lambda inject: type(inject).__name__)
+@pytest.mark.parametrize("inject", [exact(), Curved(), *RANDOM], ids=lambda inject: type(inject).__name__)
 def test_dtypes(inject, dtype):
     output, loss = randn(4, C).to(dtype).requires_grad_(), nn.CrossEntropyLoss()
     y, z = classes(output), randn(2, 4, C).to(dtype)
@@ -323,9 +323,9 @@ def test_refuses_what_torch_differentiates_once():
 
 def test_vectors_of_the_hessian_itself_only_with_a_root():
     output = randn(2, C)
-    torch.testing.assert_close(LossHessian().vectors(output, nn.MSELoss()), exact().vectors(output, nn.MSELoss()))
+    torch.testing.assert_close(Curved().vectors(output, nn.MSELoss()), exact().vectors(output, nn.MSELoss()))
     with pytest.raises(ValueError, match="no root that is known: use pairs"):
-        LossHessian().vectors(output, mixing, output)
+        Curved().vectors(output, mixing, output)
 
 
 def test_a_callable_may_do_without_target():
@@ -335,16 +335,14 @@ def test_a_callable_may_do_without_target():
     torch.testing.assert_close(got, 2 * torch.eye(C, dtype=DOUBLE).expand(2, C, C))
     for inject, kind in (
         (exact(), nn.HuberLoss()),
-        (LossHessian(), nn.NLLLoss()),
-        (LossHessian(), nn.GaussianNLLLoss()),
+        (Curved(), nn.NLLLoss()),
+        (Curved(), nn.GaussianNLLLoss()),
     ):
         with pytest.raises(ValueError, match=f"Hessian of {type(kind).__name__} depends on the target, which is miss"):
             inject.pairs(heads(randn(2, C)), kind, count=2)
 
 
-@pytest.mark.parametrize(
-    "inject", [exact(), LossHessian(), *RANDOM, empirical()], ids=lambda inject: type(inject).__name__
-)
+@pytest.mark.parametrize("inject", [exact(), Curved(), *RANDOM, empirical()], ids=lambda inject: type(inject).__name__)
 def test_refusals(inject):
     output, loss = randn(4, C), nn.CrossEntropyLoss()
     for count in (0, 3, 8):
