@@ -1,7 +1,7 @@
-"""Diagonals in a basis: sums over samples and vectors of products of per-sample gradients turned into it.
+"""Diagonals in a basis: sums over samples and vectors of products of rotated per-sample gradients.
 
-``sum_n weights[n] sum_k (U_B^T u_kn U_A) * (U_B^T w_kn U_A)`` with u and w arranged as (g, o, i), entry by entry: what
-the eigenvalues of Kronecker factors are corrected to (arXiv:1806.03884, equation 11).
+``sum_n weights[n] sum_k (U_B^T u_kn U_A) * (U_B^T w_kn U_A)`` entry by entry, with u and w
+arranged as (g, o, i): the corrected eigenvalues of Kronecker factors (arXiv:1806.03884, equation 11).
 
 Indices: k vector, n sample, t place, g group, i input, o output.
 """
@@ -70,16 +70,16 @@ class Basis:
 
     @property
     def sides(self) -> tuple[int, int, int]:
-        """g, o and i."""
+        """Sizes (g, o, i)."""
         here = self.scheme.arrangement
         return here.groups, here.outputs, here.dimension // (here.groups * here.outputs)
 
     def _places_are_cheaper(self, term: OuterProduct | Convolution) -> bool:
-        """Whether to turn activations and backprops at every place instead of gradients."""
+        """Whether to rotate activations and backprops at every place instead of gradients."""
         return not self.scheme.reading(term).flipped and term.places <= min(self.sides[1:])
 
     def _by_places(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
-        """A bounded number of samples at a time, so that `squares` need not build what it can sum up by pairs."""
+        """By chunks of samples small enough that `squared_gradients` can work with pairs of places."""
         groups, outputs, inputs = self.sides
         places = lefts[0][0].places
         step = max(1, contractions.CHUNK_ELEMENTS // max(1, groups * places * max(inputs, (outputs + 1) * places)))
@@ -93,19 +93,19 @@ class Basis:
         return sum_in_place(found)
 
     def _activations(self, term: Term) -> Tensor:
-        """Turned (n, t, g, i), with the 1 of a bias; the same for all vectors."""
+        """Rotated activations (n, t, g, i), with the 1 of a bias; the same for all vectors."""
         whole = unfold(term)
         assert isinstance(whole, OuterProduct)
         a = whole.a.to(self.scheme.dtype)
         if len(self.scheme.arrangement.shapes) > 1:
             a = torch.cat([a, a.new_ones(*a.shape[:3], 1)], 3)
-        return _turned(a, self.columns)
+        return _rotate(a, self.columns)
 
     def _outer(self, a: Tensor, term: Term) -> Term:
-        return OuterProduct(a, _turned(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)
+        return OuterProduct(a, _rotate(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)
 
     def _rows_are_cheaper(self, term: IndexedRows) -> bool:
-        """Whether to turn the rows that were looked up, and no table per sample. Their one-hot side must stay."""
+        """Whether to rotate only the rows that were looked up, which needs the one-hot side to stay as it is."""
         stays = self.columns is None and not self.scheme.reading(term).flipped
         return stays and term.places**2 <= math.prod(term.shape)
 
@@ -113,15 +113,15 @@ class Basis:
         first = lefts[0][0]
         assert isinstance(first, IndexedRows)
 
-        def turned(vectors: TermsByVector) -> list[list[Term]]:
-            values = [_turned(_backprops(term).to(self.scheme.dtype), self.rows)[:, :, 0] for (term,) in vectors]
+        def rotated(vectors: TermsByVector) -> list[list[Term]]:
+            values = [_rotate(_backprops(term).to(self.scheme.dtype), self.rows)[:, :, 0] for (term,) in vectors]
             return [[replace(first, values=v)] for v in values]
 
-        ours = turned(lefts)
-        return squared_gradients.sum_of_products(ours, ours if rights is lefts else turned(rights), weights).T[None]
+        ours = rotated(lefts)
+        return squared_gradients.sum_of_products(ours, ours if rights is lefts else rotated(rights), weights).T[None]
 
     def _built(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
-        """From the gradients themselves, a bounded number of samples at a time."""
+        """From the gradients themselves, by chunks of samples."""
         step = max(1, contractions.CHUNK_ELEMENTS // max(1, self.scheme.arrangement.dimension))
         total = torch.zeros(self.sides, dtype=self.scheme.dtype, device=weights.device)
         for start in range(0, len(weights), step):
@@ -133,7 +133,7 @@ class Basis:
         return total
 
     def _gradients(self, terms: Sequence[Term], part: slice) -> Tensor:
-        """Turned gradients (n, g, o, i) of some of the samples; a bias is read wherever the weight is."""
+        """Rotated gradients (n, g, o, i) of some samples; a bias is read wherever the weight is."""
         some = [term.samples(part) for term in terms]
         found = [gradients(some)]
         for shape in self.scheme.arrangement.shapes[1:]:
@@ -142,14 +142,14 @@ class Basis:
         return two_sided(None if self.rows is None else self.rows.mT, x, self.columns)
 
 
-def _turned(x: Tensor, side: Tensor | None) -> Tensor:
-    """(n, t, g, d) in a basis (g, d, d)."""
+def _rotate(x: Tensor, side: Tensor | None) -> Tensor:
+    """Vectors (n, t, g, d) in a basis (g, d, d)."""
     if side is None:
         return x
     return matmul(x.flatten(0, 1).transpose(0, 1), side).transpose(0, 1).unflatten(0, x.shape[:2])
 
 
 def _backprops(term: Term) -> Tensor:
-    """(n, t, g, o)."""
+    """Backprops (n, t, g, o)."""
     assert not isinstance(term, DenseGradients | RowSlice)
     return term.backprops()

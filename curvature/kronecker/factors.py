@@ -1,4 +1,4 @@
-"""Second moments of activations and of backprops, from which a layer's Kronecker factors are made.
+"""Second moments of activations and of backprops: the Kronecker factors of a layer, before scaling.
 
 A layer is seen as ``z[n,t,g,o] = sum_i W[g,o,i] a[n,t,g,i]``, its bias as the last input. `Scheme` says how the moments
 of one weight are summed up (arXiv:1503.05671, equation 1; arXiv:2311.00636, equations 17 and 21), and nothing of how
@@ -43,7 +43,7 @@ Read = TypeVar("Read", Whole, IndexedRows, Affine, Tensor)
 
 
 class Reading(NamedTuple):
-    """A way in which a weight is read. Reads of one kind are places of one use; several kinds are a tied weight.
+    """How a weight is read. Equal readings count as places of one use; a weight with several readings is tied.
 
     Attributes:
         one_hot: the inputs are rows looked up, so that the second moment of activations is a diagonal.
@@ -65,7 +65,7 @@ class Scheme:
     Attributes:
         arrangement: of weight and bias as (g, o, i).
         diagonal: whether the side of the outputs, and that of the inputs, is kept as its diagonal.
-        few: whether it is kept by few directions, as a `curvature.sketch`.
+        sketched: whether the side is kept as a `curvature.linalg.sketch`.
         dtype: of the moments.
         sharing: "expand": each place counts as a sample; "reduce": activations are averaged and backprops added over
             the places of a sample first (arXiv:2311.00636).
@@ -75,7 +75,7 @@ class Scheme:
     diagonal: tuple[bool, bool]
     dtype: torch.dtype
     sharing: str
-    few: tuple[bool, bool] = (False, False)
+    sketched: tuple[bool, bool] = (False, False)
 
     @staticmethod
     def of(
@@ -85,13 +85,13 @@ class Scheme:
         sharing: str,
         largest: float = math.inf,
     ) -> Scheme | None:
-        """The scheme for a weight whose reads gave `terms`; None where these have no Kronecker factors.
+        """The scheme for a weight with these terms; None if they have no Kronecker factors.
 
         Args:
-            shapes: of the weight and, if it is one more input wherever the weight is read, of the bias.
+            shapes: of the weight, and of the bias if that is one more input wherever the weight is read.
             dtype: of the parameter; moments are in single precision at least.
-            largest: a side larger than this is kept by few directions, or as its diagonal where the layer has groups or
-                the weight is tied. The side of an embedding's rows always is a diagonal.
+            largest: a larger side is kept as a sketch, or as its diagonal if the layer has groups or the weight is
+                tied. The side of an embedding's rows always is a diagonal.
 
         Raises:
             ValueError: `sharing` is neither "expand" nor "reduce".
@@ -104,7 +104,7 @@ class Scheme:
         first = next((term for term in found if not isinstance(term, IndexedRows)), found[0])
         arrangement = AffineLayout(tuple(shapes), first.groups, first.outputs, first.sizes, first.order)
         if any(math.prod(shape) != first.groups * first.outputs for shape in shapes[1:]):
-            return None  # a bias that is broadcast
+            return None  # the bias is broadcast
         outputs, inputs = arrangement.outputs, arrangement.dimension // (arrangement.groups * arrangement.outputs)
         large = (outputs > largest, inputs > largest)
         scheme = Scheme(arrangement, large, at_least_float32(dtype), sharing)
@@ -112,17 +112,17 @@ class Scheme:
             return None
         readings = {scheme.reading(term) for term in found}
         if readings == {Reading(one_hot=False, flipped=False)} and arrangement.groups == 1:
-            few = (large[0] and outputs > MAX_DENSE_SIDE, large[1] and inputs > MAX_DENSE_SIDE)
-            return replace(scheme, diagonal=(large[0] > few[0], large[1] > few[1]), few=few)
+            sketched = (large[0] and outputs > MAX_DENSE_SIDE, large[1] and inputs > MAX_DENSE_SIDE)
+            return replace(scheme, diagonal=(large[0] > sketched[0], large[1] > sketched[1]), sketched=sketched)
         one_hot = {reading.flipped for reading in readings if reading.one_hot}
         return replace(scheme, diagonal=(large[0] or True in one_hot, large[1] or False in one_hot))
 
     @property
     def sides(self) -> tuple[int, int]:
-        """How many numbers the moments of outputs and of inputs have."""
+        """Number of entries of the moments of outputs and of inputs."""
         here = self.arrangement
         widths = here.outputs, here.dimension // (here.groups * here.outputs)
-        each = zip(widths, self.few, self.diagonal, strict=True)
+        each = zip(widths, self.sketched, self.diagonal, strict=True)
         rows, columns = (d * (SKETCH_RANK + 1 if few else here.groups * (1 if flat else d)) for d, few, flat in each)
         return rows, columns
 
@@ -133,23 +133,23 @@ class Scheme:
             return False
         order = (term.order is not None and term.sizes, term.order)
         same = order == (here.order is not None and here.sizes, here.order)
-        if any(self.few) and (isinstance(term, IndexedRows) or not same):
+        if any(self.sketched) and (isinstance(term, IndexedRows) or not same):
             return False
         if same and (term.groups, term.outputs) == (here.groups, here.outputs):
             return True
         return len(here.shapes) == 1 and len(term.shape) == 2 and term.groups == here.groups == 1
 
     def reading(self, term: Term) -> Reading:
-        """How a term that this accepts reads the weight."""
+        """How an accepted term reads the weight."""
         assert isinstance(term, Affine)
         flipped = len(term.shape) == 2 and (term.order == (1, 0)) != (self.arrangement.order == (1, 0))
         return Reading(isinstance(term, IndexedRows), flipped)
 
     def readings(self, terms: Sequence[Term]) -> dict[Reading, list[Affine]]:
-        """The terms by the way in which they read the weight.
+        """The terms by their reading of the weight.
 
         Raises:
-            ValueError: a term is no read of the weight in this arrangement.
+            ValueError: a term does not read the weight in this arrangement.
         """
         found: dict[Reading, list[Affine]] = {}
         for term in terms:
@@ -162,7 +162,7 @@ class Scheme:
         """``sum_nt a a^T`` ("expand") or ``sum_n (mean_t a)(mean_t a)^T`` ("reduce") over the terms of one reading.
 
         Returns:
-            The sum, and the number of what was summed, by which to divide it for the mean.
+            The sum, and the number of summands, by which to divide it for the mean.
         """
         one_hot, flipped = self.reading(terms[0])
         diagonal = self.diagonal[0 if flipped else 1]
@@ -170,8 +170,8 @@ class Scheme:
             moment, number = self._looked_up([term for term in terms if isinstance(term, IndexedRows)])
             return moment if diagonal else torch.diag_embed(moment), number
         whole = [term for term in terms if not isinstance(term, IndexedRows)]
-        if self.few[1]:
-            return self._few(whole)
+        if self.sketched[1]:
+            return self._sketch(whole)
         if self.sharing == "reduce":
             a = torch.cat([self._mean_over_places(part) for same in _by_length(whole) for part in self._chunks(same)])
             moment = self._empty(whole[0], diagonal, len(a))
@@ -192,11 +192,11 @@ class Scheme:
             left, right: the terms for one vector sent back from the output, or for two (then ``b_left b_right^T``).
             weights: (N,); None: all one.
         """
-        if self.few[0]:
-            assert right is None and weights is None  # sketches are of one vector, all samples alike
+        if self.sketched[0]:
+            assert right is None and weights is None  # sketches take one vector and no weights
             return functools.reduce(add_moments, (sketch_rows(b[:, 0]) for b in self._backprops(left, None)))
         diagonal = self.diagonal[1 if self.reading(left[0]).flipped else 0]
-        # the root of the weights on both sides: two factors that are the same tensor need one copy
+        # the square root of the weights on both sides, so that equal factors share one copy
         root = None if weights is None else weights.to(self.dtype).sqrt()
         lefts = self._backprops(left, root)
         rights = lefts if right is None else self._backprops(right, root)
@@ -214,7 +214,7 @@ class Scheme:
         return (sides[1], sides[0]) if reading.flipped else sides
 
     def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
-        """Of each term (N * t, g, o), times a number for each sample; added up over all places for "reduce"."""
+        """Backprops (N * t, g, o) of each term, scaled by sample; for "reduce" summed over all places."""
         found = [term.backprops().to(self.dtype) for term in terms]
         if self.sharing == "reduce":
             found = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in _by_length(found)]
@@ -224,8 +224,8 @@ class Scheme:
         scales = [scale.repeat_interleave(b.shape[1])[:, None, None] for b in found]
         return [b * s for b, s in zip(flat, scales, strict=True)]
 
-    def _few(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
-        """The moment of activations as a sketch, and how many were summed."""
+    def _sketch(self, terms: Sequence[Whole]) -> tuple[Tensor, int]:
+        """The moment of activations as a sketch, and the number of summands."""
         together = _by_length(terms) if self.sharing == "reduce" else [[term] for term in terms]
         rows_of = self._mean_over_places if self.sharing == "reduce" else lambda part: self._whole(part[0])
         total, number = None, 0
@@ -243,7 +243,7 @@ class Scheme:
         return total
 
     def _zeros(self, term: Whole, *samples: int) -> Tensor:
-        """(*samples, g, i), the bias not among the inputs."""
+        """Zeros (*samples, g, i), inputs without the bias."""
         d = math.prod(term.shape) // (term.groups * term.outputs)
         return torch.zeros(*samples, term.groups, d, dtype=self.dtype, device=term.device)
 
@@ -255,14 +255,14 @@ class Scheme:
         return total / sum(term.places for term in terms)
 
     def _chunks(self, terms: Sequence[Whole]) -> Iterator[list[Whole]]:
-        """A bounded number of samples at a time, for inputs that are yet to be unfolded."""
+        """Chunks of samples, since unfolding the inputs takes memory."""
         each = self.arrangement.dimension // self.arrangement.outputs * sum(term.places for term in terms)
         step, samples = max(1, CHUNK_ELEMENTS // max(1, each)), len(terms[0])
         for start in range(0, samples, step):
             yield [term if step >= samples else term.samples(slice(start, start + step)) for term in terms]
 
     def _empty(self, term: Whole, diagonal: bool, number: int) -> Tensor:
-        """A moment of the inputs, nothing in it but that of the constant one of a bias."""
+        """A moment of the inputs, zero but for the entry of the bias's constant 1."""
         size = self.arrangement.dimension // (self.arrangement.groups * self.arrangement.outputs)
         if self.reading(term).flipped:
             size = self.arrangement.outputs
@@ -290,7 +290,7 @@ class Scheme:
             moment[:, some, -1] += total
 
     def _looked_up(self, terms: Sequence[IndexedRows]) -> tuple[Tensor, int | Tensor]:
-        """The diagonal (1, rows) of the moment of one-hot inputs, and the number of what was summed."""
+        """The diagonal (1, rows) of the moment of one-hot inputs, and the number of summands."""
         rows = terms[0].shape[0]
         moment = torch.zeros(rows, dtype=self.dtype, device=terms[0].device)
         number: int | Tensor = 0
@@ -299,7 +299,7 @@ class Scheme:
             valid = torch.cat([_valid(term) for term in same], 1)
             weights = valid.to(self.dtype)
             if self.sharing == "reduce":
-                # row v counts (number of v in the sample / places)^2, of which each of its look-ups brings a share
+                # row v counts (look-ups of v in the sample / places)^2, shared equally by these look-ups
                 order = index.masked_fill(~valid, rows).sort(1).values
                 equal = torch.searchsorted(order, index, right=True) - torch.searchsorted(order, index)
                 number = number + len(index)
@@ -310,20 +310,19 @@ class Scheme:
         return moment[None], number
 
 
-def subsample_samples(terms: Sequence[Any], sharing: str, place: tuple[int, int] = (0, 1)) -> Sequence[Any]:
-    """Some of the samples, evenly, where there are many places for each input: the mean of `a a^T` needs no more.
+def subsample_samples(terms: Sequence[Any], sharing: str, rank: int = 0, world_size: int = 1) -> Sequence[Any]:
+    """Every k-th sample if there are many places for each input: the mean of `a a^T` needs no more.
 
-    It is a mean over a batch that is itself a sample, and goes on as a running mean. `place` says which of how many
-    equal parts of the batch the samples are: together these are the samples that would be taken of the whole.
+    The mean over a batch is an estimate anyway, and enters a running mean. With several processes, whose parts of the
+    batch are equal, the chosen samples together are those that one process would choose from the whole batch.
     """
     whole = [term for term in terms if not isinstance(term, IndexedRows)]
     if not whole:
         return terms
-    rank, size = place
     inputs = math.prod(whole[0].shape) // (whole[0].groups * whole[0].outputs)
-    rows = size * sum(len(term) * (term.places if sharing == "expand" else 1) for term in whole)
+    rows = world_size * sum(len(term) * (term.places if sharing == "expand" else 1) for term in whole)
     stride = rows // (ROWS_PER_INPUT * inputs)
-    stride = min([stride, *(size * len(term) // MIN_SUBSAMPLE for term in whole)])
+    stride = min([stride, *(world_size * len(term) // MIN_SUBSAMPLE for term in whole)])
     if stride < 2:
         return terms
     some = lambda term: term.samples(slice(-rank * len(term) % stride, None, stride))
@@ -350,7 +349,7 @@ def merge_products(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tens
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The precision of curvature: at least single."""
+    """The precision of curvature: single or better."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -365,7 +364,7 @@ def _second(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
 
 
 def _symmetric(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``, known to be symmetric, (g, d, n) and (g, n, d): three eighths of it are mirrored."""
+    """The symmetric product ``left @ right`` of (g, d, n) and (g, n, d), three eighths of it by mirroring."""
     d = left.shape[1]
     found = left.new_empty(len(left), d, d)
     ends = [round(k * d / SYMMETRIC_PARTS) for k in range(SYMMETRIC_PARTS + 1)]
@@ -376,7 +375,7 @@ def _symmetric(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _by_length(terms: Sequence[Read]) -> list[list[Read]]:
-    """Those together that have the same number of samples; all, unless samples are guessed at."""
+    """Grouped by number of samples, which is one group unless sample axes are guessed."""
     return [[term for term in terms if len(term) == n] for n in dict.fromkeys(map(len, terms))]
 
 

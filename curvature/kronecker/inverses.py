@@ -47,7 +47,7 @@ class KroneckerInverse:
 
     @full_precision()
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
-        """What it does to x, whose memory may be used if it is our own: fresh memory costs more than arithmetic."""
+        """The product with x, in place if x is our own: allocating memory costs more than arithmetic."""
         if self.values is None:
             with torch.autocast(x.device.type, enabled=False):
                 x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own)
@@ -62,7 +62,7 @@ class KroneckerInverse:
         return self.values is not None and self.rows.ndim == 3 and self.values.shape[1] > self.rows.shape[2]
 
     def condition(self) -> float:
-        """Largest over least eigenvalue that is not zero, the largest of all groups."""
+        """Largest over smallest nonzero eigenvalue, the maximum over groups."""
         if self.values is not None:
             spread = self.values.flatten(1)
             least = torch.where(spread > 0, spread, torch.inf).amin(1)
@@ -73,7 +73,7 @@ class KroneckerInverse:
 
     @property
     def ranks(self) -> tuple[int | None, int | None]:
-        """Of V for either side, None where there is none."""
+        """Rank of V for either side, None if there is none."""
         sides = zip((self.rows, self.columns), self.shifts, strict=True)
         one, other = (None if shift is None else side.shape[2] for side, shift in sides)
         return one, other
@@ -85,16 +85,16 @@ def factored_inverses(
     before: Sequence[KroneckerInverse | None],
     anew: Sequence[bool],
 ) -> list[KroneckerInverse]:
-    """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() that of the eigenvalues.
+    """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() being the mean eigenvalue.
 
     This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
     Sketches have few eigenvalues to begin with. Sides many times the other are given by their Cholesky roots. Others
-    from `lowrank.LARGE` rows on are taken by their largest eigenvalues where few stand out; the rest is inverted by
-    Cholesky's algorithm, those of one shape together.
+    with `LOW_RANK_MIN_SIZE` rows or more use their largest eigenvalues if few stand out. The rest are inverted by
+    Cholesky decomposition, sides of one shape together.
 
     Args:
-        before: the last inverses of the pairs.
-        anew: whether a pair's sides are to be looked at again that were not of low rank before.
+        before: the previous inverses of the pairs.
+        anew: whether to try again for sides of a pair that were not of low rank before.
     """
     sides = [side for pair in pairs for side in pair]
     widths = [other.shape[-1] for rows, columns in pairs for other in (columns, rows)]
@@ -148,7 +148,7 @@ def eigenbasis(side: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigenbases(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """`eigenbasis` of each, those of one shape together."""
+    """`eigenbasis` of each side, sides of one shape together."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for _, alike in _grouped({k: (side.shape[1:], side.dtype, side.device) for k, side in enumerate(sides)}):
         sizes = [len(sides[k]) for k in alike]
@@ -158,9 +158,9 @@ def eigenbases(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def carry_diagonal(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
-    """The diagonal, in a new basis (rows, columns), of the matrix whose diagonal in an old one is `values` (g, o, i).
+    """The diagonal in a new basis (rows, columns) of the matrix with diagonal `values` (g, o, i) in an old one.
 
-    It is exact if that matrix has nothing else in the old basis; the trace is kept, for orthogonal sides.
+    That matrix is taken to be diagonal in the old basis. The trace is kept, for orthogonal sides.
     """
     olds = [torch.diag_embed(o) if o.ndim < n.ndim else o for o, n in zip(old, new, strict=True)]
     rows, columns = (n * o if n.ndim == 2 else matmul(n.mT, o).square() for o, n in zip(olds, new, strict=True))
@@ -172,12 +172,12 @@ def _stacked(sides: Sequence[Tensor]) -> Tensor:
 
 
 def _grouped(kinds: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
-    """Each kind, and what is of that kind."""
+    """Each kind with the indices of that kind."""
     return [(kind, [k for k, own in kinds.items() if own == kind]) for kind in dict.fromkeys(kinds.values())]
 
 
 def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
-    """Inverses, or roots of what is to be inverted if that is asked for and possible, and whether they are these.
+    """Inverses, or Cholesky roots if asked for and possible; and whether they are roots.
 
     In units of the mean eigenvalue, so that no product of small numbers underflows.
     """
@@ -192,17 +192,17 @@ def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
 
 
 def _outlined(side: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (1, r + 1), the last that of all directions outside of the basis (1, d, r)."""
+    """Eigenvalues (1, r + 1), the last for all directions outside the basis (1, d, r), and the basis."""
     if is_sketch(side):
         vectors, values, rest = sketch_spectrum(side)
         return torch.cat([values, rest[None]])[None], vectors[None]
     values, vectors = eigenbasis(side)
     vectors = torch.diag_embed(vectors) if side.ndim == 2 else vectors
-    return torch.cat([values, values[:, -1:]], 1), vectors  # there is nothing outside; any value would do
+    return torch.cat([values, values[:, -1:]], 1), vectors  # nothing is outside: any value would do
 
 
 def _partial(rows: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor:
-    """What is outside of both bases, and what differs from that within the one, the other, and both."""
+    """The product outside both bases, plus the differences within the one, the other, and both."""
     outside, row, column = values[:, -1:, -1:], values[:, :-1, -1:], values[:, -1:, :-1]
     left, right = matmul(rows.mT, x), matmul(x, columns)
     both = (values[:, :-1, :-1] - row - column + outside) * matmul(left, columns)
@@ -211,7 +211,7 @@ def _partial(rows: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor
 
 
 def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, bool, Tensor]:
-    """V and c of its damped inverse."""
+    """V and c of the damped inverse of a sketch."""
     vectors, values, rest = sketch_spectrum(side)
     damping = share * _mean(side)
     root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
@@ -223,34 +223,34 @@ def _by_largest(side: Tensor, share: float, start: Tensor | None) -> tuple[Tenso
     mean = _mean(side)
     try:
         found = low_rank_inverse(side[0] / mean, share, None if start is None else start[0])
-    except torch.linalg.LinAlgError:  # then by Cholesky
+    except torch.linalg.LinAlgError:  # fall back to Cholesky
         count_recovery("retried")
         return None
     return None if found is None else (found[0][None], found[1] / mean)
 
 
 def _mean(sides: Tensor) -> Tensor:
-    """Mean eigenvalue of each group, not zero."""
+    """Mean eigenvalue of each group, nonzero."""
     return nonzero_or_one(moment_diagonal(sides).mean(1))
 
 
 def nonzero_or_one(mean: Tensor) -> Tensor:
-    """Mean eigenvalues to divide by, one in the place of zero.
+    """Mean eigenvalues to divide by, with 1 in place of zero.
 
-    A layer that nothing reached may get a gradient before its curvature is renewed: its step must not be endless.
+    A layer without curvature may get a gradient before its curvature is renewed; its step must stay finite.
     """
     return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
 
 
 def _parts(inverse: KroneckerInverse | None) -> Iterable[tuple[Tensor | None, Tensor | None]]:
-    """Each side and its shift."""
+    """Each side with its shift."""
     if inverse is None:
         return ((None, None), (None, None))
     return zip((inverse.rows, inverse.columns), inverse.shifts, strict=True)
 
 
 def _solved(side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: bool, own: bool) -> Tensor:
-    """What a side does to x, from the left or from the right, in its place if it is our own."""
+    """The product of a side with x from the left or the right, in place if x is our own."""
     if is_root:
         return torch.cholesky_solve(x, side) if left else torch.cholesky_solve(x.mT, side).mT
     if shift is None:
@@ -260,7 +260,7 @@ def _solved(side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: 
 
 
 def _spectrum(side: Tensor, is_root: bool, shift: Tensor | None) -> Tensor:
-    """Eigenvalues of what a side stands for, or of its inverse, (g, d)."""
+    """Eigenvalues of the matrix that a side stands for, or of its inverse, (g, d)."""
     if shift is not None:
         return shift[:, None] * torch.cat([1 - side.square().sum(1), torch.ones_like(shift)[:, None]], 1)
     return side if side.ndim == 2 else torch.linalg.eigvalsh(side @ side.mT if is_root else side)

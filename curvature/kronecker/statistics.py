@@ -1,6 +1,6 @@
-"""Sums over samples from which the Kronecker factors of one weight are made.
+"""Sums over samples that give the Kronecker factors of one weight.
 
-The builders add these up over a data set, the optimizers over the batches of a step and over processes.
+The builders accumulate them over a data set, the optimizers over the batches of a step and over processes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from curvature.linalg import add_moments_, fill_slot, is_sketch, scale_moment, s
 
 @dataclass
 class KroneckerStatistics:
-    """Second moments of activations and backprops, one of each for every way in which a weight is read.
+    """Second moments of activations and backprops, by reading of the weight.
 
     Attributes:
-        samples: how many they are of.
-        activations: the moments, and the number to divide each by for the mean.
-        backprops: the moments.
+        samples: number of samples.
+        activations: sums of outer products, each with its number of summands.
+        backprops: sums of outer products.
     """
 
     scheme: Scheme
@@ -43,11 +43,11 @@ class KroneckerStatistics:
             self.backprops[reading] = add_moments_(self.backprops[reading], moment) if known else moment
 
     def scale_vectors_(self, times: float) -> None:
-        """As if the vectors had been so many times as long."""
+        """Rescale as if the vectors had been `times` as long."""
         self.samples /= times**2
 
     def factors(self, scale: float) -> tuple[Tensor, Tensor]:
-        """The sides of outputs and of inputs, the moments of backprops times `scale`."""
+        """The factors of outputs and of inputs, backprops multiplied by `scale`."""
         return merge_products(
             [
                 self.scheme.product(reading, *self.activations[reading], scale_moment(moment, scale))
@@ -73,10 +73,10 @@ class KroneckerStatistics:
         return found | {"samples": next(iter(found.values())).new_tensor(self.samples)}
 
     def load_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Take the `sums` of all processes, into statistics that are empty."""
+        """Fill empty statistics with the all-reduced `sums`."""
         self.samples = float(sums["samples"])
         for key in dict.fromkeys(k[:2] for k in sums if k[2:] == "number"):
             a, b = (sum_slots(x) if x.ndim == 4 else x for x in (sums[key + "a"], sums[key + "b"]))
-            if float(sums[key + "number"]):  # read in this way by none
+            if float(sums[key + "number"]):  # otherwise no process read the weight in this way
                 reading = Reading(key[0] == "y", key[1] == "y")
                 self.activations[reading], self.backprops[reading] = (a, sums[key + "number"]), b

@@ -1,6 +1,6 @@
-"""Sums of Kronecker products with damping, solved with at once.
+"""Inverses of damped sums of Kronecker products.
 
-Two products ``kron(B1, A1) + kron(B2, A2)`` are made diagonal together (arXiv:2405.15603): with ``W^T (A1 + A2) W = I``
+Two products ``kron(B1, A1) + kron(B2, A2)`` are diagonalised jointly (arXiv:2405.15603): with ``W^T (A1 + A2) W = I``
 and ``W^T A1 W = diag(s)`` it follows that ``W^T A2 W = diag(1 - s)``, likewise V and t for the B.
 
 Indices: i input, o output.
@@ -47,8 +47,8 @@ def invert_kronecker_sum(pairs: Sequence[Pair], damping: float) -> KroneckerSumI
     c_k^2 is the ratio of the mean eigenvalues of A_k and B_k (factored damping, arXiv:1503.05671, section 6.3). No
     eigenvalue of the sum is below `damping`. e_k c_k and e_k / c_k are no less than the rounding of A_k and B_k.
 
-    One or two products are exact. Of three or more, all but that of the largest trace are taken as one of the
-    same trace (`curvature.kronecker.merge_products`).
+    One or two products are solved exactly. Of three or more, all but the one with the largest trace are merged into
+    one of the same trace (`curvature.kronecker.merge_products`).
 
     Args:
         pairs: B (o, o) and A (i, i), at least one, with traces above zero.
@@ -64,7 +64,7 @@ def invert_kronecker_sum(pairs: Sequence[Pair], damping: float) -> KroneckerSumI
 
 
 def damped_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
-    """One of the products that `invert_kronecker_sum` is of."""
+    """One damped product of the sum in `invert_kronecker_sum`."""
     ratio = (_mean(columns) / _mean(rows)).sqrt()
     shifts = damping**0.5 / ratio, damping**0.5 * ratio
     return _shifted(rows, shifts[0]), _shifted(columns, shifts[1])

@@ -1,4 +1,4 @@
-"""Sums over data of what the vectors make of a layer, one class for each structure of its block.
+"""Accumulators of a layer's curvature over data, one class for each structure of its block.
 
 Each is fed with `Chunk` after `Chunk`, and gives its operator in the end: ``scale * sum_n weights[n] sum_k u_kn
 w_kn^T`` or an approximation of that.
@@ -16,7 +16,7 @@ from curvature import operators
 from curvature.kronecker import Basis, KroneckerStatistics, Scheme
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
-from curvature.terms import Term, gradients, row_ranges, sum_of_products
+from curvature.terms import Term, gradients, name_of_rows, row_ranges, sum_of_products
 
 Terms = dict[str, list[Term]]
 Range = tuple[int, int]  # the first row, and the one after the last
@@ -40,7 +40,7 @@ class Chunk:
     first: bool
 
     def of(self, name: str) -> tuple[list[list[Term]], list[list[Term]]] | None:
-        """Terms of one parameter by vector, left and right; None where nothing of the output depends on it."""
+        """Terms of one parameter by vector, left and right; None if no output depends on it."""
         left = [terms[name] for terms in self.left if name in terms]
         if self.right is self.left:
             return (left, left) if left else None
@@ -49,7 +49,7 @@ class Chunk:
 
 
 class Accumulator:
-    """Base: the sum for the parameters of a space, which are one block."""
+    """Base: the sum for one block, whose parameters form a space."""
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -70,12 +70,12 @@ class Accumulator:
         raise NotImplementedError
 
     def refined(self, block: Operator) -> Accumulator:
-        """What a second pass over the data adds up to better `block`, the result of the first."""
+        """An accumulator for a second pass over the data, which improves `block`, the result of the first."""
         return FixedOperator(block)
 
 
 class FixedOperator(Accumulator):
-    """A block that needs nothing more."""
+    """A block that a second pass leaves as it is."""
 
     def __init__(self, block: Operator) -> None:
         super().__init__(block.space)
@@ -106,7 +106,7 @@ class DiagonalAccumulator(Accumulator):
 
 
 class DenseAccumulator(Accumulator):
-    """The whole block."""
+    """The dense block."""
 
     def __init__(self, space: Space) -> None:
         super().__init__(space)
@@ -133,7 +133,7 @@ class DenseAccumulator(Accumulator):
 
 
 class KroneckerAccumulator(Accumulator):
-    """One Kronecker product per group for each reading of the weight, in the end matched to one."""
+    """One Kronecker product per group for each reading of the weight, merged into one at the end."""
 
     def __init__(self, space: Space, scheme: Scheme) -> None:
         super().__init__(space)
@@ -150,7 +150,7 @@ class KroneckerAccumulator(Accumulator):
                 if chunk.first and k == 0:
                     new.activations[reading] = scheme.activations(terms)
                 part = scheme.backprops(terms, None if right is left else rights[reading], chunk.weights)
-                if right is not left and part.ndim == 3:  # symmetric but for the rounding of the right vectors
+                if right is not left and part.ndim == 3:  # symmetric up to rounding of the right vectors
                     part = (part + part.mT) / 2
                 new.backprops[reading] = part
             self.total.add_(new)
@@ -183,11 +183,11 @@ class EigenAccumulator(Accumulator):
 
 
 class RowRangeAccumulator(Accumulator):
-    """One sum for each range of rows of a weight, and of its bias, that is read apart from the others.
+    """One accumulator for each range of rows of a weight and its bias that is read apart.
 
     Args:
         space: of the parameters.
-        parts: the sums by the first row and the one after the last; ranges that cover all rows, in order.
+        parts: accumulators by range; the ranges cover all rows, in order.
     """
 
     def __init__(self, space: Space, parts: Mapping[Range, Accumulator]) -> None:
@@ -195,16 +195,16 @@ class RowRangeAccumulator(Accumulator):
         self.parts = dict(parts)
 
     def add(self, chunk: Chunk) -> None:
-        left = self._cut(chunk.left)
-        whole = replace(chunk, left=left, right=left if chunk.right is chunk.left else self._cut(chunk.right))
+        left = self._split(chunk.left)
+        whole = replace(chunk, left=left, right=left if chunk.right is chunk.left else self._split(chunk.right))
         for part in self.parts.values():
             part.add(whole)
 
-    def _cut(self, vectors: list[Terms]) -> list[Terms]:
-        """The terms of the ranges as those of parameters of their own.
+    def _split(self, vectors: list[Terms]) -> list[Terms]:
+        """The terms of each range, as if it were a parameter of its own.
 
         Raises:
-            ValueError: a range is none of those of the first batch.
+            ValueError: a range did not occur in the first batch.
         """
         found: list[Terms] = []
         for terms in vectors:
@@ -216,7 +216,7 @@ class RowRangeAccumulator(Accumulator):
                             f"{name}: rows {part.start} to {part.stop} are read together, which was not so in the "
                             f'first batch; choose structure={{"{name}": "dense"}} or "diagonal"'
                         )
-            found.append({rows_of(k, p.start, p.stop): list(p.terms) for k, parts in cut.items() for p in parts})
+            found.append({name_of_rows(k, p.start, p.stop): list(p.terms) for k, parts in cut.items() for p in parts})
         return found
 
     def result(self, scale: float) -> RowBlocks:
@@ -232,8 +232,3 @@ class RowRangeAccumulator(Accumulator):
         assert isinstance(block, RowBlocks)
         found = zip(self.parts.items(), block.blocks.values(), strict=True)
         return RowRangeAccumulator(self.space, {rows: part.refined(own) for (rows, part), own in found})
-
-
-def rows_of(name: str, start: int, stop: int) -> str:
-    """The name of some rows of a parameter."""
-    return f"{name}[{start}:{stop}]"

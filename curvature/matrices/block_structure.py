@@ -1,4 +1,4 @@
-"""Blocks of a model's parameters, summed up over data: which structure each layer has, and going over the data."""
+"""Which structure each layer's block has, and the pass over the data that accumulates the blocks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from curvature.matrices.accumulators import (
     KroneckerAccumulator,
     Range,
     RowRangeAccumulator,
-    rows_of,
 )
 from curvature.matrices.passes import RecordedBatch
 from curvature.operators import Operator, Space
 from curvature.recording import unwrap_compiled
-from curvature.terms import Term, row_ranges
+from curvature.terms import Term, name_of_rows, row_ranges
 
-MAX_EXACT_SIZE = 1024  # a layer without Kronecker factors gets its exact block up to this size, its diagonal beyond
+MAX_EXACT_SIZE = 1024  # up to this size a layer without Kronecker factors gets its exact block
 Structure = Literal["kronecker", "dense", "diagonal"]
 STRUCTURES = ("kronecker", "dense", "diagonal")
 Make = Callable[[Chunk], list[Accumulator]]
@@ -34,7 +33,7 @@ Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
 
 
 class Passes(Protocol):
-    """What goes over the data: a `DataSource`, or one that checks that they are the same every time."""
+    """Goes over the data: a `DataSource`, or one that also checks that data are the same every time."""
 
     def each(self, visit: Callable[[RecordedBatch], None]) -> None: ...
 
@@ -61,7 +60,7 @@ def space_of(model: nn.Module) -> Space:
 def require_injection(inject: Any) -> None:
     """
     Raises:
-        TypeError: it is none.
+        TypeError: `inject` is no injection.
     """
     if not isinstance(inject, Injection):
         raise TypeError(
@@ -70,7 +69,7 @@ def require_injection(inject: Any) -> None:
 
 
 def seed_of(generator: torch.Generator | None) -> int:
-    """A seed that gives the same draws to several passes, taken from the caller's generator if there is one."""
+    """A seed for several passes with equal draws, from the caller's generator if there is one."""
     if generator is None:
         return SEED
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
@@ -81,7 +80,7 @@ def collected(
 ) -> list[Operator]:
     """The operators of the accumulators that `make` returns for the first chunk, after one pass over the data.
 
-    `chunks` sends the vectors of the injection back, or others that have the same in all that is accumulated.
+    `chunks` sends back the vectors of the injection, or others with the same accumulated result.
 
     Raises:
         TypeError: `inject` is no injection.
@@ -110,7 +109,7 @@ def collected(
 
 
 def layers_of(chunk: Chunk, space: Space) -> list[tuple[str, ...]]:
-    """The parameters by layer: a weight with the bias that is read wherever it is, every other alone."""
+    """The parameters by layer: a weight with the bias that is read wherever it is, all others alone."""
     found: dict[str, tuple[str, ...]] = {}
     for name in space.names:
         bias = joint_bias(chunk.tape, name)
@@ -120,7 +119,7 @@ def layers_of(chunk: Chunk, space: Space) -> list[tuple[str, ...]]:
 
 
 class Structures:
-    """Which structure the caller has chosen for some layers.
+    """The structures that the caller has chosen for some layers.
 
     Raises:
         ValueError: a structure is unknown.
@@ -133,7 +132,7 @@ class Structures:
                 raise ValueError(f"structure: {key!r} has {structure!r}; expected one of {', '.join(STRUCTURES)}")
 
     def makes(self, space: Space, default: Structure, sharing: str) -> Make:
-        """The accumulator of every layer, given the first chunk.
+        """A function from the first chunk to the accumulators of all layers.
 
         Raises:
             ValueError: a key is no name of a parameter or of a module with parameters.
@@ -171,7 +170,7 @@ def _exact(space: Space) -> Accumulator:
 
 
 def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator | None:
-    """The Kronecker factors of a weight with these terms, of each of its rows that are read apart; None without any."""
+    """An accumulator of Kronecker factors for a weight, or for each range of its rows; None if there are none."""
     scheme = Scheme.of(terms, space.shapes, space.dtype, sharing)
     if scheme is not None:
         return KroneckerAccumulator(space, scheme)
@@ -193,8 +192,8 @@ def _factored(space: Space, terms: Sequence[Term], sharing: str) -> Accumulator 
 
 
 def _rows(space: Space, start: int, stop: int) -> Space:
-    """Rows of a weight and of its bias as parameters of their own."""
-    names = tuple(rows_of(name, start, stop) for name in space.names)
+    """Rows of a weight and its bias, as parameters of their own."""
+    names = tuple(name_of_rows(name, start, stop) for name in space.names)
     shapes = tuple((stop - start, *shape[1:]) for shape in space.shapes)
     return Space(names, shapes, space.dtype, space.device)
 

@@ -22,7 +22,7 @@ class BlockStatistics(Protocol):
     def add_(self, other: Any) -> None: ...
 
     def scale_vectors_(self, times: float) -> None:
-        """As if the vectors had been so many times as long."""
+        """Rescale as if the vectors had been `times` as long."""
 
     def tensors(self) -> list[Tensor]:
         """All sums."""

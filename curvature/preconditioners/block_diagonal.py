@@ -19,10 +19,10 @@ from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
-from curvature.preconditioners.row_ranges import RowRange, RowRangeBlock, rows_of
+from curvature.preconditioners.row_ranges import RowRange, RowRangeBlock
 from curvature.preconditioners.statistics import CurvatureStatistics
 from curvature.recording import Tape
-from curvature.terms import DenseGradients, ElementwiseProduct, Term, row_ranges
+from curvature.terms import DenseGradients, ElementwiseProduct, Term, name_of_rows, row_ranges
 
 MAX_SIDE = 2048  # a larger side is kept as a sketch
 
@@ -65,7 +65,7 @@ def _kronecker_block(
     scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE)
     if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
         return None
-    is_large = any(scheme.few)
+    is_large = any(scheme.sketched)
     block = LAYERS["kronecker" if is_large else kind](names, scheme)
     block.reason = "too large for an eigenbasis" if is_large and kind == "eigen" else ""
     return block
@@ -83,7 +83,7 @@ def _row_range_block(
     for own in row_ranges(terms):
         rows = own.start, own.stop
         sizes = [(own.stop - own.start, *shape[1:]) for shape in shapes]
-        part = make([rows_of(name, rows) for name in names], own.terms, sizes)
+        part = make([name_of_rows(name, *rows) for name in names], own.terms, sizes)
         if part is None or own.start != end:
             return None
         parts[rows], end = part, own.stop

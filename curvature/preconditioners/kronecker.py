@@ -53,21 +53,24 @@ class KroneckerBlock(Block):
 
     def state(self) -> dict[str, Any]:
         inverse = {} if self.inverse is None else {f.name: getattr(self.inverse, f.name) for f in fields(self.inverse)}
-        return super().state() | {"scheme": asdict(self.scheme), "inverse": inverse}
+        scheme = asdict(self.scheme)
+        scheme["few"] = scheme.pop("sketched")  # as checkpoints call it
+        return super().state() | {"scheme": scheme, "inverse": inverse}
 
     def after_restore(self) -> None:
         place = None if self.rows is None else self.rows.device
         parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
         self.inverse = KroneckerInverse(**parts) if parts else None
-        form: Any = self.scheme
-        self.scheme = Scheme(**form | {"arrangement": AffineLayout(**form["arrangement"])})
+        form: Any = dict(self.scheme)  # type: ignore[call-overload]
+        changed = {"arrangement": AffineLayout(**form["arrangement"]), "sketched": form.pop("few")}
+        self.scheme = Scheme(**form | changed)
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
         if not all(self.scheme.accepts(t) for t in terms):
             return None
         found = KroneckerStatistics(self.scheme, samples)
         for reading, parts in self.scheme.readings(terms).items():
-            some = subsample_samples(parts, self.scheme.sharing, (rank, world_size))
+            some = subsample_samples(parts, self.scheme.sharing, rank, world_size)
             found.activations[reading] = self.scheme.activations(some)
             found.backprops[reading] = self.scheme.backprops(parts)
         return found

@@ -14,11 +14,6 @@ from curvature.terms import Term, row_ranges
 RowRange = tuple[int, int]  # the first row, and the one after the last
 
 
-def rows_of(name: str, rows: RowRange) -> str:
-    """The name of some rows of a parameter."""
-    return f"{name}[{rows[0]}:{rows[1]}]"
-
-
 class RowRangeBlock(Block):
     """One parameter that holds several layers, such as the projections of cross attention.
 

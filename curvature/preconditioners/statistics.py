@@ -63,7 +63,7 @@ class CurvatureStatistics:
                 self.blocks[name] = block
 
     def scale_vectors_(self, times: float) -> None:
-        """As if the vectors sent back had been so many times as long."""
+        """Rescale as if the vectors had been `times` as long."""
         for block in self.blocks.values():
             block.scale_vectors_(times)
         if self.rows is not None:

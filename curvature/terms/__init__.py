@@ -13,7 +13,7 @@ Indices: n sample, t place, g group, i input, o output.
 from curvature.terms import contractions, squared_gradients
 from curvature.terms.affine_layout import AffineLayout
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
-from curvature.terms.contractions import gradients, merge_places, row_ranges, sum_in_place, unfold
+from curvature.terms.contractions import gradients, merge_places, name_of_rows, row_ranges, sum_in_place, unfold
 from curvature.terms.convolution import Convolution, TransposedConvolution
 from curvature.terms.row_slices import RowSlice, Term, promote, to_device
 from curvature.terms.squared_gradients import TermsByVector, sum_of_products, sum_of_squares
@@ -33,6 +33,7 @@ __all__ = [
     "gradients",
     "merge_places",
     "promote",
+    "name_of_rows",
     "row_ranges",
     "squared_gradients",
     "sum_in_place",

@@ -52,6 +52,11 @@ def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
     return [RowRange(*rows, found[rows]) for rows in ordered]
 
 
+def name_of_rows(name: str, start: int, stop: int) -> str:
+    """The name of some rows of a parameter."""
+    return f"{name}[{start}:{stop}]"
+
+
 def merge_places(terms: Sequence[Term]) -> list[Term]:
     """Merge terms that differ only in their places (a recurrent weight is read once per step)."""
     out: list[Term] = []
