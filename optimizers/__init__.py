@@ -1,8 +1,12 @@
-"""Second-order optimizers in place of ``torch.optim.SGD``."""
+"""Second-order optimizers in place of ``torch.optim.SGD``.
+
+In: a model, and a training loop that calls ``step``. Out: updated parameters. Each optimizer is composed of a recorder
+(`recording`), a store of curvature (`curvature.preconditioners`), a `preconditioner` and a step rule (`steps`).
+"""
 
 from optimizers.distributed.processes import Distributed
-from optimizers.ekfac import EKFAC
-from optimizers.kfac import KFAC
+from optimizers.kfac import EKFAC, KFAC
 from optimizers.natural_gradient import NaturalGradient
+from optimizers.steps.rule import Outcome, StepContext, StepRule
 
-__all__ = ["EKFAC", "KFAC", "Distributed", "NaturalGradient"]
+__all__ = ["EKFAC", "KFAC", "Distributed", "NaturalGradient", "Outcome", "StepContext", "StepRule"]

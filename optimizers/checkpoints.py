@@ -1,84 +1,121 @@
-"""Checkpoints: the form of `state_dict`, how older forms are read, and what is refused before anything is changed.
+"""Checkpoints: the form of `state_dict`, and what is refused before anything is changed.
 
 The form is that of any optimizer of torch: "state" by parameter, and "param_groups". What belongs to no parameter
-alone (the curvature, counts, the generator of random vectors) is in the state of the first one that is trained, as a
-tuple of one dict: `torch.distributed.checkpoint` keeps a tuple whole, whatever is in it, so that an optimizer that has
-seen nothing yet has a place for it. All leaves are tensors, numbers, strings and None.
+alone (the curvature, the step rule, counts, the generator of random vectors) is in the state of the first one that is
+trained, as a tuple of one dict: `torch.distributed.checkpoint` keeps a tuple whole, whatever is in it, so that an
+optimizer that has seen nothing yet has a place for it. All leaves are tensors, numbers, strings and None.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import Block
 from optimizers.arguments import check_numbers
-from optimizers.model_optimizer import ModelOptimizer
+from optimizers.steps.residuals import ResidualStep
 
-VERSION = 2
-WHOLE = "kfac"  # key of what belongs to no parameter alone
-OPTIONAL = {"adaptive", "residuals"}  # there in some states only
+if TYPE_CHECKING:
+    from optimizers.second_order import SecondOrderOptimizer
+
+VERSION = 3
+JOINT = "kfac"  # key of what belongs to no parameter alone
 
 State = dict[str, Any]
 
 
-def packed(opt: ModelOptimizer, state: State, kind: Mapping[str, Any], blank: Callable[[Tensor], State]) -> State:
-    """The public form of a state.
-
-    Args:
-        state: as torch has it, and with "kfac" and "curvature" beside.
-        kind: what a state must have in common with the optimizer that it is loaded into.
-        blank: what the state of a parameter has at least; states that are alike can be loaded in place.
-    """
-    state = dict(state)
-    whole = state.pop("kfac") | {"curvature": state.pop("curvature"), "kind": dict(kind), "version": VERSION}
-    whole["kept"] = {opt._names[id(p)]: sorted(opt.state[p]) for p in _parameters(opt) if p in opt.state}
+def pack(opt: SecondOrderOptimizer) -> State:
+    """The state of an optimizer in its public form."""
+    schedule, residual = opt.preconditioner.schedule, opt.residual_rule
+    parameters = list(_parameters(opt))
+    joint = {
+        "version": VERSION, "kind": opt.kind(), "shapes": opt.shapes(),
+        "kept": {opt.name_of(p): sorted(opt.state[p]) for p in parameters if p in opt.state},
+        "monitor": opt.monitor.state_dict(), "intervals": [schedule.factor_every, schedule.decompose_every],
+        "recorder": opt.recorder.state_dict(), "rule": opt.rule.state_dict(),
+        "residual_rule": None if residual is None else residual.state_dict(), "curvature": opt.store.state_dict(),
+    }  # fmt: skip
+    state = torch.optim.Optimizer.state_dict(opt)
     entries = {key: dict(entry) for key, entry in state["state"].items()}
-    trained = [(k, p) for k, p in enumerate(_parameters(opt)) if p.requires_grad]
-    for k, p in trained:
-        entries[k] = blank(p) | entries.get(k, {})
+    trained = [(k, p) for k, p in enumerate(parameters) if p.requires_grad]
+    for k, p in trained:  # states that have the same keys can be loaded in place
+        entries[k] = opt.rule.empty_state(p, opt.param_groups) | entries.get(k, {})
     first = trained[0][0] if trained else 0
-    entries[first] = entries.get(first, {}) | {WHOLE: (_plain(whole),)}
+    entries[first] = entries.get(first, {}) | {JOINT: (_without_dtypes(joint),)}
     return state | {"state": entries}
 
 
-def unpacked(opt: ModelOptimizer, given: Any, kind: Mapping[str, Any], own: State) -> State:
-    """What `packed` was given, of tensors of its own, with only what is known to be right.
-
-    Args:
-        own: the optimizer's own "kfac", for what an older state does not have.
+def unpack(opt: SecondOrderOptimizer, given: Any) -> State:
+    """A state as torch has it, with what belongs to no parameter alone beside; checked, with tensors of its own.
 
     Raises:
         TypeError: not a dict.
-        ValueError: the state of another optimizer or model, newer than this code, or damaged; what was found is said.
+        ValueError: the state of another optimizer, model or version, or damaged; what was found is said.
     """
     if not isinstance(given, Mapping):
         raise TypeError(f"state_dict: expected a dict, found {type(given).__name__}")
-    own = {key: value for key, value in own.items() if key not in OPTIONAL}
-    state, whole = _separated(given)
-    whole = _upgraded(whole, own)
-    missing = sorted((own.keys() | {"curvature", "kind", "kept"}) - whole.keys())
+    state, joint = _separated(given)
+    _check_version(joint.get("version"))
+    expected = {"curvature", "intervals", "kept", "kind", "monitor", "recorder", "residual_rule", "rule", "shapes"}
+    missing = sorted(expected - joint.keys())
     if missing:
-        raise ValueError(f"state_dict: damaged; it has no {missing[0]!r}, found {sorted(whole)}")
-    for key, here in kind.items():
-        there = whole["kind"].get(key, here)
+        raise ValueError(f"state_dict: damaged; it has no {missing[0]!r}, found {sorted(joint)}")
+    for key, here in opt.kind().items():
+        there = joint["kind"].get(key, here)
         if there != here:
             raise ValueError(f"state_dict: of an optimizer with {key} {there!r}, and this one has {here!r}")
-    opt._check_shapes(whole["shapes"])
+    _check_shapes(opt.shapes(), joint["shapes"])
     named = _by_name(opt, state)
-    for name, p in opt._trained().items():
-        _check_entry(name, p, named[name], [] if whole["kept"] is None else whole["kept"].get(name, []))
-    curvature = {name: _block(opt, name, entry) for name, entry in whole.pop("curvature").items()}
-    for name, entry in named.items() if whole["kept"] is not None else ():
-        for key in entry.keys() - set(whole["kept"].get(name, [])):
+    for name, p in opt.trained().items():
+        _check_entry(name, p, named[name], joint["kept"].get(name, []))
+    joint["curvature"] = {name: _block(opt, name, entry) for name, entry in joint["curvature"].items()}
+    for name, entry in named.items():
+        for key in entry.keys() - set(joint["kept"].get(name, [])):
             del entry[key]
     state["state"] = {key: entry for key, entry in state["state"].items() if entry}
-    known = {key: whole[key] for key in own.keys() | (OPTIONAL & whole.keys())}
-    return state | {"kfac": known, "curvature": curvature}
+    return state | {JOINT: joint}
+
+
+def restore(opt: SecondOrderOptimizer, state: State) -> None:
+    """Take what `unpack` gave; tensors move to the parameters' device."""
+    state = copy.copy(state)
+    joint = state.pop(JOINT)
+    torch.optim.Optimizer.load_state_dict(opt, state)
+    opt.recorder.discard()
+    opt.roster.forget_inverses()
+    device, trained = next(_parameters(opt)).device, opt.trained()
+    opt.monitor.load_state_dict(joint["monitor"])
+    schedule = opt.preconditioner.schedule
+    schedule.factor_every, schedule.decompose_every = joint["intervals"]
+    opt.store.load_state_dict(joint["curvature"], device)
+    opt.rule.load_state_dict(joint["rule"], trained)
+    residual = joint["residual_rule"]
+    opt.residual_rule = None if residual is None else ResidualStep(opt.residual_solver())
+    if opt.residual_rule is not None:
+        opt.residual_rule.load_state_dict(residual, trained)
+    opt.recorder.load_state_dict(joint["recorder"], device, is_stopped=residual is not None)
+    opt.recorder.expect()
+
+
+def _check_version(version: Any) -> None:
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ValueError(f"state_dict: damaged; expected version {VERSION}, found {version!r:.80}")
+    if version != VERSION:
+        code = "newer code" if version > VERSION else "code from before the first release"
+        raise ValueError(f"state_dict: of version {version}, saved by {code}; this reads version {VERSION}")
+
+
+def _check_shapes(here: Mapping[str, list[int]], there: Mapping[str, list[int]]) -> None:
+    """Refuse the state of an optimizer of another model."""
+    for name in [*here, *there]:
+        own, found = (shapes.get(name, "nowhere") for shapes in (here, there))
+        if own != found:
+            raise ValueError(f"state_dict: of another model; {name} has shape {found} there and {own} here")
 
 
 def _separated(given: Mapping[str, Any]) -> tuple[State, State]:
@@ -89,13 +126,9 @@ def _separated(given: Mapping[str, Any]) -> tuple[State, State]:
             f"state_dict: expected the state_dict of an optimizer, found the keys {sorted(map(str, given))}"
         )
     state = _own(dict(given))
-    curvature = state.pop("curvature", None)
-    whole = state.pop(WHOLE, None)  # before version 2
-    if whole is not None:
-        return state, whole | {"curvature": curvature, "version": 1}
     for key in [key for key in state["state"] if isinstance(key, str) and key.isdigit() and int(key) in state["state"]]:
         state["state"][int(key)] |= state["state"].pop(key)  # where torch.distributed.checkpoint puts what is no tensor
-    found = [entry.pop(WHOLE) for entry in state["state"].values() if WHOLE in entry]
+    found = [entry.pop(JOINT) for entry in state["state"].values() if JOINT in entry]
     if len(found) != 1 or not isinstance(found[0], tuple | list) or len(found[0]) != 1:
         keys = sorted({str(key) for entry in state["state"].values() for key in entry})
         raise ValueError(
@@ -104,7 +137,7 @@ def _separated(given: Mapping[str, Any]) -> tuple[State, State]:
     return state, dict(found[0][0])
 
 
-def _by_name(opt: ModelOptimizer, state: State) -> dict[str, State]:
+def _by_name(opt: SecondOrderOptimizer, state: State) -> dict[str, State]:
     """The state of each parameter, by its name here."""
     sizes = [[len(group["params"]) for group in groups] for groups in (state["param_groups"], opt.param_groups)]
     if sizes[0] != sizes[1]:
@@ -116,7 +149,7 @@ def _by_name(opt: ModelOptimizer, state: State) -> dict[str, State]:
         check_numbers(group)
     keys = [key for group in state["param_groups"] for key in group["params"]]
     pairs = zip(keys, _parameters(opt), strict=True)
-    return {opt._names[id(p)]: state["state"].setdefault(key, {}) for key, p in pairs}
+    return {opt.name_of(p): state["state"].setdefault(key, {}) for key, p in pairs}
 
 
 def _check_entry(name: str, p: Tensor, entry: State, kept: list[str]) -> None:
@@ -132,9 +165,9 @@ def _check_entry(name: str, p: Tensor, entry: State, kept: list[str]) -> None:
             raise ValueError(f"state_dict: damaged; {key} of {name} is not finite")
 
 
-def _block(opt: ModelOptimizer, name: str, entry: State) -> State:
+def _block(opt: SecondOrderOptimizer, name: str, entry: State) -> State:
     """The curvature of some parameters in the precision that they have here."""
-    shapes, problem = opt._shapes(), None
+    shapes, problem = opt.shapes(), None
     try:
         dtype = dict(opt.model.named_parameters())[name].dtype
         entry = _in_precision(entry, torch.promote_types(dtype, torch.float32))
@@ -142,7 +175,11 @@ def _block(opt: ModelOptimizer, name: str, entry: State) -> State:
         size = sum(torch.Size(shapes[own]).numel() for own in block.names)
         if block.dimension != size:
             problem = f"of {block.dimension} entries, where there are {size}"
-        elif not all(bool(torch.isfinite(value).all()) for value in _tensors(block.state())):
+        elif not all(
+            bool(torch.isfinite(value).all())
+            for value in pytree.tree_leaves(block.state())
+            if isinstance(value, Tensor)
+        ):
             problem = "not finite"
     except Exception as error:  # whatever is wrong with it
         problem = f"{type(error).__name__}: {error}"
@@ -161,25 +198,13 @@ def _in_precision(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _parameters(opt: ModelOptimizer) -> Iterator[Tensor]:
+def _parameters(opt: SecondOrderOptimizer) -> Iterator[Tensor]:
     return (p for group in opt.param_groups for p in group["params"])
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for x in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(x)
-
-
-def _plain(value: Any) -> Any:
-    """With dtypes as strings."""
-    if isinstance(value, Mapping):
-        return {key: _plain(x) for key, x in value.items()}
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value)) if isinstance(value, tuple) else list(map(_plain, value))
-    return str(value) if isinstance(value, torch.dtype) else value
+def _without_dtypes(tree: Any) -> Any:
+    """With dtypes as strings, which every loader of checkpoints takes."""
+    return pytree.tree_map(lambda x: str(x) if isinstance(x, torch.dtype) else x, tree)
 
 
 def _own(value: Any, key: Any = None) -> Any:
@@ -187,72 +212,7 @@ def _own(value: Any, key: Any = None) -> Any:
     if isinstance(value, Mapping):
         return {key: _own(x, key) for key, x in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(map(_own, value)) if isinstance(value, tuple) else list(map(_own, value))
+        return type(value)(_own(x, key) for x in value)
     if isinstance(value, Tensor):
         return value.detach().clone()
     return getattr(torch, value.removeprefix("torch."), value) if key == "dtype" and isinstance(value, str) else value
-
-
-# -- older forms
-
-
-def _upgraded(whole: State, own: State) -> State:
-    """A state of any version as one of this."""
-    version = whole.get("version")
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ValueError(f"state_dict: damaged; expected a version, 1 to {VERSION}, found {version!r:.80}")
-    if version > VERSION:
-        raise ValueError(f"state_dict: of version {version}, saved by newer code; this reads 1 to {VERSION}")
-    for upgrade in UPGRADES[version - 1 :]:
-        whole = upgrade(whole, own)
-    return whole
-
-
-def _from_1(whole: State, own: State) -> State:
-    """Version 1 had no number and grew: what came later is as it is in an optimizer that has seen nothing."""
-    unseen = {key: None if isinstance(value, Tensor) else value for key, value in own.items()}
-    found = unseen | {key: value for key, value in whole.items() if key in own.keys() | OPTIONAL}
-    curvature = whole["curvature"] or {}
-    if not all("structure" in entry for entry in curvature.values()):
-        warnings.warn("state_dict: of an early form, whose curvature cannot be read; it is learnt anew", stacklevel=6)
-        curvature, found["steps"] = {}, 0
-    curvature = {name: READ.get(entry["structure"], dict)(entry) for name, entry in curvature.items()}
-    schemes = [entry["scheme"] for entry in curvature.values() if "scheme" in entry]
-    structures = {entry["structure"] for entry in curvature.values()}
-    kind = {"adaptive": "adaptive" in whole} | ({"sharing": schemes[0]["sharing"]} if schemes else {})
-    for structure, name in KINDS.items():
-        if structure in structures and not (structure == "kronecker" and all(any(s["few"]) for s in schemes)):
-            kind["curvature"] = name
-            break
-    return found | {"curvature": curvature, "kind": kind, "kept": None}
-
-
-def _kronecker_from_1(entry: State) -> State:
-    """Decompositions that were kept in another form are made anew."""
-    entry = {key: value for key, value in entry.items() if key not in SIDES}
-    if "scheme" not in entry:
-        arrangement = {key: entry.pop(key) for key in ("shapes", "groups", "outputs", "sizes", "order")}
-        diagonal = tuple(entry[side].ndim == 2 for side in ("rows", "columns"))
-        arrangement["shapes"] = tuple(arrangement["shapes"])
-        scheme = {"arrangement": arrangement, "diagonal": diagonal, "dtype": entry.pop("dtype"), "sharing": "expand"}
-        entry["scheme"] = scheme
-    return {"inverse": {}} | entry | {"scheme": {"few": (False, False)} | entry["scheme"]}
-
-
-def _eigen_from_1(entry: State) -> State:
-    return entry | {"scheme": {"few": (False, False)} | entry["scheme"]}
-
-
-def _diagonal_from_1(entry: State) -> State:
-    return {"inverse": None} | {key: value for key, value in entry.items() if key != "smoothed"}
-
-
-SIDES = "row_values", "row_vectors", "column_values", "column_vectors"  # of a decomposition of before
-READ: dict[str, Callable[[State], State]] = {
-    "kronecker": _kronecker_from_1, "eigen": _eigen_from_1, "diagonal": _diagonal_from_1,
-}  # fmt: skip
-KINDS = {
-    "woodbury": "woodbury", "cg": "cg", "dense": "dense", "whole diagonal": "diagonal",
-    "eigen": "eigen", "kronecker": "kronecker",
-}  # fmt: skip
-UPGRADES: list[Callable[[State, State], State]] = [_from_1]  # from version 1 to 2, and so on

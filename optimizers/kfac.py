@@ -1,41 +1,30 @@
-"""KFAC in place of SGD: the training loop stays as it is, or passes a closure."""
+"""KFAC and EKFAC in place of SGD: the training loop stays as it is, or passes a closure."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from curvature import Injection, Jacobian, isotropic
-from curvature.recording import force_eager
-from optimizers.arguments import check_flag, check_numbers
-from optimizers.checkpoints import packed, unpacked
+from curvature import Injection, isotropic
+from curvature.preconditioners import BlockDiagonalCurvature
+from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_shards
-from optimizers.steps.adaptive import Adaptive
-from optimizers.steps.closure_replay import Replay, State
-from optimizers.steps.residuals import (
-    FoundResiduals,
-    ResidualSteps,
-    Trials,
-    described,
-    refuse_arguments,
-    without_residuals,
-)
-from optimizers.steps.trust_region import PlainSteps
-from optimizers.steps.updates import Move, are_finite, take
+from optimizers.recording.loss_backprops import LayerBackprops
+from optimizers.second_order import SecondOrderOptimizer, checked_model
+from optimizers.steps.adaptive import AdaptiveStep
+from optimizers.steps.descent import MomentumDescent
+from optimizers.steps.residuals import SubspaceSolver
+from optimizers.steps.rule import StepRule
+from optimizers.steps.trust_region import TrustRegionStep
 
-PLAIN_EVERY = 10, 10  # steps between renewals of the factors, and between inversions of a block
-ADAPTIVE_EVERY = 3, 3  # the same, where few and long steps are taken
-PATIENCE = 3  # so many steps in a row without a decomposition are an error
+PLAIN_INTERVALS = 10, 10  # steps between renewals of the factors, and between inversions of a block
+ADAPTIVE_INTERVALS = 3, 3  # the same, where few and long steps are taken
 ADAPTIVE_VECTORS = 2  # sent back at a renewal, then
 
 
-class KFAC(PlainSteps):
+class KFAC(SecondOrderOptimizer):
     """Natural-gradient descent with Kronecker-factored curvature (arXiv:1503.05671; shared weights: arXiv:2311.00636).
 
     Usage:
@@ -99,287 +88,59 @@ class KFAC(PlainSteps):
         TypeError, ValueError: an argument of the wrong kind or out of range, by name.
     """
 
+    structure: ClassVar[str] = "kronecker"
+    why_replicated: ClassVar[str] = ""
+
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.9,
         weight_decay: float = 0.0, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
         adaptive: bool = False, factor_decay: float = 0.9, factor_every: int | None = None,
         decompose_every: int | None = None, max_overhead: float | None = None, seed: int = 0,
-        distributed: Distributed | None = None,
+        distributed: Distributed | None = None, step_rule: StepRule | None = None,
     ) -> None:  # fmt: skip
         check_flag("adaptive", adaptive)
         if adaptive:
             refuse_shards(model, "adaptive")
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
-        intervals = ADAPTIVE_EVERY if adaptive else PLAIN_EVERY
+        intervals = ADAPTIVE_INTERVALS if adaptive else PLAIN_INTERVALS
         arguments = {
             "loss": loss, "inject": isotropic(ADAPTIVE_VECTORS if adaptive else 1) if inject is None else inject,
             "sharing": sharing, "adaptive": adaptive,
             "factor_decay": factor_decay, "factor_every": intervals[0] if factor_every is None else factor_every,
             "decompose_every": intervals[1] if decompose_every is None else decompose_every,
-            "max_overhead": max_overhead, "seed": seed, "distributed": distributed,
+            "max_overhead": max_overhead, "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
-        super().__init__(model, options, arguments)
-        self.adaptive = Adaptive() if adaptive else None
-        self.replay: Replay | None = None  # of the batch at hand
-        self.residuals: ResidualSteps | None = None  # once a closure has returned such
-        self._is_loss = False  # once a closure has returned a loss
-        self._stuck = 0  # steps in a row that were not taken since a decomposition failed
-        self._expect()
+        own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
+        super().__init__(
+            own, options, arguments, config=config, store=BlockDiagonalCurvature(sharing, self.structure),
+            rule=step_rule or (AdaptiveStep() if adaptive else TrustRegionStep(MomentumDescent())),
+            backprops=LayerBackprops,
+        )  # fmt: skip
 
-    def _records(self) -> bool:
-        silent = self.replay is not None and self.replay.silent
-        return self.residuals is None and super()._records() and not silent
+    def residual_solver(self) -> SubspaceSolver:
+        if self.structure != "kronecker":
+            raise ValueError("EKFAC: the closure returned residuals, which KFAC and NaturalGradient take")
+        inject, sharing = self.arguments["inject"], self.arguments["sharing"]
+        if self.arguments["loss"] is not None:
+            raise ValueError("loss: the closure returned residuals r, whose loss is 1/2 ||r||^2; leave loss= out")
+        if not isinstance(inject, type(isotropic())):
+            raise ValueError(f"inject: nothing is sent back but the residuals themselves, found {inject!r}")
+        if sharing != "expand":
+            raise ValueError(f'sharing: expected "expand" for residuals, found {sharing!r}')
+        return SubspaceSolver()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient.
-
-        Args:
-            closure: re-evaluates the model on the batch and returns the loss, as for `torch.optim.LBFGS`. With
-                `adaptive` it is needed, and called several times: with the same random numbers and without effect on
-                buffers (of BatchNorm) after the first, with ``loss.backward()`` left out where only the loss is needed.
-                One that returns residuals (M,) is called several times too, once more at the first step.
-
-        Returns:
-            The loss before the step, if there is a closure.
-
-        Raises:
-            RuntimeError: the model was never called with gradients enabled, so that its curvature is unknown.
-            TypeError: `adaptive`, and no closure, or one that does not return a loss; no closure, or a loss, after
-                residuals, and the other way round.
-            ValueError: residuals, and an argument that has no meaning for them.
-        """
-        return self._step(closure)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        value, move = self._prepared(closure)
-        if move is not None:
-            take(move)  # this is what torch.compile(opt.step) compiles
-        return value
-
-    @torch._disable_dynamo
-    def _prepared(self, closure: Callable[[], Any] | None) -> tuple[Any, Move | None]:
-        """All of a step but, in a plain one, the last thing to do."""
-        if closure is not None and not callable(closure):
-            raise TypeError(f"closure: expected a function that computes the loss, found {type(closure).__name__}")
-        for group in self.param_groups:
-            check_numbers(group)
-        if closure is None and self._is_at_rest():
-            return None, None
-        self._move = None
-        self._listener.reset()
-        if closure is not None and hasattr(self, "found_inf"):
-            raise RuntimeError(
-                f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
-            )
-        start, steps = time.perf_counter(), self.steps
-        with self.health.watching(), force_eager() if self._differentiates(closure) else nullcontext():
-            value = self._loss_step(closure) if self.residuals is None else None
-            if self.residuals is not None:
-                value = self._residual_step(closure, self.residuals)
-        if self._steps > steps:
-            self.health.entries[-1]["seconds"] = time.perf_counter() - start
-            if self.residuals is None:
-                self._measure()
-        self._expect()
-        move, self._move = self._move, None
-        return value, move
-
-    def _differentiates(self, closure: Callable[[], Any] | None) -> bool:
-        """Whether the closure's model may be looked into or differentiated twice, which compiled code cannot be."""
-        repeats = self.adaptive is not None or self._arguments.get("line_search", False)
-        return closure is not None and (repeats or not self._is_loss)
-
-    def _is_at_rest(self) -> bool:
-        """Whether nothing could move: `torch.distributed.checkpoint` takes such a step to see what the state holds."""
-        is_unable = self.adaptive is not None or not self.factors.blocks
-        return self.residuals is None and is_unable and not any(group["lr"] for group in self.param_groups)
-
-    def _loss_step(self, closure: Callable[[], Any] | None) -> Any:
-        """A step with a loss; where a first closure returns residuals instead, only that is kept."""
-        before = State(self.model) if closure is not None and not self._is_loss else None
-        try:
-            value = self._of_loss(None if closure is None else without_residuals(closure))
-            self._is_loss |= closure is not None
-            return value
-        except FoundResiduals:
-            self._discard()
-            if before is None:
-                raise TypeError("KFAC.step: the closure returned residuals, and a loss before") from None
-            before.restore()
-            self._check_for_residuals()
-            self.generator = self.outputs.scale = None
-            self.residuals = ResidualSteps()
-            return None
-
-    def _of_loss(self, closure: Callable[[], Any] | None) -> Any:
-        if self.adaptive is not None:
-            return self._adaptive_step(closure, self.adaptive)
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
-        self._plain_step(self._gradients())
-        return value
-
-    def _attempted(self, move: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What to remember of a step; none is taken where a decomposition fails, unless that goes on."""
-        try:
-            entry, self._stuck = move(), 0
-            return entry
-        except torch.linalg.LinAlgError:
-            self._stuck += 1
-            if self._stuck == PATIENCE:
-                raise
-            return {"accepted": False, "rollbacks": 0}
-
-    # -- with a closure of residuals
-
-    def _check_for_residuals(self) -> None:
-        """Refuse what has no meaning for residuals."""
-        refuse_shards(self.model, "closure")
-        refuse_arguments(self._arguments, self.block)
-
-    def _residual_step(self, closure: Callable[[], Any] | None, residuals: ResidualSteps) -> Tensor:
-        if closure is None:
-            raise TypeError(f"{type(self).__name__}.step: the closure returned residuals before; pass it at every step")
-        with self.health.timed("closure"):
-            trials = Trials(self.model, closure, self.team.processes)
-        loss = trials.values.square().sum() / 2
-        if not bool(torch.isfinite(loss)):
-            trials.before.restore_buffers()
-            self._skip()
-            return loss
-        for name in ("damping", "momentum"):
-            self._shared(name)
-        try:
-            with self.health.timed("jacobian"):
-                jacobian = trials.jacobian(self.model)
-            self._check_trained(jacobian.shapes)
-            if not are_finite(jacobian.transposed(trials.values).values()):  # a root of zero, say
-                self._skip()
-                return loss
-            entry = self._attempted(lambda: self._moved(jacobian, trials, residuals))
-        finally:
-            trials.after.restore()
-        self.health.counts["rollbacks"] += entry.pop("rollbacks")
-        self.health.counts["failures"] += not entry["accepted"]
-        self.health.entries.append({"step": self.steps, "loss": float(loss)} | entry)
-        self.steps += 1
-        return loss
-
-    def _moved(self, jacobian: Jacobian, trials: Trials, residuals: ResidualSteps) -> dict[str, Any]:
-        """Take the step, or leave the parameters as they are; what to remember of it."""
-        with self.health.timed("step"):
-            return residuals.move(jacobian, trials, self._trained(), self._options())
-
-    # -- with a closure
-
-    def _adaptive_step(self, closure: Callable[[], Any] | None, adaptive: Adaptive) -> Tensor:
-        if closure is None:
-            raise TypeError(
-                "KFAC(adaptive=True).step: pass a closure that computes the loss of the batch, as for torch.optim.LBFGS"
-            )
-        self.replay = replay = Replay(self.model, closure, self.team.processes.mean)
-        try:
-            loss = self._evaluated(replay, adaptive)
-            gradients = self._gradients()
-            if not gradients or not _finite(loss, gradients) or self._knows_nothing():
-                if gradients:
-                    self._skip()
-                return loss
-            self._renew()
-            with self.health.timed("direction"):
-                groups = self._groups(self._solved(gradients))
-            with self.health.timed("model"):
-                rates = {name: group["lr"] for name, group in self._options().items()}
-                entry = self._attempted(lambda: adaptive.move(replay, loss, gradients, groups, rates))
-            for name, group in self._options().items():
-                if group["weight_decay"] and name in gradients and entry["accepted"]:
-                    self._trained()[name].mul_(1 - group["lr"] * group["weight_decay"])
-        finally:
-            self.replay = None
-        self.health.counts["rollbacks"] += entry.pop("rollbacks")
-        self.health.counts["failures"] += not entry["accepted"]
-        self.health.entries.append(self._entry | entry)
-        self.steps += 1
-        return loss
-
-    def _evaluated(self, replay: Replay, adaptive: Adaptive) -> Tensor:
-        """The loss and its gradients; where they are not finite because of the last step, that is undone."""
-        with self.health.timed("closure"):
-            loss = replay.first()
-        if _finite(loss, self._gradients()) or not adaptive.last:
-            return loss
-        self._discard()
-        there = adaptive.undo(dict(self.model.named_parameters()))
-        with self.health.timed("closure"):
-            again = replay.again()
-        if _finite(again, self._gradients()):
-            self.health.counts["rollbacks"] += 1
-            adaptive.forget()
-            return again
-        adaptive.redo(dict(self.model.named_parameters()), there)  # it was the batch
-        return again
-
-    def _groups(self, directions: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Descent directions of neighbouring layers, each to have a step size of its own."""
-        layers = [
-            {name: -directions[name] for name in block.names}
-            for block in self.factors.blocks
-            if all(name in directions for name in block.names)
-        ]
-        seen = {name for layer in layers for name in layer}
-        rest = {name: -u for name, u in directions.items() if name not in seen}
-        return Adaptive.grouped([*layers, rest] if rest else layers)
-
-    def report(self) -> str:
-        """A table of every parameter: how it is preconditioned, factor shapes, and why where it falls back."""
-        return super().report() if self.residuals is None else described(self.residuals.blocks, self.model)
-
-    def _kind(self) -> dict[str, Any]:
-        """What a state must have in common with an optimizer that takes it."""
-        own = {"adaptive": self.adaptive is not None, "sharing": self._arguments["sharing"]}
-        return {"curvature": self.block, **own}
-
-    def _blank(self, p: Tensor) -> dict[str, Any]:
-        return {} if self.adaptive is not None else super()._blank(p)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As for any optimizer: tensors, numbers and strings; see `optimizers.checkpoints` for the form."""
-        return packed(self, self._state(), self._kind(), self._blank)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a `state_dict`, also one of earlier code; its tensors are copied, to device and dtype of the parameters.
-
-        Raises:
-            TypeError: not a dict.
-            ValueError: it is of another optimizer, model or choice of `adaptive`, `sharing` or `solver`, of newer code,
-                or damaged; what was found is said, and nothing was changed.
-        """
-        self._restore(unpacked(self, state_dict, self._kind(), self._whole()))
-
-    def _whole(self) -> dict[str, Any]:
-        state = super()._whole()
-        if self.adaptive is not None:
-            state["adaptive"] = vars(self.adaptive).copy()
-        if self.residuals is not None:
-            state["residuals"] = self.residuals.state()
-        return state
-
-    def _restore(self, state_dict: dict[str, Any]) -> None:
-        own = dict(state_dict["kfac"])
-        adaptive, residuals = dict(own.pop("adaptive", {})), own.pop("residuals", None)
-        super()._restore(state_dict | {"kfac": own})
-        self.residuals = None if residuals is None else ResidualSteps()
-        if self.residuals is not None:
-            self.residuals.restore(residuals, self._trained())
-        if self.adaptive is not None and adaptive:
-            parameters = self._trained()
-            for what in ("last", "start"):
-                adaptive[what] = {name: d.to(parameters[name]) for name, d in adaptive[what].items()}
-            vars(self.adaptive).update(adaptive)
+    def kind(self) -> dict[str, Any]:
+        own = {"adaptive": self.arguments["adaptive"], "sharing": self.arguments["sharing"]}
+        return {"curvature": self.structure, **own}
 
 
-def _finite(loss: Tensor, gradients: Mapping[str, Tensor]) -> bool:
-    return are_finite([loss, *gradients.values()])
+class EKFAC(KFAC):
+    """`KFAC` with the curvature rescaled in the eigenbasis of its factors (arXiv:1806.03884).
+
+    The eigenvalues of each layer are replaced by the mean squares of its per-sample gradients in the eigenbasis, which
+    are never built; they are carried over when the basis turns. A layer with a side of more than 2,048 rows has no
+    whole eigenbasis and is as in `KFAC`, which `report()` says. Arguments as for `KFAC`.
+    """
+
+    structure = "eigen"
+    why_replicated = "measures in the eigenbasis of every layer on every process"

@@ -1,8 +1,8 @@
-"""What all optimizers of a model share: its parameters by name, the course of the run, checks of arguments."""
+"""Parameter groups, names and history: what all optimizers of a whole model share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,15 +10,18 @@ from torch import Tensor, nn
 
 from curvature.recording import unwrap_compiled
 from optimizers.arguments import check_numbers
-from optimizers.monitor import EVENTS, Health
+from optimizers.monitor import Monitor
 
 
 class ModelOptimizer(torch.optim.Optimizer):
-    """Trains every parameter of a model that requires a gradient; `options` are those of a parameter group.
+    """Trains every parameter of a model that requires a gradient.
+
+    Args:
+        model: a module; frozen parameters are taken too, for they may be thawed later.
+        options: those of a parameter group.
 
     Raises:
-        TypeError: `model` is no module.
-        ValueError: none of its parameters requires a gradient, or one is complex.
+        ValueError: no parameter of the model requires a gradient, or one is complex.
     """
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
@@ -28,19 +31,16 @@ class ModelOptimizer(torch.optim.Optimizer):
             if p.is_complex():
                 raise ValueError(f"{name}: complex parameters are not supported, found {p.dtype}; keep two real ones")
         self.model = unwrap_compiled(model)
+        self.monitor = Monitor()
         self._names: dict[int, str] = {}
-        super().__init__(list(model.parameters()), options)  # frozen ones too: they may be thawed
-        self.health = Health()
-        self._steps = self._skipped = 0
-        # of a last step that the host does not know of whether it was taken: how to ask, and what was before
-        self._open: tuple[Callable[[], bool], Any] | None = None
+        super().__init__(list(model.parameters()), options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for any optimizer; all parameters are to be the model's.
+        """Add a group of parameters of the model, as for any optimizer of torch.
 
         Raises:
             TypeError: not a dict with parameters; an option of the wrong type.
-            ValueError: a parameter is none of the model's: there is no curvature for it; an option is out of range.
+            ValueError: a parameter does not belong to the model; an option is out of range.
         """
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f'param_group: expected a dict with "params", found {param_group!r:.80}')
@@ -57,105 +57,81 @@ class ModelOptimizer(torch.optim.Optimizer):
                 )
         super().add_param_group(param_group | {"params": given})
 
-    def _shapes(self) -> dict[str, list[int]]:
-        return {name: list(p.shape) for name, p in self.model.named_parameters()}
+    # -- parameters by name
 
-    def _check_shapes(self, found: dict[str, list[int]]) -> None:
-        """Refuse the state of an optimizer of another model."""
-        own = self._shapes()
-        for name in [*own, *found]:
-            there, here = (shapes.get(name, "nowhere") for shapes in (found, own))
-            if there != here:
-                raise ValueError(f"state_dict: of another model; {name} has shape {there} there and {here} here")
+    def trained(self) -> dict[str, Tensor]:
+        """Parameters of the groups that require a gradient now, by name."""
+        return {self.name_of(p): p for group in self.param_groups for p in group["params"] if p.requires_grad}
 
-    def _trained(self) -> dict[str, Tensor]:
-        """Parameters by name that require a gradient now."""
-        return {self._names[id(p)]: p for group in self.param_groups for p in group["params"] if p.requires_grad}
+    def present(self) -> dict[str, nn.Parameter]:
+        """The model's own parameters that are trained, by the names that they have now.
 
-    def _there(self) -> dict[str, nn.Parameter]:
-        """Parameters of the model that are trained, by the names that they have now.
-
-        Others stand in for them during `torch.func.functional_call`.
+        During `torch.func.functional_call` others stand in for them.
         """
         now = dict(self.model.named_parameters())
         self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
-        given = {self._names[id(p)] for group in self.param_groups for p in group["params"]}
+        given = {self.name_of(p) for group in self.param_groups for p in group["params"]}
         return {name: p for name, p in now.items() if name in given and p.requires_grad}
 
-    def _options(self) -> dict[str, dict[str, Any]]:
-        """Groups by name of their parameters; what a scheduler keeps as a tensor is a number here."""
+    def options(self) -> dict[str, dict[str, Any]]:
+        """The options of each parameter's group, by name, as plain numbers (a scheduler may keep tensors)."""
         found: dict[str, dict[str, Any]] = {}
         for group in self.param_groups:
             plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            found |= dict.fromkeys([self._names[id(p)] for p in group["params"]], plain)
+            found |= dict.fromkeys([self.name_of(p) for p in group["params"]], plain)
         return found
 
-    def _shared(self, name: str) -> Any:
-        """An option of which there can be one only."""
-        options = [group[name] for group in self.param_groups]
-        found = list(dict.fromkeys(float(value) if isinstance(value, Tensor) else value for value in options))
-        if len(found) > 1:
-            raise ValueError(f"{name}: all parameters are solved for together, found {found} in the parameter groups")
-        return found[0]
+    def name_of(self, p: Tensor) -> str:
+        return self._names[id(p)]
 
-    def _check_trained(self, names: Iterable[str]) -> None:
-        left = sorted(set(names) - self._trained().keys())
-        if left:
-            raise ValueError(
-                f"{left[0]} requires a gradient but is in no parameter group of the optimizer; use add_param_group"
-            )
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: list(p.shape) for name, p in self.model.named_parameters()}
+
+    # -- the run
 
     @property
     def steps(self) -> int:
-        """Taken so far."""
-        self._settle()
-        return self._steps
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self._steps = value
+        """Steps taken so far."""
+        return self.monitor.steps
 
     @property
     def skipped(self) -> int:
-        """Batches that were left out."""
-        self._settle()
-        return self._skipped
-
-    @skipped.setter
-    def skipped(self, value: int) -> None:
-        self._skipped = value
-
-    def _settle(self) -> None:
-        """Ask whether the last step was one, and if not, count it as skipped."""
-        if self._open is None:
-            return
-        (was_taken, before), self._open = self._open, None
-        if not was_taken():
-            self._take_back(before)
-            self._steps -= 1
-            self._skipped += 1
-            self.health.entries[-1] = {"step": self._steps, "accepted": False}
-
-    def _take_back(self, before: Any) -> None:
-        """Restore what the host keeps beside the tensors, which the device has left as they were."""
+        """Batches left out so far, because the loss or a gradient was not finite."""
+        return self.monitor.skipped
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """One dict of plain numbers for each of the last 10,000 steps, for `curvature.plots.training`."""
-        self._settle()
-        return self.health.history()
+        return self.monitor.history()
 
     def stats(self) -> dict[str, Any]:
         """How the run goes: the last step's numbers, counts of events, seconds by part."""
-        last = self.history[-1] if self.health.entries else {}
-        counts = {name: self.health.counts[name] for name in ("rollbacks", "failures", *EVENTS)}
-        own = {"steps": self.steps, "skipped": self.skipped, **counts}
-        return own | last | {"seconds_in": dict(self.health.seconds)}
+        return self.monitor.stats()
 
     def summary(self) -> str:
         """One line on the last step and the run, to print while training."""
-        last = self.history[-1] if self.health.entries else {}
-        shown = [f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None]
-        own = [f"step {self.steps}", *shown, f"{self.health.counts['rollbacks']} rollbacks", f"{self.skipped} skipped"]
-        parts = " ".join(f"{k} {v:.1f} s" for k, v in self.health.seconds.items())
-        return ", ".join([*own, parts] if parts else own)
+        return self.monitor.summary()
+
+
+def shared_option(options: Mapping[str, Mapping[str, Any]], name: str) -> Any:
+    """The value of an option that all parameters must share.
+
+    Raises:
+        ValueError: the parameter groups differ in it.
+    """
+    found = list(dict.fromkeys(group[name] for group in options.values()))
+    if len(found) > 1:
+        raise ValueError(f"{name}: all parameters are solved for together, found {found} in the parameter groups")
+    return found[0]
+
+
+def check_trained(names: Iterable[str], trained: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        ValueError: a parameter that has a gradient is in no parameter group; by name.
+    """
+    left = sorted(set(names) - trained.keys())
+    if left:
+        raise ValueError(
+            f"{left[0]} requires a gradient but is in no parameter group of the optimizer; use add_param_group"
+        )

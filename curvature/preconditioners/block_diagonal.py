@@ -121,6 +121,10 @@ class CurvatureStore:
         """Update the running averages."""
         raise NotImplementedError
 
+    def right_hand_sides(self, gradients: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What blocks solve for, given the gradients that there are."""
+        return gradients
+
     def gather(self, statistics: CurvatureStatistics, objects: Callable[[Any], Sequence[Any]]) -> None:
         """Replace statistics that do not add up by those of all processes; `objects` is an all-gather of objects."""
 

@@ -33,7 +33,8 @@ class FullCurvature(CurvatureStore):
             raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, found {solver!r:.80}")
         super().__init__()
         self.blocks: list[FullBlock] = []  # type: ignore[assignment]
-        self.model, self.kind, self.is_sum = model, SOLVERS[solver], is_sum
+        self.model, self.solver, self.is_sum = model, solver, is_sum
+        self.kind = SOLVERS[solver]
 
     def measure(
         self,
@@ -57,6 +58,19 @@ class FullCurvature(CurvatureStore):
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         for block in self.blocks:
             block.update_average(statistics, decay)
+
+    def right_hand_sides(self, gradients: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Parameters that the batch did not use have a gradient of zero.
+
+        Raises:
+            RuntimeError: nothing was seen since a state was loaded.
+        """
+        if not all(block.is_ready for block in self.blocks):
+            raise RuntimeError(
+                f'NaturalGradient(solver="{self.solver}").step: no forward pass of the model since the state was loaded'
+            )
+        unused = {name for block in self.blocks for name in block.names} - gradients.keys()
+        return {**gradients, **{name: torch.zeros_like(trained[name]) for name in unused}}
 
     def _block_of(self, shapes: Mapping[str, tuple[int, ...]]) -> FullBlock:
         """The block of these parameters, a new one if others were trained before."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from curvature.preconditioners import CurvatureStore
 from optimizers.distributed.processes import Processes
-from optimizers.distributed.workers import Workers
 
 Key = tuple[str, str]  # name of the block, and of the sum
 Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
@@ -105,12 +103,3 @@ class Statistics:
             states |= {state["names"][0]: state for state in others if state["names"][0] not in states}
         self.store.complete(list(states.values()), self.processes.device)
         return union, bool(is_void)
-
-
-@dataclass(frozen=True)
-class Team:
-    """The processes that train a model, and what they do together."""
-
-    processes: Processes
-    workers: Workers
-    statistics: Statistics

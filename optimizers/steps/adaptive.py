@@ -9,32 +9,99 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.preconditioners import Block
 from optimizers.steps.closure_replay import Replay
-from optimizers.steps.quadratic_model import GROW, SHRINK, Quadratic, next_damping
-from optimizers.steps.updates import inner
+from optimizers.steps.quadratic_model import GROW, SHRINK, Quadratic, first_accepted, next_damping
+from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule, checked_value
+from optimizers.steps.updates import are_finite, inner
 
-GROUPS = 8  # at most so many ranges of layers have a step size of their own
-STRIDE = 2  # every so manieth sample of a batch gives the curvature of the directions
-FIRST = 1e-3  # the first damping, relative to the curvature along the first direction
-TRIES = 12  # dampings tried before a step is given up
-MEMORY = 0.8  # of the running averages of slope and curvature on fresh data
-LEAST = 0.2  # smallest part of the model's own step
+MOST_GROUPS = 8  # ranges of layers with a step size of their own
+SAMPLE_STRIDE = 2  # every so manieth sample of a batch gives the curvature of the directions
+FIRST_DAMPING = 1e-3  # relative to the curvature along the first direction
+FRESH_DECAY = 0.8  # of the running averages of slope and curvature on fresh data
+LEAST_PART = 0.2  # of the model's own step
 HOLD, RAISE = 0.75, 0.6  # parts below which damping no longer falls, and below which it rises
 
 Named = Mapping[str, Tensor]
 
 
-class Adaptive:
-    """What an adaptive optimizer remembers from step to step: plain numbers and the last displacement."""
+class AdaptiveStep(StepRule):
+    """The layers' directions and the last displacement span the exact damped quadratic model of the batch's loss.
+
+    Its minimum is the step (arXiv:1503.05671, sections 6.4 to 7, there with one direction for all layers). Damping
+    follows the reduction ratio; a step that makes the loss worse is taken back and tried again with more damping. The
+    next batch tells how much of a step fresh data approve of.
+
+    Attributes:
+        damping: negative while unknown.
+        last, start: the last displacement, and the parameters before it.
+        part: of the model's own step that fresh data approve of.
+        slope, bend: running averages of slope and curvature along the last step on fresh data, relative to the model's.
+        taken: part of the model's own step that the last step was.
+        predicted: decrease by the whole of it, by its own batch.
+    """
+
+    needs_closure = True
+    differentiates_model = True
 
     def __init__(self) -> None:
-        self.damping = -1.0  # unknown
-        self.last: dict[str, Tensor] = {}  # displacement
-        self.start: dict[str, Tensor] = {}  # the parameters before it
-        self.part = 1.0  # of the model's own step that fresh data approve of
+        self.damping = -1.0
+        self.last: dict[str, Tensor] = {}
+        self.start: dict[str, Tensor] = {}
+        self.part = 1.0
         self.slope, self.bend = 1.0, 1.0
-        self.taken = 1.0  # of the model's own step, by the last step
-        self.predicted = 0.0  # by the last step's own batch, for the whole step
+        self.taken = 1.0
+        self.predicted = 0.0
+
+    def evaluate(self, context: StepContext) -> Evaluation:
+        """
+        Raises:
+            TypeError: there is no closure.
+        """
+        if context.closure is None:
+            raise TypeError(
+                "KFAC(adaptive=True).step: pass a closure that computes the loss of the batch, as for torch.optim.LBFGS"
+            )
+        replay = context.replay()
+        with context.monitor.timed("closure"):
+            return Evaluation(checked_value(replay.first()), replay)
+
+    def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
+        replay = evaluation.replay
+        assert replay is not None
+        loss, rollbacks = self._finite_loss(context, replay, evaluation.value)
+        gradients = context.gradients()
+        if not gradients:
+            return Outcome(loss, rollbacks=rollbacks)
+        if not are_finite([loss, *gradients.values()]) or context.knows_nothing():
+            return Outcome(loss, is_skipped=True, rollbacks=rollbacks)
+        renewal = context.renew(gradients)
+        with context.monitor.timed("direction"):
+            groups = grouped_by_layer(context.solve(gradients), context.preconditioner.blocks)
+        with context.monitor.timed("model"):
+            rates = {name: group["lr"] for name, group in context.options.items()}
+            entry = context.attempt(lambda: self.move(replay, loss, gradients, groups, rates))
+        for name, group in context.options.items():
+            if group["weight_decay"] and name in gradients and entry["accepted"]:
+                context.trained[name].mul_(1 - group["lr"] * group["weight_decay"])
+        rollbacks += entry.pop("rollbacks")
+        entry = {"renewed": renewal.renewed, "inverted": renewal.inverted} | entry
+        return Outcome(loss, entry=entry, renewal=renewal, rollbacks=rollbacks)
+
+    def _finite_loss(self, context: StepContext, replay: Replay, loss: Tensor) -> tuple[Tensor, int]:
+        """The loss, and the number of rollbacks: where the last step made it not finite, that step is undone."""
+        if are_finite([loss, *context.gradients().values()]) or not self.last:
+            return loss, 0
+        context.recorder.discard()
+        parameters = dict(context.model.named_parameters())
+        there = self.undo(parameters)
+        with context.monitor.timed("closure"):
+            again = replay.again()
+        if are_finite([again, *context.gradients().values()]):
+            self.forget()
+            return again, 1
+        self.redo(parameters, there)  # it was the batch
+        return again, 0
 
     def move(
         self, replay: Replay, loss: Tensor, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float]
@@ -60,7 +127,7 @@ class Adaptive:
         directions = [*groups, last] if last else list(groups)
         model = Quadratic(
             torch.tensor([_inner(d, gradients) for d in directions], dtype=torch.float64, device="cpu"),
-            replay.curvatures(directions, STRIDE),
+            replay.curvatures(directions, SAMPLE_STRIDE),
             _norms(groups, last),
         )
         if not model.is_finite:
@@ -71,37 +138,41 @@ class Adaptive:
         if self.damping < 0:
             whole = torch.ones(len(directions), dtype=torch.float64, device="cpu")
             norm = float(whole @ model.norms @ whole)
-            self.damping = FIRST * max(float(whole @ model.curvature @ whole), 1e-30) / max(norm, 1e-30)
-        return self._searched(replay, model, directions, lr, entry | {"groups": len(groups)})
+            self.damping = FIRST_DAMPING * max(float(whole @ model.curvature @ whole), 1e-30) / max(norm, 1e-30)
+        return entry | self._first_accepted(replay, model, directions, len(groups), lr, entry["loss"])
 
-    def _searched(
-        self, replay: Replay, model: Quadratic, directions: Sequence[Named], lr: float, entry: dict[str, Any]
+    def _first_accepted(
+        self, replay: Replay, model: Quadratic, directions: Sequence[Named], groups: int, lr: float, loss: float
     ) -> dict[str, Any]:
-        """The first step on a ladder of dampings that makes the loss fall."""
+        """Take the first step on the ladder of dampings that makes the loss fall."""
         parameters = dict(replay.model.named_parameters())
-        groups, taken, ratio = entry.pop("groups"), self.part * lr, math.nan
+        taken = self.part * lr
         start = {name: parameters[name].detach().clone() for d in directions for name in d}
-        for _ in range(TRIES):
-            alpha = model.minimum(self.damping)
-            move = _combined(directions, (taken * alpha).tolist())
+
+        def reduction(damping: float) -> float:
+            alpha = model.minimum(damping)
             expected = model.value(taken * alpha, 0.0)
+            put(parameters, start)
             try:
-                shift(parameters, move)
-                ratio = (float(replay.loss()) - entry["loss"]) / expected if expected < 0 else math.nan
+                shift(parameters, _combined(directions, (taken * alpha).tolist()))
+                return (float(replay.loss()) - loss) / expected if expected < 0 else math.nan
             except BaseException:
                 put(parameters, start)
                 raise
-            if math.isfinite(ratio) and ratio > 0:
-                self.last, self.start = move, start
-                self.predicted, self.taken = -float(model.slopes @ alpha), taken
-                entry |= {"accepted": True, "step_size": float(alpha[:groups].mean()), "damping": self.damping}
-                self.damping = self._bounded(next_damping(self.damping, ratio))
-                return entry | {"ratio": ratio}
+
+        trial = first_accepted(reduction, self.damping)
+        entry = {"ratio": trial.ratio, "rollbacks": trial.rollbacks}
+        if not trial.is_accepted:
             put(parameters, start)
-            self.damping *= GROW
-            entry["rollbacks"] += 1
-        self.forget()
-        return entry | {"damping": self.damping, "ratio": ratio}
+            self.damping = trial.damping * GROW
+            self.forget()
+            return entry | {"accepted": False, "damping": self.damping}
+        alpha = model.minimum(trial.damping)
+        self.last, self.start = _combined(directions, (taken * alpha).tolist()), start
+        self.predicted, self.taken = -float(model.slopes @ alpha), taken
+        self.damping = self._bounded(trial.damping, next_damping(trial.damping, trial.ratio))
+        size = float(alpha[:groups].mean())
+        return entry | {"accepted": True, "step_size": size, "damping": trial.damping}
 
     def undo(self, parameters: Named) -> dict[str, Tensor]:
         """Return to where the last step began, and be more careful; what `redo` takes."""
@@ -119,28 +190,40 @@ class Adaptive:
         """The last step was no good: it is no direction."""
         self.last, self.start = {}, {}
 
-    @staticmethod
-    def grouped(layers: Sequence[Named]) -> list[dict[str, Tensor]]:
-        """At most `GROUPS` directions, each of layers next to each other."""
-        count = min(GROUPS, len(layers))
-        ends = [round(k * len(layers) / count) for k in range(count + 1)]
-        return [{k: v for layer in layers[a:b] for k, v in layer.items()} for a, b in zip(ends, ends[1:], strict=False)]
-
-    def _bounded(self, damping: float) -> float:
-        """The next damping. A batch alone would have ever longer steps; where fresh data would not, it is noise."""
+    def _bounded(self, damping: float, wanted: float) -> float:
+        """The next damping. The batch alone asks for less and less; where fresh data disagree, that fits noise."""
         approved = self.slope / self.bend
         if approved < RAISE:
-            return max(damping, self.damping / SHRINK)
-        return max(damping, self.damping) if approved < HOLD else damping
+            return max(wanted, damping / SHRINK)
+        return max(wanted, damping) if approved < HOLD else wanted
 
     def _learn(self, slope: float, bend: float) -> None:
         """Compare the last step with what a batch that it did not see says of it."""
         if bend <= 0 or self.predicted <= 0:
             return
         start = bend - slope  # how steeply the loss of this batch fell where the step began
-        self.slope = MEMORY * self.slope + (1 - MEMORY) * start / self.taken / self.predicted
-        self.bend = MEMORY * self.bend + (1 - MEMORY) * bend / self.taken**2 / self.predicted
-        self.part = min(1.0, max(LEAST, self.slope / self.bend))
+        self.slope = FRESH_DECAY * self.slope + (1 - FRESH_DECAY) * start / self.taken / self.predicted
+        self.bend = FRESH_DECAY * self.bend + (1 - FRESH_DECAY) * bend / self.taken**2 / self.predicted
+        self.part = min(1.0, max(LEAST_PART, self.slope / self.bend))
+
+
+def grouped_by_layer(directions: Named, blocks: Sequence[Block]) -> list[dict[str, Tensor]]:
+    """Descent directions of neighbouring layers, each to have a step size of its own."""
+    layers = [
+        {name: -directions[name] for name in block.names}
+        for block in blocks
+        if all(name in directions for name in block.names)
+    ]
+    seen = {name for layer in layers for name in layer}
+    rest = {name: -u for name, u in directions.items() if name not in seen}
+    return grouped([*layers, rest] if rest else layers)
+
+
+def grouped(layers: Sequence[Named]) -> list[dict[str, Tensor]]:
+    """At most `MOST_GROUPS` directions, each of layers next to each other."""
+    count = min(MOST_GROUPS, len(layers))
+    ends = [round(k * len(layers) / count) for k in range(count + 1)]
+    return [{k: v for layer in layers[a:b] for k, v in layer.items()} for a, b in zip(ends, ends[1:], strict=False)]
 
 
 def _combined(directions: Sequence[Named], alpha: Sequence[float]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -106,22 +106,26 @@ class Replay:
         model: what the closure calls.
         closure: returns the loss; it may also zero the gradients and call ``backward()``, as for `torch.optim.LBFGS`.
         mean: over the processes that train the model, each on its part of the batch.
+        unrecorded: a context in which forward passes are not recorded.
     """
 
     def __init__(
-        self, model: nn.Module, closure: Callable[[], Any], mean: Callable[[Tensor], Tensor] = lambda x: x
+        self,
+        model: nn.Module,
+        closure: Callable[[], Any],
+        mean: Callable[[Tensor], Tensor] = lambda x: x,
+        unrecorded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.model, self.closure, self.mean = model, closure, mean
+        self.model, self.closure, self.mean, self.unrecorded = model, closure, mean, unrecorded
         self.calls: list[Call] = []
-        self.silent = False  # whether forward passes are replays, which are not to be recorded
         self.before = State(model)
 
     def first(self) -> Tensor:
-        """The loss, after a backward pass; as the user's own loop would have it.
+        """The loss, after a backward pass, as in the user's own loop; of residuals the closure's value alone.
 
         Raises:
-            TypeError: the closure returns no scalar tensor.
-            RuntimeError: it calls the model never.
+            TypeError: the closure returns no tensor.
+            RuntimeError: it does not call the model.
         """
         self.calls.clear()
         old = {p: p.grad for p in self.model.parameters()}
@@ -138,7 +142,9 @@ class Replay:
         try:
             with torch.enable_grad():
                 loss = self.closure()
-                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                if isinstance(loss, Tensor) and loss.ndim:
+                    return loss
+                if not isinstance(loss, Tensor):
                     raise TypeError(
                         f"closure: expected it to return the loss, a tensor of one entry, found {loss!r:.80}"
                     )
@@ -182,11 +188,10 @@ class Replay:
         after, gradients = State(self.model), [(p, p.grad) for p in self.model.parameters()]
         self.before.restore()
         _without_gradients(self.model.parameters())
-        self.silent = True
         try:
-            yield
+            with self.unrecorded():
+                yield
         finally:
-            self.silent = False
             after.restore()
             for p, g in gradients:
                 p.grad = g

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def judged(gradients: Iterable[Tensor], scale: Tensor | None = None) -> Tensor:
+def unscale_and_check_finite(gradients: Iterable[Tensor], scale: Tensor | None = None) -> Tensor:
     """Divide gradients by a scale, in place, and say whether all of them are finite: a flag () on their device.
 
     Args:
@@ -30,7 +30,7 @@ def judged(gradients: Iterable[Tensor], scale: Tensor | None = None) -> Tensor:
     return bad == 0
 
 
-def told(flag: Tensor) -> Callable[[], bool]:
+def copy_to_host_async(flag: Tensor) -> Callable[[], bool]:
     """A flag on its way to the host. To call what is returned waits for it."""
     if not flag.is_cuda:
         return lambda: bool(flag)

@@ -1,16 +1,21 @@
-"""How far to go along a curve through parameter space, by looking at the loss there."""
+"""How far to go along a curve through parameter space, by looking at the loss there, and a step rule made of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-HALVINGS = 30  # of the way, at most
+from optimizers.steps.descent import DescentRule
+from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule, checked_value
+from optimizers.steps.updates import are_finite
+
+MOST_HALVINGS = 30  # of a step
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Curves:
     def lowest(self, curve: Callable[[float], Tensor], start: Point) -> Point:
         """Halve the way until the loss is below that of the start and falls no more; the start where it never is."""
         best = start
-        for k in range(HALVINGS + 1):
+        for k in range(MOST_HALVINGS + 1):
             seen = self.at(curve(0.5**k), 0.5**k)
             if seen.loss < best.loss:
                 best = seen
@@ -72,3 +77,67 @@ class Curves:
         except BaseException:
             self.put(self.origin.displacement)
             raise
+
+
+class LineSearchStep(StepRule):
+    """Halves the step along a direction until the loss of the batch stops falling; needs a closure of the loss.
+
+    Args:
+        descent: makes the direction.
+    """
+
+    needs_closure = True
+    differentiates_model = True
+
+    def __init__(self, descent: DescentRule) -> None:
+        self.descent = descent
+
+    def evaluate(self, context: StepContext) -> Evaluation:
+        """
+        Raises:
+            TypeError: there is no closure.
+        """
+        if context.closure is None:
+            raise TypeError("NaturalGradient(line_search=True).step: pass a closure that computes the loss")
+        replay = context.replay()
+        with context.monitor.timed("closure"):
+            return Evaluation(checked_value(replay.first()), replay)
+
+    def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
+        loss, gradients, replay = evaluation.value, context.gradients(), evaluation.replay
+        assert replay is not None
+        if not gradients or not are_finite([loss, *gradients.values()]):
+            return Outcome(loss, is_skipped=True)
+        renewal = context.renew(gradients)
+        with context.monitor.timed("solve"):
+            good = context.unscale_and_check_finite(gradients)
+            directions = self.descent(context, gradients, good).directions
+        own = {name: context.trained[name] for name in directions}
+        curves = Curves(own, float(loss), lambda: (float(replay.loss()), None))
+        step = -paced(directions, context.options)
+        with context.monitor.timed("trials"), curves.returning():
+            found = curves.straight(step)
+            arrive(curves, found, context.options)
+        entry = {"loss": loss, "accepted": found.part > 0, "step_size": found.part}
+        entry |= {"renewed": renewal.renewed, "inverted": renewal.inverted}
+        return Outcome(loss, entry=entry, renewal=renewal)
+
+    def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return self.descent.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def paced(direction: Named, options: Options) -> Tensor:
+    """Times the learning rates, flat."""
+    return torch.cat([d.flatten() * options[name]["lr"] for name, d in direction.items()])
+
+
+@torch.no_grad()
+def arrive(curves: Curves, point: Point, options: Options) -> None:
+    """Go to a point, and decay if that is a step."""
+    curves.put(point.displacement)
+    for name, p in curves.parameters.items():
+        if point.part and options[name]["weight_decay"]:
+            p.mul_(1 - options[name]["lr"] * options[name]["weight_decay"])

@@ -6,6 +6,8 @@ their products with the Gauss-Newton matrix and N their inner products (arXiv:15
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +16,9 @@ from torch import Tensor
 from curvature.linalg import symmetric_eigh
 
 GOOD, POOR = 0.75, 0.25  # reduction ratios between which the damping stays
-LEAST = 1e-6  # precision of products that were made in single precision
+SINGLE_PRECISION = 1e-6  # of products that were made in it
 SHRINK, GROW = 0.8, 4.0  # factors of the damping: slowly down, quickly up
+MOST_TRIES = 12  # dampings tried before a step is given up
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Quadratic:
     curvature: Tensor
     norms: Tensor
 
-    def minimum(self, damping: float, least: float = LEAST) -> Tensor:
+    def minimum(self, damping: float, least: float = SINGLE_PRECISION) -> Tensor:
         """The coefficients (k,) of the damped minimum; zero along directions that are zero.
 
         Combinations of directions of length one count as zero whose curvature is below `least` of the largest.
@@ -54,3 +57,37 @@ def next_damping(damping: float, ratio: float, shrink: float = SHRINK) -> float:
     if ratio > GOOD:
         return damping * shrink
     return damping / shrink if ratio < POOR else damping
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The last of the dampings that were tried.
+
+    Attributes:
+        damping, ratio: its damping and reduction ratio.
+        rollbacks: tries before it; all of them if it failed, too.
+        is_accepted: whether the loss fell.
+    """
+
+    damping: float
+    ratio: float
+    rollbacks: int
+    is_accepted: bool
+
+
+def first_accepted(reduction: Callable[[float], float], damping: float) -> Trial:
+    """Try ever more damping until the loss falls.
+
+    Args:
+        reduction: makes a step with the damping given, and returns its reduction ratio: actual decrease of the loss
+            over the expected one.
+        damping: of the first try.
+    """
+    ratio = math.nan
+    for rollbacks in range(MOST_TRIES):
+        if rollbacks:
+            damping *= GROW
+        ratio = reduction(damping)
+        if math.isfinite(ratio) and ratio > 0:
+            return Trial(damping, ratio, rollbacks, True)
+    return Trial(damping, ratio, MOST_TRIES, False)

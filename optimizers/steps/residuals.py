@@ -1,40 +1,36 @@
-"""Steps for a closure of residuals r, the loss being ``1/2 ||r||^2``: KFAC for physics-informed networks.
+"""Steps on a closure of residuals r, the loss being ``1/2 ||r||^2``, and KFAC for physics-informed networks.
 
-The Gauss-Newton matrix ``J^T J`` has Kronecker factors by layer (`residual_blocks`; arXiv:2405.15603). What
-these make of the gradient, layer by layer, and of what the first directions leave of it, spans a space with the last
-displacements; the step is the minimum of the exact damped quadratic model ``1/2 ||r + J d||^2 + damping/2 ||d||^2`` in
-that space. Each direction is one product with J, however many layers get a step size of their own.
+The Gauss-Newton matrix ``J^T J`` has Kronecker factors layer by layer (`curvature.preconditioners.residual_blocks`;
+arXiv:2405.15603). What these make of the gradient, and of what the first directions leave of it, spans a space together
+with the last displacements. The step is the minimum of the exact damped quadratic model
+``1/2 ||r + J d||^2 + damping/2 ||d||^2`` in that space. Each direction takes one product with J, however many layers
+get a step size of their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from curvature import Jacobian, isotropic
+from curvature import Jacobian
 from curvature.functional import ExactNorms
 from curvature.preconditioners import ResidualBlock, residual_blocks
 from optimizers.distributed.processes import Processes
-from optimizers.steps.adaptive import Adaptive, put
+from optimizers.model_optimizer import check_trained, shared_option
+from optimizers.steps.adaptive import grouped, put
 from optimizers.steps.closure_replay import State
-from optimizers.steps.quadratic_model import GROW, Quadratic, next_damping
-from optimizers.steps.updates import inner
+from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, next_damping
+from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
+from optimizers.steps.updates import are_finite, inner
 
 DIRECTIONS = 4  # that the Kronecker factors give
-MEMORY = 3  # displacements that are directions again
-FIRST = 1e-3  # the first damping, relative to the curvature along the gradient
+REMEMBERED = 3  # displacements that are directions again
+FIRST_DAMPING = 1e-3  # relative to the curvature along the gradient
 SHRINK = 0.5  # of the damping after a good step: no noise in the batch calls for caution
-TRIES = 12  # dampings tried before a step is given up
-
-Named = Mapping[str, Tensor]
-
-
-class FoundResiduals(Exception):
-    """A closure that was called for a loss has returned residuals."""
 
 
 def called(closure: Callable[[], Any]) -> Tensor:
@@ -57,40 +53,6 @@ def loss_of(residuals: Tensor) -> float:
     """``1/2 ||r||^2``; infinite where it is not finite."""
     value = float(residuals.square().sum()) / 2
     return value if math.isfinite(value) else math.inf
-
-
-def without_residuals(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The closure of a loss; `FoundResiduals` where it returns a vector instead, TypeError for a matrix."""
-
-    def watched() -> Any:
-        value = closure()
-        if isinstance(value, Tensor) and value.ndim == 1:
-            raise FoundResiduals
-        if isinstance(value, Tensor) and value.ndim > 1:
-            raise TypeError(f"closure: expected the loss, or residuals (M,), found shape {tuple(value.shape)}")
-        return value
-
-    return watched
-
-
-def refuse_arguments(arguments: Mapping[str, Any], block: str) -> None:
-    """Raise where an argument of KFAC says what residuals have no place for."""
-    if block != "kronecker":
-        raise ValueError("EKFAC: the closure returned residuals, which KFAC and NaturalGradient take")
-    if arguments["loss"] is not None:
-        raise ValueError("loss: the closure returned residuals r, whose loss is 1/2 ||r||^2; leave loss= out")
-    if not isinstance(arguments["inject"], type(isotropic())):
-        raise ValueError(f"inject: nothing is sent back but the residuals themselves, found {arguments['inject']!r}")
-    if arguments["sharing"] != "expand":
-        raise ValueError(f'sharing: expected "expand" for residuals, found {arguments["sharing"]!r}')
-
-
-def described(blocks: Sequence[ResidualBlock], model: nn.Module) -> str:
-    """A line for each block of parameters: how it is preconditioned, and why where it has no Kronecker products."""
-    rows = [f"{', '.join(block.names)}  {block.describe()}  {block.reason}".rstrip() for block in blocks]
-    seen = {name for block in blocks for name in block.names}
-    rest = [(name, p) for name, p in model.named_parameters() if name not in seen]
-    return "\n".join(rows + [f"{name}  {'needs a step' if p.requires_grad else 'not trained'}" for name, p in rest])
 
 
 class Trials:
@@ -122,6 +84,73 @@ class Trials:
     def loss(self) -> float:
         """With the parameters as they are now; infinite where it is not finite."""
         return loss_of(self.again())
+
+
+class ResidualSolver(Protocol):
+    """Moves the parameters so that the loss ``1/2 ||r||^2`` falls.
+
+    Its public attributes are numbers, and what it remembers from step to step; checkpoints take them.
+    """
+
+    moves: list[dict[str, Tensor]]  # the last displacements
+
+    def move(self, jacobian: Jacobian, trials: Trials, context: StepContext) -> dict[str, Any]:
+        """Take the step, or leave the parameters as they are; the entry for the history."""
+
+    def report(self, model: nn.Module) -> str:
+        """How every parameter is preconditioned."""
+
+
+class ResidualStep(StepRule):
+    """A step on a closure of residuals: their Jacobian, and what a solver makes of it."""
+
+    differentiates_model = True
+
+    def __init__(self, solver: ResidualSolver) -> None:
+        self.solver = solver
+
+    def evaluate(self, context: StepContext) -> Evaluation:
+        """
+        Raises:
+            TypeError: there is no closure.
+        """
+        if context.closure is None:
+            raise TypeError(f"{context.owner}.step: the closure returned residuals before; pass it at every step")
+        return Evaluation()
+
+    def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
+        assert context.closure is not None
+        with context.monitor.timed("closure"):
+            trials = Trials(context.model, context.closure, context.team.processes)
+        loss = trials.values.square().sum() / 2
+        if not bool(torch.isfinite(loss)):
+            trials.before.restore_buffers()
+            return Outcome(loss, is_skipped=True)
+        for name in ("damping", "momentum"):
+            shared_option(context.options, name)
+        try:
+            with context.monitor.timed("jacobian"):
+                jacobian = trials.jacobian(context.model)
+            check_trained(jacobian.shapes, context.trained)
+            if not are_finite(jacobian.transposed(trials.values).values()):  # a root of zero, say
+                return Outcome(loss, is_skipped=True)
+            entry = context.attempt(lambda: self._move(jacobian, trials, context))
+        finally:
+            trials.after.restore()
+        rollbacks = entry.pop("rollbacks")
+        return Outcome(loss, entry={"loss": float(loss)} | entry, rollbacks=rollbacks)
+
+    def _move(self, jacobian: Jacobian, trials: Trials, context: StepContext) -> dict[str, Any]:
+        with context.monitor.timed("step"):
+            return self.solver.move(jacobian, trials, context)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {k: v for k, v in vars(self.solver).items() if not k.startswith("_")}
+        return own | {"moves": [dict(move) for move in own["moves"]]}
+
+    def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
+        own = lambda move: {name: d.to(trained[name]) for name, d in move.items() if name in trained}
+        vars(self.solver).update(state, moves=[own(move) for move in state["moves"]])
 
 
 class Subspace:
@@ -169,56 +198,45 @@ class Subspace:
         return found
 
 
-class ResidualSteps:
-    """What such a run remembers from step to step: the damping and the last displacements."""
+class SubspaceSolver:
+    """The damped minimum over what Kronecker factors make of the gradient, and the last displacements.
+
+    Attributes:
+        damping: negative while unknown.
+    """
 
     def __init__(self) -> None:
-        self.damping = -1.0  # unknown
+        self.damping = -1.0
         self.moves: list[dict[str, Tensor]] = []
-        self.wait, self.pause = 0, 1  # steps to go without coarser tries, and how many the next time that they are vain
-        self.blocks: list[ResidualBlock] = []  # of the last step, for reports
+        self._blocks: list[ResidualBlock] = []  # of the last step, for reports
 
-    def move(
-        self, jacobian: Jacobian, trials: Trials, parameters: Named, options: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, Any]:
-        """Move the parameters so that the loss falls, or leave them as they are.
-
-        Args:
-            options: of each parameter's group. The largest lr shortens the step, the others, relative to it, the
-                directions. A damping that is given stays.
-
-        Returns:
-            What to remember of the step.
-        """
-        jacobian, values = jacobian.merged(), trials.values
-        self.align({name: parameters[name] for name in jacobian.shapes})
-        rates = {name: float(options[name]["lr"]) for name in jacobian.shapes}
-        lr = max(rates.values())
-        entry: dict[str, Any] = {"loss": float(values.square().sum()) / 2, "accepted": True, "rollbacks": 0}
-        if lr == 0 or entry["loss"] == 0:  # a schedule that starts at zero, or nothing left to do
+    def move(self, jacobian: Jacobian, trials: Trials, context: StepContext) -> dict[str, Any]:
+        """See `ResidualSolver`. The largest lr shortens the step, the others, relative to it, the directions."""
+        jacobian, values, options = jacobian.merged(), trials.values, context.options
+        own = {name: context.trained[name] for name in jacobian.shapes}
+        self.moves = aligned(self.moves, own)
+        rates = {name: float(options[name]["lr"]) for name in own}
+        lr, loss = max(rates.values()), float(values.square().sum()) / 2
+        if lr == 0 or loss == 0:  # a schedule that starts at zero, or nothing left to do
+            entry = {"loss": loss, "accepted": True, "rollbacks": 0}
             return entry | {"step_size": 0.0, "damping": self.damping, "ratio": math.nan}
-        scales = {name: rate / lr for name, rate in rates.items()}
         given = next(iter(options.values()))["damping"]
         gradient = jacobian.transposed(values)
         if given is not None:
             self.damping = float(given)
         elif self.damping < 0:
-            self.damping = FIRST * _curvature_along(jacobian, gradient)
-        self.blocks = residual_blocks(jacobian)
-        space = self._spanned(jacobian, values, gradient, scales)
-        return entry | self._searched(space, trials, parameters, options, (lr, entry["loss"], given is not None))
-
-    def align(self, trained: Named) -> None:
-        """Keep of the displacements what is trained now; what was frozen did not move."""
-        self.moves = [{name: move.get(name, torch.zeros_like(p)) for name, p in trained.items()} for move in self.moves]
+            self.damping = FIRST_DAMPING * _curvature_along(jacobian, gradient)
+        self._blocks = residual_blocks(jacobian)
+        space = self._spanned(jacobian, values, gradient, {name: rate / lr for name, rate in rates.items()})
+        return {"loss": loss} | self._first_accepted(space, trials, context, lr, loss)
 
     def _spanned(self, jacobian: Jacobian, values: Tensor, gradient: Named, scales: Mapping[str, float]) -> Subspace:
         """The last displacements, and what the factors make of what is left of the gradient, again and again."""
-        layers = [{name: gradient[name] for name in block.names} for block in self.blocks]
-        space = Subspace(jacobian, [list(group) for group in Adaptive.grouped(layers)])
+        layers = [{name: gradient[name] for name in block.names} for block in self._blocks]
+        space = Subspace(jacobian, [list(group) for group in grouped(layers)])
         for move in self.moves:
             space.add(move)
-        inverses = [block.inverse(self.damping) for block in self.blocks]
+        inverses = [block.inverse(self.damping) for block in self._blocks]
         left: Named = gradient
         for k in range(DIRECTIONS):
             if k:
@@ -227,55 +245,59 @@ class ResidualSteps:
                 found = jacobian.transposed(values + space.change(alpha, values))
                 left = {name: g.add(d[name], alpha=self.damping) for name, g in found.items()}
             solved: dict[str, Tensor] = {}
-            for block, inverse in zip(self.blocks, inverses, strict=True):
+            for block, inverse in zip(self._blocks, inverses, strict=True):
                 solved |= block.solve(inverse, left)
             space.add({name: d * -scales[name] for name, d in solved.items()})
         return space
 
-    def _searched(
-        self, space: Subspace, trials: Trials, parameters: Named, options: Mapping[str, Mapping[str, Any]],
-        known: tuple[float, float, bool],
-    ) -> dict[str, Any]:  # fmt: skip
-        """The first minimum on a ladder of dampings that makes the loss fall."""
-        lr, loss, is_fixed = known
-        values, damping, ratio = trials.values, self.damping, math.nan
+    def _first_accepted(
+        self, space: Subspace, trials: Trials, context: StepContext, lr: float, loss: float
+    ) -> dict[str, Any]:
+        """Take the first minimum on the ladder of dampings that makes the loss fall."""
+        values, options, parameters = trials.values, context.options, context.trained
         start = {name: parameters[name].detach().clone() for name in space.jacobian.shapes}
-        for rollbacks in range(TRIES):
+
+        def reduction(damping: float) -> float:
             alpha = lr * space.minimum(values, damping)
-            move = space.combined(alpha)
             expected = loss - float((values + space.change(alpha, values)).double().square().sum()) / 2
             try:
-                for name, d in move.items():
-                    group = options[name]
-                    decay = group["lr"] * group["weight_decay"]
+                for name, d in space.combined(alpha).items():
+                    decay = options[name]["lr"] * options[name]["weight_decay"]
                     parameters[name].copy_(start[name]).mul_(1 - decay).add_(d)
-                ratio = (loss - trials.loss()) / expected if expected > 0 else math.nan
+                return (loss - trials.loss()) / expected if expected > 0 else math.nan
             except BaseException:
                 put(parameters, start)
                 raise
-            if math.isfinite(ratio) and ratio > 0:
-                kept = MEMORY if options[next(iter(move))]["momentum"] else 0
-                self.moves = [*self.moves, move][-kept:] if kept else []
-                if not is_fixed:
-                    self.damping = next_damping(damping, ratio, SHRINK)
-                first = alpha.reshape(-1, len(space.groups))[-DIRECTIONS]
-                entry = {"step_size": float(first.mean()), "damping": damping, "ratio": ratio}
-                return entry | {"rollbacks": rollbacks}
-            damping *= GROW
-        put(parameters, start)
-        self.moves = []
+
+        trial = first_accepted(reduction, self.damping)
+        is_fixed = next(iter(options.values()))["damping"] is not None
+        entry = {"accepted": trial.is_accepted, "ratio": trial.ratio, "rollbacks": trial.rollbacks}
+        if not trial.is_accepted:
+            put(parameters, start)
+            self.moves = []
+            grown = trial.damping * GROW
+            self.damping = self.damping if is_fixed else grown
+            return entry | {"step_size": 0.0, "damping": grown}
+        alpha = lr * space.minimum(values, trial.damping)
+        move = space.combined(alpha)
+        kept = REMEMBERED if options[next(iter(move))]["momentum"] else 0
+        self.moves = [*self.moves, move][-kept:] if kept else []
         if not is_fixed:
-            self.damping = damping
-        return {"accepted": False, "step_size": 0.0, "damping": damping, "ratio": ratio, "rollbacks": TRIES}
+            self.damping = next_damping(trial.damping, trial.ratio, SHRINK)
+        first = alpha.reshape(-1, len(space.groups))[-DIRECTIONS]
+        return entry | {"step_size": float(first.mean()), "damping": trial.damping}
 
-    def state(self) -> dict[str, Any]:
-        own = {"damping": self.damping, "wait": self.wait, "pause": self.pause}
-        return own | {"moves": [dict(move) for move in self.moves]}
+    def report(self, model: nn.Module) -> str:
+        """A line for each block of parameters: how it is preconditioned, and why it has no Kronecker products."""
+        rows = [f"{', '.join(block.names)}  {block.describe()}  {block.reason}".rstrip() for block in self._blocks]
+        seen = {name for block in self._blocks for name in block.names}
+        rest = [(name, p) for name, p in model.named_parameters() if name not in seen]
+        return "\n".join(rows + [f"{name}  {'needs a step' if p.requires_grad else 'not trained'}" for name, p in rest])
 
-    def restore(self, state: Mapping[str, Any], parameters: Named) -> None:
-        self.damping, self.wait, self.pause = state["damping"], state["wait"], state["pause"]
-        own = lambda move: {name: d.to(parameters[name]) for name, d in move.items() if name in parameters}
-        self.moves = [own(move) for move in state["moves"]]
+
+def aligned(moves: Sequence[Named], trained: Named) -> list[dict[str, Tensor]]:
+    """Displacements of what is trained now; what was frozen did not move."""
+    return [{name: move.get(name, torch.zeros_like(p)) for name, p in trained.items()} for move in moves]
 
 
 def _bordered(matrix: Tensor, columns: Tensor) -> Tensor:

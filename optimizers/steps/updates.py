@@ -19,13 +19,13 @@ def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:
     return ratio.nan_to_num(0.0, 0.0, 0.0).clamp(-2, 1)
 
 
-def adapted(step: Tensor, ratio: Tensor, rate: float) -> Tensor:
+def adapted_step(step: Tensor, ratio: Tensor, rate: float) -> Tensor:
     """The step size after a look at the last step: ``step * exp(rate * ratio)``."""
     # noise alone can shrink the step without end: it must stay able to grow back
     return (step * (rate * ratio).exp()).clamp(min=1e-20)
 
 
-def loosened(bound: Tensor, ratio: Tensor, least: float, most: float) -> Tensor:
+def adapted_trust(bound: Tensor, ratio: Tensor, least: float, most: float) -> Tensor:
     """A bound on relative lengths: slowly wider while steps could go on for ever, quickly back to `least` otherwise."""
     return (bound * torch.where(ratio > 0.95, 1.03, 0.8)).clamp(least, most)
 
@@ -43,9 +43,18 @@ def within_trust(step: Tensor, length: Tensor, size: Tensor, relative: Tensor) -
 
 
 class Move(NamedTuple):
-    """A step of the parameters: for each of them its direction, slope of the loss along it, lr, and what decay leaves.
+    """A step of the parameters, by `take`.
 
-    `layers` says how many of them belong together, in this order; `predicted` is filled in.
+    Attributes:
+        parameters, directions: those of one layer next to each other; directions are of descent.
+        last: where the last displacements are, to be overwritten.
+        squares: squared norms of direction and parameter, where these are shards.
+        slopes: inner products of gradient and direction.
+        rates: lr of each parameter.
+        kept: what weight decay leaves of it; None: all.
+        layers: how many parameters belong to each layer, in this order.
+        step_size, trust: scalars; no layer moves by more than `trust` times its norm.
+        good: a flag (); if it is false, nothing moves.
     """
 
     parameters: list[Tensor]
@@ -56,23 +65,26 @@ class Move(NamedTuple):
     rates: list[Tensor]
     kept: list[Tensor | None]
     layers: list[int]
-    size: Tensor
-    longest: Tensor
-    predicted: Tensor
+    step_size: Tensor
+    trust: Tensor
     good: Tensor
 
 
-def take(move: Move) -> None:
-    """Decay and move the parameters. The directions become displacements; `predicted` the slope along all of them."""
+def take(move: Move) -> Tensor:
+    """Decay and move the parameters; the directions become displacements.
+
+    Returns:
+        How steeply the loss falls along all displacements together, a scalar.
+    """
     slopes, start = [], 0
-    size = torch.where(move.good, move.size, 0)
+    size = torch.where(move.good, move.step_size, 0)
     for count in move.layers:
         layer = range(start, start + count)
         start += count
         squares = [move.squares[k] or (_square(move.directions[k]), _square(move.parameters[k])) for k in layer]
         lengths = [length for length, _ in squares]
         own = [square.clamp(min=1) for _, square in squares]  # so that tensors that start at zero can leave it
-        cut = within_trust(size, torch.stack(lengths).sum().sqrt(), torch.stack(own).sum().sqrt(), move.longest)
+        cut = within_trust(size, torch.stack(lengths).sum().sqrt(), torch.stack(own).sum().sqrt(), move.trust)
         for k in layer:
             p, rate = move.parameters[k], cut * move.rates[k].to(cut.dtype)
             if (kept := move.kept[k]) is not None:
@@ -82,7 +94,7 @@ def take(move: Move) -> None:
             if (last := move.last[k]) is not None:
                 last.copy_(torch.where(move.good, displacement, last))
             slopes.append(rate * move.slopes[k])
-    move.predicted.copy_(-torch.stack(slopes).nan_to_num(0.0, 0.0, 0.0).sum())
+    return -torch.stack(slopes).nan_to_num(0.0, 0.0, 0.0).sum()
 
 
 def _square(x: Tensor) -> Tensor:

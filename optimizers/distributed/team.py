@@ -1,0 +1,68 @@
+"""The processes that train a model together, found anew when torch.distributed is initialised or ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvature.preconditioners import CurvatureStore
+from optimizers.distributed.processes import Distributed, Processes
+from optimizers.distributed.statistics import Key, Statistics
+from optimizers.distributed.workers import Workers
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes, who of them decomposes which block, and the sums of what they measure."""
+
+    processes: Processes
+    workers: Workers
+    statistics: Statistics
+
+
+class Roster:
+    """Who trains the model at the moment: `team()` is another once torch.distributed is initialised, or no longer.
+
+    Args:
+        config: how the processes share the work.
+        device: of the model.
+        store: the curvature.
+        pop_sums: takes out what was measured here and adds up; given the rank of this process and their number.
+    """
+
+    def __init__(
+        self,
+        config: Distributed,
+        device: torch.device,
+        store: CurvatureStore,
+        pop_sums: Callable[[int, int], dict[Key, Tensor]],
+    ) -> None:
+        self.config, self.device, self.store, self.pop_sums = config, device, store, pop_sums
+        self.known: Team | None = None
+
+    def team(self) -> Team:
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        if self.known is None or self.known.processes.is_alone != is_alone:
+            self.known = self._gathered()
+        return self.known
+
+    def _gathered(self) -> Team:
+        pop_sums = self.pop_sums
+        processes = Processes(self.config, self.device)
+        workers = Workers(processes, self.config.gradient_worker_fraction)
+        statistics = Statistics(processes, lambda: pop_sums(processes.rank, processes.size), self.store)
+        return Team(processes, workers, statistics)
+
+    def discard(self) -> None:
+        """Forget what this process has measured since the last step."""
+        if self.known is not None:
+            self.known.statistics.discard()
+
+    def forget_inverses(self) -> None:
+        """A state was loaded: inverses that other processes made are no longer known."""
+        if self.known is not None:
+            self.known.workers.made.clear()

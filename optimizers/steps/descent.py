@@ -1,0 +1,156 @@
+"""Directions of descent: which gradients are solved with, and what of them is remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from optimizers.distributed.sharding import local, totals
+from optimizers.model_optimizer import shared_option
+from optimizers.steps.rule import Named, StepContext
+from optimizers.steps.updates import inner
+
+LONGEST_GRADIENT = 10.0  # a gradient counts for at most so many times the longest of recent steps
+OUTLIER_FACTOR = 1e3  # one this many times as long does not count, but never two in a row
+NORM_DECAY = 0.9  # of the longest norm of recent steps
+
+
+@dataclass(frozen=True)
+class Descent:
+    """A direction for every parameter.
+
+    Attributes:
+        directions: ``u`` by name; to be subtracted.
+        slopes: inner products of gradient and direction, by name.
+        energy: about ``u^T M u`` of all together.
+        is_outlier: whether this gradient is too long to count, a flag (); None: never.
+    """
+
+    directions: dict[str, Tensor]
+    slopes: dict[str, Tensor]
+    energy: Tensor
+    is_outlier: Tensor | None = None
+
+
+class DescentRule(Protocol):
+    """Makes directions; its attributes are state, as those of a step rule."""
+
+    def __call__(self, context: StepContext, gradients: Named, good: Tensor) -> Descent:
+        """Directions for gradients; if the flag `good` is false, nothing is remembered of them."""
+
+    def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What is kept of a parameter before the first step."""
+
+
+class GradientNorms(NamedTuple):
+    """Attributes: the longest norm of recent gradients; whether the last gradient was an outlier, a flag ()."""
+
+    longest: Tensor | None = None
+    is_outlier: Tensor | None = None
+
+
+class MomentumDescent:
+    """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients."""
+
+    def __init__(self) -> None:
+        self.norms = GradientNorms()
+
+    def __call__(self, context: StepContext, gradients: Named, good: Tensor) -> Descent:
+        options, trained = context.options, context.trained
+        clipped = self._clipped(gradients, trained)
+        is_outlier = self.norms.is_outlier
+        assert is_outlier is not None
+        own = [trained[name] for name in gradients]
+        decays = [options[name]["momentum"] for name in gradients]
+        states = [context.states[name] for name in gradients]
+        means = dict(zip(gradients, running_means(states, own, clipped, decays, good & ~is_outlier), strict=True))
+        found = context.solve(means)
+        slopes = inner_products(found, means, trained)
+        dampings = {name: options[name]["damping"] for name in found}
+        is_damped = any(damping is not None for damping in dampings.values())
+        squares = inner_products(found, found, trained) if is_damped else {}
+        energies = [_energy(slopes[name], dampings[name], squares.get(name)) for name in found]
+        total = torch.stack(energies).nan_to_num(0.0, 0.0, 0.0).sum()  # a direction that overflows is not taken
+        return Descent(found, slopes, total, is_outlier)
+
+    def _clipped(self, gradients: Named, trained: Named) -> Sequence[Tensor]:
+        """Gradients of bounded length: one batch far out of scale must not dominate the running mean."""
+        found = list(gradients.values())
+        squares = torch.stack([n.float() for n in torch._foreach_norm(found)]).square()
+        norm = totals(squares, [trained[name] for name in gradients]).sum().sqrt()
+        longest, was_outlier = self.norms
+        if longest is None:
+            longest = norm
+        far = (norm > OUTLIER_FACTOR * longest) & (longest > 0)
+        most = torch.where(longest > 0, LONGEST_GRADIENT * longest, norm)
+        self.norms = GradientNorms(
+            torch.maximum(torch.minimum(norm, most), NORM_DECAY * longest),
+            far if was_outlier is None else far & ~was_outlier,
+        )
+        return torch._foreach_mul(found, (most / norm).clamp(max=1).nan_to_num(1.0))
+
+    def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {"momentum_buffer": torch.zeros_like(p), "weight": 0.0}
+
+
+class SpringDescent:
+    """``u = (G + damping)^-1 (g + damping * momentum * last u)`` for all parameters together.
+
+    This is the minimum of ``1/2 u^T G u - g^T u + damping/2 ||u - momentum * last u||^2`` (SPRING, arXiv:2401.10190).
+    """
+
+    def __call__(self, context: StepContext, gradients: Named, good: Tensor) -> Descent:
+        damping = getattr(context.preconditioner.blocks[0], "damping", None) or 0.0
+        momentum = shared_option(context.options, "momentum")
+        right = dict(gradients)
+        if momentum:
+            lasts = {name: context.states[name].get("direction") for name in gradients}
+            right |= {k: gradients[k] + damping * momentum * u for k, u in lasts.items() if u is not None}
+        solved = context.solve(right)
+        found = {name: solved[name] for name in gradients}
+        if momentum:
+            for name, u in found.items():
+                context.states[name]["direction"] = u.clone()  # the step scales u in place
+        slopes = {name: inner(gradients[name], u).float() for name, u in found.items()}
+        energies = [inner(right[k], u).float() - damping * inner(u, u).float() for k, u in found.items()]
+        return Descent(found, slopes, torch.stack(energies).sum().clamp(min=0))
+
+    def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {"direction": torch.zeros_like(p)} if any(group["momentum"] for group in options) else {}
+
+
+def inner_products(ones: Named, others: Named, trained: Named) -> dict[str, Tensor]:
+    """Inner products by name, of shards summed over the processes that have the others."""
+    found = torch.stack([inner(x, others[name]).float() for name, x in ones.items()])
+    return dict(zip(ones, totals(found, [trained[name] for name in ones]).unbind(), strict=True))
+
+
+def running_means(
+    states: Sequence[dict[str, Any]],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    decays: Sequence[float],
+    good: Tensor,
+) -> list[Tensor]:
+    """The debiased running means of parameters' gradients, kept in their states."""
+    weights = []
+    for state, p, decay in zip(states, parameters, decays, strict=True):
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"], state["weight"] = torch.zeros_like(p), 0.0
+        state["weight"] = decay * state["weight"] + (1 - decay)
+        weights.append((1 - decay) / state["weight"])
+    means = [local(state["momentum_buffer"]) for state in states]
+    taken = [torch.where(good, g, mean) for g, mean in zip(gradients, means, strict=True)]
+    torch._foreach_lerp_(means, taken, weights)
+    return means
+
+
+def _energy(slope: Tensor, damping: float | None, square: Tensor | None) -> Tensor:
+    """``u^T M u``; an upper bound close to it where the damping is a small share of each factor."""
+    if damping is None or square is None:
+        return slope
+    return torch.maximum(slope - damping * square, 1e-6 * slope)  # rounding may leave less than nothing

@@ -1,0 +1,168 @@
+"""Gauss-Newton steps on residuals, solved exactly, for losses ``1/2 ||r||^2``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature import Jacobian
+from curvature.preconditioners import LeastSquares
+from optimizers.model_optimizer import shared_option
+from optimizers.steps.line_search import Curves, Point, arrive, paced
+from optimizers.steps.quadratic_model import GROW, first_accepted, next_damping
+from optimizers.steps.residuals import Trials, aligned, loss_of
+from optimizers.steps.rule import StepContext
+
+FIRST_DAMPING = 1e-3  # relative to the largest eigenvalue
+CUTOFFS = 0.0, 1e-12, 1e-10, 1e-8, 1e-6  # eigenvalues left out, relative to the largest: first those that are rounding
+LEAST_PROGRESS = 0.03  # part of the decrease promised by the linear problem below which the next cutoff is tried
+NEAR_MINIMUM = 0.01  # promised part of the loss below which a straight step will do
+LONGEST_PAUSE = 16  # steps without another try after so many in vain
+BEND_STEP = 0.1  # part of a step over which its curvature is seen
+LEAST_STEP = 2.0**-10  # for that, where no step was better
+
+
+class GaussNewton:
+    """``d = -J^+ r`` in the smaller of parameter and sample space.
+
+    Without `by_damping` the step is bent to second order (geodesic acceleration, arXiv:1201.5885) and halved until the
+    loss stops falling; coarser pseudo-inverses are tried where that brings little. With `by_damping` the damping
+    follows the reduction ratio (Levenberg-Marquardt), and there is no line search.
+
+    Attributes:
+        damping: for `by_damping`; negative while unknown.
+        moves: the last displacement, with momentum.
+        wait, pause: steps to go without coarser tries, and how many after the next tries in vain.
+    """
+
+    def __init__(self, by_damping: bool) -> None:
+        self._by_damping = by_damping
+        self.damping = -1.0
+        self.moves: list[dict[str, Tensor]] = []
+        self.wait, self.pause = 0, 1
+
+    def move(self, jacobian: Jacobian, trials: Trials, context: StepContext) -> dict[str, Any]:
+        """See `ResidualSolver`."""
+        if not any(group["lr"] for group in context.options.values()):  # a schedule that begins at zero
+            return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
+        with context.monitor.timed("gram"):
+            problem = LeastSquares(jacobian)
+        own = {name: context.trained[name] for name in jacobian.shapes}
+        self.moves = aligned(self.moves, own)
+
+        def look() -> tuple[float, Tensor]:
+            found = trials.again()
+            return loss_of(found), found
+
+        curves = Curves(own, loss_of(trials.values), look)
+        step = _Step(self, problem, trials.values, curves, context)
+        with curves.returning():
+            entry, found = step.levenberg_marquardt() if self._by_damping else step.line_search()
+            arrive(curves, found, context.options)
+        is_kept = shared_option(context.options, "momentum") and found.part
+        self.moves = [problem.jacobian.split(found.displacement)] if is_kept else []
+        return entry | {"accepted": found.part > 0, "step_size": found.part}
+
+    def report(self, model: nn.Module) -> str:
+        """How every parameter is preconditioned."""
+        return "\n".join(
+            f"{name}  exact Gauss-Newton" if p.requires_grad else f"{name}  not trained"
+            for name, p in model.named_parameters()
+        )
+
+
+class _Step:
+    """One step: the linear problem, the residuals that it is of, and how far to go along its solutions."""
+
+    def __init__(
+        self, memory: GaussNewton, problem: LeastSquares, values: Tensor, curves: Curves, context: StepContext
+    ) -> None:
+        self.memory, self.problem, self.values, self.curves = memory, problem, values, curves
+        self.options, self.timed = context.options, context.monitor.timed
+
+    def line_search(self) -> tuple[dict[str, Any], Point]:
+        """The lowest loss along bent steps: by the pseudo-inverse, and by coarser ones where that brings little."""
+        memory, loss = self.memory, self.curves.origin.loss
+        damping = shared_option(self.options, "damping") or 0.0
+        best, count = self.curves.origin, 0
+        d = self._direction(damping)
+        promised = loss - self._promised(d)
+        memory.wait = max(0, memory.wait - 1)
+        for cutoff in CUTOFFS if damping == 0 and not memory.wait else CUTOFFS[:1]:
+            if cutoff:
+                d = self._direction(damping, cutoff)
+            with self.timed("trials"):
+                is_near = promised < NEAR_MINIMUM * loss
+                found = self.curves.straight(d) if is_near else self._bent(d, damping, cutoff)
+            best = min(best, found, key=lambda point: point.loss)
+            if loss - best.loss > LEAST_PROGRESS * promised:
+                memory.pause = 1
+                break
+            count += 1
+        if count == len(CUTOFFS):  # in vain: not again at once
+            memory.wait, memory.pause = memory.pause + 1, min(2 * memory.pause, LONGEST_PAUSE)
+        return {"damping": damping, "after": best.loss, "coarser": count, "rollbacks": 0}, best
+
+    def levenberg_marquardt(self) -> tuple[dict[str, Any], Point]:
+        """More damping until the loss falls."""
+        memory, loss = self.memory, self.curves.origin.loss
+        if memory.damping < 0:
+            memory.damping = FIRST_DAMPING * self.problem.largest
+        _ = self.problem.spectrum  # every damping is solved for with the same
+        points = [self.curves.origin]
+
+        def reduction(damping: float) -> float:
+            d = self._direction(damping)
+            expected = loss - self._promised(d)
+            with self.timed("trials"):
+                points.append(self.curves.at(d, 1.0))
+            return (loss - points[-1].loss) / expected if expected > 0 else math.nan
+
+        trial = first_accepted(reduction, memory.damping)
+        grown = trial.damping * GROW
+        memory.damping = next_damping(trial.damping, trial.ratio) if trial.is_accepted else grown
+        entry = {"damping": trial.damping, "ratio": trial.ratio, "rollbacks": trial.rollbacks}
+        return entry, points[-1 if trial.is_accepted else 0]
+
+    def _direction(self, damping: float, cutoff: float = 0.0) -> Tensor:
+        """``-J^+ r``, or with momentum the last displacement and what it leaves to solve for (SPRING)."""
+        problem, memory = self.problem, self.memory
+        with self.timed("solve"):
+            if not memory.moves:
+                return paced(problem.solve(-self.values, damping, cutoff), self.options)
+            momentum = shared_option(self.options, "momentum")
+            carried = {name: momentum * d for name, d in memory.moves[-1].items()}
+            rest = problem.solve(-self.values - problem.times(carried), damping, cutoff)
+            return paced({name: d + carried[name] for name, d in rest.items()}, self.options)
+
+    def _promised(self, d: Tensor) -> float:
+        """The loss after a step, were the residuals linear."""
+        return loss_of(self.values + self._times(d))
+
+    def _times(self, d: Tensor) -> Tensor:
+        return self.problem.times(self.problem.jacobian.split(d))
+
+    def _bent(self, d: Tensor, damping: float, cutoff: float) -> Point:
+        """The better of a straight step ``t d`` and a bent one ``t d + t^2/2 a``, corrected once.
+
+        Along ``t d`` the residuals bend by r'', seen by a difference; ``a = -J^+ r''`` bends the step back (geodesic
+        acceleration, arXiv:1201.5885, equation 3).
+        """
+        solve = lambda v: paced(self.problem.solve(-v, damping, cutoff), self.options)
+        curves, origin = self.curves, self.curves.origin
+        best = curves.straight(d)
+        t = BEND_STEP * (best.part or LEAST_STEP)
+        seen = curves.at(t * d).residuals
+        assert seen is not None
+        a = solve(2 / t * ((seen - self.values) / t - self._times(d)))
+        if bool(torch.isfinite(a).all()):
+            best = min(best, curves.lowest(lambda t: t * d + t * t / 2 * a, origin), key=lambda point: point.loss)
+        if best is origin:
+            return best
+        assert best.residuals is not None
+        correction = solve(best.residuals)
+        found = curves.lowest(lambda t: best.displacement + t * correction, best)
+        return Point(found.displacement, found.loss, found.residuals, best.part)
