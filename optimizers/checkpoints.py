@@ -9,7 +9,7 @@ optimizer that has seen nothing yet has a place for it. All leaves are tensors, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,13 +62,13 @@ def unpack(opt: SecondOrderOptimizer, given: Any) -> State:
     state, joint = _separated(given)
     _check_version(joint.get("version"))
     expected = {"curvature", "intervals", "kept", "kind", "monitor", "recorder", "residual_rule", "rule", "shapes"}
-    missing = sorted(expected - joint.keys())
-    if missing:
-        raise ValueError(f"state_dict: damaged; it has no {missing[0]!r}, found {sorted(joint)}")
+    _check_keys(expected, joint)
     for key, here in opt.kind().items():
         there = joint["kind"].get(key, here)
         if there != here:
             raise ValueError(f"state_dict: of an optimizer with {key} {there!r}, and this one has {here!r}")
+    for name, part in (("monitor", opt.monitor), ("recorder", opt.recorder), ("rule", opt.rule)):
+        _check_keys(part.state_dict().keys(), joint[name])
     _check_shapes(opt.shapes(), joint["shapes"])
     named = _by_name(opt, state)
     for name, p in opt.trained().items():
@@ -108,6 +108,12 @@ def _check_version(version: Any) -> None:
     if version != VERSION:
         code = "newer code" if version > VERSION else "code from before the first release"
         raise ValueError(f"state_dict: of version {version}, saved by {code}; this reads version {VERSION}")
+
+
+def _check_keys(expected: Iterable[str], found: Mapping[str, Any]) -> None:
+    missing = sorted(set(expected) - found.keys())
+    if missing:
+        raise ValueError(f"state_dict: damaged; it has no {missing[0]!r}, found {sorted(found)}")
 
 
 def _check_shapes(here: Mapping[str, list[int]], there: Mapping[str, list[int]]) -> None:

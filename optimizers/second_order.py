@@ -121,13 +121,16 @@ class SecondOrderOptimizer(ModelOptimizer):
             TypeError: the closure returns no tensor, or a closure has returned a loss before.
             ValueError: it returns no vector; an argument of the constructor has no meaning for residuals.
         """
+        self._switch_to_residuals()
+        return self._run(closure, self._residual_step).loss
+
+    def _switch_to_residuals(self) -> None:
         if self.takes_loss:
             raise TypeError("KFAC.step: the closure returned residuals, and a loss before")
         if self.residual_rule is None:
             refuse_shards(self.model, "closure")
             self.residual_rule = ResidualStep(self.residual_solver())
             self.recorder.stop()
-        return self._run(closure, self._residual_step).loss
 
     def residual_solver(self) -> ResidualSolver:
         """What solves for residuals.
@@ -200,8 +203,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.recorder.discard()
         if before is not None:
             before.restore()
-        assert context.closure is not None
-        return Outcome(self.step_residuals(context.closure))
+        self._switch_to_residuals()
+        return self._residual_step(context)
 
     def _residual_step(self, context: StepContext) -> Outcome:
         assert self.residual_rule is not None

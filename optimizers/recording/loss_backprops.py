@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -71,7 +71,7 @@ class LayerBackprops:
     def listen(self, found: RecordedPass) -> None:
         tape = found.tape
         backprops: list[Tensor | None] = [None] * len(tape.uses)
-        arrival = (found, backprops)
+        arrival = (replace(found, outputs=()), backprops)  # the graph of the outputs holds what its hooks hold
 
         def keep(index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
             def hook(gradients: Sequence[Tensor]) -> None:

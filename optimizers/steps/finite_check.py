@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
@@ -31,9 +32,9 @@ def unscale_and_check_finite(gradients: Iterable[Tensor], scale: Tensor | None =
 
 
 def copy_to_host_async(flag: Tensor) -> Callable[[], bool]:
-    """A flag on its way to the host. To call what is returned waits for it."""
+    """Send a flag to the host. To call what is returned waits for it, the first time."""
     if not flag.is_cuda:
-        return lambda: bool(flag)
+        return functools.cache(lambda: bool(flag))
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     arrived = torch.cuda.Event()

@@ -127,10 +127,10 @@ def _pieces(rank: int, ranks: int, depth: int, width: int, samples: int, rounds:
         opt.steps = 10 * EVERY  # a renewal; all later ones are ordinary, the inversions aside
         for number in range(3):
             dist.barrier()
-            before, start = dict(opt.health.seconds), time.process_time()
+            before, start = dict(opt.monitor.seconds), time.process_time()
             train()
             whole = time.process_time() - start
-            spent = {k: v - before.get(k, 0.0) for k, v in opt.health.seconds.items()}
+            spent = {k: v - before.get(k, 0.0) for k, v in opt.monitor.seconds.items()}
             if number == 0:
                 found["statistics"].append(spent["capture"] + spent["factors"])
             else:
@@ -142,7 +142,7 @@ def _pieces(rank: int, ranks: int, depth: int, width: int, samples: int, rounds:
 
 def _inverted(opt: KFAC, rank: int, ranks: int, rounds: int) -> dict[str, float]:
     """All pairs, split over the ranks: by Cholesky as modelled, and as `KFAC` does it."""
-    blocks = [b for b in opt.factors.blocks if b.structure == "kronecker"]
+    blocks = [b for b in opt.store.blocks if b.structure == "kronecker"]
     own = [b for b, owner in zip(blocks, assigned([b.cost for b in blocks], ranks), strict=True) if owner == rank]
 
     def by_cholesky() -> None:

@@ -108,12 +108,12 @@ class Run:
 
     @property
     def renewed(self) -> bool:
-        return self.is_ours and self.opt.health.entries[-1]["renewed"]
+        return self.is_ours and self.opt.monitor.entries[-1]["renewed"]
 
     def rest(self) -> None:
         """From here on nothing is renewed or inverted."""
         if self.is_ours:
-            self.opt.schedule.factor_every = self.opt.schedule.decompose_every = RARE
+            self.opt.preconditioner.schedule.factor_every = self.opt.preconditioner.schedule.decompose_every = RARE
             self.opt.steps = 10 * RARE + RARE // 3
             for _ in range(3):  # a block's turn may be just now
                 self.step()

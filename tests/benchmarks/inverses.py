@@ -37,7 +37,7 @@ def factors_of(problem: str, name: str, steps: int) -> tuple[Tensor, Tensor]:
         opt.zero_grad()
         task.loss(model(x), y).backward()
         opt.step()
-    (block,) = (b for b in opt.factors.blocks if isinstance(b, KroneckerBlock) and b.names[0] == name)
+    (block,) = (b for b in opt.store.blocks if isinstance(b, KroneckerBlock) and b.names[0] == name)
     gradients = [dict(model.named_parameters())[k].grad for k in block.names]
     assert block.columns is not None
     return block.columns[0].clone(), block.scheme.arrangement.to_matrices(gradients)[0].clone()

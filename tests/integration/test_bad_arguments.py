@@ -120,7 +120,7 @@ def test_a_matrix_that_is_too_large():
     opt = NaturalGradient(model, solver="dense")
     with pytest.raises(ValueError, match=r'solver: "dense" keeps a matrix of 40100 x 40100'):
         model(torch.ones(2, 400))
-    assert not opt.factors.blocks and torch._C._len_torch_function_stack() == 0
+    assert not opt.store.blocks and torch._C._len_torch_function_stack() == 0
 
 
 @pytest.mark.parametrize("maker", MAKERS)

@@ -249,9 +249,9 @@ def test_hooks_on_parts_go_when_the_model_is_called():
     assert all(m._forward_pre_hooks for m in (model[0], model[2]))
     again = copy.deepcopy(model)
     again(samples()[:4][0])  # its hooks are inert
-    assert not opt.factors.blocks
+    assert not opt.store.blocks
     model(samples()[:4][0])
-    assert opt.factors.blocks and not model[0]._forward_pre_hooks and not model[0]._forward_hooks
+    assert opt.store.blocks and not model[0]._forward_pre_hooks and not model[0]._forward_hooks
     other = network()
     opt = KFAC(other)
     del opt

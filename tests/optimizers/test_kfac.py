@@ -98,9 +98,9 @@ def test_a_batch_that_is_not_finite_is_left_out(name: str, steps: int):
     train(model, opt, batch[0], batch[1] * math.nan, batch[2], 1)
     assert (opt.skipped, same.skipped) == (1, 0)
     assert_same(curvature_of(opt) | copied(model), curvature_of(same) | copied(other))
-    if opt.generator is not None:  # where it is now, the vectors of the bad batch drawn
-        same.generator = torch.Generator()
-        same.generator.set_state(opt.generator.get_state())
+    if opt.recorder.generator is not None:  # where it is now, the vectors of the bad batch drawn
+        same.recorder.generator = torch.Generator()
+        same.recorder.generator.set_state(opt.recorder.generator.get_state())
     train(model, opt, *batch, 1)
     train(other, same, *batch, 1)
     assert all(torch.isfinite(p).all() for p in model.parameters())
@@ -162,7 +162,7 @@ def test_clipped_and_accumulated_gradients():
     before = copied(model)
     opt.step()
     assert norm > 1e-3 and not torch.equal(before["1.weight"], model[1].weight)
-    assert [block.updates for block in opt.factors.blocks] == [4, 4]
+    assert [block.updates for block in opt.store.blocks] == [4, 4]
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer", "cnn", "lstm"])
@@ -220,8 +220,8 @@ def test_a_forward_pass_that_is_not_followed_by_a_backward_one():
             for _ in range(looks):
                 model(100 * x)
             train(model, opt, loss, x, y, 1)
-        assert {block.structure for block in opt.factors.blocks} == {"kronecker"}
-        runs.append(copied(model) | {"scale": opt.outputs.scale})
+        assert {block.structure for block in opt.store.blocks} == {"kronecker"}
+        runs.append(copied(model) | {"scale": opt.recorder.outputs.scale})
     assert_same(*runs)
 
 

@@ -47,7 +47,7 @@ def test_memory_is_flat(name: str):
             opt.zero_grad()
             (model(x) - y).square().mean().backward()  # type: ignore[operator]
             opt.step()
-        opt.health.entries.clear()  # 10,000 are kept on purpose
+        opt.monitor.entries.clear()  # 10,000 are kept on purpose
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return tensors(), len(gc.get_objects()), kilobytes
 

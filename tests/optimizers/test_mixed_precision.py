@@ -106,7 +106,7 @@ def test_a_scaled_step_asks_the_host_for_nothing():
         with Waits() as waits:
             scaler.step(opt)
         scaler.update()
-        entry = opt.health.entries[-1]
+        entry = opt.monitor.entries[-1]
         if not entry["renewed"] and not entry["inverted"]:
             ordinary += 1
             assert not waits.count

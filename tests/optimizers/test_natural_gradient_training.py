@@ -122,7 +122,7 @@ def test_the_direction_is_the_natural_gradient(name: str, inject: str):
     found = train(opt, model, x, y)
     torch.testing.assert_close(found, along(torch.linalg.solve(damped(matrix), gradient_of(model))))
     assert not any(plan.general for plan in PLANS[model].values())
-    block = opt.factors.blocks[0]
+    block = opt.store.blocks[0]
     assert "woodbury" in opt.report() and block.bytes >= 8 * len(block.problem.matrix) ** 2 + 8 * N
 
 
@@ -152,10 +152,10 @@ def test_conjugate_gradients_begin_where_they_ended():
         opt.zero_grad()
         F.cross_entropy(model(x), y).backward()
         opt.step()
-        iterations.append(opt.factors.blocks[0].iterations)
+        iterations.append(opt.store.blocks[0].iterations)
     g = gradient_of(model)
     fall = lambda u: g @ u - u @ damped(matrix, 1e-3) @ u / 2
-    assert fall(opt.factors.blocks[0].last) > 0.995 * fall(torch.linalg.solve(damped(matrix, 1e-3), g))
+    assert fall(opt.store.blocks[0].last) > 0.995 * fall(torch.linalg.solve(damped(matrix, 1e-3), g))
     assert max(iterations[1:]) < iterations[0]
 
 
@@ -388,4 +388,4 @@ def test_a_matrix_too_large_is_refused():
     opt = NaturalGradient(model, solver="dense")
     with pytest.raises(ValueError, match='60200 x 60200.*"woodbury" or "cg"'):
         model(torch.randn(2, 300))
-    assert not opt.factors.blocks
+    assert not opt.store.blocks

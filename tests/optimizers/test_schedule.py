@@ -92,8 +92,8 @@ def test_memory_in_the_report_is_that_of_the_state(name: str):
     model, loss, x, y = task(name)
     opt = KFAC(model)
     model(x)
-    opt._renew()
-    expected = sum(b.bytes for b in opt.factors.blocks) + 2 * 4 * sum(p.numel() for p in model.parameters())
+    opt._context(None).renew({})
+    expected = sum(b.bytes for b in opt.store.blocks) + 2 * 4 * sum(p.numel() for p in model.parameters())
     assert float(opt.report().splitlines()[-1].split()[2]) == pytest.approx(expected / 1e6, abs=0.006)
 
 
@@ -121,14 +121,14 @@ def test_memory_is_known_before_training(kind: type[KFAC]):
     opt = kind(model)
     x = torch.randn(8, 2, 8, 8)
     out = model(x)
-    expected = {block.names[0]: block.expected_bytes for block in opt.factors.blocks}
+    expected = {block.names[0]: block.expected for block in opt.store.blocks}
     report = opt.report()
     out.square().mean().backward()
     opt.step()
     if kind is EKFAC:  # values are known from the second step on
         model(x).square().mean().backward()
         opt.step()
-    for block in opt.factors.blocks:
+    for block in opt.store.blocks:
         assert block.bytes <= expected[block.names[0]], block.names
         assert block.names[0] == "4.weight" or expected[block.names[0]] <= 1.01 * block.bytes + 100, block.names
     momenta = 8 * sum(p.numel() for p in model.parameters())

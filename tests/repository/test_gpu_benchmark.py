@@ -66,7 +66,7 @@ def test_kfac_knows_the_layers(gpu: ModuleType, name: str) -> None:
     opt = KFAC(model := case.make())
     case.loss(model(case.x), case.y).backward()
     opt.step()
-    blocks = {k: b.structure for b in opt.factors.blocks for k in b.names}
+    blocks = {k: b.structure for b in opt.store.blocks for k in b.names}
     matrices = {k for k, p in model.named_parameters() if p.ndim in (2, 4) and k.endswith("weight")}
     assert {k for k in matrices if blocks[k] != "kronecker"} == set()
     assert blocks.keys() == dict(model.named_parameters()).keys()

@@ -91,7 +91,7 @@ def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
 
 
 def curvature_of(opt: Any) -> dict[str, Tensor]:
-    blocks = opt.factors.state_dict().items()
+    blocks = opt.store.state_dict().items()
     return {f"{name} {k}": v for name, block in blocks for k, v in block.items() if isinstance(v, Tensor)}
 
 

@@ -175,7 +175,7 @@ def test_a_layer_of_fifty_thousand_inputs():
         (model(x) - 1).square().mean().backward()
         opt.step()
     assert "A 50001x50001 by" in opt.report()
-    assert sum(block.bytes for block in opt.factors.blocks) < 3 * SKETCH_RANK * 50_000 * 4
+    assert sum(block.bytes for block in opt.store.blocks) < 3 * SKETCH_RANK * 50_000 * 4
 
 
 @pytest.mark.parametrize(("count", "stride"), [(64, 4), (24, 1)])

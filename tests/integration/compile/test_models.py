@@ -223,11 +223,11 @@ def test_compiled_in_the_middle_of_a_run(optimizer: Any):
     train(model, opt, range(9))
     model.compile(backend=backend)
     train(model, opt, range(9, 40))
-    updates = {block.updates for block in opt.factors.blocks}
+    updates = {block.updates for block in opt.store.blocks}
     other = net()
     same = optimizer(other)
     train(other, same, range(40))
-    (expected,) = {block.updates for block in same.factors.blocks}
+    (expected,) = {block.updates for block in same.store.blocks}
     assert updates <= {expected, expected - 1} and backend.frame_count == 1
 
 

@@ -112,7 +112,7 @@ def test_the_target_counts_where_the_model_knows_it():
     same = NaturalGradient(other, loss=module, solver="dense")
     loss(x, y).backward(), opt.step()
     module(other(x[counted]), y[counted]).backward(), same.step()
-    (one,), (two,) = opt.factors.blocks, same.factors.blocks
+    (one,), (two,) = opt.store.blocks, same.store.blocks
     torch.testing.assert_close(one.matrix * len(x), two.matrix * int(counted.sum()))
     assert 0 < counted.sum() < len(x)
 
@@ -181,7 +181,7 @@ def test_without_a_loss_function_it_is_empirical(optimizer: Any, caplog: pytest.
     entropy(other(batch(0)[0]), batch(0)[1]).backward()
     same.step()
     assert "empirical" in caplog.text and "empirical" in opt.report().splitlines()[-1]
-    for one, two in zip(opt.factors.blocks, same.factors.blocks, strict=True):
+    for one, two in zip(opt.store.blocks, same.store.blocks, strict=True):
         torch.testing.assert_close(one.mean_eigenvalue, two.mean_eigenvalue)
     values = train(opt, loss, 30)
     assert values[-1] < 0.9 * values[0]
@@ -197,7 +197,7 @@ def test_what_cannot_be_sent_back_is_refused(optimizer: Any, inject: curvature.I
     opt = optimizer(model, loss=nn.CrossEntropyLoss(), inject=inject)
     with pytest.raises(ValueError, match="return (its|the) output"):
         loss(*batch(0))
-    assert not opt.factors.blocks
+    assert not opt.store.blocks
 
 
 def test_an_error_in_the_forward_pass_is_no_output():
@@ -209,9 +209,9 @@ def test_an_error_in_the_forward_pass_is_no_output():
     except KeyError:
         with pytest.raises(ValueError, match="batch"):
             model(batch(0)[0], torch.zeros(7).long())
-        assert not opt.factors.blocks
+        assert not opt.store.blocks
         loss(*batch(0)).backward()
-    assert len(opt.factors.blocks) == 2
+    assert len(opt.store.blocks) == 2
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)

@@ -183,10 +183,10 @@ def test_a_batch_that_is_not_finite_changes_nothing(bad: float):
     model, loss, x, y = task("mlp")
     opt = KFAC(model, adaptive=True)
     train_by_closure(model, opt, loss, x, y, 3)
-    before, factors = copied(model), opt.factors.state_dict()
+    before, factors = copied(model), opt.store.state_dict()
     opt.step(closure_of(model, opt, loss, x * bad, y))
     assert_same(copied(model), before)
-    after = opt.factors.state_dict()
+    after = opt.store.state_dict()
     assert all(torch.equal(after[k]["rows"], factors[k]["rows"]) for k in factors) and opt.skipped == 1
     assert math.isfinite(train_by_closure(model, opt, loss, x, y, 2)[-1])
 
@@ -211,7 +211,7 @@ def test_learning_rates_multiply_the_step():
         model, loss, x, y = task("mlp")
         start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
         opt = KFAC(model, lr, adaptive=True)
-        opt.adaptive.damping = 10.0  # so that the first try is taken
+        opt.rule.damping = 10.0  # so that the first try is taken
         train_by_closure(model, opt, loss, x, y, 1)
         ends.append(nn.utils.parameters_to_vector(model.parameters()) - start)
     assert 0 < ends[1].norm() < ends[0].norm() and ends[2].norm() == 0

@@ -211,7 +211,7 @@ def test_learning_from_fresh_data_knows_the_rate():
     opt = KFAC(model, 0.5, adaptive=True)
     for _ in range(6):
         opt.step(lambda: F.mse_loss(model(x), x[:, :1]))
-    assert opt.adaptive.slope / opt.adaptive.bend == pytest.approx(1.0, rel=0.05)
+    assert opt.rule.slope / opt.rule.bend == pytest.approx(1.0, rel=0.05)
 
 
 def test_curvature_that_is_not_finite_is_a_failure_not_an_error():
@@ -228,7 +228,7 @@ def test_curvature_that_is_not_finite_is_a_failure_not_an_error():
 
     opt.step(closure)
     assert_same(copied(model), before)
-    assert opt.stats()["failures"] == 1 and math.isfinite(opt.adaptive.damping)
+    assert opt.stats()["failures"] == 1 and math.isfinite(opt.rule.damping)
 
 
 def test_a_skipped_batch_does_not_change_the_time_of_the_step_before():

@@ -20,12 +20,15 @@ from support.training import assert_same, copied, curvature_of, task, train
 
 def everything(opt: KFAC, model: nn.Module) -> dict[str, Tensor]:
     """All tensors of a checkpoint, the random generator's apart, and the numbers that go with them."""
-    state = opt._state()
-    own = {k: torch.as_tensor(v) for k, v in state["kfac"].items() if isinstance(v, Tensor | int | float)}
+    state = opt.state_dict()
+    joint = next(entry.pop("kfac")[0] for entry in state["state"].values() if "kfac" in entry)
+    own = {f"{part} {k}": v for part in ("monitor", "recorder", "rule") for k, v in joint[part].items()}
+    own = {k: torch.as_tensor(v) for k, v in own.items() if isinstance(v, Tensor | int | float)}
     per = {f"{k} {n}": torch.as_tensor(v) for k, entry in state["state"].items() for n, v in entry.items()}
     # a pass that renews the factors says anew how large outputs are, whatever becomes of its step
-    own = {k: v for k, v in own.items() if k not in ("generator", "skipped", "output_scale")}
-    assert math.isfinite(state["kfac"]["output_scale"])
+    assert math.isfinite(own["recorder output_scale"])
+    changing = ("recorder generator", "recorder output_scale", "monitor skipped")
+    own = {k: v for k, v in own.items() if k not in changing}
     return copied(model) | curvature_of(opt) | per | own
 
 
@@ -64,7 +67,7 @@ def test_an_ordinary_step_asks_the_host_for_nothing(optimizer: type[KFAC], name:
         assert not opt.skipped  # asks for the verdict on the last step, which has long arrived
         with Waits() as waits:
             opt.step()
-        entry = opt.health.entries[-1]
+        entry = opt.monitor.entries[-1]
         if not entry["renewed"] and not entry["inverted"]:
             ordinary += 1
             assert not waits.count
@@ -80,8 +83,10 @@ def test_a_bad_batch_changes_nothing_at_any_kind_of_step(optimizer: type[KFAC], 
     kinds = set()
     for k in range(8):
         spoiled_step(model, opt, batch, kind)
-        if opt.generator is not None and same.generator is not None:
-            same.generator.set_state(opt.generator.get_state())  # the vectors of a bad batch are drawn
+        if opt.recorder.generator is not None and same.recorder.generator is not None:
+            same.recorder.generator.set_state(
+                opt.recorder.generator.get_state()
+            )  # the vectors of a bad batch are drawn
         assert_same(everything(opt, model), everything(same, other))
         assert opt.skipped == k + 1 and same.skipped == 0 and opt.steps == 29 + k
         assert opt.history[-1] == {"step": 29 + k, "accepted": False}
@@ -136,7 +141,7 @@ def test_a_batch_far_out_of_scale_stays_out_of_the_averages(optimizer: type[KFAC
     before = curvature_of(opt)
     spans = lambda state: {k: float(t.norm()) for k, t in state.items() if k.endswith((" rows", " columns"))}
     for m, o, scale in ((model, opt, 1e6), (other, same, 1.0)):
-        while not o.schedule.renews(o.steps):
+        while not o.preconditioner.schedule.renews(o.steps):
             train(m, o, loss, x, y, 1)
         before = spans(curvature_of(o))
         train(m, o, loss, x * scale, y, 1)
@@ -161,7 +166,7 @@ def test_a_gradient_far_out_of_scale_is_not_most_of_the_mean(optimizer: type[KFA
 def test_a_run_goes_on_bitwise_after_a_bad_batch():
     """A checkpoint taken before the host knows of it."""
     (model, opt), _, batch = pair(KFAC, "mlp", 29)
-    while not opt._is_ordinary():
+    while not opt._context(None).is_idle():
         train(model, opt, *batch, 1)
     spoiled_step(model, opt, batch, "nan")
     resumed = copy.deepcopy(model)

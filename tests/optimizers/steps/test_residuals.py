@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from curvature import empirical, plots
 from optimizers import EKFAC, KFAC, NaturalGradient
-from optimizers.steps.residuals import DIRECTIONS, MEMORY, TRIES
+from optimizers.steps.quadratic_model import MOST_TRIES
+from optimizers.steps.residuals import DIRECTIONS, REMEMBERED
 from support.cases.case import seeded
 from support.oracles import derivatives as oracle_derivatives
 from support.oracles.residuals import DenseSteps, damped_sum
@@ -42,7 +43,7 @@ def test_steps_are_those_of_dense_algebra(seed: int):
     """The second has a displacement among its directions."""
     model, closure = problem(seed)
     damping = 0.01
-    opt, reference = KFAC(model, damping=damping), DenseSteps(DIRECTIONS, MEMORY, damping)
+    opt, reference = KFAC(model, damping=damping), DenseSteps(DIRECTIONS, REMEMBERED, damping)
     for _ in range(2):
         r, jacobian, products = by_hand(model)
         expected = reference.step(r, jacobian, [damped_sum(pairs, damping) for pairs in products])
@@ -132,7 +133,7 @@ def test_without_momentum_displacements_are_no_directions():
     model, closure = problem()
     opt = KFAC(model, momentum=0.0)
     train(opt, closure, 2)
-    assert opt.residuals is not None and opt.residuals.moves == []
+    assert opt.residual_rule is not None and opt.residual_rule.solver.moves == []
 
 
 # -- what goes wrong
@@ -142,10 +143,10 @@ def test_residuals_that_are_not_finite_change_nothing():
     model, closure = problem()
     opt = KFAC(model)
     opt.step(closure)
-    before, state = arranged(model), copy.deepcopy(opt.residuals.state())
+    before, state = arranged(model), copy.deepcopy(opt.residual_rule.state_dict())
     assert math.isnan(opt.step(lambda: closure() * math.nan).item())
     assert opt.skipped == 1 and opt.steps == 1 and torch.equal(arranged(model), before)
-    assert opt.residuals is not None and opt.residuals.damping == state["damping"]
+    assert opt.residual_rule is not None and opt.residual_rule.solver.damping == state["damping"]
     opt.step(closure)
     assert opt.history[-1]["accepted"]
 
@@ -188,16 +189,16 @@ def test_a_loss_that_cannot_fall_is_given_up():
     opt = KFAC(model)
     opt.step(lambda: closure() + float((arranged(model) - before).norm() > 0))
     assert torch.equal(arranged(model), before)
-    assert opt.stats()["failures"] == 1 and opt.stats()["rollbacks"] == TRIES
+    assert opt.stats()["failures"] == 1 and opt.stats()["rollbacks"] == MOST_TRIES
 
 
 def test_residuals_of_zero_change_nothing():
     model, closure = problem()
     opt = KFAC(model)
     opt.step(closure)
-    before, damping = arranged(model), opt.residuals.damping
+    before, damping = arranged(model), opt.residual_rule.solver.damping
     assert opt.step(lambda: 0 * closure()) == 0
-    assert torch.equal(arranged(model), before) and opt.residuals.damping == damping
+    assert torch.equal(arranged(model), before) and opt.residual_rule.solver.damping == damping
 
 
 def test_buffers_and_random_numbers_are_those_of_one_call():

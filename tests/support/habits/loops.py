@@ -314,7 +314,7 @@ def batches_of_all_sizes(make: Make) -> None:
         train(model, opt, 1, X[:size], Y[:size])
         assert moved(model, before) == set(before)
         before = copied(model)
-    assert opt.steps == 5 and opt.skipped == 0 and {b.updates for b in opt.factors.blocks} == {5}
+    assert opt.steps == 5 and opt.skipped == 0 and {b.updates for b in opt.store.blocks} == {5}
 
 
 @habit

@@ -164,7 +164,7 @@ def sequences_of_all_lengths(make: Make) -> None:
         before = copied(model)
         train(model, opt, 1, X.view(16, 2, 4).repeat(1, 3, 1)[:, :length])
         assert moved(model, before) == set(before)
-    assert {b.updates for b in opt.factors.blocks} == {4}
+    assert {b.updates for b in opt.store.blocks} == {4}
 
 
 @loop_habit
