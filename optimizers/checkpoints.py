@@ -8,9 +8,8 @@ optimizer that has seen nothing yet has a place for it. All leaves are tensors, 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,40 +17,41 @@ from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import Block
 from optimizers.arguments import check_numbers
-from optimizers.steps.residuals import ResidualStep
-
-if TYPE_CHECKING:
-    from optimizers.second_order import SecondOrderOptimizer
+from optimizers.model_optimizer import ModelOptimizer
 
 VERSION = 3
 JOINT = "kfac"  # key of what belongs to no parameter alone
+PLAIN_PARTS = "monitor", "recorder", "rule"  # those whose states always have the same keys
 
 State = dict[str, Any]
 
 
-def pack(opt: SecondOrderOptimizer) -> State:
-    """The state of an optimizer in its public form."""
-    schedule, residual = opt.preconditioner.schedule, opt.residual_rule
+def pack(opt: ModelOptimizer, kind: State, parts: State, empty_state: Callable[[Tensor], State]) -> State:
+    """The state of an optimizer in its public form.
+
+    Args:
+        kind: what a state must have in common with the optimizer that it is loaded into.
+        parts: the states of the optimizer's parts, by name.
+        empty_state: what is kept of a parameter before the first step; states with the same keys load in place.
+    """
     parameters = list(_parameters(opt))
-    joint = {
-        "version": VERSION, "kind": opt.kind(), "shapes": opt.shapes(),
-        "kept": {opt.name_of(p): sorted(opt.state[p]) for p in parameters if p in opt.state},
-        "monitor": opt.monitor.state_dict(), "intervals": [schedule.factor_every, schedule.decompose_every],
-        "recorder": opt.recorder.state_dict(), "rule": opt.rule.state_dict(),
-        "residual_rule": None if residual is None else residual.state_dict(), "curvature": opt.store.state_dict(),
-    }  # fmt: skip
+    kept = {opt.name_of(p): sorted(opt.state[p]) for p in parameters if p in opt.state}
+    joint = parts | {"version": VERSION, "kind": kind, "shapes": opt.shapes(), "kept": kept}
     state = torch.optim.Optimizer.state_dict(opt)
     entries = {key: dict(entry) for key, entry in state["state"].items()}
     trained = [(k, p) for k, p in enumerate(parameters) if p.requires_grad]
-    for k, p in trained:  # states that have the same keys can be loaded in place
-        entries[k] = opt.rule.empty_state(p, opt.param_groups) | entries.get(k, {})
+    for k, p in trained:
+        entries[k] = empty_state(p) | entries.get(k, {})
     first = trained[0][0] if trained else 0
     entries[first] = entries.get(first, {}) | {JOINT: (_without_dtypes(joint),)}
     return state | {"state": entries}
 
 
-def unpack(opt: SecondOrderOptimizer, given: Any) -> State:
-    """A state as torch has it, with what belongs to no parameter alone beside; checked, with tensors of its own.
+def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[State, State]:
+    """A state as torch has it, and the states of the optimizer's parts; checked, of tensors of their own.
+
+    Args:
+        kind, parts: those of the optimizer now, as for `pack`.
 
     Raises:
         TypeError: not a dict.
@@ -61,14 +61,13 @@ def unpack(opt: SecondOrderOptimizer, given: Any) -> State:
         raise TypeError(f"state_dict: expected a dict, found {type(given).__name__}")
     state, joint = _separated(given)
     _check_version(joint.get("version"))
-    expected = {"curvature", "intervals", "kept", "kind", "monitor", "recorder", "residual_rule", "rule", "shapes"}
-    _check_keys(expected, joint)
-    for key, here in opt.kind().items():
+    _check_keys({"kept", "kind", "shapes", *parts}, joint)
+    for key, here in kind.items():
         there = joint["kind"].get(key, here)
         if there != here:
             raise ValueError(f"state_dict: of an optimizer with {key} {there!r}, and this one has {here!r}")
-    for name, part in (("monitor", opt.monitor), ("recorder", opt.recorder), ("rule", opt.rule)):
-        _check_keys(part.state_dict().keys(), joint[name])
+    for name in PLAIN_PARTS:
+        _check_keys(parts[name].keys(), joint[name])
     _check_shapes(opt.shapes(), joint["shapes"])
     named = _by_name(opt, state)
     for name, p in opt.trained().items():
@@ -78,28 +77,7 @@ def unpack(opt: SecondOrderOptimizer, given: Any) -> State:
         for key in entry.keys() - set(joint["kept"].get(name, [])):
             del entry[key]
     state["state"] = {key: entry for key, entry in state["state"].items() if entry}
-    return state | {JOINT: joint}
-
-
-def restore(opt: SecondOrderOptimizer, state: State) -> None:
-    """Take what `unpack` gave; tensors move to the parameters' device."""
-    state = copy.copy(state)
-    joint = state.pop(JOINT)
-    torch.optim.Optimizer.load_state_dict(opt, state)
-    opt.recorder.discard()
-    opt.roster.forget_inverses()
-    device, trained = next(_parameters(opt)).device, opt.trained()
-    opt.monitor.load_state_dict(joint["monitor"])
-    schedule = opt.preconditioner.schedule
-    schedule.factor_every, schedule.decompose_every = joint["intervals"]
-    opt.store.load_state_dict(joint["curvature"], device)
-    opt.rule.load_state_dict(joint["rule"], trained)
-    residual = joint["residual_rule"]
-    opt.residual_rule = None if residual is None else ResidualStep(opt.residual_solver())
-    if opt.residual_rule is not None:
-        opt.residual_rule.load_state_dict(residual, trained)
-    opt.recorder.load_state_dict(joint["recorder"], device, is_stopped=residual is not None)
-    opt.recorder.expect()
+    return state, {name: joint[name] for name in parts}
 
 
 def _check_version(version: Any) -> None:
@@ -143,7 +121,7 @@ def _separated(given: Mapping[str, Any]) -> tuple[State, State]:
     return state, dict(found[0][0])
 
 
-def _by_name(opt: SecondOrderOptimizer, state: State) -> dict[str, State]:
+def _by_name(opt: ModelOptimizer, state: State) -> dict[str, State]:
     """The state of each parameter, by its name here."""
     sizes = [[len(group["params"]) for group in groups] for groups in (state["param_groups"], opt.param_groups)]
     if sizes[0] != sizes[1]:
@@ -171,7 +149,7 @@ def _check_entry(name: str, p: Tensor, entry: State, kept: list[str]) -> None:
             raise ValueError(f"state_dict: damaged; {key} of {name} is not finite")
 
 
-def _block(opt: SecondOrderOptimizer, name: str, entry: State) -> State:
+def _block(opt: ModelOptimizer, name: str, entry: State) -> State:
     """The curvature of some parameters in the precision that they have here."""
     shapes, problem = opt.shapes(), None
     try:
@@ -204,7 +182,7 @@ def _in_precision(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _parameters(opt: SecondOrderOptimizer) -> Iterator[Tensor]:
+def _parameters(opt: ModelOptimizer) -> Iterator[Tensor]:
     return (p for group in opt.param_groups for p in group["params"])
 
 

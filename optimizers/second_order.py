@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from curvature import Injection, empirical, isotropic
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import force_eager
-from optimizers import checkpoints
 from optimizers.arguments import check_arguments, check_numbers, check_whole
+from optimizers.checkpoints import pack, unpack
 from optimizers.distributed.processes import Distributed, trained_by
 from optimizers.distributed.sharding import refuse_shards
 from optimizers.distributed.team import Roster
@@ -197,6 +197,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         before = State(self.model) if is_first else None
         evaluation = self.rule.evaluate(context)
         if not evaluation.is_residuals:
+            # the closure may have renamed parameters, as spectral_norm does
+            context = context if context.closure is None else self._context(context.closure)
             outcome = self.rule.step(context, evaluation)
             self.takes_loss |= context.closure is not None
             return outcome
@@ -249,7 +251,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As for any optimizer: tensors, numbers and strings; see `optimizers.checkpoints` for the form."""
         self.monitor.settle()
-        return checkpoints.pack(self)
+        return pack(self, self.kind(), self._parts(), lambda p: self.rule.empty_state(p, self.param_groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take a `state_dict`; its tensors are copied, to device and dtype of the parameters.
@@ -259,7 +261,33 @@ class SecondOrderOptimizer(ModelOptimizer):
             ValueError: it is of another optimizer, model or choice of `adaptive`, `sharing` or `solver`, of another
                 version, or damaged; what was found is said, and nothing was changed.
         """
-        checkpoints.restore(self, checkpoints.unpack(self, state_dict))
+        state, parts = unpack(self, state_dict, self.kind(), self._parts())
+        super().load_state_dict(state)
+        self.recorder.discard()
+        self.roster.forget_inverses()
+        device, trained = next(p for group in self.param_groups for p in group["params"]).device, self.trained()
+        schedule, residual = self.preconditioner.schedule, parts["residual_rule"]
+        self.monitor.load_state_dict(parts["monitor"])
+        schedule.factor_every, schedule.decompose_every = parts["intervals"]
+        self.store.load_state_dict(parts["curvature"], device)
+        self.rule.load_state_dict(parts["rule"], trained)
+        self.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
+        if self.residual_rule is not None:
+            self.residual_rule.load_state_dict(residual, trained)
+        self.recorder.load_state_dict(parts["recorder"], device, is_stopped=residual is not None)
+        self.recorder.expect()
+
+    def _parts(self) -> dict[str, Any]:
+        """The states of the parts."""
+        schedule, residual = self.preconditioner.schedule, self.residual_rule
+        return {
+            "monitor": self.monitor.state_dict(),
+            "intervals": [schedule.factor_every, schedule.decompose_every],
+            "recorder": self.recorder.state_dict(),
+            "rule": self.rule.state_dict(),
+            "residual_rule": None if residual is None else residual.state_dict(),
+            "curvature": self.store.state_dict(),
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a pickle trains a copy of the model (the same, where both are copied or pickled together)."""

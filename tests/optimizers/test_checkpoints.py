@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import curvature
-from optimizers.steps.adaptive import AdaptiveStep
 from optimizers import EKFAC, KFAC, NaturalGradient
+from optimizers.steps.adaptive import AdaptiveStep
 
 with torch.random.fork_rng():
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_going_back(name: str):
         model.load_state_dict(saved["model"])
         opt.load_state_dict(saved["opt"])
         assert str(saved) == shown
-        assert not opt.recorder.has_backprops and opt.recorder.passes.last is None  # nothing of the pass that was seen
+        assert not opt.recorder.has_measured and opt.recorder.passes.last is None  # nothing of the pass that was seen
     assert torch.equal(*ends)
     fresh = made(name)[1].state_dict()
     opt.load_state_dict(fresh)

@@ -65,7 +65,7 @@ def train(model: nn.Module, opt: Any, steps: int = 3, x: Any = X, y: Tensor = Y,
     """The losses before each of the steps."""
     losses = []
     for _ in range(steps):
-        if getattr(opt, "adaptive", None) is not None or getattr(opt, "_arguments", {}).get("line_search"):
+        if isinstance(opt, KFAC | NaturalGradient) and opt.rule.needs_closure:
             losses.append(opt.step(lambda: backward(model, opt, x, y, call)))
         else:
             losses.append(backward(model, opt, x, y, call))
