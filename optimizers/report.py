@@ -18,7 +18,7 @@ def table(
     seen: set[str] = set()
     total = 0.0
     for block in blocks:
-        megabytes = (block.bytes if block.is_ready else block.expected) / 1e6
+        megabytes = (block.bytes if block.is_ready else block.expected_bytes) / 1e6
         total += megabytes
         rows.append((", ".join(block.names), block.structure, block.describe(), f"{megabytes:.2f}", block.reason))
         seen |= set(block.names)

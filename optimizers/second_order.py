@@ -241,7 +241,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         schedule = self.preconditioner.schedule
         intervals = {"factor_every": schedule.factor_every, "decompose_every": schedule.decompose_every}
         conditions = {b.names[0]: b.condition() for b in self.store.blocks if b.is_ready}
-        outliers = sum(int(b.gate.count) for b in self.store.blocks if b.gate.count is not None)
+        outliers = sum(block.outliers for block in self.store.blocks)
         return super().stats() | intervals | {"outliers": outliers, "conditions": conditions}
 
     def kind(self) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_memory_is_known_before_training(kind: type[KFAC]):
     opt = kind(model)
     x = torch.randn(8, 2, 8, 8)
     out = model(x)
-    expected = {block.names[0]: block.expected for block in opt.store.blocks}
+    expected = {block.names[0]: block.expected_bytes for block in opt.store.blocks}
     report = opt.report()
     out.square().mean().backward()
     opt.step()
