@@ -65,8 +65,8 @@ class Basis:
             if isinstance(first, OuterProduct | Convolution) and self._places_are_cheaper(first):
                 return self._by_places(lefts, rights, weights)
             if isinstance(first, IndexedRows) and self._rows_are_cheaper(first):
-                return self._by_rows(lefts, rights, weights)
-        return self._built(lefts, rights, weights)
+                return self._from_indexed_rows(lefts, rights, weights)
+        return self._from_gradients(lefts, rights, weights)
 
     @property
     def sides(self) -> tuple[int, int, int]:
@@ -109,7 +109,7 @@ class Basis:
         stays = self.columns is None and not self.scheme.reading(term).flipped
         return stays and term.places**2 <= math.prod(term.shape)
 
-    def _by_rows(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
+    def _from_indexed_rows(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         first = lefts[0][0]
         assert isinstance(first, IndexedRows)
 
@@ -120,7 +120,7 @@ class Basis:
         ours = rotated(lefts)
         return squared_gradients.sum_of_products(ours, ours if rights is lefts else rotated(rights), weights).T[None]
 
-    def _built(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
+    def _from_gradients(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         """From the gradients themselves, by chunks of samples."""
         step = max(1, contractions.CHUNK_ELEMENTS // max(1, self.scheme.arrangement.dimension))
         total = torch.zeros(self.sides, dtype=self.scheme.dtype, device=weights.device)

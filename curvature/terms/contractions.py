@@ -113,12 +113,12 @@ def norms_squared(terms: Sequence[Term]) -> Tensor:
     apart = row_ranges(terms)
     if apart[0].terms is not terms:
         return torch.stack([norms_squared(piece.terms) for piece in apart]).sum(0)
-    terms = _direct(terms)
+    terms = _direct_forms(terms)
     if _pairs_cheaper(terms, samples=1):
         terms = merge_terms([unfold(t) for t in terms])
         pairs = [_pair_norms(u, v) * (1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
         return torch.stack(pairs).sum(0).clamp(min=0)
-    return torch.cat([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square() for g in _built(terms)])
+    return torch.cat([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square() for g in _gradient_chunks(terms)])
 
 
 def gram(terms: Sequence[Term]) -> Tensor:
@@ -126,7 +126,7 @@ def gram(terms: Sequence[Term]) -> Tensor:
     apart = row_ranges(terms)
     if apart[0].terms is not terms:
         return sum_in_place(gram(piece.terms) for piece in apart)
-    terms = _direct(terms)
+    terms = _direct_forms(terms)
     n = len(terms[0])
     if _pairs_cheaper(terms, samples=n):
         return _summed_pairs(terms, terms)
@@ -136,7 +136,7 @@ def gram(terms: Sequence[Term]) -> Tensor:
 
 def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
     """Inner products (N, M) between the gradients of two sets of samples."""
-    left, right = _direct(left), _direct(right)
+    left, right = _direct_forms(left), _direct_forms(right)
     if all(_pairs_cheaper(terms, samples=max(len(left[0]), len(right[0]))) for terms in (left, right, [*left, *right])):
         return _summed_pairs(left, right)
     one, other = gradients(left), gradients(right)
@@ -148,7 +148,7 @@ def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     reads = merge_terms(terms)
     if all(isinstance(u, OuterProduct) and u.order is None for u in reads):  # one product for all places
         return sum_in_place(u.inner_products(vector) for u in reads if isinstance(u, OuterProduct))
-    return torch.cat([g.reshape(len(g), -1) @ vector.flatten().to(g.dtype) for g in _built(terms)])
+    return torch.cat([g.reshape(len(g), -1) @ vector.flatten().to(g.dtype) for g in _gradient_chunks(terms)])
 
 
 def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
@@ -174,7 +174,7 @@ def merge_terms(terms: Sequence[Term]) -> list[Term]:
     return merge_places([term.untransposed if isinstance(term, OuterProduct) else term for term in terms])
 
 
-def _direct(terms: Sequence[Term]) -> list[Term]:
+def _direct_forms(terms: Sequence[Term]) -> list[Term]:
     """The terms in the form that is fastest to sum."""
     return [t.direct if isinstance(t, TransposedConvolution | ElementwiseProduct) else t for t in merge_terms(terms)]
 
@@ -206,7 +206,7 @@ def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
     return places * places * each * samples <= 2 * (places + samples) * math.prod(terms[0].shape)
 
 
-def _built(terms: Sequence[Term]) -> Iterator[Tensor]:
+def _gradient_chunks(terms: Sequence[Term]) -> Iterator[Tensor]:
     """Build the gradients for a bounded number of samples at a time."""
     step = max(1, CHUNK_ELEMENTS // max(1, math.prod(terms[0].shape)))
     for start in range(0, len(terms[0]), step):

@@ -36,12 +36,12 @@ def sum_of_products(left: TermsByVector, right: TermsByVector, weights: Tensor) 
     first = lefts[0][0]
     if alone and isinstance(first, OuterProduct | Convolution) and first.places <= len(lefts) and _pairs_fit(first):
         outer = [_outer(terms[0]) for terms in lefts]
-        return _by_pairs(outer, outer if rights is lefts else [_outer(terms[0]) for terms in rights], weights)
+        return _from_place_pairs(outer, outer if rights is lefts else [_outer(terms[0]) for terms in rights], weights)
     if alone and isinstance(first, IndexedRows):
-        return _by_rows(lefts, rights, weights)
+        return _from_indexed_rows(lefts, rights, weights)
     if alone and isinstance(first, DenseGradients):
-        return _summed(lefts, rights, weights)
-    return _built(lefts, rights, weights, alone)
+        return _from_dense(lefts, rights, weights)
+    return _from_gradients(lefts, rights, weights, alone)
 
 
 def sum_of_squares(terms: Sequence[Term]) -> Tensor:
@@ -50,7 +50,7 @@ def sum_of_squares(terms: Sequence[Term]) -> Tensor:
     return sum_of_products(vectors, vectors, torch.ones(len(terms[0]), dtype=torch.float64, device=terms[0].device))
 
 
-def _summed(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
+def _from_dense(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
     """From gradients that already exist."""
     total = None
     for (u,), (w,) in zip(left, right, strict=True):
@@ -70,7 +70,7 @@ def _pairs_fit(term: OuterProduct | Convolution) -> bool:
     return term.places**2 * len(term.b) * (term.outputs + 1) * term.groups <= contractions.CHUNK_ELEMENTS
 
 
-def _by_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tensor) -> Tensor:
+def _from_place_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tensor) -> Tensor:
     """Sum over vectors before multiplying by activations: cheaper if a sample has fewer places than vectors."""
     first = left[0]
     n, t, g, o = first.b.shape
@@ -84,7 +84,7 @@ def _by_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tens
     return first.assemble(blocks[None])[0]
 
 
-def _by_rows(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
+def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
     """Add up rows that a sample looks up several times first; build no table per sample."""
     first = left[0][0]
     assert isinstance(first, IndexedRows)
@@ -99,7 +99,7 @@ def _by_rows(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -
     return out
 
 
-def _built(left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool) -> Tensor:
+def _from_gradients(left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool) -> Tensor:
     """Build the gradients for a bounded number of samples at a time."""
     first = left[0][0]
     convolved = first if alone and isinstance(first, Convolution) else None

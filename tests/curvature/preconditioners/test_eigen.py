@@ -129,7 +129,7 @@ def test_gradients_of_samples_are_not_built_where_squares_will_do(name: str, mon
     model, (x, y) = built(name, 2)
     factors, block = started(model, x)
     for owner in (squared_gradients, Basis):
-        monkeypatch.setattr(owner, "_built", None)
+        monkeypatch.setattr(owner, "_from_gradients", None)
     update(factors, model, y)
     close(block.values, exact(block, model, y))
 
