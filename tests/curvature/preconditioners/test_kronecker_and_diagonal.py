@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import curvature.preconditioners.block_diagonal
 from curvature import capture
-from curvature.preconditioners import Block, BlockDiagonalCurvature, CurvatureStatistics
+from curvature.preconditioners import Block, BlockDiagonalCurvature, CurvatureStatistics, invert
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from support.cases.case import Raw, seeded
@@ -295,3 +296,40 @@ def test_batches_that_are_added_up_are_one_batch(sizes: tuple[int, ...]):
     for block, right in zip(cut.blocks, whole.blocks, strict=True):
         for found, wanted in zip(moments(block), moments(right), strict=True):
             close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
+def test_measuring_changes_no_average(kind: str):
+    model, (x, y) = batches(1, 2)
+    factors = BlockDiagonalCurvature(kind=kind)
+    factors.update_average(measure(factors, model, x, unit_vectors), 0.9)
+    before = [m.clone() for block in factors.blocks for m in moments(block)]
+    measure(factors, model, y, unit_vectors)
+    assert all(torch.equal(m, n) for m, n in zip((m for b in factors.blocks for m in moments(b)), before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
+def test_statistics_add_up_over_processes(kind: str):
+    """As plain tensors by name, also squares in an eigenbasis; longer vectors are a larger curvature."""
+    model, (x, y) = batches(1, 2)
+    factors = BlockDiagonalCurvature(kind=kind)
+    factors.update_average(measure(factors, model, x, unit_vectors), 0.9)
+    invert(factors.blocks, 0.1)
+    start = factors.state_dict()
+    found = []
+    for parts, times in (((N,), 1.0), ((2, N - 2), 1.0), ((N,), 3.0)):
+        factors.load_state_dict(copy.deepcopy(start), y.device)
+        total: dict[tuple[str, str], Tensor] = {}
+        for rank, part in enumerate(y.split(parts)):
+            own = measure(factors, model, part, unit_vectors)
+            own.scale_vectors_(times)
+            for name, block in own.blocks.items():
+                for key, value in block.sums(rank, len(parts)).items():
+                    total[name, key] = total.get((name, key), 0) + value
+        factors.update_average(CurvatureStatistics(factors.statistics_from(total)), 0.0)
+        assert all(block.updates == 2 for block in factors.blocks)
+        found.append([torch.stack([block.mean_eigenvalue for block in factors.blocks])])
+        found[-1] += [m for block in factors.blocks for m in moments(block)]
+    for one, several in zip(*found[:2], strict=True):
+        close(several, one)
+    close(found[2][0], 9 * found[0][0])

@@ -259,6 +259,7 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "empirical of parts": run(of_parts, inject=curvature.empirical()),
     "empirical of parts natural": run(of_parts, kind=NaturalGradient, inject=curvature.empirical()),
     "without a pass natural": run(uneven, kind=NaturalGradient, skips=True),
+    "without a pass natural dense": run(uneven, kind=NaturalGradient, skips=True, solver="dense"),
     "natural": run(parallel, kind=NaturalGradient, steps=4),
     "natural cg": run(parallel, kind=NaturalGradient, steps=4, solver="cg"),
     "natural dense": run(parallel, kind=NaturalGradient, steps=4, solver="dense", make=convolutional),
