@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from curvature import Injection, empirical, isotropic
 from curvature.preconditioners import CurvatureStore
-from curvature.recording import force_eager
+from curvature.recording import ModelState, force_eager
 from optimizers.arguments import check_arguments, check_numbers, check_whole
 from optimizers.checkpoints import pack, unpack
 from optimizers.distributed.processes import Distributed, trained_by
@@ -26,7 +26,6 @@ from optimizers.recording.loss_backprops import LossBackprops
 from optimizers.recording.recorder import Recorder
 from optimizers.report import table
 from optimizers.schedule import Schedule
-from optimizers.steps.closure_replay import State
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
 from optimizers.steps.rule import Outcome, Scaling, StepContext, StepRule
 from optimizers.steps.updates import Move, take
@@ -194,7 +193,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _loss_step(self, context: StepContext) -> Outcome:
         """A step on a loss. If the first closure returns residuals instead, all else that it did is undone."""
         is_first = context.closure is not None and not self.takes_loss
-        before = State(self.model) if is_first else None
+        before = ModelState(self.model) if is_first else None
         evaluation = self.rule.evaluate(context)
         if not evaluation.is_residuals:
             # the closure may have renamed parameters, as spectral_norm does

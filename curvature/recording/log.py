@@ -2,5 +2,9 @@
 
 import logging
 from functools import cache
+from typing import Any
 
-warn_once = cache(logging.getLogger("curvature").warning)
+
+@cache
+def warn_once(message: str, *args: Any, logger: str = "curvature") -> None:
+    logging.getLogger(logger).warning(message, *args)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,16 +11,10 @@ from torch import Tensor
 
 from curvature import Tape
 
-log = logging.getLogger("optimizers")
 SUBSTITUTE = (
     "the model returned no tensor but its loss, made by no loss function of torch: curvature by empirical(), from "
     "the training loop's own backward pass, for a loss that is a mean over the batch"
 )
-
-
-@cache
-def note_once(text: str) -> None:
-    log.warning("%s", text)
 
 
 @dataclass(frozen=True)

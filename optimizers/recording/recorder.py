@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from curvature import Injection, Tape, empirical, isotropic
 from curvature.preconditioners import CurvatureStore
-from curvature.recording import Listener, unwrap_compiled
+from curvature.recording import Listener, unwrap_compiled, warn_once
 from optimizers.distributed.processes import rows_of_whole
 from optimizers.distributed.team import Roster
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
-from optimizers.recording.model_outputs import SUBSTITUTE, Places, note_once, places_of
+from optimizers.recording.model_outputs import SUBSTITUTE, Places, places_of
 from optimizers.recording.output_scale import Extent
 from optimizers.schedule import Schedule
 
@@ -157,7 +157,7 @@ class Recorder:
         scale = next(iter(tape.parameters.values())).tensor.new_ones(()) if places.scale is None else places.scale
         if self.inject != empirical():
             self.substitute = SUBSTITUTE
-            note_once(SUBSTITUTE)
+            warn_once(SUBSTITUTE, logger="optimizers")
         extent = Extent.of([scale.expand(places.count)])
         self.loss_backprops.listen(RecordedPass(tape, [], extent, places.count))
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature import output_changes
+from curvature.recording import ModelState, map_tensors
 
 
 class WithoutBackward(TorchFunctionMode):
@@ -26,43 +26,13 @@ class WithoutBackward(TorchFunctionMode):
         return None if func is Tensor.backward else func(*args, **(kwargs or {}))
 
 
-class State:
-    """Random numbers and buffers of a model, to come back to."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = [(m, name, b) for m in model.modules() for name, b in m._buffers.items()]
-        self.buffers = [(m, name, b, None if b is None else b.clone()) for m, name, b in named]
-        self.devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-        self.random = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.devices)]
-
-    def is_now(self) -> bool:
-        """Whether nothing has changed since."""
-        now = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self.devices)]
-        drawn = any(not torch.equal(a, b) for a, b in zip(self.random, now, strict=True))
-        return not drawn and all(m._buffers.get(k) is b and _same(b, value) for m, k, b, value in self.buffers)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        self.restore_buffers()
-        torch.set_rng_state(self.random[0])
-        for device, own in zip(self.devices, self.random[1:], strict=True):
-            torch.cuda.set_rng_state(own, device)
-
-    @torch.no_grad()
-    def restore_buffers(self) -> None:
-        for module, name, buffer, value in self.buffers:
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None and not torch.equal(buffer, value):
-                buffer.copy_(value)
-
-
 @dataclass
 class Call:
     """A forward pass of the model within the closure."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    before: State
+    before: ModelState
     precision: tuple[str, bool, torch.dtype]  # of autocast
     output: Any = None
     versions: Sequence[int] = ()  # of the output's tensors, when the model returned them
@@ -81,8 +51,7 @@ class Call:
 
     def cut(self, stride: int) -> tuple[Any, Any] | None:
         """The arguments for every stride-th sample; None where their output may depend on the others or on chance."""
-        tensors = [x for x in _leaves((self.args, self.kwargs, self.output)) if isinstance(x, Tensor)]
-        counts = {len(x) if x.ndim else 0 for x in tensors}
+        counts = {len(x) if x.ndim else 0 for x in _tensors((self.args, self.kwargs, self.output))}
         if stride == 1 or self.is_joint or self.is_changed or len(counts) != 1 or counts == {0}:
             return None
         some = lambda x: x[::stride].contiguous() if isinstance(x, Tensor) else x
@@ -118,7 +87,7 @@ class Replay:
     ) -> None:
         self.model, self.closure, self.mean, self.unrecorded = model, closure, mean, unrecorded
         self.calls: list[Call] = []
-        self.before = State(model)
+        self.before = ModelState(model)
 
     def first(self) -> Tensor:
         """The loss, after a backward pass, as in the user's own loop; of residuals the closure's value alone.
@@ -168,14 +137,14 @@ class Replay:
         if torch.is_grad_enabled():
             device = next(module.parameters()).device.type
             precision = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-            self.calls.append(Call(args, kwargs, State(module), precision))
+            self.calls.append(Call(args, kwargs, ModelState(module), precision))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             call = self.calls[-1]
             call.output, call.versions = output, [x._version for x in _floats(output)]
             mixing = any(isinstance(m, _BatchNorm) and m.training for m in module.modules())
-            call.is_joint = mixing or not call.before.is_now()
+            call.is_joint = mixing or not call.before.is_unchanged()
 
     def loss(self) -> Tensor:
         """The loss of the batch with the parameters as they are now."""
@@ -185,7 +154,7 @@ class Replay:
     @contextmanager
     def _again(self) -> Iterator[None]:
         """The state in which the closure was called first; after it, what that call had left."""
-        after, gradients = State(self.model), [(p, p.grad) for p in self.model.parameters()]
+        after, gradients = ModelState(self.model), [(p, p.grad) for p in self.model.parameters()]
         self.before.restore()
         _without_gradients(self.model.parameters())
         try:
@@ -219,7 +188,7 @@ class Replay:
                 outputs = _floats(output)
                 for moved, rows in zip(changes, output_changes(outputs, parameters, directions), strict=True):
                     moved += rows
-                shown.append(_mapped(_leaf, output if call.is_changed else call.output))
+                shown.append(map_tensors(_leaf, output if call.is_changed else call.output))
                 leaves += _floats(shown[-1])
                 strides += [step] * len(outputs)
         direct = [[d.get(name) for name in parameters] for d in directions]
@@ -250,11 +219,10 @@ class Replay:
 
     def _outside(self, shown: Sequence[Any]) -> Tensor:
         """The loss as the closure makes it of given outputs, without the model's own work."""
-        cloned = lambda x: x.clone() if isinstance(x, Tensor) else x  # the closure may change them in place
         own = self.model.__dict__.get("forward")
         try:
             with self._again(), torch.enable_grad(), WithoutBackward():
-                queue = iter([_mapped(cloned, output) for output in shown])
+                queue = iter([map_tensors(Tensor.clone, output) for output in shown])  # the closure may change them
                 self.model.forward = lambda *args, **kwargs: next(queue)
                 return self.closure()
         except RuntimeError as error:
@@ -297,42 +265,23 @@ def _without_gradients(parameters: Iterable[Tensor]) -> None:
         p.grad = None
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
-
-
 def _close(one: Tensor, other: Tensor, relative: float) -> bool:
     one, other = one.detach().to(torch.promote_types(one.dtype, torch.float32)), other.detach()
     largest = one.abs().amax() if one.numel() else 0.0
     return bool(torch.isclose(other.to(one.dtype), one, relative, relative * float(largest), equal_nan=True).all())
 
 
-def _leaf(value: Any) -> Any:
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().requires_grad_() if is_float else value
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
 def _floats(output: Any) -> list[Tensor]:
-    return [x for x in _leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in _tensors(output) if x.is_floating_point()]
 
 
-def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A copy with other leaves; dataclasses and objects with logits are gone into, which torch's own does not."""
-
-    def one(x: Any) -> Any:
-        if not (is_dataclass(x) or hasattr(x, "logits")) or isinstance(x, type):
-            return function(x)
-        new = copy.copy(x)
-        for name in [f.name for f in fields(x)] if is_dataclass(x) else list(vars(x)):
-            object.__setattr__(new, name, _mapped(function, getattr(x, name)))
-        return new
-
-    return pytree.tree_map(one, tree)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    _mapped(found.append, tree)
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, tree)
     return found
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from curvature import Jacobian
 from curvature.functional import ExactNorms
 from curvature.preconditioners import ResidualBlock, residual_blocks
+from curvature.recording import ModelState
 from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
 from optimizers.steps.adaptive import grouped, put
-from optimizers.steps.closure_replay import State
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, next_damping
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
 from optimizers.steps.updates import are_finite, inner
@@ -59,11 +59,11 @@ class Trials:
     """A closure of residuals, called again for every step that is tried, as if for the first time."""
 
     def __init__(self, model: nn.Module, closure: Callable[[], Any], processes: Processes) -> None:
-        self.closure, self.before, self.processes = closure, State(model), processes
+        self.closure, self.before, self.processes = closure, ModelState(model), processes
         self.own = called(closure)  # residuals of this process
         self.values = processes.joined(self.own.detach())  # of all
         self.order: Tensor | None = None
-        self.after = State(model)
+        self.after = ModelState(model)
 
     def jacobian(self, model: nn.Module) -> Jacobian:
         """Of the residuals of all processes; `values` are in the order of its rows from now on."""

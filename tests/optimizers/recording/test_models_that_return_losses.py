@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
+from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.recording import model_outputs
 from optimizers.recording.output_scale import Extent
@@ -172,7 +173,7 @@ own = lambda output, y: (output.logsumexp(1) - output.gather(1, y[:, None])[:, 0
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC], ids=lambda o: o.__name__)
 def test_without_a_loss_function_it_is_empirical(optimizer: Any, caplog: pytest.LogCaptureFixture):
     """As the model that returns its outputs, with empirical(), but for the unit of the first step."""
-    model_outputs.note_once.cache_clear()
+    warn_once.cache_clear()
     (model, loss), other = with_loss(network(), own, "scalar"), network()
     opt, same = optimizer(model), optimizer(other, inject=curvature.empirical())
     with caplog.at_level(logging.WARNING, "optimizers"):
