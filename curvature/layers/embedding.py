@@ -116,10 +116,9 @@ def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> Den
     if index.ndim == 2:
         offsets = torch.arange(0, index.numel(), index.shape[1], device=index.device)
         index = index.reshape(-1)
-    padding = args.get("padding_idx")
     _, _, sizes, chosen = torch.embedding_bag(
         weight, index, offsets, False, 2, False, None, bool(args.get("include_last_offset")),
-        -1 if padding is None else _frozen_row(args),
+        args.get("padding_idx"),
     )  # fmt: skip
     chosen = chosen[: len(b)]
     b = b.masked_fill((sizes[: len(b)] == 0)[:, None], 0)
