@@ -81,27 +81,35 @@ def test_rescaling_changes_the_step():
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_batch_size_and_reduction_change_little(optimizer: type[KFAC], adaptive: bool):
-    """The same settings, batches of 64 and of 1,024, means and sums: losses over all data after 40 steps are alike."""
-    x, y = digits()
-    found = {}
-    for size, reduction in ((64, "mean"), (1024, "mean"), (64, "sum"), (1024, "sum")):
-        with seeded(0):
-            model = mlp()
-            opt = optimizer(model, adaptive=adaptive)
-            loss = functools.partial(F.cross_entropy, reduction=reduction)
-            for _ in range(40):
-                rows = torch.randint(len(x), (size,))
-                closure = closure_of(model, opt, loss, x[rows], y[rows])
-                if adaptive:
-                    opt.step(closure)
-                else:
-                    closure()
-                    opt.step()
-        found[size, reduction] = F.cross_entropy(model(x), y).item()
+    """The same settings, batches of 64 and of 1,024, means and sums: losses over all data after 40 steps are alike.
+
+    The median of seeds for small batches: where one run ends is chance, from 0.1 to 0.5.
+    """
+    means = [trained_on_batches(optimizer, adaptive, 64, "mean", seed) for seed in range(3)]
+    large = [trained_on_batches(optimizer, adaptive, 1024, reduction, 0) for reduction in ("mean", "sum")]
     # 2.3 at the start; small noisy batches are what the exact model of one batch is not made for
-    assert max(found.values()) < (0.5 if adaptive else 0.35), found
-    for size in (64, 1024):
-        assert found[size, "sum"] == pytest.approx(found[size, "mean"], rel=0.5), found
+    assert statistics.median(means) < (0.5 if adaptive else 0.35) and max(large) < 0.02, (means, large)
+    assert trained_on_batches(optimizer, adaptive, 64, "sum", 0) == pytest.approx(means[0], rel=0.05)
+    assert large[1] == pytest.approx(large[0], rel=0.05)
+
+
+def trained_on_batches(optimizer: type[KFAC], adaptive: bool, size: int, reduction: str, seed: int) -> float:
+    """In double precision, in which means and sums go the same way for longer."""
+    x, y = digits()
+    x = x.double()
+    with seeded(seed):
+        model = mlp().double()
+        opt = optimizer(model, adaptive=adaptive, seed=seed)
+        loss = functools.partial(F.cross_entropy, reduction=reduction)
+        for _ in range(40):
+            rows = torch.randint(len(x), (size,))
+            closure = closure_of(model, opt, loss, x[rows], y[rows])
+            if adaptive:
+                opt.step(closure)
+            else:
+                closure()
+                opt.step()
+    return F.cross_entropy(model(x), y).item()
 
 
 def test_adaptive_steps_are_safe_where_batches_are_noise():
