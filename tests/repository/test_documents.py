@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 from pathlib import Path
@@ -10,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.distributed.processes import forkserver
+from support import programs
+from support.architecture import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
 
 
@@ -37,21 +36,11 @@ FILES = [path for path in PAGES if script_of(path.read_text("utf-8")).strip()]
 
 
 def run(script: str, name: str, folder: Path) -> SimpleNamespace:
-    """As a program of its own, forked from a process that has imported torch."""
     (folder / name).write_text(script, encoding="utf-8")
-    process = forkserver().Process(target=program, args=(name, folder))
-    process.start()
-    process.join()
-    out, err = ((folder / stream).read_text("utf-8") for stream in ("stdout", "stderr"))
-    return SimpleNamespace(returncode=process.exitcode, stdout=out, stderr=err)
+    return programs.run(run_script, name, folder=folder)
 
 
-def program(name: str, folder: Path) -> None:
-    os.chdir(folder)
-    os.environ["MPLBACKEND"] = "Agg"
-    for number, stream in ((1, "stdout"), (2, "stderr")):
-        with open(stream, "wb") as file:
-            os.dup2(file.fileno(), number)
+def run_script(name: str) -> None:
     runpy.run_path(name, run_name="__main__")
 
 

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 
 # imported once, by the process that all others are forked from
 PRELOAD = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "sklearn.datasets", "optimizers"]
+PRELOAD += ["matplotlib.pyplot", "curvature.plots"]
 
 
 def forkserver() -> Any:
