@@ -37,7 +37,7 @@ FILE_LINES, FUNCTION_LINES = 400, 60
 LONGER = {
     "injections.py": 420,  # the five injections, which share one contract
     "natural_gradient.py": 410,  # one optimizer
-    "test_derivatives.py": 410,  # one subject
+    "mutants.py": 700,  # a list
 }
 TOP_LEVEL = {
     ".ci",

@@ -1,0 +1,522 @@
+"""Does a test fail where one line of code is wrong? Formulas broken one at a time, in a copy of the repository.
+
+    python tests/support/mutants.py [--only PATTERN] [-n COPIES] [--first]
+
+A mutant is killed by the tests of the files named with it or, where these pass, by more of the suite; it survives if
+all pass. Exits with 1 if any does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import multiprocessing
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MORE = ["curvature", "optimizers", "integration"]  # folders of tests, where those named pass
+SECONDS = 900.0  # after which a mutant that still runs counts as killed: it never ends
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which is in `file` once, becomes `new`; `tests` are files and folders below tests/ that should fail."""
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.old}  ->  {self.new}"
+
+
+def broken(file: str, tests: str, *changes: tuple[str, str]) -> Iterator[Mutant]:
+    for old, new in changes:
+        yield Mutant(file, old, new, tuple(tests.split()))
+
+
+MUTANTS = [
+    # -- terms and their contractions
+    *broken(
+        "curvature/terms/basic.py",
+        "curvature/terms/test_contractions.py curvature/gradients/test_jacobian.py optimizers/steps/test_residuals.py",
+        ("a[:, 0, :, None, :])", "a[:, 0, :, None, :] * 1.01)"),
+        ("(1, 2, 0, 3) * self.b).sum((1, 2, 3))", "(1, 2, 0, 3) * self.b.abs()).sum((1, 2, 3))"),
+        ("b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3)", "b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3).flip(2)"),
+        ("(self.index + start).flatten()", "self.index.expand_as(self.index + start).flatten()"),
+    ),
+    *broken(
+        "curvature/terms/contractions.py",
+        "curvature/terms/test_contractions.py",
+        ("(1 if u is v else 2)", "(1 if u is v else 1)"),
+        ("((ua @ va.mT) * (ub @ vb.mT)).sum(0)", "((ua @ va.mT) * (ub @ vb.mT)).mean(0)"),
+        ("(u.index[..., :, None] == v.index[..., None, :])", "(u.index[..., :, None] >= v.index[..., None, :])"),
+        ("u.a.square().sum(3) * u.b.square().sum(3)", "u.a.square().sum(3) * u.b.square().mean(3)"),
+        ("out[:, slice(*term.rows)] += g", "out[:, slice(*term.rows)] = g"),
+    ),
+    *broken(
+        "curvature/terms/squared_gradients.py",
+        "curvature/terms/test_contractions.py curvature/matrices",
+        ("inputs = (a[:, :, None] * a[:, None, :])", "inputs = (a[:, :, None] * a[:, :, None])"),
+        ("weights[:, None] / same.sum(2)", "weights[:, None] / same.sum(2).square()"),
+        ("total.addcmul_(u.values, w.values)", "total.addcmul_(u.values, w.values, value=2)"),
+    ),
+    *broken(
+        "curvature/terms/convolution.py",
+        "curvature/layers curvature/kronecker/test_factors.py",
+        ("[0] * dims, self.dilation, False", "[0] * dims, [1] * dims, False"),
+        ("start, stop = phase.first - phase.step", "start, stop = phase.first + 0 * phase.step"),
+    ),
+    *broken(
+        "curvature/terms/affine_layout.py",
+        "curvature/terms/test_affine_layout.py",
+        ("back = [self.order.index(k) for k in", "back = [self.order[k] for k in"),
+    ),
+    # -- layer rules
+    *broken(
+        "curvature/layers/convolution.py",
+        "curvature/layers curvature/gradients/test_per_sample.py",
+        ("(total // 2, total - total // 2)", "(total - total // 2, total // 2)"),
+        ("return F.pad(x, padding), b", "return F.pad(x, padding), b.abs()"),
+        ("return F.pad(b, padding), x", "return F.pad(b, padding), x.abs()"),
+    ),
+    *broken(
+        "curvature/layers/matrix_products.py",
+        "curvature/layers curvature/gradients/test_per_sample.py",
+        (
+            "layout.front(t).flatten(1, -2)[:, :, None].to(dtype) for t in (x, b)",
+            "layout.front(t).flatten(1, -2)[:, :, None].to(dtype) for t in (x, b.abs())",
+        ),
+        (
+            'data = [(call.args["input1"], [*lead, "i"]), (call.args["input2"]',
+            'data = [(call.args["input1"], [*lead, "i"]), (call.args["input2"].abs()',
+        ),
+        (
+            "outer_product(first, [second], b, out, layout) if left",
+            "outer_product(first, [second], b.abs(), out, layout) if left",
+        ),
+        ('layout.front(b * args.get("beta", 1))', "layout.front(b)"),
+        ('call, b * args.get("alpha", 1), layout', "call, b, layout"),
+        ("x = x.sum(data_only)", "x = x.mean(data_only)"),
+        (
+            "weight = pairs.pop(slot)\n        return outer_product(weight, list(pairs.values()), b",
+            "weight = pairs.pop(slot)\n        return outer_product(weight, list(pairs.values()), b.abs()",
+        ),
+        ('signature = ("other", "input")', 'signature = ("input", "other")'),
+    ),
+    *broken(
+        "curvature/layers/normalisation.py",
+        "curvature/layers curvature/gradients/test_per_sample.py",
+        (
+            'F.layer_norm(args["input"], args["normalized_shape"], eps=args.get("eps", 1e-5))',
+            'F.layer_norm(args["input"], args["normalized_shape"], eps=1e-3)',
+        ),
+        (
+            'F.rms_norm(args["input"], args["normalized_shape"], eps=args.get("eps"))',
+            'F.rms_norm(args["input"], args["normalized_shape"], eps=1e-3)',
+        ),
+        (
+            'F.group_norm(args["input"], args["num_groups"], eps=args.get("eps", 1e-5))',
+            'F.group_norm(args["input"], 1, eps=args.get("eps", 1e-5))',
+        ),
+        (
+            'F.batch_norm(args["input"], args["running_mean"], args["running_var"], eps=eps)',
+            'F.batch_norm(args["input"], 0 * args["running_mean"], args["running_var"], eps=eps)',
+        ),
+        ("return F.instance_norm(x, eps=eps)", "return F.instance_norm(x, eps=1e-3)"),
+    ),
+    *broken(
+        "curvature/layers/elementwise.py",
+        "curvature/layers curvature/gradients/test_per_sample.py",
+        (
+            "torch.autograd.grad(out, expanded, b.to(out.dtype))",
+            "torch.autograd.grad(out, expanded, b.to(out.dtype).abs())",
+        ),
+        ("out = out.unflatten(k, (-1, size)).sum(k)", "out = out.unflatten(k, (-1, size)).mean(k)"),
+        ('call.args["input"].clamp(max=0)', 'call.args["input"].clamp(min=0)'),
+    ),
+    *broken(
+        "curvature/layers/embedding.py",
+        "curvature/layers curvature/gradients/test_per_sample.py",
+        ("return row if row >= 0 else row + args", "return row if row >= 0 else 0 * args"),
+        ("values = values / counts[..., None]", "values = values / counts[..., None].sqrt()"),
+        (".clamp(min=1)[bag]", ".clamp(min=2)[bag]"),
+        (
+            "b = b.masked_fill((sizes[: len(b)] == 0)[:, None], 0)",
+            "b = b.masked_fill((sizes[: len(b)] == 1)[:, None], 0)",
+        ),
+    ),
+    # -- losses and what is sent back from them
+    *broken(
+        "curvature/losses/per_sample.py",
+        "curvature/losses",
+        ("terms.numel() // count if mass is None", "terms.numel() if mass is None"),
+        (
+            "weight[target.masked_fill(ignored, 0).long()].masked_fill(ignored, 0)",
+            "weight[target.masked_fill(ignored, 0).long()]",
+        ),
+        (
+            "(variance.log() + (mean - target).square() / variance)",
+            "(variance.log() + (mean - target).square() * variance)",
+        ),
+    ),
+    *broken(
+        "curvature/losses/likelihoods.py",
+        "curvature/losses",
+        (
+            "mixed = self.p.sqrt() * eps\n        return mixed - self.p * ",
+            "mixed = self.p.sqrt() * eps\n        return mixed - self.p.sqrt() * ",
+        ),
+        ("return self.p * (1 - self.p)", "return self.p * (1 + self.p)"),
+        ("(output.sigmoid() * (-output).sigmoid()).sqrt()", "output.sigmoid()"),
+        ("output.new_full((), math.sqrt(2))", "output.new_full((), 2.0)"),
+        (
+            "torch.cat([-z, math.sqrt(0.5) * (1 - z.square())], 2)",
+            "torch.cat([-z, math.sqrt(0.5) * (1 + z.square())], 2)",
+        ),
+        ("return (output - times.log()).argmax", "return (output + times.log()).argmax"),
+    ),
+    *broken(
+        "curvature/losses/output_hessian.py",
+        "curvature/losses",
+        ("masses / (terms.numel() // count)", "masses / terms.numel()"),
+        ("values.clamp(min=0).sqrt()[:, None, :]", "values.clamp(min=0)[:, None, :]"),
+        ("scale = masses.sqrt()", "scale = masses"),
+    ),
+    *broken(
+        "curvature/losses/injections.py",
+        "curvature/losses",
+        ("/ self.k**0.5", "/ self.k"),
+        ("generator=source, **options) * 2 - 1)", "generator=source, **options))"),
+        ("scale = masses.sqrt()", "scale = masses"),
+        ("return left, product(left)", "return left, product(left).abs()"),
+        (
+            "torch.autograd.grad(losses.sum(), point, materialize_grads=True)",
+            "torch.autograd.grad(losses.mean(), point, materialize_grads=True)",
+        ),
+        ("return 1, lambda start, stop: gradient[None]", "return 1, lambda start, stop: gradient.abs()[None]"),
+    ),
+    # -- gradients: layouts, verification, the general path, Jacobians
+    *broken(
+        "curvature/gradients/verification.py",
+        "curvature/gradients",
+        (
+            "if name in terms and name not in uneven and not _sums_to",
+            "if name not in terms and name not in uneven and not _sums_to",
+        ),
+        ("failed |= set(differences(rows, expected_rows, low))", "differences(rows, expected_rows, low)"),
+        ("<= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low)", "<= 10**9 * max(torch.finfo(g.dtype).eps ** 0.5, low)"),
+        ("if differences({k: g[-1] for k, g in found.items()}, alone)", "if False"),
+        (
+            "raise ValueError(\n            f\"{', '.join(dict.fromkeys(tape.mixing))}",
+            "print(\n            f\"{', '.join(dict.fromkeys(tape.mixing))}",
+        ),
+    ),
+    *broken(
+        "curvature/gradients/sample_axes.py",
+        "curvature/gradients",
+        ("if (expected - target).norm() <= allowed", "if (expected - target).norm() >= -allowed"),
+    ),
+    *broken(
+        "curvature/gradients/fallback.py",
+        "curvature/gradients",
+        (
+            'randomness="different", chunk_size=chunk)(wanted, batch.x, y)',
+            'randomness="different", chunk_size=chunk)(wanted, batch.x, y.flip(0))',
+        ),
+        ("found = batch.alone(n).gradients()", "found = batch.alone(0).gradients()"),
+    ),
+    *broken(
+        "curvature/gradients/jacobian.py",
+        "curvature/gradients/test_jacobian.py curvature/gradients optimizers/test_natural_gradient.py",
+        ("found[k][j], found[j][k] = block, block.mT", "found[k][j], found[j][k] = block, -block.mT"),
+        ("return gram - gram.mean(1, keepdim=True)", "return gram"),
+    ),
+    # -- linear algebra
+    *broken(
+        "curvature/linalg/low_rank.py",
+        "curvature/linalg/test_low_rank.py",
+        ("rest = mean[rank] + damping", "rest = mean[0] + damping"),
+    ),
+    *broken(
+        "curvature/linalg/sketch.py",
+        "curvature/linalg/test_sketch.py",
+        ("/ MAX_SKETCH_ROWS**0.5", "/ MAX_SKETCH_ROWS"),
+        (
+            "rest = rest + (rows.square().sum() - kept.square().sum())",
+            "rest = rest + 0 * (rows.square().sum() - kept.square().sum())",
+        ),
+    ),
+    *broken(
+        "curvature/linalg/decompositions.py",
+        "optimizers/test_failed_decompositions.py curvature/operators",
+        ("unsure = values.abs() <= rounding", "unsure = values.abs() < 0"),
+        ("attempts = [matrix, double, on_cpu,", "attempts = [matrix,"),
+    ),
+    # -- Kronecker factors
+    *broken(
+        "curvature/kronecker/factors.py",
+        "curvature/kronecker/test_factors.py curvature/linalg/test_sketch.py",
+        ("number = sum(len(term) * term.places for term in", "number = sum(len(term) for term in"),
+        ("corner.fill_(number)", "corner.fill_(1)"),
+        ("return total / sum(term.places for term in terms)", "return total"),
+        ("sides = (backprops, scale_moment(activations, 1 / count))", "sides = (backprops, activations)"),
+        ("b.sum(1, keepdim=True) for b in same", "b.mean(1, keepdim=True) for b in same"),
+        ("pair[k] * t[1 - k].reshape", "pair[k] * t[k].reshape"),
+        ("moment[:, some, -1] += total", "moment[:, some, -1] -= total"),
+    ),
+    *broken(
+        "curvature/kronecker/inverses.py",
+        "curvature/kronecker/test_inverses.py curvature/linalg curvature/preconditioners",
+        (
+            "return KroneckerInverse(left, right, 1 / (values + damping))",
+            "return KroneckerInverse(left, right, 1 / (values + 2 * damping))",
+        ),
+        ("torch.where(values > least, 1 / values, 0.0)", "torch.where(values > 0 * least, 1 / values, 1.0)"),
+        ("root = (1 - (rest + damping) / (values + damping))", "root = ((rest + damping) / (values + damping))"),
+        ("values[:, :-1, :-1] - row - column + outside", "values[:, :-1, :-1] - row - column"),
+        ("matmul(n.mT, o).square()", "matmul(n.mT, o).abs()"),
+    ),
+    *broken(
+        "curvature/kronecker/sums.py",
+        "curvature/preconditioners/test_residual_blocks.py",
+        ("damping**0.5 / ratio, damping**0.5 * ratio", "damping**0.5 * ratio, damping**0.5 / ratio"),
+        ("(1 - t)[:, None] * (1 - s)", "(1 - t)[:, None] * s"),
+    ),
+    *broken(
+        "curvature/kronecker/eigenbasis.py",
+        "curvature/preconditioners/test_eigen.py curvature/matrices/test_every_builder.py",
+        (
+            "_turned(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)",
+            "_turned(_backprops(term).to(self.scheme.dtype), None), self.sides)",
+        ),
+        ("a = torch.cat([a, a.new_ones(*a.shape[:3], 1)], 3)", "a = torch.cat([a, a.new_zeros(*a.shape[:3], 1)], 3)"),
+    ),
+    # -- operators
+    *broken(
+        "curvature/operators/kronecker.py",
+        "curvature/operators",
+        (
+            "two_sided(self.rows, self._to_matrices(V), self.columns)",
+            "two_sided(None, self._to_matrices(V), self.columns)",
+        ),
+        ("None if columns is None else columns.square().mT", "None if columns is None else columns.mT"),
+        ("means[0] / means[1]", "means[1] / means[0]"),
+        ("noise / self._damped(damping).sqrt()", "noise / self._damped(damping)"),
+        ("self.rounding * values.square()", "self.rounding"),
+    ),
+    *broken(
+        "curvature/operators/base.py",
+        "curvature/operators",
+        (
+            "return 2 * self._cholesky(float(damping)).diagonal().log().sum()",
+            "return self._cholesky(float(damping)).diagonal().log().sum()",
+        ),
+        (
+            "self.factor * self.inner.trace() + self.shift * self.space.size",
+            "self.factor * self.inner.trace() + self.shift",
+        ),
+        (
+            "solve_triangular(self._cholesky(damping).mT, Z, upper=True)",
+            "solve_triangular(self._cholesky(damping), Z, upper=False)",
+        ),
+    ),
+    # -- estimators
+    *broken(
+        "curvature/estimators/traces.py",
+        "curvature/estimators",
+        ("return mean_estimate((z * (op @ z)).sum(0))", "return mean_estimate((z * (op @ z)).mean(0))"),
+        ("z = z - basis @ (basis.mT @ z)", "z = z - 0.5 * basis @ (basis.mT @ z)"),
+        ("rest = (size - half + 1) *", "rest = (size - half) *"),
+        ("return mean_estimate((z * (op @ z)).T)", "return mean_estimate((op @ z).T)"),
+        ("whole[:, None] - (basis @ leaves) *", "whole[:, None] + (basis @ leaves) *"),
+    ),
+    *broken(
+        "curvature/estimators/lanczos.py",
+        "curvature/estimators",
+        (
+            "alphas[:, step] = (basis[:, step] * image).sum(1)",
+            "alphas[:, step] = (basis[:, step] * image).abs().sum(1)",
+        ),
+    ),
+    *broken(
+        "curvature/estimators/spectra.py",
+        "curvature/estimators",
+        ("return values, rotations[:, 0].square()", "return values, rotations[:, 0].abs()"),
+        ("core = _append_border(core, basis.mT @", "core = _append_border(core, 1.01 * basis.mT @"),
+        ("/ (width * math.sqrt(2 * math.pi))", "/ (width * math.sqrt(math.pi))"),
+    ),
+    # -- the forward Laplacian
+    *broken(
+        "curvature/forward_laplacian/pointwise.py",
+        "curvature/forward_laplacian",
+        ("torch.addcmul(L, f, q, value=-2)", "torch.addcmul(L, f, q, value=-1)"),
+        ("(s - s * s) * (2 + x - 2 * f)", "(s - s * s) * (2 + x - f)"),
+        ("mixed = 2 * form.of(", "mixed = form.of("),
+        ("_bend(slope, -2 * f * slope)", "_bend(slope, -f * slope)"),
+        ("seconds += [entry * form.of(h, other)", "seconds += [entry * form.of(h, h)"),
+        ("lambda L, q: f * (q if L is None else L + q)", "lambda L, q: f * (q if L is None else L)"),
+    ),
+    *broken(
+        "curvature/forward_laplacian/linear.py",
+        "curvature/forward_laplacian",
+        (
+            "second = 2 * vmap(run)(a.first, form.times(b.first)).sum(0)",
+            "second = vmap(run)(a.first, form.times(b.first)).sum(0)",
+        ),
+        ("x, lambda t: F.linear(t, weight))", "x, lambda t: F.linear(t, weight, bias))"),
+    ),
+    *broken(
+        "curvature/forward_laplacian/jet.py",
+        "curvature/forward_laplacian",
+        (
+            "return (self.weights @ b.reshape(len(b), -1)).reshape(b.shape)",
+            "return (self.weights.diagonal().diag() @ b.reshape(len(b), -1)).reshape(b.shape)",
+        ),
+    ),
+    # -- functions written out
+    *broken(
+        "curvature/functional/recurrent.py",
+        "curvature/gradients/test_per_sample.py",
+        ("f.sigmoid() * state[1] + i.sigmoid() * g.tanh()", "i.sigmoid() * state[1] + f.sigmoid() * g.tanh()"),
+        ("return ((state[0] - new) * z + new,)", "return ((state[0] - new) * (1 - z) + new,)"),
+    ),
+    *broken(
+        "curvature/functional/formulas.py",
+        "curvature/forward_laplacian curvature/gradients",
+        (
+            "return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()",
+            "return centred * centred.square().mean(dims, keepdim=True).rsqrt()",
+        ),
+        ("scores = query @ key.mT * (1 / math.sqrt(query.shape[-1])", "scores = query @ key.mT * (1 / query.shape[-1]"),
+    ),
+    *broken(
+        "curvature/functional/unfused.py",
+        "curvature/gradients/test_per_sample.py curvature/matrices/test_builders.py",
+        ("torch.norm_except_dim(v, 2, dim)", "torch.norm_except_dim(v, 1, dim)"),
+    ),
+    # -- builders
+    *broken(
+        "curvature/matrices/products.py",
+        "curvature/matrices",
+        ("total.div_(weight)", "total.div_(weight + 1)"),
+        ("middle(moved.movedim(dims[1] + 1, 1)) * rows", "middle(moved.movedim(dims[1] + 1, 1))"),
+        ("value = (weights * losses)[weights != 0].sum()", "value = losses[weights != 0].sum()"),
+    ),
+    *broken(
+        "curvature/matrices/accumulators.py",
+        "curvature/matrices",
+        ("self.sum.addmm_((u * chunk.weights", "self.sum.addmm_((u * chunk.weights.sqrt()"),
+        ("rows, columns, scale * self.sum)", "rows, columns, self.sum)"),
+        ("sum_of_products(*found, chunk.weights)", "sum_of_products(*found, chunk.weights.square())"),
+    ),
+]
+
+
+def applied(mutant: Mutant, root: Path) -> str:
+    """Break the line; returns the file as it was."""
+    path = root / mutant.file
+    text = path.read_text("utf-8")
+    if text.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.file} has {text.count(mutant.old)} times: {mutant.old}")
+    path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
+    return text
+
+
+def copied(folder: str) -> Path:
+    names = ("Makefile", "README.md", "pyproject.toml", "curvature", "docs", "examples", "optimizers", "tests")
+    for name in names:
+        source, target = ROOT / name, Path(folder) / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    return Path(folder)
+
+
+def child(root: Path, tests: list[str]) -> None:
+    """pytest in a process forked from one that has imported torch."""
+    import pytest
+
+    log = os.open(root / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.chdir(root)
+    sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != ROOT]
+    sys.dont_write_bytecode = True
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
+    os._exit(pytest.main([*options, *(f"tests/{test}" for test in tests)]))
+
+
+def fails(root: Path, tests: list[str]) -> str | None:
+    """The test that failed, or None."""
+    process = multiprocessing.get_context("fork").Process(target=child, args=(root, tests))
+    process.start()
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return f"no end in {SECONDS:.0f} s"
+    if not process.exitcode:
+        return None
+    lines = (root / "log").read_text("utf-8", "replace").splitlines()
+    return next((line for line in lines if line.startswith(("FAILED", "ERROR"))), f"exit status {process.exitcode}")
+
+
+def run(mutant: Mutant, root: Path, first_only: bool) -> tuple[str | None, float]:
+    before, start = applied(mutant, root), time.perf_counter()
+    try:
+        killer = fails(root, list(mutant.tests))
+        if killer is None and not first_only:
+            killer = fails(root, MORE)
+    finally:
+        (root / mutant.file).write_text(before, "utf-8")
+    return killer, time.perf_counter() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="*", help="of the file or the formula, for example '*layers*'")
+    parser.add_argument("-n", type=int, default=2, help="copies of the repository that are run beside each other")
+    parser.add_argument("--first", action="store_true", help="only the tests named with a mutant")
+    arguments = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    import torch  # noqa: F401 (once, for all processes forked from this one)
+
+    chosen = [mutant for mutant in MUTANTS if fnmatch.fnmatch(str(mutant), f"*{arguments.only}*")]
+    todo: queue.SimpleQueue[Mutant | None] = queue.SimpleQueue()
+    for mutant in [*chosen, *[None] * arguments.n]:
+        todo.put(mutant)
+    survivors = []
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            root = copied(folder)
+            while (mutant := todo.get()) is not None:
+                killer, seconds = run(mutant, root, arguments.first)
+                print(
+                    f"{'survived' if killer is None else 'killed'} {seconds:5.1f} s  {mutant}\n    {killer}", flush=True
+                )
+                if killer is None:
+                    survivors.append(mutant)
+
+    threads = [threading.Thread(target=work) for _ in range(arguments.n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed", *survivors, sep="\n  survived: ")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
