@@ -143,9 +143,13 @@ def test_wrong_second_derivatives_are_no_hessian():
 EQUAL = [nn.CrossEntropyLoss, nn.MSELoss, nn.BCEWithLogitsLoss]
 # Of the same matrix: weighed, ignored and plain places, all of one sample's ignored among them, in rows or not.
 CUT = {
-    *("loss_cross_entropy_ignored_all_options_mean_conv", "loss_cross_entropy_weight_mean_mlp", "flat_tokens_mean"),
-    *("loss_cross_entropy_ignored_sum_conv", "loss_nll_ignored_weight_mean_conv", "flat_tokens_weight_mean"),
-    *("loss_bce_logits_weights_mean_mlp", "loss_mse_mean_conv", "loss_distance_mlp", "loss_functional_mlp"),
+    *(
+        "loss_cross_entropy_ignored_all_options_mean_conv",
+        "loss_cross_entropy_weight_smoothed_mean_mlp",
+        "flat_tokens_mean",
+    ),
+    *("loss_cross_entropy_ignored_class_sum_conv", "loss_nll_ignored_weight_mean_conv", "flat_tokens_weight_mean"),
+    *("loss_bce_logits_weights_mean_conv", "loss_mse_mean_conv", "loss_distance_mlp", "loss_functional_mlp"),
     *("gaussian_heads_mean", "flat_rows_mean", "input_dict"),
 }
 IN_BATCHES = [case for case in DENSE if case.id in CUT]

@@ -35,8 +35,8 @@ LAYERS = [
 ELSEWHERE = {
     *("called_twice", "called_in_loop", "called_twice_other_places", "conv_called_twice", "frozen_bias", "checkpoint"),
     *("frozen_middle_layer", "resnet", "autoencoder", "mixer", "point_set", "folded_time_linear", "folded_twins"),
-    *("loss_cross_entropy_ignored_all_options_mean_conv", "loss_cross_entropy_ignored_all_options_sum_conv"),
-    *("loss_bce_logits_weights_mean_mlp", "loss_nll_ignored_weight_mean_conv", "loss_poisson_sum_conv"),
+    *("loss_cross_entropy_ignored_all_options_mean_conv", "loss_cross_entropy_ignored_all_options_sum_mlp"),
+    *("loss_bce_logits_weights_mean_conv", "loss_nll_ignored_weight_mean_conv", "loss_poisson_full_sum_conv"),
 }
 OTHERS = [case for case in small("shared", "models", "losses") if case.id in ELSEWHERE]
 CASES = [*LAYERS, *OTHERS, *extra()]

@@ -27,15 +27,26 @@ class LossCase:
 
 
 def cases() -> Iterator[Case]:
-    for case in losses():
-        options = {"loss": case.loss, "target": case.target, "combine": case.combine}
-        yield Case(f"loss_{case.id}_mlp", functools.partial(mlp, case.link), floats(5), n=SIZE, **options)
-        draw = floats(2, 7)
-        net = functools.partial(conv_net, case.link, case.places)
-        yield Case(f"loss_{case.id}_conv", net, draw, n=3, **options)
-        if case.places:
-            yield Case(f"loss_{case.id}_equal_sizes", net, floats(2, SIZE + 2), n=SIZE, **options)
+    """Pairwise: each loss with each reduction, each reduction on each network, but not each loss with both on all."""
+    for number, (mean, summed) in enumerate(zip(losses("mean"), losses("sum"), strict=True)):
+        dense, convolved = (mean, summed) if number % 2 == 0 else (summed, mean)
+        yield from on_networks(dense, "mlp")
+        yield from on_networks(convolved, "conv", "equal_sizes")
+    for case in (*batch_means(), *callables()):
+        yield from on_networks(case, "mlp", "conv", "equal_sizes")
     yield from shaped_cases()
+
+
+def on_networks(case: LossCase, *networks: str) -> Iterator[Case]:
+    options = {"loss": case.loss, "target": case.target, "combine": case.combine}
+    convolved = functools.partial(conv_net, case.link, case.places)
+    for network, build, inputs, n in (
+        ("mlp", functools.partial(mlp, case.link), floats(5), SIZE),
+        ("conv", convolved, floats(2, 7), 3),
+        ("equal_sizes", convolved, floats(2, SIZE + 2), SIZE),
+    ):
+        if network in networks and (case.places or network != "equal_sizes"):
+            yield Case(f"loss_{case.id}_{network}", build, inputs, n=n, **options)
 
 
 def mlp(link: Callable[[], nn.Module]) -> nn.Module:
@@ -48,16 +59,17 @@ def conv_net(link: Callable[[], nn.Module], places: bool) -> nn.Module:
     return nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU(inplace=True), nn.Conv1d(3, SIZE, 1), pool, link())
 
 
-def losses() -> Iterator[LossCase]:
-    for reduction in ("mean", "sum"):
-        yield from cross_entropies(reduction)
-        yield from binary_losses(reduction)
-        yield from regressions(reduction)
-        yield from margins(reduction)
+def losses(reduction: str) -> Iterator[LossCase]:
+    yield from cross_entropies(reduction)
+    yield from binary_losses(reduction)
+    yield from regressions(reduction)
+    yield from margins(reduction)
+
+
+def batch_means() -> Iterator[LossCase]:
     batchmean = functools.partial(nn.KLDivLoss, reduction="batchmean")
     yield LossCase("kl_batchmean", batchmean(), soft, "mean", log_softmax)
     yield LossCase("kl_batchmean_log", batchmean(log_target=True), lambda o: soft(o).log(), "mean", log_softmax)
-    yield from callables()
 
 
 def cross_entropies(reduction: str) -> Iterator[LossCase]:
