@@ -17,7 +17,7 @@ from curvature.recording import ModelState, force_eager
 from optimizers.arguments import check_arguments, check_numbers, check_whole
 from optimizers.checkpoints import pack, unpack
 from optimizers.distributed.processes import Distributed, trained_by
-from optimizers.distributed.sharding import refuse_shards
+from optimizers.distributed.sharding import local, refuse_shards
 from optimizers.distributed.team import Roster
 from optimizers.model_optimizer import ModelOptimizer
 from optimizers.preconditioner import Preconditioner
@@ -169,6 +169,10 @@ class SecondOrderOptimizer(ModelOptimizer):
         is_differentiated = closure is not None and (rule.differentiates_model or not self.takes_loss)
         with self.monitor.watching(), force_eager() if is_differentiated else nullcontext():
             outcome = step(context)
+        if outcome.displacement and not outcome.is_skipped:
+            trained = self.trained()  # by the names that the closure may have given them
+            for name, displacement in outcome.displacement.items():
+                local(trained[name]).add_(displacement)
         self.monitor.counts["rollbacks"] += outcome.rollbacks
         if outcome.is_skipped:
             self.monitor.skip()

@@ -164,8 +164,9 @@ class Outcome:
 
     Attributes:
         loss: what `step` returns.
-        displacement: by name, to be added to the parameters; empty where the rule has moved them itself.
-        move: the same, for `torch.compile` to compile.
+        displacement: by name, of sharded parameters the local shard; the optimizer adds it to the parameters. None if
+            the rule has moved them itself.
+        move: a displacement that `torch.compile` can compile; the built-in `TrustRegionStep` uses it.
         entry: numbers for the history; None: no step was taken.
         renewal: what was done for the curvature.
         is_skipped: the batch is left out.

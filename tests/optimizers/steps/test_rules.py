@@ -1,0 +1,187 @@
+"""Step rules on their own, and rules of one's own in an optimizer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepContext, StepRule
+from optimizers.preconditioner import Renewal
+from optimizers.steps.descent import Descent
+from optimizers.steps.quadratic_model import GROW, MOST_TRIES, Trial, first_accepted
+from optimizers.steps.rule import Evaluation
+from optimizers.steps.trust_region import ADAPTATION_RATE, TrustRegionStep
+from optimizers.steps.updates import take
+
+pytestmark = pytest.mark.fast
+
+
+# -- the ladder of dampings
+
+
+@pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan, -math.inf, math.inf])
+def test_more_damping_until_the_loss_falls(bad: float) -> None:
+    tried: list[float] = []
+
+    def reduction(damping: float) -> float:
+        tried.append(damping)
+        return 0.5 if len(tried) == 3 else bad
+
+    assert first_accepted(reduction, 0.1) == Trial(pytest.approx(0.1 * GROW**2), 0.5, 2, True)
+    assert tried == pytest.approx([0.1, 0.1 * GROW, 0.1 * GROW**2])
+
+
+def test_a_ladder_without_success_ends() -> None:
+    tried: list[float] = []
+    trial = first_accepted(lambda damping: tried.append(damping) or -1.0, 1.0)
+    assert trial == Trial(GROW ** (MOST_TRIES - 1), -1.0, MOST_TRIES, False)
+    assert len(tried) == MOST_TRIES
+
+
+# -- the trust region
+
+
+def descend(rule: TrustRegionStep, slopes: list[float]) -> list[float]:
+    """Step sizes of a rule with the identity as preconditioner, along gradients that point one way or back."""
+    p, states = torch.full((100,), 100.0, dtype=torch.float64), {"p": {}}
+    sizes = []
+    for slope in slopes:
+        context: Any = SimpleNamespace(
+            gradients=lambda slope=slope: {"p": torch.full_like(p, slope)},
+            unscale_and_check_finite=lambda gradients: torch.tensor(True),
+            is_idle=lambda: False, knows_nothing=lambda: False, renew=lambda gradients: Renewal(True, 1, 1.0),
+            monitor=SimpleNamespace(timed=lambda part: nullcontext()), trained={"p": p}, states=states,
+            options={"p": {"lr": 1.0, "weight_decay": 0.0}}, preconditioner=SimpleNamespace(blocks=[]),
+            outputs=SimpleNamespace(scale=torch.tensor(10.0), size=100.0),
+        )  # fmt: skip
+        outcome = rule.step(context, Evaluation())
+        assert outcome.move is not None and outcome.entry is not None
+        sizes.append(float(outcome.entry["step_size"]))
+        rule.after_move(take(outcome.move))
+    return sizes
+
+
+def plain(context: StepContext, gradients: Any, good: Tensor) -> Descent:
+    """The gradient itself."""
+    squares = {name: g.square().sum().float() for name, g in gradients.items()}
+    return Descent({name: g.clone() for name, g in gradients.items()}, squares, torch.stack([*squares.values()]).sum())
+
+
+def test_the_step_size_follows_the_slopes() -> None:
+    straight, back = descend(TrustRegionStep(plain), [1.0, 1.0, 1.0]), descend(TrustRegionStep(plain), [1.0, -1.0])
+    grown = math.exp(ADAPTATION_RATE)
+    assert [b / a for a, b in zip(straight, straight[1:], strict=False)] == pytest.approx([grown, grown])
+    assert back[1] / back[0] == pytest.approx(1 / grown)
+
+
+# -- rules of one's own
+
+
+class Steady(StepRule):
+    """A fixed multiple of the preconditioned gradients' running sum."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums: dict[str, Tensor] = {}
+
+    def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
+        gradients = context.gradients()
+        renewal = context.renew(gradients)
+        solved = context.solve(gradients)
+        self.count += 1
+        self.sums = {name: u + 0.5 * self.sums[name] if self.sums else u for name, u in solved.items()}
+        displacement = {name: -0.1 * u for name, u in self.sums.items()}
+        return Outcome(evaluation.value, displacement, entry={"accepted": True, "count": self.count}, renewal=renewal)
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    X, Y = torch.randn(8, 3), torch.randint(2, (8,))
+
+
+def loss_of(model: nn.Module) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss = nn.functional.cross_entropy(model(X), Y)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def residuals_of(model: nn.Module) -> Callable[[], Tensor]:
+    return lambda: (model(X)[:, 0] - Y) / 4
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC, NaturalGradient], ids=lambda o: o.__name__)
+def test_its_displacement_is_added(optimizer: type[KFAC]) -> None:
+    model, rule = network(), Steady()
+    opt = optimizer(model, step_rule=rule)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first = loss_of(model)()
+    opt.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), before[name] - 0.1 * rule.sums[name])
+    assert opt.step(loss_of(model)) < first
+    assert [(entry["step"], entry["count"]) for entry in opt.history] == [(0, 1), (1, 2)]
+    assert opt.steps == 2
+
+
+def test_its_state_survives_checkpoints_and_copies() -> None:
+    model = network()
+    opt = KFAC(model, step_rule=Steady())
+    for _ in range(3):
+        opt.step(loss_of(model))
+    copied, twin = copy.deepcopy((opt, model))
+    other = copy.deepcopy(model)
+    loaded = KFAC(other, step_rule=Steady())
+    loaded.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for one, own in ((opt, model), (copied, twin), (loaded, other)):
+        one.step(loss_of(own))
+        assert one.history[-1]["count"] == 4
+        torch.testing.assert_close(own.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_wrong_rules_are_refused() -> None:
+    with pytest.raises(TypeError, match="step_rule"):
+        KFAC(network(), step_rule=Steady)  # type: ignore[arg-type]  # the class
+    with pytest.raises(ValueError, match="step_rule"):
+        KFAC(network(), step_rule=Steady(), adaptive=True)
+
+
+# -- residuals
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient], ids=lambda o: o.__name__)
+def test_step_residuals_is_the_step_on_residuals(optimizer: type[KFAC]) -> None:
+    models = network(), network()
+    one, other = (optimizer(model) for model in models)
+    for _ in range(3):
+        losses = one.step(residuals_of(models[0])), other.step_residuals(residuals_of(models[1]))
+        torch.testing.assert_close(*losses, rtol=0, atol=0)
+    torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=0, atol=0)
+    assert one.steps == other.steps == 3
+
+
+def test_step_residuals_refuses_losses() -> None:
+    model = network()
+    opt = KFAC(model)
+    opt.step(loss_of(model))
+    with pytest.raises(TypeError, match="a loss before"):
+        opt.step_residuals(residuals_of(model))
+    with pytest.raises(ValueError, match=r"residuals \(M,\)"):
+        KFAC(model).step_residuals(lambda: model(X).sum())

@@ -1,0 +1,92 @@
+"""Parts of an optimizer on their own: `Monitor` and `Preconditioner`, given plain tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from curvature import capture
+from curvature.preconditioners import BlockDiagonalCurvature
+from optimizers.distributed.processes import Distributed
+from optimizers.distributed.team import Roster
+from optimizers.monitor import Monitor, Undecided
+from optimizers.preconditioner import Preconditioner
+from optimizers.recording.backward_passes import Measured, Passes
+from optimizers.schedule import Schedule
+
+pytestmark = pytest.mark.fast
+
+ENTRY = {"accepted": True, "step_size": torch.tensor(0.5)}
+
+
+def test_a_good_batch_is_counted_as_a_step() -> None:
+    monitor, undone = Monitor(), []
+    monitor.note_step(ENTRY, Undecided(lambda: True, lambda: undone.append(1)))
+    monitor.settle()
+    assert (monitor.steps, monitor.skipped, undone) == (1, 0, [])
+    assert monitor.history() == [{"step": 0, "accepted": True, "step_size": 0.5}]
+
+
+def test_a_bad_batch_is_undone_once() -> None:
+    monitor, undone = Monitor(), []
+    monitor.note_step(ENTRY)
+    monitor.note_step(ENTRY, Undecided(lambda: False, lambda: undone.append(1)))
+    for _ in range(2):  # to look changes nothing
+        assert (monitor.started, monitor.left_out, undone) == (2, 0, [])
+        assert (monitor.steps, monitor.skipped) == (1, 1)
+        assert [entry["accepted"] for entry in monitor.history()] == [True, False]
+        assert monitor.last() == {"step": 1, "accepted": False}
+        assert (monitor.stats()["steps"], monitor.stats()["skipped"]) == (1, 1)
+    for _ in range(2):
+        monitor.settle()
+        assert (monitor.started, monitor.left_out, undone) == (1, 1, [1])
+        assert (monitor.steps, monitor.skipped) == (1, 1)
+        assert monitor.history()[1:] == [{"step": 1, "accepted": False}]
+
+
+def test_failures_and_skipped_batches_are_counted() -> None:
+    monitor = Monitor()
+    monitor.note_step({"accepted": False, "loss": 2.0})
+    monitor.skip()
+    assert (monitor.steps, monitor.skipped, monitor.stats()["failures"]) == (1, 1, 1)
+    again = Monitor()
+    again.load_state_dict(monitor.state_dict())
+    assert (again.steps, again.skipped, again.stats()["failures"]) == (1, 1, 1)
+
+
+def preconditioner(factor_decay: float = 0.9) -> tuple[Preconditioner, Passes]:
+    store, passes = BlockDiagonalCurvature(), Passes()
+    roster = Roster(Distributed(), torch.device("cpu"), store, passes.pop_sums)
+    return Preconditioner(store, Schedule(1, 1), roster, Monitor(), factor_decay, "KFAC"), passes
+
+
+def test_a_solution_is_that_with_the_dense_inverse() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2).double(), torch.randn(5, 3, dtype=torch.float64)
+    trained: dict[str, Any] = dict(model.named_parameters())
+    part, passes = preconditioner()
+    with capture(model) as tape:
+        output = model(x)
+    vectors = torch.eye(2, dtype=torch.float64)[:, None].expand(2, 5, 2)
+    passes.total.add_(Measured(part.store.measure(tape, [output], [vectors], len(x))))
+    gradients = {name: torch.randn_like(p) for name, p in trained.items()}
+    part.update_average(0, passes, gradients, trained)
+    assert not passes.total.curvature  # it is taken once
+    assert part.invert_due(0, dict.fromkeys(trained, {"damping": 0.1})) == (1, 1.0)
+    found = part.solve(gradients, trained)
+
+    inputs = torch.cat([x, torch.ones(5, 1, dtype=torch.float64)], 1)
+    matrix = torch.kron(torch.eye(2, dtype=torch.float64), inputs.mT @ inputs / 5) + 0.1 * torch.eye(8)
+    right = torch.cat([gradients["weight"], gradients["bias"][:, None]], 1)
+    expected = torch.linalg.solve(matrix, right.flatten()).reshape(2, 4)
+    torch.testing.assert_close(found, {"weight": expected[:, :3], "bias": expected[:, 3]})
+
+
+def test_without_a_pass_there_is_nothing_to_solve_with() -> None:
+    part, passes = preconditioner()
+    assert not part.is_idle(0) and part.knows_nothing(was_empty=True) and not part.knows_nothing(was_empty=False)
+    with pytest.raises(RuntimeError, match=r"KFAC\.step: no forward pass"):
+        part.update_average(0, passes, {}, {})
