@@ -1,0 +1,275 @@
+"""What `curvature` gives of models and losses: gradients, matrices, derivatives by the inputs, Jacobians."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from results_models import MODELS, Entries, Model, Problem, called, drawn, field_of_two, losses, self_attention
+from torch import Tensor, nn
+
+import curvature
+
+N, MANY = 6, 40  # samples: enough for factors of full rank
+
+INJECTIONS: dict[str, Any] = {
+    "exact": curvature.exact(),
+    "sampled": curvature.sampled(2),
+    "propagated": curvature.propagated(2),
+    "isotropic": curvature.isotropic(3),
+    "empirical": curvature.empirical(),
+}
+PER_SAMPLE = {
+    "gradients": curvature.per_sample_gradients,
+    "norms": curvature.per_sample_norms,
+    "gram": curvature.per_sample_gram,
+    "check": curvature.check_gradients,
+}
+WHOLE = {
+    "gauss_newton": curvature.gauss_newton,
+    "empirical_fisher": curvature.empirical_fisher,
+    "hessian": curvature.hessian,
+}
+BUILDERS: dict[str, Callable[..., Any]] = {
+    "fisher_diagonal": curvature.fisher_diagonal,
+    "fisher": curvature.fisher,
+    "fisher_blocks": curvature.fisher_blocks,
+    "kfac": curvature.kfac,
+    "kfac_reduce": functools.partial(curvature.kfac, sharing="reduce"),
+    "ekfac": curvature.ekfac,
+    "ekfac_reduce": functools.partial(curvature.ekfac, sharing="reduce"),
+}
+
+
+def cases() -> dict[str, Callable[[], Entries]]:
+    found: dict[str, Callable[[], Entries]] = {}
+    for name, problem in MODELS.items():
+        found[f"gradients/{name}"] = functools.partial(of_samples, problem)
+        found[f"capture/{name}"] = functools.partial(captured, problem)
+        found[f"matrices/{name}"] = functools.partial(matrices, problem)
+    for name, problem in losses().items():
+        found[f"losses/{name}/gradients"] = functools.partial(of_samples, problem)
+        found[f"losses/{name}/vectors"] = functools.partial(vectors, problem)
+        found[f"losses/{name}/matrices"] = functools.partial(injected, problem)
+    for name, model in FIELDS.items():
+        found[f"laplacian/{name}"] = functools.partial(laplacians, model)
+        found[f"residual_jacobian/{name}"] = functools.partial(residual_rows, model)
+    for samples in (4, 90):  # less and more than there are parameters
+        found[f"jacobian/{samples}"] = functools.partial(jacobians, samples)
+    return found | {"output_changes": output_changes, "matrices of options": options}
+
+
+# -- gradients
+
+
+def of_samples(problem: Problem) -> Entries:
+    model, loss = problem.build()
+    x, y = problem.batch(model, N)
+    for name, function in PER_SAMPLE.items():
+        yield name, functools.partial(function, model, loss, x, y, sample_dim=problem.sample_dim)
+
+
+def captured(problem: Problem) -> Entries:
+    """Activations, backprops and the places of the samples."""
+    model, _ = problem.build()
+    x, _ = problem.batch(model, N)
+    with curvature.capture(model) as tape:
+        output = called(model, x)
+    outputs = list(output) if isinstance(output, tuple) else [getattr(output, "logits", output)]
+    backprops = tape.backprops(outputs, [drawn(2, *out.shape) for out in outputs])
+    yield "names", [sorted(use.names) for use in tape.uses]
+    yield "activations", [use.activation for use in tape.uses]
+    yield "backprops", backprops
+    layouts = functools.partial(curvature.sample_layouts, tape, outputs[0], problem.sample_dim)
+    yield "layouts", lambda: [None if layout is None else tuple(layout) for layout in layouts()]
+
+
+# -- matrices
+
+
+def summary(matrix: Any) -> Any:
+    """A few numbers that every entry of a matrix counts in; a diagonal as it is."""
+    if isinstance(matrix, dict):
+        return matrix
+    return {
+        "repr": repr(matrix),
+        "product": matrix @ drawn(matrix.space.size, 2),
+        "diagonal": matrix.diagonal(),
+        "trace": matrix.trace(),
+    }
+
+
+def matrices(problem: Problem) -> Entries:
+    """By every builder, without chance."""
+    model, loss = problem.build()
+    data = problem.batch(model, MANY)
+    for name, build in (BUILDERS | WHOLE).items():
+        yield name, lambda build=build: summary(build(model, loss, data, sample_dim=problem.sample_dim))
+
+
+def injected(problem: Problem) -> Entries:
+    """By every injection, of several batches of unequal size."""
+    model, loss = problem.build()
+    x, y = problem.batch(model, N)
+    data = [(x[:4], y[:4]), (x[4:], y[4:])]
+    for name, build in WHOLE.items():
+        yield name, lambda build=build: summary(build(model, loss, data))
+    for injection, inject in INJECTIONS.items():
+        for name in ("fisher_diagonal", "fisher", "kfac", "ekfac"):
+            seeded = torch.Generator().manual_seed(3)
+            build = functools.partial(BUILDERS[name], model, loss, data, inject, generator=seeded)
+            yield f"{injection}/{name}", lambda build=build: summary(build())
+
+
+def vectors(problem: Problem) -> Entries:
+    """What is sent back."""
+    model, loss = problem.build()
+    x, y = problem.batch(model, N)
+    output = called(model, x).detach()
+    for name, inject in INJECTIONS.items():
+        seeded = torch.Generator().manual_seed(3)
+        yield name, functools.partial(inject.vectors, output, loss, y, generator=seeded)
+        yield f"{name}/repr", repr(inject)
+
+
+def options() -> Entries:
+    """Structures by name, progress, single precision, the seed that is fixed without a generator."""
+    problem = MODELS["mlp"]
+    model, loss = problem.build()
+    data = problem.batch(model, N)
+    chosen = {"0": "dense", "2.weight": "diagonal"}
+    for name in ("fisher_blocks", "kfac", "ekfac"):
+        yield f"structure/{name}", lambda build=BUILDERS[name]: summary(build(model, loss, data, structure=chosen))
+    for name, build in BUILDERS.items():
+        yield f"sampled/{name}", lambda build=build: summary(build(model, loss, data, curvature.sampled(2)))
+    single, loss = problem.build(torch.float32)
+    batch = problem.batch(single, N)
+    yield "float32/fisher_diagonal", curvature.fisher_diagonal(single, loss, batch)
+    yield "float32/kfac", curvature.kfac(single, loss, batch).diagonal()
+    low, loss = problem.build(torch.bfloat16)
+    batch = problem.batch(low, N)
+    yield "bfloat16/gradients", curvature.per_sample_gradients(low, loss, *batch)
+    yield "bfloat16/ekfac", curvature.ekfac(low, loss, batch).diagonal().bfloat16()
+
+
+# -- derivatives by the inputs, and of what has them
+
+
+def normed() -> nn.Module:
+    layers = [nn.Linear(2, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 4), nn.Softplus(), nn.Linear(4, 2)]
+    return nn.Sequential(*layers)
+
+
+def convolved() -> nn.Module:
+    layers = [nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 3, 2, padding=1), nn.SiLU(), nn.Flatten(), nn.Linear(9, 1)]
+    return nn.Sequential(*layers)
+
+
+def attending() -> nn.Module:
+    run = lambda m, x: m.inner(m.enter(x[:, :, None]))
+    return Model(run, enter=nn.Linear(1, 4), inner=self_attention())
+
+
+def recurrent() -> nn.Module:
+    """Without a rule: by nested gradients."""
+    run = lambda m, x: m.head(m.layer(x[:, :, None])[0][:, -1])
+    return Model(run, layer=nn.GRU(1, 3, batch_first=True), head=nn.Linear(3, 1))
+
+
+FIELDS: dict[str, Callable[[], nn.Module]] = {
+    "tanh": field_of_two,
+    "normed": normed,
+    "convolved": convolved,
+    "attending": attending,
+    "recurrent": recurrent,
+}
+
+
+def field(model: Callable[[], nn.Module], samples: int) -> tuple[nn.Module, Tensor]:
+    problem = Problem(model, lambda n: torch.rand(n, 2), nn.MSELoss(), torch.randn_like)
+    built, _ = problem.build()
+    return built, problem.batch(built, samples)[0]
+
+
+def laplacians(model: Callable[[], nn.Module]) -> Entries:
+    """With the derivatives of the results by parameters and inputs."""
+    net, x = field(model, 5)
+    weights = {"plain": None, "diagonal": torch.tensor([0.0, 2.0]), "matrix": torch.tensor([[1.0, 0.3], [0.3, -1.0]])}
+    for name, own in weights.items():
+        yield name, functools.partial(curvature.laplacian, net, x, None if own is None else own.double())
+    x.requires_grad_()
+    u, grad, laplacian = curvature.laplacian(net, x)
+    total = (laplacian.sin() + u).sum() + grad.square().sum()
+    yield "derivatives", torch.autograd.grad(total, [x, *net.parameters()], materialize_grads=True)
+    yield "of a function", curvature.laplacian(lambda points: points.prod(1) + points.sin().sum(1), x)
+
+
+def by_nested_gradients(model: nn.Module, x: Tensor) -> Tensor:
+    """Of ``laplacian(u) + u grad_0(u)``."""
+    slope = lambda u: torch.autograd.grad(u.sum(), x, create_graph=True)[0]
+    u = model(x)[:, 0]
+    grad = slope(u)
+    return slope(grad[:, 0])[:, 0] + slope(grad[:, 1])[:, 1] + u * grad[:, 0]
+
+
+def by_laplacian(model: nn.Module, x: Tensor) -> Tensor:
+    u, grad, laplacian = curvature.laplacian(model, x)
+    return laplacian[:, 0] + u[:, 0] * grad[:, 0, 0]
+
+
+def value(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[:, 0]
+
+
+def residual_rows(model: Callable[[], nn.Module]) -> Entries:
+    net, x = field(model, 5)
+    for residual in (by_nested_gradients, by_laplacian, value):
+        yield residual.__name__, functools.partial(curvature.residual_jacobian, net, residual, x)
+
+
+def jacobians(samples: int) -> Entries:
+    """Of residuals in two pieces: products, solutions, Kronecker factors."""
+    net, x = field(lambda: nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), samples)
+    values = torch.cat([by_nested_gradients(net, x.requires_grad_()), net(x[:3] + 1)[:, 0]])
+    jacobian = curvature.Jacobian.of(values, net)
+    rows, size = jacobian.shape
+    z, v = drawn(rows), jacobian.split(drawn(size))
+    for name, own in {"whole": jacobian, "merged": jacobian.merged(), "centred": jacobian.centred()}.items():
+        yield f"{name}/shape", own.shape
+        for method in ("rows", "to_dense", "gram", "norms", "squares"):
+            yield f"{name}/{method}", getattr(own, method)
+        yield f"{name}/transposed", own.transposed(z)
+        yield f"{name}/times", own.times(v)
+        yield f"{name}/columns", own.columns(v, [["0.weight", "0.bias"], ["2.weight"]])
+        problem = curvature.LeastSquares(own)
+        yield f"{name}/solution", problem.solve(z, 1e-2)
+        yield f"{name}/solution without damping", problem.solve(z, cut=1e-6)
+        yield f"{name}/precondition", problem.precondition(v, 0.1)
+        yield f"{name}/largest", problem.largest
+        yield f"{name}/blocks", functools.partial(residual_blocks, own, v)
+
+
+def residual_blocks(jacobian: Any, v: dict[str, Tensor]) -> dict[str, Any]:
+    found = curvature.preconditioners.residual_blocks(jacobian)
+    return {
+        ", ".join(block.names): {
+            "described": f"{block.describe()} {block.reason}",
+            "pairs": block.pairs,
+            "diagonal": block.diagonal,
+            "solution": block.solve(block.inverse(0.1), v),
+        }
+        for block in found
+    }
+
+
+def output_changes() -> Entries:
+    for name in ("mlp", "two_outputs"):
+        model, _ = MODELS[name].build()
+        output = called(model, MODELS[name].batch(model, N)[0])
+        parameters = dict(model.named_parameters())
+        whole = {key: drawn(*p.shape) for key, p in parameters.items()}
+        directions = [whole, dict(list(whole.items())[:1]), {}]
+        outputs = list(output) if isinstance(output, tuple) else [output]
+        yield name, functools.partial(curvature.output_changes, outputs, parameters, directions)
