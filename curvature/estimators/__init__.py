@@ -10,17 +10,6 @@ from curvature.estimators.traces import hutchinson_diagonal, hutchinson_trace, h
 from curvature.operators import conjugate_gradient
 
 __all__ = [
-    "Estimate",
-    "Tridiagonal",
-    "conjugate_gradient",
-    "hutchinson_diagonal",
-    "hutchinson_trace",
-    "hutchpp_trace",
-    "lanczos",
-    "lanczos_eigenpairs",
-    "lanczos_eigenvalues",
-    "lanczos_logdet",
-    "spectral_density",
-    "xdiag",
-    "xtrace",
-]
+    "Estimate", "Tridiagonal", "conjugate_gradient", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace",
+    "lanczos", "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "spectral_density", "xdiag", "xtrace",
+]  # fmt: skip

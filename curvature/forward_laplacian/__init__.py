@@ -11,14 +11,4 @@ from curvature.forward_laplacian.jet import RULES, Jet, NoRule, QuadraticForm, R
 from curvature.forward_laplacian.laplacian import laplacian
 from curvature.forward_laplacian.mode import Taylor
 
-__all__ = [
-    "QuadraticForm",
-    "Jet",
-    "NoRule",
-    "RULES",
-    "Recorded",
-    "Taylor",
-    "laplacian",
-    "linear",
-    "pointwise",
-]
+__all__ = ["QuadraticForm", "Jet", "NoRule", "RULES", "Recorded", "Taylor", "laplacian", "linear", "pointwise"]

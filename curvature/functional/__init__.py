@@ -9,10 +9,4 @@ from curvature.functional.exact_norms import ExactNorms
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples
 from curvature.functional.plain_forms import plain_form
 
-__all__ = [
-    "ExactNorms",
-    "FORMULAS",
-    "MixesSamples",
-    "NORMS",
-    "plain_form",
-]
+__all__ = ["ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "plain_form"]

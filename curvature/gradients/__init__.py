@@ -18,27 +18,8 @@ from curvature.gradients.sample_axes import candidate_axes, sample_layouts
 from curvature.gradients.verification import require_independent_samples, single_sample_reference
 
 __all__ = [
-    "Batch",
-    "CentredJacobian",
-    "Jacobian",
-    "Plan",
-    "Terms",
-    "batched_vjp",
-    "candidate_axes",
-    "check_gradients",
-    "find_plan",
-    "general_path_terms",
-    "joint_bias",
-    "learn_and_verify",
-    "output_changes",
-    "per_sample_gradients",
-    "per_sample_gram",
-    "per_sample_norms",
-    "plan_key",
-    "require_independent_samples",
-    "residual_jacobian",
-    "sample_layouts",
-    "single_sample_reference",
-    "terms_by_parameter",
-    "validate_loss",
-]
+    "Batch", "CentredJacobian", "Jacobian", "Plan", "Terms", "batched_vjp", "candidate_axes", "check_gradients",
+    "find_plan", "general_path_terms", "joint_bias", "learn_and_verify", "output_changes", "per_sample_gradients",
+    "per_sample_gram", "per_sample_norms", "plan_key", "require_independent_samples", "residual_jacobian",
+    "sample_layouts", "single_sample_reference", "terms_by_parameter", "validate_loss",
+]  # fmt: skip

@@ -19,20 +19,7 @@ from curvature.kronecker.statistics import KroneckerStatistics
 from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum
 
 __all__ = [
-    "Basis",
-    "KroneckerInverse",
-    "KroneckerStatistics",
-    "KroneckerSumInverse",
-    "Pair",
-    "Reading",
-    "Scheme",
-    "at_least_float32",
-    "carry_diagonal",
-    "eigen_inverses",
-    "eigenbases",
-    "factored_inverses",
-    "invert_kronecker_sum",
-    "merge_products",
-    "nonzero_or_one",
-    "subsample_samples",
-]
+    "Basis", "KroneckerInverse", "KroneckerStatistics", "KroneckerSumInverse", "Pair", "Reading", "Scheme",
+    "at_least_float32", "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses",
+    "invert_kronecker_sum", "merge_products", "nonzero_or_one", "subsample_samples",
+]  # fmt: skip

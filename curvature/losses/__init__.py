@@ -27,20 +27,6 @@ from curvature.losses.per_sample import (
 )
 
 __all__ = [
-    "Curved",
-    "Injection",
-    "Loss",
-    "Random",
-    "SEED",
-    "empirical",
-    "exact",
-    "is_entrywise",
-    "isotropic",
-    "join_heads",
-    "per_sample_losses",
-    "propagated",
-    "reduction_of",
-    "resolve",
-    "sample_masses",
-    "sampled",
-]
+    "Curved", "Injection", "Loss", "Random", "SEED", "empirical", "exact", "is_entrywise", "isotropic",
+    "join_heads", "per_sample_losses", "propagated", "reduction_of", "resolve", "sample_masses", "sampled",
+]  # fmt: skip

@@ -16,13 +16,4 @@ from curvature.matrices.builders import (
     kfac,
 )
 
-__all__ = [
-    "ekfac",
-    "empirical_fisher",
-    "fisher",
-    "fisher_blocks",
-    "fisher_diagonal",
-    "gauss_newton",
-    "hessian",
-    "kfac",
-]
+__all__ = ["ekfac", "empirical_fisher", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton", "hessian", "kfac"]

@@ -13,20 +13,7 @@ from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.space import Space
 
 __all__ = [
-    "BlockDiagonal",
-    "DENSE_LIMIT",
-    "Dense",
-    "Diagonal",
-    "EigenKronecker",
-    "Kronecker",
-    "MatrixFree",
-    "Operator",
-    "RowBlocks",
-    "Scaled",
-    "Space",
-    "Sum",
-    "conjugate_gradient",
-    "load",
-    "truncated_conjugate_gradient",
+    "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Kronecker", "MatrixFree", "Operator",
+    "RowBlocks", "Scaled", "Space", "Sum", "conjugate_gradient", "load", "truncated_conjugate_gradient",
     "two_sided",
-]
+]  # fmt: skip

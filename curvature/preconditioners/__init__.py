@@ -14,13 +14,6 @@ from curvature.preconditioners.residual_blocks import ResidualBlock, residual_bl
 from curvature.preconditioners.statistics import CurvatureStatistics
 
 __all__ = [
-    "Block",
-    "CurvatureStore",
-    "CurvatureStatistics",
-    "LeastSquares",
-    "ResidualBlock",
-    "BlockDiagonalCurvature",
-    "FullCurvature",
-    "invert",
-    "residual_blocks",
-]
+    "Block", "CurvatureStore", "CurvatureStatistics", "LeastSquares", "ResidualBlock", "BlockDiagonalCurvature",
+    "FullCurvature", "invert", "residual_blocks",
+]  # fmt: skip

@@ -15,23 +15,7 @@ from curvature.recording.recorder import traceable_body
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 __all__ = [
-    "Listener",
-    "ModelState",
-    "ParameterNode",
-    "Tape",
-    "Use",
-    "call_model",
-    "capture",
-    "force_eager",
-    "graph_leaves",
-    "graph_signature",
-    "is_sharded",
-    "logits",
-    "map_tensors",
-    "preserve_state",
-    "tape_from_graph",
-    "tensors_in",
-    "traceable_body",
-    "unwrap_compiled",
-    "warn_once",
-]
+    "Listener", "ModelState", "ParameterNode", "Tape", "Use", "call_model", "capture", "force_eager",
+    "graph_leaves", "graph_signature", "is_sharded", "logits", "map_tensors", "preserve_state", "tape_from_graph",
+    "tensors_in", "traceable_body", "unwrap_compiled", "warn_once",
+]  # fmt: skip

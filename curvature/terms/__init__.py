@@ -19,26 +19,8 @@ from curvature.terms.row_slices import RowSlice, Term, promote, to_device
 from curvature.terms.squared_gradients import TermsByVector, sum_of_products, sum_of_squares
 
 __all__ = [
-    "AffineLayout",
-    "Convolution",
-    "DenseGradients",
-    "ElementwiseProduct",
-    "IndexedRows",
-    "OuterProduct",
-    "RowSlice",
-    "Term",
-    "TermsByVector",
-    "TransposedConvolution",
-    "contractions",
-    "gradients",
-    "merge_places",
-    "promote",
-    "name_of_rows",
-    "row_ranges",
-    "squared_gradients",
-    "sum_in_place",
-    "sum_of_products",
-    "sum_of_squares",
-    "to_device",
-    "unfold",
-]
+    "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct",
+    "RowSlice", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients", "merge_places",
+    "promote", "name_of_rows", "row_ranges", "squared_gradients", "sum_in_place", "sum_of_products",
+    "sum_of_squares", "to_device", "unfold",
+]  # fmt: skip
