@@ -32,7 +32,7 @@ Make = Callable[[Chunk], list[Accumulator]]
 Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
 
 
-class Passes(Protocol):
+class PassesOverData(Protocol):
     """Goes over the data: a `DataSource`, or one that also checks that data are the same every time."""
 
     def each(self, visit: Callable[[RecordedBatch], None]) -> None: ...
@@ -76,7 +76,12 @@ def seed_of(generator: torch.Generator | None) -> int:
 
 
 def collected(
-    passes: Passes, inject: Injection, seed: int, space: Space, make: Make, chunks: Chunks = RecordedBatch.chunks
+    passes: PassesOverData,
+    inject: Injection,
+    seed: int,
+    space: Space,
+    make: Make,
+    chunks: Chunks = RecordedBatch.chunks,
 ) -> list[Operator]:
     """The operators of the accumulators that `make` returns for the first chunk, after one pass over the data.
 

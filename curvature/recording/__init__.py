@@ -10,8 +10,8 @@ from curvature.recording.autograd_graph import graph_leaves, graph_signature, ta
 from curvature.recording.eager import force_eager, unwrap_compiled
 from curvature.recording.listener import Listener, capture
 from curvature.recording.log import warn_once
+from curvature.recording.mode import traceable_body
 from curvature.recording.model_call import ModelState, call_model, logits, map_tensors, preserve_state
-from curvature.recording.recorder import traceable_body
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 __all__ = [

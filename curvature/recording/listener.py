@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from curvature.recording.eager import EAGER_REQUESTS, force_eager_nonreentrant, is_within_compiled, unwrap_compiled
-from curvature.recording.recorder import Recorder
+from curvature.recording.mode import RecordingMode
 from curvature.recording.submodules import SubmoduleHooks
 from curvature.recording.tape import Tape, tensors_in
 
@@ -41,7 +41,7 @@ class Listener:
         self.model = weakref.ref(model)
         self.submodules = SubmoduleHooks(model if inside else nn.Module(), self.enter, self.leave)
         self.start, self.done = start, done
-        self.running: list[Recorder | None] = []
+        self.running: list[RecordingMode | None] = []
         self.frames: list[Any] = []  # of the calls that `running` belongs to
         self.eager = force_eager_nonreentrant()
         self.is_wrapper = unwrap_compiled(model) is not model
@@ -78,7 +78,7 @@ class Listener:
         is_submodule = module in self.submodules.modules
         is_nested = self.running if is_submodule else any(self.running)  # a root that calls itself records once
         tape = None if is_nested else self.start()
-        recorder = None if tape is None else Recorder(tape, unwrap_compiled(self.model()))
+        recorder = None if tape is None else RecordingMode(tape, unwrap_compiled(self.model()))
         if recorder is not None and is_submodule:
             self.submodules.begin(module, list(tensors_in(args, kwargs)))
         elif recorder is not None:
@@ -105,7 +105,7 @@ class Listener:
     def _listens_to(self, module: nn.Module) -> bool:
         return hasattr(self, "model") and (module is self.model() or module in self.submodules.modules)
 
-    def _stop(self, recorder: Recorder) -> None:
+    def _stop(self, recorder: RecordingMode) -> None:
         recorder.__exit__(None, None, None)
         self.eager.__exit__()
 

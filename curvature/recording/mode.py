@@ -26,7 +26,7 @@ from curvature.recording.loss_functions import LOSSES
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 
-class Recorder(TorchFunctionMode):
+class RecordingMode(TorchFunctionMode):
     """The mode that is active during the forward pass of the root module."""
 
     def __init__(self, tape: Tape, model: nn.Module) -> None:
