@@ -102,8 +102,6 @@ class SecondOrderOptimizer(ModelOptimizer):
             self._conclude(take(move))  # `take` is what torch.compile(opt.step) compiles
         return value
 
-    @torch.no_grad()
-    @torch._disable_dynamo
     def step_residuals(self, closure: Callable[[], Any]) -> Any:
         """One update for residuals r (M,), the loss being ``1/2 ||r||^2``.
 
@@ -121,7 +119,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             ValueError: it returns no vector; an argument of the constructor has no meaning for residuals.
         """
         self._switch_to_residuals()
-        return self._run(closure, self._residual_step).loss
+        return self.step(closure)  # with the hooks of torch.optim
 
     def _switch_to_residuals(self) -> None:
         if self.takes_loss:
