@@ -76,7 +76,8 @@ def test_eigenvalues_by_the_ladder(fault: Fault, calls: int, faulty):
     faulty(fault, calls)
     with recovery_counts() as counts:
         values, vectors = symmetric_eigh(matrix)
-    torch.testing.assert_close(values, expected, rtol=1e-3, atol=1e-5)
+    is_double = calls in (2, 3)  # no jitter, nor single precision
+    torch.testing.assert_close(values, expected, rtol=1e-7 if is_double else 1e-3, atol=0 if is_double else 1e-5)
     torch.testing.assert_close(vectors @ values.diag() @ vectors.mT, matrix, rtol=1e-3, atol=1e-3)
     assert counts["retried"] == (calls > 1)  # alone, the matrix as it is may do
 

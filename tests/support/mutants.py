@@ -123,7 +123,7 @@ MUTANTS = [
         ),
         (
             'F.rms_norm(args["input"], args["normalized_shape"], eps=args.get("eps"))',
-            'F.rms_norm(args["input"], args["normalized_shape"], eps=1e-3)',
+            'F.rms_norm(args["input"], args["normalized_shape"], eps=1e-2)',
         ),
         (
             'F.group_norm(args["input"], args["num_groups"], eps=args.get("eps", 1e-5))',
@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     *broken(
         "curvature/losses/likelihoods.py",
-        "curvature/losses",
+        "curvature/losses curvature/matrices/test_wide_output.py",
         (
             "mixed = self.p.sqrt() * eps\n        return mixed - self.p * ",
             "mixed = self.p.sqrt() * eps\n        return mixed - self.p.sqrt() * ",
@@ -214,9 +214,8 @@ MUTANTS = [
             "if name in terms and name not in uneven and not _sums_to",
             "if name not in terms and name not in uneven and not _sums_to",
         ),
-        ("failed |= set(differences(rows, expected_rows, low))", "differences(rows, expected_rows, low)"),
+        ("failed |= set(differences(rows, alone, low))", "differences(rows, alone, low)"),
         ("<= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low)", "<= 10**9 * max(torch.finfo(g.dtype).eps ** 0.5, low)"),
-        ("if differences({k: g[-1] for k, g in found.items()}, alone)", "if False"),
         (
             "raise ValueError(\n            f\"{', '.join(dict.fromkeys(tape.mixing))}",
             "print(\n            f\"{', '.join(dict.fromkeys(tape.mixing))}",
@@ -228,13 +227,14 @@ MUTANTS = [
         ("if (expected - target).norm() <= allowed", "if (expected - target).norm() >= -allowed"),
     ),
     *broken(
-        "curvature/gradients/fallback.py",
+        "curvature/gradients/general_path.py",
         "curvature/gradients",
         (
             'randomness="different", chunk_size=chunk)(wanted, batch.x, y)',
             'randomness="different", chunk_size=chunk)(wanted, batch.x, y.flip(0))',
         ),
-        ("found = batch.alone(n).gradients()", "found = batch.alone(0).gradients()"),
+        ("found = batch.sample(n).gradients()", "found = batch.sample(0).gradients()"),
+        ("if differences({k: g[-1] for k, g in found.items()}, alone)", "if False"),
     ),
     *broken(
         "curvature/gradients/jacobian.py",
@@ -297,8 +297,8 @@ MUTANTS = [
         "curvature/kronecker/eigenbasis.py",
         "curvature/preconditioners/test_eigen.py curvature/matrices/test_every_builder.py",
         (
-            "_turned(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)",
-            "_turned(_backprops(term).to(self.scheme.dtype), None), self.sides)",
+            "_rotate(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)",
+            "_rotate(_backprops(term).to(self.scheme.dtype), None), self.sides)",
         ),
         ("a = torch.cat([a, a.new_ones(*a.shape[:3], 1)], 3)", "a = torch.cat([a, a.new_zeros(*a.shape[:3], 1)], 3)"),
     ),
@@ -313,7 +313,7 @@ MUTANTS = [
         ("None if columns is None else columns.square().mT", "None if columns is None else columns.mT"),
         ("means[0] / means[1]", "means[1] / means[0]"),
         ("noise / self._damped(damping).sqrt()", "noise / self._damped(damping)"),
-        ("self.rounding * values.square()", "self.rounding"),
+        ("values = 1 / self._damped(float(damping))", "values = 1 / self._damped(0.0)"),
     ),
     *broken(
         "curvature/operators/base.py",
@@ -339,7 +339,7 @@ MUTANTS = [
         ("z = z - basis @ (basis.mT @ z)", "z = z - 0.5 * basis @ (basis.mT @ z)"),
         ("rest = (size - half + 1) *", "rest = (size - half) *"),
         ("return mean_estimate((z * (op @ z)).T)", "return mean_estimate((op @ z).T)"),
-        ("whole[:, None] - (basis @ leaves) *", "whole[:, None] + (basis @ leaves) *"),
+        ("full[:, None] - (basis @ leaves) *", "full[:, None] + (basis @ leaves) *"),
     ),
     *broken(
         "curvature/estimators/lanczos.py",
@@ -363,7 +363,7 @@ MUTANTS = [
         ("torch.addcmul(L, f, q, value=-2)", "torch.addcmul(L, f, q, value=-1)"),
         ("(s - s * s) * (2 + x - 2 * f)", "(s - s * s) * (2 + x - f)"),
         ("mixed = 2 * form.of(", "mixed = form.of("),
-        ("_bend(slope, -2 * f * slope)", "_bend(slope, -f * slope)"),
+        ("_second(slope, -2 * f * slope)", "_second(slope, -f * slope)"),
         ("seconds += [entry * form.of(h, other)", "seconds += [entry * form.of(h, h)"),
         ("lambda L, q: f * (q if L is None else L + q)", "lambda L, q: f * (q if L is None else L)"),
     ),
@@ -401,7 +401,7 @@ MUTANTS = [
         ("scores = query @ key.mT * (1 / math.sqrt(query.shape[-1])", "scores = query @ key.mT * (1 / query.shape[-1]"),
     ),
     *broken(
-        "curvature/functional/unfused.py",
+        "curvature/functional/plain_forms.py",
         "curvature/gradients/test_per_sample.py curvature/matrices/test_builders.py",
         ("torch.norm_except_dim(v, 2, dim)", "torch.norm_except_dim(v, 1, dim)"),
     ),
@@ -410,7 +410,7 @@ MUTANTS = [
         "curvature/matrices/products.py",
         "curvature/matrices",
         ("total.div_(weight)", "total.div_(weight + 1)"),
-        ("middle(moved.movedim(dims[1] + 1, 1)) * rows", "middle(moved.movedim(dims[1] + 1, 1))"),
+        ("(multiply(changes.movedim(dims[1] + 1, 1)) * rows)", "multiply(changes.movedim(dims[1] + 1, 1))"),
         ("value = (weights * losses)[weights != 0].sum()", "value = losses[weights != 0].sum()"),
     ),
     *broken(
@@ -419,6 +419,173 @@ MUTANTS = [
         ("self.sum.addmm_((u * chunk.weights", "self.sum.addmm_((u * chunk.weights.sqrt()"),
         ("rows, columns, scale * self.sum)", "rows, columns, self.sum)"),
         ("sum_of_products(*found, chunk.weights)", "sum_of_products(*found, chunk.weights.square())"),
+    ),
+    # -- running curvature
+    *broken(
+        "curvature/preconditioners/block.py",
+        "curvature/preconditioners",
+        ("(1 - decay) / (1 - decay ** (", "(1 - decay) / (1 + decay ** ("),
+    ),
+    *broken(
+        "curvature/preconditioners/diagonal.py",
+        "curvature/preconditioners",
+        ("statistics.sum / statistics.samples", "statistics.sum"),
+        ("1 / (1 + self.updates / 2)", "1.0"),
+    ),
+    *broken(
+        "curvature/preconditioners/eigen.py",
+        "curvature/preconditioners",
+        ("+ share**2 * mean_a * mean_b", "+ share * mean_a * mean_b"),
+    ),
+    *broken(
+        "curvature/preconditioners/least_squares.py",
+        "optimizers/test_natural_gradient.py optimizers/test_natural_gradient_training.py",
+        ("(gradient[name] - inside[name]) / damping", "gradient[name] / damping"),
+        ("1 / (values.clamp(min=0) + damping)", "1 / values"),
+        ("eigenvalue_rounding(values[-1]), cut * values[-1]", "eigenvalue_rounding(values[-1]), 0 * values[-1]"),
+    ),
+    *broken(
+        "curvature/preconditioners/residual_blocks.py",
+        "curvature/preconditioners optimizers/steps/test_residuals.py",
+        ("left = (a * (beta / (len(a) * size)).sqrt()", "left = (a * (alpha / (len(a) * size)).sqrt()"),
+    ),
+    *broken(
+        "curvature/preconditioners/woodbury.py",
+        "optimizers/test_natural_gradient_training.py",
+        ("damping * self.divisor)", "damping)"),
+    ),
+    *broken(
+        "curvature/preconditioners/full.py",
+        "optimizers/test_natural_gradient_training.py",
+        ("new = new / self.count", "new = new / self.count**2"),
+        ("v.reshape(g.shape) + damping", "v.reshape(g.shape) + 2 * damping"),
+    ),
+    *broken(
+        "curvature/preconditioners/truncated_cg.py",
+        "optimizers/test_natural_gradient_training.py",
+        (")) / count + damping * v", ")) + damping * v"),
+        ("WARM_START_FACTOR * self.last.to(right)", "0.0 * self.last.to(right)"),
+    ),
+    *broken(
+        "curvature/preconditioners/outliers.py",
+        "optimizers/steps/test_nonfinite_batches.py curvature/preconditioners",
+        ("far = far & ~self.closed", "far = far & True"),
+    ),
+    *broken(
+        "curvature/preconditioners/inversion.py",
+        "optimizers/test_failed_decompositions.py",
+        ("vars(blocks[k]).update(before[k])", "vars(blocks[k])"),
+    ),
+    # -- optimizers
+    *broken(
+        "optimizers/preconditioner.py",
+        "optimizers/test_every_optimizer.py optimizers/test_kfac.py optimizers/test_schedule.py",
+        ("right[name] / mean.to(right[name].dtype)", "right[name]"),
+        ("if turn or not workers.is_ready(b)]", "if turn]"),
+    ),
+    *broken(
+        "optimizers/schedule.py",
+        "optimizers/test_schedule.py",
+        ("math.floor(interval * before / total)", "math.floor(before / total)"),
+        ('self.max_overhead * self.seconds["rest"] / 2', 'self.max_overhead * self.seconds["rest"]'),
+    ),
+    *broken(
+        "optimizers/steps/updates.py",
+        "optimizers/steps/test_updates.py optimizers/test_kfac.py",
+        ("(step * (rate * ratio).exp())", "(step * (-rate * ratio).exp())"),
+        ("relative * size / length.clamp(", "relative / length.clamp("),
+        ("p.add_(displacement)", "p.add_(displacement, alpha=2)"),
+        ("slopes.append(rate * move.slopes[k])", "slopes.append(move.slopes[k])"),
+    ),
+    *broken(
+        "optimizers/steps/trust_region.py",
+        "optimizers/steps optimizers/test_kfac.py optimizers/test_ekfac.py",
+        ("(energy / outputs.size).sqrt()", "energy.sqrt()"),
+        ("OUTPUT_CHANGE_GROWTH * recent)", "recent)"),
+        ('number(1 - g["lr"] * g["weight_decay"])', 'number(1 - g["weight_decay"])'),
+    ),
+    *broken(
+        "optimizers/steps/descent.py",
+        "optimizers/test_natural_gradient_training.py optimizers/test_kfac.py optimizers/steps",
+        ("gradients[k] + damping * momentum * u", "gradients[k] + momentum * u"),
+        ("LONGEST_GRADIENT * longest, norm)", "norm, norm)"),
+        ("torch.maximum(slope - damping * square,", "torch.maximum(slope + damping * square,"),
+    ),
+    *broken(
+        "optimizers/steps/quadratic_model.py",
+        "optimizers/steps/test_adaptive.py",
+        ("self.curvature + damping * self.norms\n        size", "self.curvature - damping * self.norms\n        size"),
+        ("alpha @ (self.curvature + damping * self.norms) @ alpha / 2", "alpha @ self.curvature @ alpha"),
+        ("return damping / shrink if ratio < POOR else damping", "return damping"),
+    ),
+    *broken(
+        "optimizers/steps/line_search.py",
+        "optimizers/test_natural_gradient.py optimizers/test_natural_gradient_training.py",
+        ("if seen.loss < best.loss", "if seen.loss > best.loss"),
+    ),
+    *broken(
+        "optimizers/steps/adaptive.py",
+        "optimizers/steps/test_adaptive.py optimizers/test_ekfac.py",
+        ("(1 - FRESH_DECAY) * bend / self.taken**2", "(1 - FRESH_DECAY) * bend"),
+        ("expected = model.value(taken * alpha, 0.0)", "expected = model.value(alpha, 0.0)"),
+        ("start = bend - slope", "start = bend"),
+    ),
+    *broken(
+        "optimizers/steps/gauss_newton.py",
+        "optimizers/test_natural_gradient.py",
+        ("problem.solve(-self.values - problem.times(carried)", "problem.solve(-self.values"),
+        ("lambda t: t * d + t * t / 2 * a", "lambda t: t * d + t * t * a"),
+        ("LEAST_PROGRESS * promised", "promised"),
+    ),
+    *broken(
+        "optimizers/steps/residuals.py",
+        "optimizers/steps/test_residuals.py",
+        ("alpha=self.damping) for name, g in found", "alpha=0.0) for name, g in found"),
+        ("least=4 * torch.finfo(self.dtype).eps", "least=0.1"),
+        ("block.inverse(self.damping)", "block.inverse(0.0)"),
+    ),
+    *broken(
+        "optimizers/steps/closure_replay.py",
+        "optimizers/steps",
+        ("x[::stride].contiguous()", "x[: len(x) // stride].contiguous()"),
+    ),
+    *broken(
+        "optimizers/distributed/processes.py",
+        "optimizers/distributed",
+        ("return (total / self.size).to(x.device)", "return total.to(x.device)"),
+        ("dist.all_reduce(found, dist.ReduceOp.MAX", "dist.all_reduce(found, dist.ReduceOp.SUM"),
+    ),
+    *broken(
+        "optimizers/distributed/statistics.py",
+        "optimizers/distributed",
+        ("totals[key] = totals[key] + x if key in totals else x", "totals[key] = x"),
+    ),
+    *broken(
+        "optimizers/distributed/workers.py",
+        "optimizers/distributed",
+        ("self.loads[owner] += block.cost", "self.loads[owner] += 0"),
+        ("[self.order.index(k) for k in range(len(self.order))]", "self.order"),
+    ),
+    *broken(
+        "optimizers/distributed/sharding.py",
+        "optimizers/distributed",
+        ("found = torch.where(alike, summed, found)", "found = torch.where(alike, found, found)"),
+    ),
+    *broken(
+        "optimizers/checkpoints.py",
+        "optimizers/test_checkpoints.py",
+        ("if there != here:", "if False:"),
+        ("entries[k] = empty_state(p) | entries.get(k, {})", "entries[k] = entries.get(k, {}) | empty_state(p)"),
+    ),
+    *broken(
+        "optimizers/recording/output_scale.py",
+        "optimizers",
+        ('(sums["squares"] / max(entries, 1)).sqrt()', 'sums["squares"] / max(entries, 1)'),
+    ),
+    *broken(
+        "curvature/recording/eager.py",
+        "curvature/recording",
+        ("later.prev = stance.prev", "later.prev = later.prev"),
     ),
 ]
 

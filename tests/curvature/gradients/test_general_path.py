@@ -1,0 +1,45 @@
+"""Per-sample gradients without rules: each of the two ways alone, and which one is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from curvature.gradients import general_path
+from curvature.gradients.batch import Batch
+from curvature.gradients.plans import PLANS
+from support.cases.case import Raw, seeded
+from support.oracles import brute_force as oracle
+
+pytestmark = pytest.mark.fast
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    """A parameter that is read by a function without a rule."""
+    with seeded(0):
+        model = Raw(lambda m, x: torch.cdist(x[:, None], m.p[None])[:, 0].tanh(), p=(4, 3)).double()
+        return model, torch.randn(5, 3).double(), torch.randn(5, 4).double()
+
+
+@pytest.mark.parametrize("way", [general_path.by_vmap, general_path.by_loop], ids=lambda way: way.__name__)
+def test_each_way_alone(way: Any) -> None:
+    model, x, y = problem()
+    found = way(Batch.of(model, nn.MSELoss(), x, y), {"p"})
+    torch.testing.assert_close(found, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_the_loop_is_taken_where_vmap_is_wrong(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last sample is compared with itself alone."""
+    by_vmap = general_path.by_vmap
+    wrong = lambda batch, names: {name: g.roll(1, 0) for name, g in by_vmap(batch, names).items()}
+    monkeypatch.setattr(general_path, "by_vmap", wrong if is_wrong else by_vmap)
+    model, x, y = problem()
+    for _ in range(2):
+        found = curvature.per_sample_gradients(model, nn.MSELoss(), x, y)
+        torch.testing.assert_close(found, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
+    assert {plan.loop for plan in PLANS[model].values()} == {is_wrong}
