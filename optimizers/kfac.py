@@ -10,7 +10,7 @@ from curvature import Injection, isotropic
 from curvature.preconditioners import BlockDiagonalCurvature
 from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
-from optimizers.distributed.sharding import refuse_shards
+from optimizers.distributed.sharding import refuse_sharded
 from optimizers.recording.loss_backprops import LayerBackprops
 from optimizers.second_order import SecondOrderOptimizer, checked_model
 from optimizers.steps.adaptive import AdaptiveStep
@@ -100,7 +100,7 @@ class KFAC(SecondOrderOptimizer):
     ) -> None:  # fmt: skip
         check_flag("adaptive", adaptive)
         if adaptive:
-            refuse_shards(model, "adaptive")
+            refuse_sharded(model, "adaptive")
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
         intervals = ADAPTIVE_INTERVALS if adaptive else PLAIN_INTERVALS
         arguments = {

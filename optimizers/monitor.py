@@ -1,4 +1,4 @@
-"""How a run goes: steps, skipped batches, counts of events, seconds by part, history."""
+"""Progress of a run. In: an entry for each step, and events. Out: counts, seconds by part, history, reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from curvature.linalg import recovery_counts
 HISTORY_LENGTH = 10_000  # steps
 LOG = logging.getLogger(__name__)
 
-# what `curvature.linalg.recovery_counts` counts
+# events that `curvature.linalg.recovery_counts` counts, and their log messages
 EVENTS = {
     "retried": "a decomposition failed and succeeded at another try",
     "kept": "no decomposition of a block succeeded; it keeps the inverse that it had",
@@ -27,11 +27,11 @@ EVENTS = {
 
 @dataclass(frozen=True)
 class Undecided:
-    """A step on a batch that the device has judged while the host did not wait for the verdict.
+    """A step that the device takes only if the batch is good, while the host does not wait for that verdict.
 
     Attributes:
         was_taken: whether the batch was good; waits for the device.
-        undo: restores what the host keeps beside the tensors. The device leaves those alone if the batch was bad.
+        undo: restores the state on the host after a bad batch; the device has left its tensors alone then.
     """
 
     was_taken: Callable[[], bool]
@@ -42,8 +42,9 @@ class Monitor:
     """Counts steps and events, times the parts of a step, and keeps one entry for each of the last steps.
 
     Attributes:
-        started: steps, counting the last one even while it is undecided.
-        entries: what each step reported: numbers and scalar tensors by name.
+        started: number of steps, with the last one even while it is undecided.
+        left_out: number of skipped batches, without the last step while it is undecided.
+        entries: the report of each step: numbers and scalar tensors by name.
     """
 
     def __init__(self) -> None:
@@ -64,14 +65,14 @@ class Monitor:
 
     @property
     def skipped(self) -> int:
-        """Batches left out so far; waits likewise."""
+        """Batches skipped so far; waits for the device likewise."""
         return self.left_out + self._was_bad()
 
     def _was_bad(self) -> bool:
         return self.undecided is not None and not self.undecided.was_taken()
 
     def settle(self) -> None:
-        """Decide the last step: if its batch was bad, undo it and count the batch as skipped."""
+        """Wait for the verdict on the last step; if its batch was bad, undo the step and count the batch as skipped."""
         if self._was_bad() and self.undecided is not None:
             self.undecided.undo()
             self.started -= 1
@@ -80,12 +81,12 @@ class Monitor:
         self.undecided = None
 
     def skip(self) -> None:
-        """Note a batch that was left out."""
+        """Count a skipped batch."""
         self.left_out += 1
         self.entries.append({"step": self.started, "accepted": False})
 
     def note_step(self, entry: Mapping[str, Any], undecided: Undecided | None = None) -> None:
-        """Count a step and keep its entry; one with ``accepted=False`` counts as a failure, too."""
+        """Count a step and keep its entry; ``accepted=False`` also counts as a failure."""
         self.counts["failures"] += not entry.get("accepted", True)
         self.entries.append({"step": self.started, **entry})
         self.started += 1
@@ -95,7 +96,7 @@ class Monitor:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count the failures of decompositions that were put right inside; log the first of each kind."""
+        """Count decompositions that failed and were recovered inside; log the first of each kind."""
         with recovery_counts() as counts:
             try:
                 yield
@@ -116,14 +117,14 @@ class Monitor:
     # -- reports
 
     def history(self) -> list[dict[str, Any]]:
-        """The entries in plain numbers; until asked for they stay tensors, so that a step does not wait for the GPU."""
+        """The entries as plain numbers; steps store tensors, so that they need not wait for the GPU."""
         found = [_in_numbers(entry) for entry in self.entries]
         if self._was_bad():
             found[-1] = {"step": self.steps, "accepted": False}
         return found
 
     def last(self) -> dict[str, Any]:
-        """The last entry in plain numbers; empty before the first step."""
+        """The last entry as plain numbers; empty before the first step."""
         if self._was_bad():
             return {"step": self.steps, "accepted": False}
         return _in_numbers(self.entries[-1]) if self.entries else {}
@@ -143,7 +144,7 @@ class Monitor:
         return ", ".join([*own, parts] if parts else own)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of a run whose last step is settled; without the history."""
+        """Counts and seconds of a run whose last step is settled; without the history."""
         counts = {"steps": self.started, "skipped": self.left_out}
         return counts | {"counts": dict(self.counts), "seconds": dict(self.seconds)}
 

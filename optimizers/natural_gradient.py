@@ -11,7 +11,7 @@ from curvature import Injection, exact, isotropic
 from curvature.preconditioners import FullCurvature
 from optimizers.arguments import check_flag
 from optimizers.distributed.processes import Distributed
-from optimizers.distributed.sharding import refuse_shards
+from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option
 from optimizers.recording.loss_backprops import LossRows
 from optimizers.second_order import SecondOrderOptimizer, checked_model
@@ -82,7 +82,7 @@ class NaturalGradient(SecondOrderOptimizer):
         distributed: Distributed | None = None, step_rule: StepRule | None = None,
     ) -> None:  # fmt: skip
         check_flag("line_search", line_search)
-        refuse_shards(model, "NaturalGradient")
+        refuse_sharded(model, "NaturalGradient")
         if inject is None:
             inject = isotropic() if loss is None else exact()
         if adaptive is True and line_search:

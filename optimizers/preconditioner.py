@@ -1,4 +1,7 @@
-"""From gradients to directions: when curvature is renewed and inverted, who does it, and what solves with it."""
+"""Renews and inverts curvature when it is due, and solves with it.
+
+In: statistics of recorded passes, and gradients. Out: preconditioned gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from torch import Tensor
 from curvature.linalg import full_precision
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded
-from optimizers.distributed.sharding import part, whole
-from optimizers.distributed.team import Roster
+from optimizers.distributed.sharding import to_full, to_shard
+from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes
 from optimizers.schedule import Schedule
 
-DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, added to it where no damping is given
+DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, the default damping of that factor
 
 Named = Mapping[str, Tensor]
 Options = Mapping[str, Mapping[str, Any]]
@@ -30,9 +33,9 @@ class Renewal:
     """What a step did for the curvature.
 
     Attributes:
-        renewed: whether it was a step that renews the averages.
-        inverted: number of blocks whose inverse was made.
-        share: their part of the work that it takes to invert all.
+        renewed: whether this step renews the running averages.
+        inverted: number of blocks that were inverted.
+        share: their fraction of the work of inverting all blocks.
     """
 
     renewed: bool = False
@@ -41,21 +44,21 @@ class Renewal:
 
 
 class Preconditioner:
-    """Solves with running curvature.
+    """Solves linear systems with the damped running curvature.
 
     Args:
         store: the curvature, in blocks of parameters.
         schedule: when to renew the averages and to invert each block.
         roster: the processes that train the model.
-        monitor: times the parts.
+        monitor: holds the seconds spent in each part of a step.
         decay: of the running averages.
         owner: name of the optimizer, for messages.
     """
 
     def __init__(
-        self, store: CurvatureStore, schedule: Schedule, roster: Roster, monitor: Monitor, decay: float, owner: str
+        self, store: CurvatureStore, schedule: Schedule, teams: Teams, monitor: Monitor, decay: float, owner: str
     ) -> None:
-        self.store, self.schedule, self.roster, self.monitor = store, schedule, roster, monitor
+        self.store, self.schedule, self.teams, self.monitor = store, schedule, teams, monitor
         self.decay, self.owner = decay, owner
         self.last: tuple[float, dict[str, float]] | None = None  # when the last step ended, seconds by part until then
 
@@ -64,20 +67,20 @@ class Preconditioner:
         return self.store.blocks
 
     def update_average(self, step: int, passes: Passes, gradients: Named, trained: Named) -> Measured:
-        """Take what passes have measured since the last step into the averages, on all processes.
+        """Add the statistics of all processes since the last step to the running averages.
 
         Returns:
-            What was taken.
+            These statistics.
 
         Raises:
-            RuntimeError: no forward pass was seen yet; gradients differ between processes.
+            RuntimeError: no forward pass was recorded yet; gradients differ between processes.
         """
-        team, sums = self.roster.team(), None
+        team, sums = self.teams.current(), None
         if self.schedule.renews(step) and team.processes.size > 1:
-            team.statistics.launch()  # first, as where the backward pass did so: one order wherever it can be
+            team.statistics.launch()  # before other collectives, as when the backward pass launches it
             if not any(map(is_sharded, trained.values())):
-                team.processes.check_alike(gradients)
-            self.store.gather(passes.total.curvature, team.processes.objects)
+                team.processes.check_same_gradients(gradients)
+            self.store.gather(passes.total.curvature, team.processes.all_gather_objects)
             sums = team.statistics.finish()
         if not self.store.blocks:
             raise RuntimeError(
@@ -91,8 +94,8 @@ class Preconditioner:
         return found
 
     def invert_due(self, step: int, options: Options) -> tuple[int, float]:
-        """Invert the blocks whose turn it is: their number, and their share of the work for all."""
-        workers = self.roster.team().workers
+        """Invert the blocks that are due; returns their number and their share of the work for all blocks."""
+        workers = self.teams.current().workers
         blocks, due = self._due(step)
         own = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
@@ -103,33 +106,33 @@ class Preconditioner:
         return len(due), sum(b.cost for b in due) / sum(b.cost for b in blocks)
 
     def _due(self, step: int) -> tuple[list[Block], list[Block]]:
-        """Blocks that were seen, and those of them whose turn it is to be inverted."""
+        """All blocks with statistics, and those of them that are due for inversion."""
         blocks = [b for b in self.blocks if b.updates]
-        workers = self.roster.team().workers
+        workers = self.teams.current().workers
         workers.assign(blocks)
         turns = self.schedule.inverts(step, [b.cost for b in blocks])
         return blocks, [b for b, turn in zip(blocks, turns, strict=True) if turn or not workers.is_ready(b)]
 
     def is_idle(self, step: int) -> bool:
-        """Whether a step has nothing to do for the curvature."""
+        """Whether this step neither renews averages nor inverts blocks."""
         return not self.schedule.renews(step) and bool(self.blocks) and not self._due(step)[1]
 
     def knows_nothing(self, was_empty: bool) -> bool:
-        """Whether all batches were empty so far, on all processes; `was_empty`: the last one here."""
-        team, found = self.roster.team(), was_empty and not self.blocks
+        """Whether all batches so far were empty on all processes; `was_empty`: the last one on this process."""
+        team, found = self.teams.current(), was_empty and not self.blocks
         if team.processes.size > 1:
-            is_new = not team.statistics.layout  # the same everywhere
-            found = is_new and team.processes.largest([float(not found)]) == [0.0]
+            is_new = not team.statistics.layout  # the same on all processes
+            found = is_new and team.processes.all_reduce_max([float(not found)]) == [0.0]
         return found
 
     @full_precision()
     def solve(self, gradients: Named, trained: Named) -> dict[str, Tensor]:
-        """``(M + damping I)^-1`` times gradients, by name; shards of parameters have shards of the solution.
+        """``(M + damping I)^-1 gradients``, by name; of sharded parameters, the local shard.
 
-        Gradients of parameters without curvature are divided by the mean eigenvalue of all blocks.
+        Divides gradients of parameters without curvature by the mean eigenvalue of all blocks.
         """
-        workers = self.roster.team().workers
-        right = self.store.right_hand_sides({k: whole(g, trained[k]) for k, g in gradients.items()}, trained)
+        workers = self.teams.current().workers
+        right = self.store.right_hand_sides({k: to_full(g, trained[k]) for k, g in gradients.items()}, trained)
         found: dict[str, Tensor] = {}
         ready = [b for b in self.blocks if workers.is_ready(b) and all(name in right for name in b.names)]
         for block in ready:
@@ -140,10 +143,10 @@ class Preconditioner:
         if left:
             mean = mean_eigenvalue(ready)
             found |= {name: right[name] / mean.to(right[name].dtype) for name in left}
-        return {name: part(found[name], trained[name]) for name in found if name in gradients}
+        return {name: to_shard(found[name], trained[name]) for name in found if name in gradients}
 
     def note_seconds(self, renewal: Renewal) -> None:
-        """Tell the schedule how long the parts of the step took, so that it can choose its intervals."""
+        """Tell the schedule how long renewal, inversion and the rest of this step took; it may adjust its intervals."""
         if self.schedule.max_overhead is None:
             return
         now, spent = time.perf_counter(), dict(self.monitor.seconds)
@@ -157,12 +160,12 @@ class Preconditioner:
             if renewal.share:
                 self.schedule.note("all", inverting / renewal.share)
             if renewal.renewed:
-                self.schedule.adjust(self.roster.team().processes.mean)
+                self.schedule.adjust(self.teams.current().processes.all_reduce_mean)
         self.last = now, spent
 
 
 def mean_eigenvalue(blocks: Sequence[Block]) -> Tensor:
-    """Over all blocks together; one if there are none."""
+    """The mean eigenvalue over all blocks, a scalar; 1 without blocks."""
     if not blocks:
         return torch.ones((), device="cpu")
     traces = torch.stack([b.mean_eigenvalue.float() * b.dimension for b in blocks])

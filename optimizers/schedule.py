@@ -1,4 +1,4 @@
-"""When factors are renewed and when each block is inverted: often at first, then rarely and never all at once."""
+"""When to renew factors and invert blocks: often at first, then rarely, and never all blocks at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-SETTLING = 10  # curvature changes fast at first: no interval is longer than one step in so many of those before
-LONGEST = 200  # interval that timing may choose
+STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by at most one step every so many steps
+LONGEST_INTERVAL = 200  # that timing may choose
 
 
 @dataclass
@@ -20,8 +20,8 @@ class Schedule:
     Args:
         factor_every: from one renewal of the factors to the next.
         decompose_every: from one inversion of a block to the next.
-        max_overhead: if given, the intervals follow from timing, so that renewals and inversions take on average at
-            most this part of the rest of a step. Runs are then no longer repeatable to the last bit.
+        max_overhead: if given, timing chooses the intervals, so that renewals and inversions take on average at most
+            this fraction of the rest of a step. Runs are then not reproducible to the last bit.
     """
 
     factor_every: int
@@ -30,11 +30,11 @@ class Schedule:
     seconds: dict[str, float] = field(default_factory=dict)  # running means
 
     def renews(self, step: int) -> bool:
-        return step % min(self.factor_every, 1 + step // SETTLING) == 0
+        return step % min(self.factor_every, 1 + step // STEPS_PER_INTERVAL) == 0
 
     def inverts(self, step: int, costs: Sequence[float]) -> list[bool]:
-        """Which blocks to invert, their work spread evenly over the interval."""
-        interval = min(self.decompose_every, 1 + step // SETTLING)
+        """Which blocks to invert at this step, given their costs; spreads the work evenly over the interval."""
+        interval = min(self.decompose_every, 1 + step // STEPS_PER_INTERVAL)
         found, before, total = [], 0.0, sum(costs) or 1.0
         for cost in costs:
             turn = math.floor(interval * before / total)
@@ -43,14 +43,14 @@ class Schedule:
         return found
 
     def note(self, what: str, seconds: float) -> None:
-        """Take a measurement: of one "renewal", one inversion of "all" blocks, or the "rest" of a step."""
+        """Update a running mean of seconds: of a "renewal", an inversion of "all" blocks, or the "rest" of a step."""
         self.seconds[what] = seconds if what not in self.seconds else 0.8 * self.seconds[what] + 0.2 * seconds
 
     def adjust(self, mean: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        """Choose the intervals by what was measured, half of the allowance for each of the two.
+        """Choose both intervals from the measured seconds; each may take half of the allowed overhead.
 
         Args:
-            mean: over processes that have to choose alike.
+            mean: averages over processes, so that all choose the same intervals.
         """
         if self.max_overhead is None or not {"renewal", "all", "rest"} <= self.seconds.keys():
             return
@@ -58,5 +58,5 @@ class Schedule:
         self.seconds = dict(zip(self.seconds, found, strict=True))
         allowed = self.max_overhead * self.seconds["rest"] / 2
         self.factor_every, self.decompose_every = (
-            max(1, min(LONGEST, math.ceil(self.seconds[what] / allowed))) for what in ("renewal", "all")
+            max(1, min(LONGEST_INTERVAL, math.ceil(self.seconds[what] / allowed))) for what in ("renewal", "all")
         )

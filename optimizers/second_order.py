@@ -1,4 +1,13 @@
-"""An optimizer composed of a recorder, a store of curvature, a preconditioner and a step rule."""
+"""An optimizer composed of a recorder, a store of curvature, a preconditioner and a step rule.
+
+The recorder has measured the forward and backward passes before ``step`` is called. A step then runs
+
+    step -> _prepare -> _run -> rule.evaluate   call the closure, if there is one
+                             -> rule.step       renew the curvature, solve, decide on the displacement: an `Outcome`
+         -> take(move) -> rule.after_move       move the parameters, where the rule has not moved them itself
+
+A closure that returns residuals switches to `residual_rule` for good.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +25,9 @@ from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager
 from optimizers.arguments import check_arguments, check_numbers, check_whole
 from optimizers.checkpoints import pack, unpack
-from optimizers.distributed.processes import Distributed, trained_by
-from optimizers.distributed.sharding import local, refuse_shards
-from optimizers.distributed.team import Roster
+from optimizers.distributed.processes import Distributed, unwrap_data_parallel
+from optimizers.distributed.sharding import refuse_sharded, to_local
+from optimizers.distributed.team import Teams
 from optimizers.model_optimizer import ModelOptimizer
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
@@ -35,43 +44,44 @@ class SecondOrderOptimizer(ModelOptimizer):
     """Base of `KFAC` and `NaturalGradient`, which choose the parts.
 
     Args:
-        model: as the caller gave it.
-        options: those of a parameter group.
-        arguments: all others of the constructor, by name; a copy is made with them.
+        model: the user's module, without wrappers.
+        options: defaults of the parameter groups.
+        arguments: all other arguments of the constructor, by name; copies are built from them.
         config: how processes share the work.
-        store: the curvature.
-        rule: makes the steps.
-        backprops: makes what listens to the loss's own backward pass, a class of `optimizers.recording.loss_backprops`.
+        store: the running curvature.
+        rule: makes the steps on a loss.
+        backprops: constructor of the listener to the loop's backward pass, from `optimizers.recording.loss_backprops`.
 
     Attributes:
         residual_rule: makes the steps once a closure has returned residuals; None before.
+        takes_loss: whether a closure has returned a loss.
     """
 
-    # torch.amp.GradScaler hands `grad_scale` and `found_inf` over, and leaves the gradients as they are
+    # torch.amp.GradScaler then sets `grad_scale` and `found_inf`, and does not unscale the gradients
     _step_supports_amp_scaling = True
 
     def __init__(
         self, model: nn.Module, options: dict[str, Any], arguments: dict[str, Any], *, config: Distributed,
-        store: CurvatureStore, rule: StepRule, backprops: Callable[[Any, Passes, Roster, bool], LossBackprops],
+        store: CurvatureStore, rule: StepRule, backprops: Callable[[Any, Passes, Teams, bool], LossBackprops],
     ) -> None:  # fmt: skip
         super().__init__(model, options)
         name = type(self).__name__
         self.arguments, self.store, self.rule = arguments, store, rule
         self.residual_rule: ResidualStep | None = None
-        self.takes_loss = False  # whether a closure has returned a loss
+        self.takes_loss = False
         present, passes = weakref.WeakMethod(self.present), Passes()
         intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
         schedule = Schedule(*intervals, arguments["max_overhead"])
         is_sum = getattr(arguments["loss"], "reduction", "mean") == "sum"
-        self.roster = Roster(config, next(self.model.parameters()).device, store, passes.pop_sums)
+        self.teams = Teams(config, next(self.model.parameters()).device, store, passes.pop_sums)
         self.recorder = Recorder(
             model, lambda: present()(),  # type: ignore[misc]  # the recorder does not outlive the optimizer
             store, passes, inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]),
-            schedule=schedule, monitor=self.monitor, roster=self.roster,
-            loss_backprops=backprops(store, passes, self.roster, is_sum), owner=name,
+            schedule=schedule, monitor=self.monitor, teams=self.teams,
+            loss_backprops=backprops(store, passes, self.teams, is_sum), owner=name,
         )  # fmt: skip
         self.preconditioner = Preconditioner(
-            store, schedule, self.roster, self.monitor, arguments["factor_decay"], owner=name
+            store, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
         )
         self.recorder.expect()
 
@@ -83,10 +93,10 @@ class SecondOrderOptimizer(ModelOptimizer):
 
         Args:
             closure: re-evaluates the model on the batch and returns the loss, as for `torch.optim.LBFGS`, or the
-                residuals r (M,), M at least 1, of a loss ``1/2 ||r||^2``; then it calls no ``backward``. `adaptive` and
-                `line_search` need one. They call it several times, as do residuals: with the same random numbers and
-                without effect on buffers (of BatchNorm) after the first, with ``loss.backward()`` left out where only
-                the loss is needed.
+                residuals r (M,), M at least 1, of a loss ``1/2 ||r||^2``; then it calls no ``backward``. Needed with
+                `adaptive`, with `NaturalGradient`'s `line_search`, and for residuals. These call it several times, with
+                the same random numbers; only the first call changes buffers (of BatchNorm), and ``loss.backward()``
+                does nothing where only the loss is needed.
 
         Returns:
             The loss before the step, if there is a closure.
@@ -125,21 +135,21 @@ class SecondOrderOptimizer(ModelOptimizer):
         if self.takes_loss:
             raise TypeError("KFAC.step: the closure returned residuals, and a loss before")
         if self.residual_rule is None:
-            refuse_shards(self.model, "closure")
+            refuse_sharded(self.model, "closure")
             self.residual_rule = ResidualStep(self.residual_solver())
             self.recorder.stop()
 
     def residual_solver(self) -> ResidualSolver:
-        """What solves for residuals.
+        """Make the solver for residuals.
 
         Raises:
-            ValueError: an argument has no meaning for them; by name.
+            ValueError: an argument has no meaning for residuals; names it.
         """
         raise NotImplementedError
 
     @torch._disable_dynamo
     def _prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, Move | None]:
-        """All of a step but the last thing to do in a training loop."""
+        """A whole step, except for the move that `torch.compile` may compile; returns the loss and that move."""
         if closure is not None and not callable(closure):
             raise TypeError(f"closure: expected a function that computes the loss, found {type(closure).__name__}")
         for group in self.param_groups:
@@ -150,12 +160,12 @@ class SecondOrderOptimizer(ModelOptimizer):
         return outcome.loss, outcome.move
 
     def _is_at_rest(self) -> bool:
-        """Whether nothing could move: `torch.distributed.checkpoint` takes such a step to see what the state holds."""
+        """Whether no parameter could move: `torch.distributed.checkpoint` takes such a step to create the state."""
         is_unable = self.rule.needs_closure or not self.store.blocks
         return self.residual_rule is None and is_unable and not any(group["lr"] for group in self.param_groups)
 
     def _run(self, closure: Callable[[], Any] | None, step: Callable[[StepContext], Outcome]) -> Outcome:
-        """Take a step and note what came of it."""
+        """Make a step by `step`, apply its displacement, and report it to monitor and schedule."""
         self.recorder.reset()
         if closure is not None and hasattr(self, "found_inf"):
             raise RuntimeError(
@@ -170,7 +180,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         if outcome.displacement and not outcome.is_skipped:
             trained = self.trained()  # by the names that the closure may have given them
             for name, displacement in outcome.displacement.items():
-                local(trained[name]).add_(displacement)
+                to_local(trained[name]).add_(displacement)
         self.monitor.counts["rollbacks"] += outcome.rollbacks
         if outcome.is_skipped:
             self.monitor.skip()
@@ -193,7 +203,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         )  # fmt: skip
 
     def _loss_step(self, context: StepContext) -> Outcome:
-        """A step on a loss. If the first closure returns residuals instead, all else that it did is undone."""
+        """A step on a loss. If the first closure returns residuals, undo its side effects and step on them instead."""
         is_first = context.closure is not None and not self.takes_loss
         before = ModelState(self.model) if is_first else None
         evaluation = self.rule.evaluate(context)
@@ -218,16 +228,16 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.rule.after_move(slope)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As for any optimizer. Passes whose gradients these were are forgotten when new ones arrive."""
+        """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
         super().zero_grad(set_to_none)
         self.recorder.zero()
 
     # -- reports and checkpoints
 
     def report(self) -> str:
-        """A table of every parameter: how it is preconditioned, factor shapes, memory, and why where it falls back.
+        """A table of all parameters: preconditioner, factor shapes, memory, and the reason for any fallback.
 
-        After a first forward pass, and before a first step, the memory is what will be kept at most.
+        Between the first forward pass and the first step, the memory is an upper bound.
         """
         if self.residual_rule is not None:
             return self.residual_rule.solver.report(self.model)
@@ -235,9 +245,9 @@ class SecondOrderOptimizer(ModelOptimizer):
         return "\n".join([*lines, self.recorder.substitute] if self.recorder.substitute else lines)
 
     def stats(self) -> dict[str, Any]:
-        """How the run goes: the last step's numbers, counts of events, seconds by part, conditions of the factors.
+        """The last step's numbers, counts of events, seconds by part, and condition numbers of the blocks.
 
-        The conditions (largest over least eigenvalue of each damped block, by its first parameter) are computed here.
+        Computes the condition numbers (largest over least eigenvalue of each damped block, by its first parameter).
         """
         schedule = self.preconditioner.schedule
         intervals = {"factor_every": schedule.factor_every, "decompose_every": schedule.decompose_every}
@@ -246,7 +256,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         return super().stats() | intervals | {"outliers": outliers, "conditions": conditions}
 
     def kind(self) -> dict[str, Any]:
-        """What a state must have in common with the optimizer that takes it."""
+        """The choices that a state must share with the optimizer that loads it."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,17 +265,17 @@ class SecondOrderOptimizer(ModelOptimizer):
         return pack(self, self.kind(), self._parts(), lambda p: self.rule.empty_state(p, self.param_groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a `state_dict`; its tensors are copied, to device and dtype of the parameters.
+        """Load a `state_dict`; copies its tensors to device and dtype of the parameters.
 
         Raises:
             TypeError: not a dict.
-            ValueError: it is of another optimizer, model or choice of `adaptive`, `sharing` or `solver`, of another
-                version, or damaged; what was found is said, and nothing was changed.
+            ValueError: it belongs to another optimizer, model, version, or choice of `adaptive`, `sharing` or `solver`,
+                or is damaged; says what was found, and changes nothing.
         """
         state, parts = unpack(self, state_dict, self.kind(), self._parts())
         super().load_state_dict(state)
         self.recorder.discard()
-        self.roster.forget_inverses()
+        self.teams.forget_inverses()
         device, trained = next(p for group in self.param_groups for p in group["params"]).device, self.trained()
         schedule, residual = self.preconditioner.schedule, parts["residual_rule"]
         self.monitor.load_state_dict(parts["monitor"])
@@ -279,7 +289,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.recorder.expect()
 
     def _parts(self) -> dict[str, Any]:
-        """The states of the parts."""
+        """The states of the optimizer's parts, by name."""
         schedule, residual = self.preconditioner.schedule, self.residual_rule
         return {
             "monitor": self.monitor.state_dict(),
@@ -291,12 +301,12 @@ class SecondOrderOptimizer(ModelOptimizer):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy or a pickle trains a copy of the model (the same, where both are copied or pickled together)."""
+        """A copy or pickle trains a copy of the model; copy or pickle both together for them to share it."""
         groups = [dict(group) for group in self.param_groups]
-        return _again, (type(self), self.model, self.arguments, groups, self.defaults, self.state_dict())
+        return _rebuild, (type(self), self.model, self.arguments, groups, self.defaults, self.state_dict())
 
 
-def _again(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: Any, state: dict[str, Any]) -> Any:
+def _rebuild(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: Any, state: dict[str, Any]) -> Any:
     new = kind(model, **arguments)
     new.param_groups, new.defaults = groups, defaults
     new.load_state_dict(state)
@@ -306,14 +316,14 @@ def _again(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: A
 def checked_model(
     owner: str, model: Any, arguments: Mapping[str, Any], why_replicated: str
 ) -> tuple[nn.Module, Distributed]:
-    """The user's own module, and the processes that train it, once all arguments have been checked.
+    """Check all arguments; returns the user's own module and the processes that train it.
 
     Args:
         owner: name of the optimizer.
-        why_replicated: why every process needs all that the curvature is solved with; "" if it does not.
+        why_replicated: why every process needs all inverses; "" if it does not.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind or out of range, by name.
+        TypeError, ValueError: an argument has the wrong type or is out of range; names it.
     """
     check_arguments(model, dict(arguments))
     for name in ("factor_every", "decompose_every"):
@@ -330,7 +340,7 @@ def checked_model(
         raise TypeError(f"step_rule: expected an optimizers.StepRule, found {rule!r:.80}")
     if rule is not None and arguments["adaptive"]:
         raise ValueError("step_rule: adaptive=True is a step rule, too; choose one of the two")
-    model, config = trained_by(model, arguments["distributed"])
+    model, config = unwrap_data_parallel(model, arguments["distributed"])
     if why_replicated and config.gradient_worker_fraction < 1:
         raise ValueError(f"gradient_worker_fraction: expected 1, {owner} {why_replicated}")
     return model, config

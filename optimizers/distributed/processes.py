@@ -1,4 +1,4 @@
-"""Processes of torch.distributed that train one model: what they tell each other, and who decomposes what."""
+"""The processes of torch.distributed that train one model, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from curvature import Injection
 from curvature.recording import unwrap_compiled
 from optimizers.arguments import check_range
 
-BUCKET = 1 << 23  # entries of a flat buffer that is sent at once
-ALIKE = 1e-3  # relative difference of gradients that should be the same on all processes
+BUCKET_ENTRIES = 1 << 23  # largest flat buffer of one collective
+GRADIENT_TOLERANCE = 1e-3  # relative difference of squared gradient norms that should be equal on all processes
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Distributed:
     """How processes that train one model, each on its part of the batch, share the work on the curvature.
 
     Args:
-        group: the processes; None: all of them, once torch.distributed is initialised. A group that holds this process
-            alone makes it train alone.
-        gradient_worker_fraction: part of the processes that keep the inverse of a layer, as in KAISA
-            (arXiv:2107.01739). 1: all do, and an ordinary step needs no communication. 1/size: only the process that
-            made it, which then sends the preconditioned gradients to all others at every step. In between: groups of
-            ``fraction * size`` processes, which must divide their number. Below 1 a ``state_dict`` has the inverses of
-            its own process; after it is loaded all are made anew.
+        group: the processes; None: all of them, once torch.distributed is initialised. With a group of this process
+            alone, it trains alone.
+        gradient_worker_fraction: fraction of the processes that keep the inverse of a layer, as in KAISA
+            (arXiv:2107.01739). 1: all of them, and an ordinary step needs no communication. 1/size: only the process
+            that computed it, which then sends the preconditioned gradients to all others at every step. In between:
+            groups of ``fraction * size`` processes, which must divide the number of processes. Below 1 a
+            ``state_dict`` holds only the inverses of its own process; all are recomputed after it is loaded.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind or out of range, by name.
@@ -46,11 +46,11 @@ class Distributed:
             raise TypeError(f"group: expected a process group of torch.distributed, found {self.group!r:.80}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Distributed:
-        return self  # a process group is a thing of the outside world
+        return self  # process groups cannot be copied
 
 
-def trained_by(model: Any, distributed: Distributed | None) -> tuple[Any, Distributed]:
-    """The user's own module, and the processes that train it."""
+def unwrap_data_parallel(model: Any, distributed: Distributed | None) -> tuple[Any, Distributed]:
+    """The user's own module, without wrappers, and the processes that train it."""
     config = Distributed() if distributed is None else distributed
     if not isinstance(config, Distributed):
         raise TypeError(f"distributed: expected optimizers.Distributed(...), found {distributed!r:.80}")
@@ -63,7 +63,7 @@ def trained_by(model: Any, distributed: Distributed | None) -> tuple[Any, Distri
 
 
 class Processes:
-    """Those that train one model; one alone where torch.distributed is not in use. Collective calls are for all."""
+    """The processes that train one model; a single one without torch.distributed. All must call each collective."""
 
     def __init__(self, config: Distributed, device: torch.device) -> None:
         self.device = device
@@ -76,17 +76,17 @@ class Processes:
 
     @functools.cached_property
     def group(self) -> Any:
-        """Our own, so that the order relative to the user's collectives does not matter; made at the first use."""
-        return self.part(range(self.size))
+        """A group of our own, so that the order relative to the user's collectives does not matter; made lazily."""
+        return self.subgroup(range(self.size))
 
-    def part(self, ranks: Iterable[int]) -> Any:
-        """A group of some of the processes, made by these."""
+    def subgroup(self, ranks: Iterable[int]) -> Any:
+        """A new process group of these ranks; only they take part in making it."""
         chosen = [self.ranks[rank] for rank in ranks]
         timeout = _timeout_of(self.given, self.device)
         return dist.new_group(chosen, use_local_synchronization=True, timeout=timeout)
 
-    def objects(self, own: Any, group: Any = None) -> list[Any]:
-        """What every process gives, by rank."""
+    def all_gather_objects(self, own: Any, group: Any = None) -> list[Any]:
+        """The objects of all processes, by rank."""
         if self.size == 1:
             return [own]
         group = self.group if group is None else group
@@ -94,7 +94,7 @@ class Processes:
         dist.all_gather_object(found, own, group=group)
         return found
 
-    def mean(self, x: Tensor) -> Tensor:
+    def all_reduce_mean(self, x: Tensor) -> Tensor:
         """The mean over all processes, the same bits on each."""
         if self.size == 1:
             return x
@@ -102,23 +102,23 @@ class Processes:
         dist.all_reduce(total, group=self.group)
         return (total / self.size).to(x.device)
 
-    def joined(self, x: Tensor) -> Tensor:
-        """What every process has along the first axis, one after the other."""
-        return x if self.size == 1 else torch.cat([own.to(self.device) for own in self.objects(x.cpu())])
+    def concatenated(self, x: Tensor) -> Tensor:
+        """The tensors of all processes, concatenated along the first axis in the order of ranks."""
+        return x if self.size == 1 else torch.cat([own.to(self.device) for own in self.all_gather_objects(x.cpu())])
 
-    def largest(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
         found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         if self.size > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found.tolist()
 
-    def total(self, tensors: Sequence[Tensor], group: Any) -> Callable[[], list[Tensor]]:
-        """Begin to add tensors up over a group of all processes, in flat buffers; the function waits for the sums."""
+    def all_reduce_sums(self, tensors: Sequence[Tensor], group: Any) -> Callable[[], list[Tensor]]:
+        """Start an all-reduce of tensors in flat buffers; returns a function that waits for the sums."""
         parts: list[tuple[list[int], Tensor, Any]] = []
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             alike = [k for k, x in enumerate(tensors) if x.dtype == dtype]
             flat = torch.cat([tensors[k].reshape(-1) for k in alike])
-            works = [dist.all_reduce(x, group=group, async_op=True) for x in flat.split(BUCKET)]
+            works = [dist.all_reduce(x, group=group, async_op=True) for x in flat.split(BUCKET_ENTRIES)]
             parts.append((alike, flat, works))
 
         def wait() -> list[Tensor]:
@@ -127,21 +127,21 @@ class Processes:
                 for work in works:
                     work.wait()
                 for k, x in zip(alike, flat.split([tensors[k].numel() for k in alike]), strict=True):
-                    found[k] = x.reshape(tensors[k].shape).clone()  # not to hold the whole buffer
+                    found[k] = x.reshape(tensors[k].shape).clone()  # so that the buffer can be freed
             return found
 
         return wait
 
-    def check_alike(self, gradients: Mapping[str, Tensor]) -> None:
+    def check_same_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """
         Raises:
-            RuntimeError: the gradients are not the same everywhere; on all processes.
+            RuntimeError: the gradients differ between processes; raised on all of them.
         """
         if self.size == 1:
             return
         own = float(torch.stack([g.detach().double().square().sum() for g in gradients.values()]).sum())
-        most, least = self.largest([own, -own])
-        if most + least > ALIKE * most:
+        most, least = self.all_reduce_max([own, -own])
+        if most + least > GRADIENT_TOLERANCE * most:
             raise RuntimeError(
                 f"gradients differ between the {self.size} processes (squared norms from {-least:.6g} to {most:.6g}): "
                 "wrap the model in DistributedDataParallel or average them before step(); for models that are trained "
@@ -150,20 +150,19 @@ class Processes:
 
 
 def _timeout_of(group: Any, device: torch.device) -> Any:
-    """How long the user's own group waits for a process that is gone; None: the default."""
+    """The timeout of the user's own group; None: the default."""
     try:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return None
 
 
-def rows_of_whole(
+def vectors_of_global_batch(
     inject: Injection, output: Tensor, loss: Any, target: Any, processes: Processes, seed: Callable[[], int]
 ) -> Tensor:
-    """Vectors (k, N, ...) for this process's part of the batch, random ones as one process draws them for the whole.
+    """Vectors (k, N, ...) for this process's part of the batch: its slice of those that one process would draw for all.
 
-    The parts are taken to be of one size, in the order of the processes. Where the whole would be large, each process
-    draws its own.
+    Assumes parts of equal size in the order of ranks. For a large batch each process draws its own vectors instead.
     """
     if not inject.is_random:
         return inject.vectors(output, loss, target)
@@ -172,7 +171,7 @@ def rows_of_whole(
     draw = lambda x, y, seed: inject.vectors(x, loss, y, generator=generator.manual_seed(seed))
     if size == 1:
         return draw(output, target, seed())
-    if size * output.numel() * inject.number(output, len(output)) > BUCKET:
+    if size * output.numel() * inject.number(output, len(output)) > BUCKET_ENTRIES:
         return draw(output, target, seed() + rank)
     repeated = lambda x: x.repeat(size, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
     found = draw(repeated(output), repeated(target), seed())

@@ -1,6 +1,6 @@
-"""Parameters that are spread over processes (FSDP2): shards for steps, wholes for what the curvature does.
+"""Parameters that are sharded over processes (FSDP2): steps use local shards, curvature uses full tensors.
 
-Plain tensors are taken as they are.
+Every function returns plain tensors unchanged.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from curvature.recording import is_sharded
 
 
-def refuse_shards(model: Any, what: str) -> None:
+def refuse_sharded(model: Any, what: str) -> None:
     """
     Raises:
-        NotImplementedError: the model has such parameters; by name.
+        NotImplementedError: the model has sharded parameters; names the first.
     """
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     found = [name for name, p in named if is_sharded(p)]
@@ -29,13 +29,13 @@ def refuse_shards(model: Any, what: str) -> None:
         )
 
 
-def local(x: Tensor) -> Tensor:
-    """What of a tensor is here: its own memory."""
+def to_local(x: Tensor) -> Tensor:
+    """The local shard of a tensor, sharing its memory."""
     return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
-def spread(shard: Tensor, like: Any) -> Any:
-    """A shard as part of a tensor that is spread as another is."""
+def to_sharded(shard: Tensor, like: Any) -> Any:
+    """A DTensor made of local shards, placed like another."""
     if not is_sharded(like):
         return shard
     from torch.distributed.tensor import DTensor
@@ -45,13 +45,13 @@ def spread(shard: Tensor, like: Any) -> Any:
     )
 
 
-def whole(shard: Tensor, like: Any) -> Tensor:
-    """All of it, on every process."""
-    return spread(shard, like).full_tensor() if is_sharded(like) else shard
+def to_full(shard: Tensor, like: Any) -> Tensor:
+    """The full tensor on every process, from local shards placed like another."""
+    return to_sharded(shard, like).full_tensor() if is_sharded(like) else shard
 
 
-def part(full: Tensor, like: Any) -> Tensor:
-    """The shard of a tensor that all processes have."""
+def to_shard(full: Tensor, like: Any) -> Tensor:
+    """The local shard of a full tensor that all processes have."""
     if not is_sharded(like):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -59,8 +59,8 @@ def part(full: Tensor, like: Any) -> Tensor:
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
-def totals(found: Tensor, parameters: Sequence[Any]) -> Tensor:
-    """Numbers (n,), one of the shard of each parameter here, added up over the processes that have the others."""
+def sum_over_shards(found: Tensor, parameters: Sequence[Any]) -> Tensor:
+    """Sum numbers (n,), one for each parameter's local shard, over the processes that hold its other shards."""
     for mesh, placements in dict.fromkeys((p.device_mesh, p.placements) for p in parameters if is_sharded(p)):
         own = [is_sharded(p) and (p.device_mesh, p.placements) == (mesh, placements) for p in parameters]
         alike = torch.tensor(own, device=found.device)

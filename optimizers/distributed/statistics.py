@@ -1,4 +1,7 @@
-"""What several processes have seen, added up: begun in the backward pass, ended in the step."""
+"""All-reduces the statistics of all processes: starts in the backward pass, ends in the step.
+
+In: sums that this process measured. Out: the same sums over all processes.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Statistics:
-    """What forward passes have added since the last renewal, added up over all processes.
+    """Sums over all processes of what forward passes have measured since the last renewal.
 
-    The sums that were there at the last renewal are sent as soon as the backward pass begins (`launch`); what is there
-    for the first time, or came after that, follows in `finish`. Each process launches once from one `finish` to the
-    next, in whichever step: not all of them need have a batch at every step, so that none may wait for it before.
+    `launch` sends the sums that existed at the last renewal as soon as the backward pass begins; `finish` sends new and
+    late ones. Each process launches once between two calls of `finish`, at any step: some processes may have no batch
+    at a step, so no process may wait for the others before `finish`.
 
     Args:
-        take: gives what was measured here and is yet to be sent, once.
-        store: whose blocks these are sums of. It gets those that other processes have, in the same order everywhere.
+        take: returns and removes the local sums that are not sent yet.
+        store: owns the blocks of these sums. It gets those that only other processes have, in one order everywhere.
     """
 
     def __init__(
@@ -36,23 +39,23 @@ class Statistics:
         store: CurvatureStore,
     ) -> None:
         self.processes, self.take, self.store = processes, take, store
-        self.layout: Layout = {}  # that all processes know of
+        self.layout: Layout = {}  # of the sums that all processes know
         self.begun: Callable[[], list[Tensor]] | None = None
         self.discard()
 
     @functools.cached_property
     def group(self) -> Any:
-        """Apart from other collectives of a step: those come in an order of their own. Made in the first `finish`."""
-        return self.processes.part(range(self.processes.size))
+        """A group of its own, since other collectives of a step come in another order. Made in the first `finish`."""
+        return self.processes.subgroup(range(self.processes.size))
 
     def discard(self) -> None:
-        """Forget what was recorded here. What is under way goes on, and all take the sum anew in `finish`."""
-        self.sent: dict[Key, Tensor] = {}  # at the launch, from here
-        self.left: dict[Key, Tensor] = {}  # then, to follow in `finish`
-        self.is_void = self.begun is not None  # whether what was sent no longer holds
+        """Forget the local sums. A running all-reduce completes, and `finish` repeats it."""
+        self.sent: dict[Key, Tensor] = {}  # local sums that `launch` sent
+        self.left: dict[Key, Tensor] = {}  # local sums that `launch` left to `finish`
+        self.is_void = self.begun is not None  # whether the running all-reduce is out of date
 
     def launch(self) -> None:
-        """Begin to add up; at most once until `finish`."""
+        """Start the all-reduce; at most once until `finish`."""
         if self.begun is not None or not self.layout:
             return
         found = self.take()
@@ -82,21 +85,23 @@ class Statistics:
     def _total(self, layout: Layout, found: Mapping[Key, Tensor]) -> Callable[[], list[Tensor]]:
         device = self.processes.device
         zeros = lambda key: torch.zeros(layout[key][0], dtype=layout[key][1], device=device)
-        return self.processes.total([found[key] if key in found else zeros(key) for key in layout], self.group)
+        return self.processes.all_reduce_sums(
+            [found[key] if key in found else zeros(key) for key in layout], self.group
+        )
 
     def _agreed(self, own: Layout) -> tuple[Layout, bool]:
-        """The union over the processes, in one order, and whether any says that what was sent no longer holds.
+        """The union of the layouts in one order, and whether the all-reduce is out of date on any process.
 
-        Blocks that are missing here are made.
+        Creates the blocks that are missing here.
         """
         mark = float(zlib.crc32(repr(own).encode()))
-        most, least, is_void = self.processes.largest([mark, -mark, float(self.is_void)])
+        most, least, is_void = self.processes.all_reduce_max([mark, -mark, float(self.is_void)])
         if most == -least:
             return own, bool(is_void)
         blocks = [block.empty_like().state() for block in self.store.summed_blocks()]
         union: Layout = {}
         states: dict[str, Any] = {}
-        for layout, others in self.processes.objects((own, blocks)):
+        for layout, others in self.processes.all_gather_objects((own, blocks)):
             for key, form in layout.items():
                 if union.setdefault(key, form) != form:
                     raise RuntimeError(f"{key[0]}: the processes use it in different forms, {union[key]} and {form}")

@@ -1,4 +1,4 @@
-"""The processes that train a model together, found anew when torch.distributed is initialised or ends."""
+"""The processes that train a model together; looked up again when torch.distributed is initialised or ends."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from optimizers.distributed.workers import Workers
 
 @dataclass(frozen=True)
 class Team:
-    """The processes, who of them decomposes which block, and the sums of what they measure."""
+    """The processes, which of them decomposes which block, and the all-reduce of their statistics."""
 
     processes: Processes
     workers: Workers
     statistics: Statistics
 
 
-class Roster:
-    """Who trains the model at the moment: `team()` is another once torch.distributed is initialised, or no longer.
+class Teams:
+    """Looks up the team that trains the model now: `current` changes when torch.distributed is initialised or ends.
 
     Args:
         config: how the processes share the work.
         device: of the model.
         store: the curvature.
-        pop_sums: takes out what was measured here and adds up; given the rank of this process and their number.
+        pop_sums: returns and removes the local sums, given the rank of this process and the number of processes.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Roster:
         self.config, self.device, self.store, self.pop_sums = config, device, store, pop_sums
         self.known: Team | None = None
 
-    def team(self) -> Team:
+    def current(self) -> Team:
         is_alone = not (dist.is_available() and dist.is_initialized())
         if self.known is None or self.known.processes.is_alone != is_alone:
             self.known = self._gathered()
@@ -63,6 +63,6 @@ class Roster:
             self.known.statistics.discard()
 
     def forget_inverses(self) -> None:
-        """A state was loaded: inverses that other processes made are no longer known."""
+        """After a state was loaded: the inverses of other processes are no longer valid."""
         if self.known is not None:
             self.known.workers.made.clear()

@@ -1,4 +1,4 @@
-"""Who decomposes which block, who keeps the result, and how the others get at what they need."""
+"""Assigns blocks to processes: which one decomposes a block, which keep its inverse, what they broadcast (KAISA)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from optimizers.distributed.processes import Processes
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A tensor that comes apart from what it belongs to, its axes in the order in which they lie in memory."""
+class TensorForm:
+    """Shape, memory order of the axes and dtype of a tensor, sent ahead so that others can receive its entries."""
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(x: Tensor) -> Slot:
+    def of(x: Tensor) -> TensorForm:
         order = x.dim_order()
-        return Slot(tuple(x.permute(order).shape), order, x.dtype)
+        return TensorForm(tuple(x.permute(order).shape), order, x.dtype)
 
     @property
     def size(self) -> int:
@@ -38,7 +38,7 @@ class Slot:
         return x.permute(self.order).reshape(-1)
 
     def filled(self, flat: Tensor) -> Tensor:
-        """The tensor, of memory of its own: in another order than before, products with it may cost a copy."""
+        """The tensor with these entries, in its old memory order: another order could make products copy it."""
         return flat.clone().view(self.shape).permute([self.order.index(k) for k in range(len(self.order))])
 
 
@@ -59,19 +59,19 @@ class Workers:
 
     @functools.cached_property
     def keepers(self) -> Any:
-        """The group of those that keep what this process keeps."""
+        """The processes that keep the same inverses as this one."""
         size, start = self.processes.size, self.processes.rank // self.width * self.width
-        return self.processes.group if self.width == size else self.processes.part(range(start, start + self.width))
+        return self.processes.group if self.width == size else self.processes.subgroup(range(start, start + self.width))
 
     @functools.cached_property
     def across(self) -> Any:
-        """The group of one process of each group of keepers."""
-        return self.processes.part(range(self.processes.rank % self.width, self.processes.size, self.width))
+        """One process of each group of `keepers`."""
+        return self.processes.subgroup(range(self.processes.rank % self.width, self.processes.size, self.width))
 
     def assign(self, blocks: Sequence[Block]) -> None:
-        """Give each new block to the process with the least work in the group with the least, cheap ones to all.
+        """Assign each new block to the least loaded process of the least loaded group; cheap blocks go to all.
 
-        In their order, which is that of their turns: those whose turns are together go to different processes.
+        Blocks come in the order of their turns, so that blocks of one turn go to different processes.
         """
         group = lambda rank: sum(self.loads[rank // self.width * self.width :][: self.width])
         for block in blocks:
@@ -85,16 +85,16 @@ class Workers:
         return self.owners.get(block.names[0], self.processes.rank) == self.processes.rank
 
     def keeps(self, block: Block) -> bool:
-        """Whether this process has the inverse of a block."""
+        """Whether this process keeps the inverse of a block."""
         return self.owners.get(block.names[0], self.processes.rank) // self.width == self.processes.rank // self.width
 
     def is_ready(self, block: Block) -> bool:
-        """Whether the processes that keep a block can solve with it: all give the same answer."""
+        """Whether the processes that keep a block can solve with it; the answer is the same on all processes."""
         is_here = self.width == self.processes.size or not block.broadcast_fields
         return block.is_ready if is_here else block.names[0] in self.made
 
     def exchange(self, blocks: Sequence[Block]) -> None:
-        """Send what was made of blocks to the others that keep them."""
+        """Broadcast new inverses to the other processes that keep them."""
         shared = [b for b in blocks if b.broadcast_fields]
         self.made |= {b.names[0] for b in shared}
         if self.width == 1 or not shared:
@@ -103,18 +103,22 @@ class Workers:
         start = own - own % self.width
         mine = [b for b in shared if self.owners[b.names[0]] == own]
         results = {b.names[0]: b.results() for b in mine}
-        slots = pytree.tree_map_only(Tensor, Slot.of, results)
+        slots = pytree.tree_map_only(Tensor, TensorForm.of, results)
         named = {b.names[0]: b for b in shared}
-        for source, theirs in enumerate(self.processes.objects(slots, self.keepers), start):
+        for source, theirs in enumerate(self.processes.all_gather_objects(slots, self.keepers), start):
             leaves, form = pytree.tree_flatten(theirs)
             sent = [x for x in pytree.tree_leaves(results) if isinstance(x, Tensor)] if source == own else None
-            tensors = iter(self._broadcast([x for x in leaves if isinstance(x, Slot)], sent, source, self.keepers))
-            filled = [next(tensors) if isinstance(x, Slot) else x for x in leaves]
+            tensors = iter(
+                self._broadcast([x for x in leaves if isinstance(x, TensorForm)], sent, source, self.keepers)
+            )
+            filled = [next(tensors) if isinstance(x, TensorForm) else x for x in leaves]
             for name, result in pytree.tree_unflatten(filled, form).items():
-                named[name].load_results(result)  # its own, too: other strides would give products other last bits
+                named[name].load_results(result)  # even its own: other strides could change last bits
 
-    def _broadcast(self, slots: Sequence[Slot], own: Sequence[Tensor] | None, source: int, group: Any) -> list[Tensor]:
-        """Tensors of these forms, from the process that has them."""
+    def _broadcast(
+        self, slots: Sequence[TensorForm], own: Sequence[Tensor] | None, source: int, group: Any
+    ) -> list[Tensor]:
+        """Broadcast tensors from `source`; all other processes pass None and get copies of these forms."""
         found: list[Any] = [None] * len(slots)
         for dtype in dict.fromkeys(slot.dtype for slot in slots):
             alike = [k for k, slot in enumerate(slots) if slot.dtype == dtype]
@@ -129,7 +133,7 @@ class Workers:
         return found
 
     def gathered(self, blocks: Sequence[Block], found: dict[str, Tensor], right: Mapping[str, Tensor]) -> None:
-        """Complete the solutions found here by those of the blocks that other processes keep."""
+        """Add to `found` the solutions of the blocks that other processes keep."""
         if self.width == self.processes.size:
             return
         column = self.processes.rank % self.width
@@ -137,7 +141,7 @@ class Workers:
             group = first // self.width
             theirs = [b for b in blocks if b.broadcast_fields and self.owners[b.names[0]] // self.width == group]
             names = [name for b in theirs for name in b.names]
-            slots = [Slot.of(right[n].contiguous()) for n in names]
+            slots = [TensorForm.of(right[n].contiguous()) for n in names]
             is_here = group == self.processes.rank // self.width
             own = [found[n] for n in names] if is_here else None
             if names:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from curvature import Tape
 from curvature.preconditioners import BlockDiagonalCurvature, FullCurvature
-from optimizers.distributed.team import Roster
+from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes
 from optimizers.recording.model_outputs import samples_first
 from optimizers.recording.output_scale import Sums
@@ -30,7 +30,7 @@ class RecordedPass:
 
     tape: Tape
     outputs: Sequence[Tensor]
-    extent: Sums
+    output_sums: Sums
     count: int
 
 
@@ -64,8 +64,8 @@ class LayerBackprops:
         is_sum: whether the loss is a sum over the batch, not a mean.
     """
 
-    def __init__(self, store: BlockDiagonalCurvature, passes: Passes, roster: Roster, is_sum: bool) -> None:
-        self.store, self.passes, self.roster, self.is_sum = store, passes, roster, is_sum
+    def __init__(self, store: BlockDiagonalCurvature, passes: Passes, teams: Teams, is_sum: bool) -> None:
+        self.store, self.passes, self.teams, self.is_sum = store, passes, teams, is_sum
         self.arrived: list[tuple[RecordedPass, list[Tensor | None]]] = []
 
     def listen(self, found: RecordedPass) -> None:
@@ -90,12 +90,12 @@ class LayerBackprops:
                 use.edge = use.edge._replace(node=None)  # type: ignore[arg-type]  # the node holds the tape by its hook
 
     def deliver(self, scale: Callable[[], float]) -> None:
-        processes = self.roster.team().processes
+        processes = self.teams.current().processes
         for found, backprops in self.arrived:
             each = (1 if self.is_sum else found.count) / scale()
             own = [None if b is None else b.mul_(each) for b in backprops]
             measured = self.store.measure_backprops(found.tape, own, found.count, processes.rank, processes.size)
-            self.passes.total.add_(Measured(measured, found.extent))
+            self.passes.total.add_(Measured(measured, found.output_sums))
         self.arrived.clear()
 
     def zero(self) -> None:
@@ -120,8 +120,8 @@ class LossRows:
         is_sum: whether the loss is a sum over the batch, not a mean.
     """
 
-    def __init__(self, store: FullCurvature, passes: Passes, roster: Roster, is_sum: bool) -> None:
-        self.store, self.passes, self.roster, self.is_sum = store, passes, roster, is_sum
+    def __init__(self, store: FullCurvature, passes: Passes, teams: Teams, is_sum: bool) -> None:
+        self.store, self.passes, self.teams, self.is_sum = store, passes, teams, is_sum
         self.waiting: list[RecordedPass] = []
         self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
 
@@ -132,7 +132,7 @@ class LossRows:
                 f"one, found {len(found.outputs)}; return the output, and use isotropic() if there are several"
             )
         each = 1.0 if self.is_sum else float(found.count)
-        unit = each if self.roster.team().processes.size == 1 else SHARED_UNIT
+        unit = each if self.teams.current().processes.size == 1 else SHARED_UNIT
         self.waiting.append(found)  # until the next step; its own graph would hold it for ever
         waiting = weakref.ref(found)
 
@@ -145,7 +145,7 @@ class LossRows:
         handle = found.outputs[0].register_hook(sent)
 
     def _measure(self, found: RecordedPass, gradient: Tensor, each: float, unit: float) -> None:
-        self.passes.begin(self.roster.discard)
+        self.passes.begin(self.teams.discard)
         if self.unit is None:
             self.unit = unit
         with torch.enable_grad():
@@ -153,7 +153,7 @@ class LossRows:
         vectors = samples_first(gradient * (each / self.unit), found.count).detach()[None]
         with torch.autocast(gradient.device.type, enabled=False):
             measured = self.store.measure(found.tape, [output], [vectors], found.count)
-        self.passes.total.add_(Measured(measured, found.extent))
+        self.passes.total.add_(Measured(measured, found.output_sums))
 
     def deliver(self, scale: Callable[[], float]) -> None:
         if self.unit is not None:  # only now: times the scale of the loss it may be too much for float16

@@ -18,7 +18,7 @@ SUBSTITUTE = (
 
 
 @dataclass(frozen=True)
-class Places:
+class ModelOutputs:
     """Tensors (count, ...), samples first, and the target of each, where it is known.
 
     `sources` are what they are views of, in the graph of the loss; `scale` is that of the loss, where there are none.
@@ -31,7 +31,7 @@ class Places:
     scale: Tensor | None = None
 
 
-def places_of(tape: Tape, output: Any) -> Places:
+def find_outputs(tape: Tape, output: Any) -> ModelOutputs:
     """The tensors that a model returned; of one that returns only its loss, what its loss functions have received.
 
     Without such a function there are no tensors, and only the training loop knows what goes back; a count of zero means
@@ -40,18 +40,18 @@ def places_of(tape: Tape, output: Any) -> Places:
     returned = list(differentiable(output))
     own = [x for x in returned if x.ndim]
     if own:
-        return Places(own, own, [None] * len(own), len(own[0]))
+        return ModelOutputs(own, own, [None] * len(own), len(own[0]))
     pairs = list(_received(tape))
     if not pairs:
         sizes = torch.stack([x.detach().float().abs() for x in returned]).sum() if returned else None
-        return Places([], [], [], (tape.samples or 1) if returned or output is None else 0, sizes)
+        return ModelOutputs([], [], [], (tape.samples or 1) if returned or output is None else 0, sizes)
     counts = {len(x) for x, _ in pairs}
     count = tape.samples or 0
     if not count or any(rows % count for rows in counts):
         count = len(pairs[0][0])
     tensors = [samples_first(x, count) for x, _ in pairs]
     targets = [samples_first(y, count) for _, y in pairs]
-    return Places(tensors, [x for x, _ in pairs], targets, count)
+    return ModelOutputs(tensors, [x for x, _ in pairs], targets, count)
 
 
 def differentiable(output: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""How large the outputs of a model are."""
+"""How large the outputs of a model are: sums of each forward pass in, their root mean square out."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from torch import Tensor
 Sums = Mapping[str, Tensor]
 
 
-class Extent:
-    """How large the outputs of the last batch were."""
+class OutputScale:
+    """Root mean square and number of the output entries of the last batch."""
 
     def __init__(self) -> None:
-        self.scale: Tensor | None = None  # root mean square of an output entry
-        self.size = 1.0  # output entries per sample
+        self.rms: Tensor | None = None  # root mean square of an output entry
+        self.entries_per_sample = 1.0
 
     @staticmethod
     @torch.no_grad()
     def of(outputs: Sequence[Tensor]) -> Sums:
-        """What a pass with these outputs adds, samples along their first axis. What is not finite does not count."""
+        """The sums of one pass, given its outputs (N, ...). Entries that are not finite do not count."""
         found = [x.detach().float().square() for x in outputs]
         entries = torch.stack([x.isfinite().sum() for x in found]).sum()
         squares = torch.stack([x.nan_to_num_(0.0, 0.0, 0.0).sum() for x in found]).sum()
         return {"squares": squares, "numbers": torch.stack([squares.new_tensor(len(outputs[0])), entries])}
 
     def update(self, sums: Sums) -> None:
-        """Take what the passes of a step have added, if there were any."""
+        """Replace both by those of a step's passes, if it had any."""
         if sums:
             count, entries = sums["numbers"].tolist()
             scale = (sums["squares"] / max(entries, 1)).sqrt()
-            known = scale if self.scale is None else self.scale
-            self.scale = torch.where(scale.isfinite() & (entries > 0), scale, known)
-            self.size = entries / count if entries else self.size
+            known = scale if self.rms is None else self.rms
+            self.rms = torch.where(scale.isfinite() & (entries > 0), scale, known)
+            self.entries_per_sample = entries / count if entries else self.entries_per_sample

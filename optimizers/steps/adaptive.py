@@ -152,18 +152,18 @@ class AdaptiveStep(StepRule):
         def reduction(damping: float) -> float:
             alpha = model.minimum(damping)
             expected = model.value(taken * alpha, 0.0)
-            put(parameters, start)
+            set_parameters(parameters, start)
             try:
-                shift(parameters, _combined(directions, (taken * alpha).tolist()))
+                add_to_parameters(parameters, _combined(directions, (taken * alpha).tolist()))
                 return (float(replay.loss()) - loss) / expected if expected < 0 else math.nan
             except BaseException:
-                put(parameters, start)
+                set_parameters(parameters, start)
                 raise
 
         trial = first_accepted(reduction, self.damping)
         entry = {"ratio": trial.ratio, "rollbacks": trial.rollbacks}
         if not trial.is_accepted:
-            put(parameters, start)
+            set_parameters(parameters, start)
             self.damping = trial.damping * GROW
             self.forget()
             return entry | {"accepted": False, "damping": self.damping}
@@ -177,13 +177,13 @@ class AdaptiveStep(StepRule):
     def undo(self, parameters: Named) -> dict[str, Tensor]:
         """Return to where the last step began, and be more careful; what `redo` takes."""
         there = {name: parameters[name].detach().clone() for name in self.start}
-        put(parameters, self.start)
+        set_parameters(parameters, self.start)
         self.damping *= GROW
         return there
 
     def redo(self, parameters: Named, there: Named) -> None:
         """The opposite of `undo`."""
-        put(parameters, there)
+        set_parameters(parameters, there)
         self.damping /= GROW
 
     def forget(self) -> None:
@@ -235,13 +235,13 @@ def _combined(directions: Sequence[Named], alpha: Sequence[float]) -> dict[str, 
 
 
 @torch.no_grad()
-def shift(parameters: Named, move: Named) -> None:
+def add_to_parameters(parameters: Named, move: Named) -> None:
     for name, d in move.items():
         parameters[name].add_(d)
 
 
 @torch.no_grad()
-def put(parameters: Named, values: Named) -> None:
+def set_parameters(parameters: Named, values: Named) -> None:
     for name, value in values.items():
         parameters[name].copy_(value)
 

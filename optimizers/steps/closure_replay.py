@@ -148,11 +148,11 @@ class Replay:
 
     def loss(self) -> Tensor:
         """The loss of the batch with the parameters as they are now."""
-        with self._again(), torch.no_grad(), WithoutBackward():
+        with self._as_first(), torch.no_grad(), WithoutBackward():
             return self.mean(self.closure().detach())
 
     @contextmanager
-    def _again(self) -> Iterator[None]:
+    def _as_first(self) -> Iterator[None]:
         """The state in which the closure was called first; after it, what that call had left."""
         after, gradients = ModelState(self.model), [(p, p.grad) for p in self.model.parameters()]
         self.before.restore()
@@ -182,7 +182,7 @@ class Replay:
         leaves: list[Tensor] = []
         strides: list[int] = []
         shown: list[Any] = []
-        with self._again(), sdpa_kernel(SDPBackend.MATH):
+        with self._as_first(), sdpa_kernel(SDPBackend.MATH):
             for call in self.calls:
                 output, step = self._some(call, stride)
                 outputs = _floats(output)
@@ -221,7 +221,7 @@ class Replay:
         """The loss as the closure makes it of given outputs, without the model's own work."""
         own = self.model.__dict__.get("forward")
         try:
-            with self._again(), torch.enable_grad(), WithoutBackward():
+            with self._as_first(), torch.enable_grad(), WithoutBackward():
                 queue = iter([map_tensors(Tensor.clone, output) for output in shown])  # the closure may change them
                 self.model.forward = lambda *args, **kwargs: next(queue)
                 return self.closure()

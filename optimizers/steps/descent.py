@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from optimizers.distributed.sharding import local, totals
+from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.model_optimizer import shared_option
 from optimizers.steps.rule import Named, StepContext
 from optimizers.steps.updates import inner
@@ -81,7 +81,7 @@ class MomentumDescent:
         """Gradients of bounded length: one batch far out of scale must not dominate the running mean."""
         found = list(gradients.values())
         squares = torch.stack([n.float() for n in torch._foreach_norm(found)]).square()
-        norm = totals(squares, [trained[name] for name in gradients]).sum().sqrt()
+        norm = sum_over_shards(squares, [trained[name] for name in gradients]).sum().sqrt()
         longest, was_outlier = self.norms
         if longest is None:
             longest = norm
@@ -126,7 +126,7 @@ class SpringDescent:
 def inner_products(ones: Named, others: Named, trained: Named) -> dict[str, Tensor]:
     """Inner products by name, of shards summed over the processes that have the others."""
     found = torch.stack([inner(x, others[name]).float() for name, x in ones.items()])
-    return dict(zip(ones, totals(found, [trained[name] for name in ones]).unbind(), strict=True))
+    return dict(zip(ones, sum_over_shards(found, [trained[name] for name in ones]).unbind(), strict=True))
 
 
 def running_means(
@@ -143,7 +143,7 @@ def running_means(
             state["momentum_buffer"], state["weight"] = torch.zeros_like(p), 0.0
         state["weight"] = decay * state["weight"] + (1 - decay)
         weights.append((1 - decay) / state["weight"])
-    means = [local(state["momentum_buffer"]) for state in states]
+    means = [to_local(state["momentum_buffer"]) for state in states]
     taken = [torch.where(good, g, mean) for g, mean in zip(gradients, means, strict=True)]
     torch._foreach_lerp_(means, taken, weights)
     return means

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from curvature import Jacobian
 from curvature.preconditioners import LeastSquares
 from optimizers.model_optimizer import shared_option
-from optimizers.steps.line_search import Curves, Point, arrive, paced
+from optimizers.steps.line_search import LinePoint, LineSearch, accept, times_lr
 from optimizers.steps.quadratic_model import GROW, first_accepted, next_damping
-from optimizers.steps.residuals import Trials, aligned, loss_of
+from optimizers.steps.residuals import ResidualReplay, aligned, loss_of
 from optimizers.steps.rule import StepContext
 
 FIRST_DAMPING = 1e-3  # relative to the largest eigenvalue
@@ -44,7 +44,7 @@ class GaussNewton:
         self.moves: list[dict[str, Tensor]] = []
         self.wait, self.pause = 0, 1
 
-    def move(self, jacobian: Jacobian, trials: Trials, context: StepContext) -> dict[str, Any]:
+    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext) -> dict[str, Any]:
         """See `ResidualSolver`."""
         if not any(group["lr"] for group in context.options.values()):  # a schedule that begins at zero
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
@@ -53,18 +53,18 @@ class GaussNewton:
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
 
-        def look() -> tuple[float, Tensor]:
-            found = trials.again()
+        def evaluate() -> tuple[float, Tensor]:
+            found = replay.residuals()
             return loss_of(found), found
 
-        curves = Curves(own, loss_of(trials.values), look)
-        step = _Step(self, problem, trials.values, curves, context)
-        with curves.returning():
+        search = LineSearch(own, loss_of(replay.values), evaluate)
+        step = _Step(self, problem, replay.values, search, context)
+        with search.restoring():
             entry, found = step.levenberg_marquardt() if self._by_damping else step.line_search()
-            arrive(curves, found, context.options)
-        is_kept = shared_option(context.options, "momentum") and found.part
+            accept(search, found, context.options)
+        is_kept = shared_option(context.options, "momentum") and found.step_size
         self.moves = [problem.jacobian.split(found.displacement)] if is_kept else []
-        return entry | {"accepted": found.part > 0, "step_size": found.part}
+        return entry | {"accepted": found.step_size > 0, "step_size": found.step_size}
 
     def report(self, model: nn.Module) -> str:
         """How every parameter is preconditioned."""
@@ -78,16 +78,16 @@ class _Step:
     """One step: the linear problem, the residuals that it is of, and how far to go along its solutions."""
 
     def __init__(
-        self, memory: GaussNewton, problem: LeastSquares, values: Tensor, curves: Curves, context: StepContext
+        self, memory: GaussNewton, problem: LeastSquares, values: Tensor, search: LineSearch, context: StepContext
     ) -> None:
-        self.memory, self.problem, self.values, self.curves = memory, problem, values, curves
+        self.memory, self.problem, self.values, self.search = memory, problem, values, search
         self.options, self.timed = context.options, context.monitor.timed
 
-    def line_search(self) -> tuple[dict[str, Any], Point]:
+    def line_search(self) -> tuple[dict[str, Any], LinePoint]:
         """The lowest loss along bent steps: by the pseudo-inverse, and by coarser ones where that brings little."""
-        memory, loss = self.memory, self.curves.origin.loss
+        memory, loss = self.memory, self.search.origin.loss
         damping = shared_option(self.options, "damping") or 0.0
-        best, count = self.curves.origin, 0
+        best, count = self.search.origin, 0
         d = self._direction(damping)
         promised = loss - self._promised(d)
         memory.wait = max(0, memory.wait - 1)
@@ -96,7 +96,7 @@ class _Step:
                 d = self._direction(damping, cutoff)
             with self.timed("trials"):
                 is_near = promised < NEAR_MINIMUM * loss
-                found = self.curves.straight(d) if is_near else self._bent(d, damping, cutoff)
+                found = self.search.straight(d) if is_near else self._bent(d, damping, cutoff)
             best = min(best, found, key=lambda point: point.loss)
             if loss - best.loss > LEAST_PROGRESS * promised:
                 memory.pause = 1
@@ -106,19 +106,19 @@ class _Step:
             memory.wait, memory.pause = memory.pause + 1, min(2 * memory.pause, LONGEST_PAUSE)
         return {"damping": damping, "after": best.loss, "coarser": count, "rollbacks": 0}, best
 
-    def levenberg_marquardt(self) -> tuple[dict[str, Any], Point]:
+    def levenberg_marquardt(self) -> tuple[dict[str, Any], LinePoint]:
         """More damping until the loss falls."""
-        memory, loss = self.memory, self.curves.origin.loss
+        memory, loss = self.memory, self.search.origin.loss
         if memory.damping < 0:
             memory.damping = FIRST_DAMPING * self.problem.largest
         _ = self.problem.spectrum  # every damping is solved for with the same
-        points = [self.curves.origin]
+        points = [self.search.origin]
 
         def reduction(damping: float) -> float:
             d = self._direction(damping)
             expected = loss - self._promised(d)
             with self.timed("trials"):
-                points.append(self.curves.at(d, 1.0))
+                points.append(self.search.point_at(d, 1.0))
             return (loss - points[-1].loss) / expected if expected > 0 else math.nan
 
         trial = first_accepted(reduction, memory.damping)
@@ -132,11 +132,11 @@ class _Step:
         problem, memory = self.problem, self.memory
         with self.timed("solve"):
             if not memory.moves:
-                return paced(problem.solve(-self.values, damping, cutoff), self.options)
+                return times_lr(problem.solve(-self.values, damping, cutoff), self.options)
             momentum = shared_option(self.options, "momentum")
             carried = {name: momentum * d for name, d in memory.moves[-1].items()}
             rest = problem.solve(-self.values - problem.times(carried), damping, cutoff)
-            return paced({name: d + carried[name] for name, d in rest.items()}, self.options)
+            return times_lr({name: d + carried[name] for name, d in rest.items()}, self.options)
 
     def _promised(self, d: Tensor) -> float:
         """The loss after a step, were the residuals linear."""
@@ -145,24 +145,24 @@ class _Step:
     def _times(self, d: Tensor) -> Tensor:
         return self.problem.times(self.problem.jacobian.split(d))
 
-    def _bent(self, d: Tensor, damping: float, cutoff: float) -> Point:
+    def _bent(self, d: Tensor, damping: float, cutoff: float) -> LinePoint:
         """The better of a straight step ``t d`` and a bent one ``t d + t^2/2 a``, corrected once.
 
         Along ``t d`` the residuals bend by r'', seen by a difference; ``a = -J^+ r''`` bends the step back (geodesic
         acceleration, arXiv:1201.5885, equation 3).
         """
-        solve = lambda v: paced(self.problem.solve(-v, damping, cutoff), self.options)
-        curves, origin = self.curves, self.curves.origin
-        best = curves.straight(d)
-        t = BEND_STEP * (best.part or LEAST_STEP)
-        seen = curves.at(t * d).residuals
+        solve = lambda v: times_lr(self.problem.solve(-v, damping, cutoff), self.options)
+        search, origin = self.search, self.search.origin
+        best = search.straight(d)
+        t = BEND_STEP * (best.step_size or LEAST_STEP)
+        seen = search.point_at(t * d).residuals
         assert seen is not None
         a = solve(2 / t * ((seen - self.values) / t - self._times(d)))
         if bool(torch.isfinite(a).all()):
-            best = min(best, curves.lowest(lambda t: t * d + t * t / 2 * a, origin), key=lambda point: point.loss)
+            best = min(best, search.lowest(lambda t: t * d + t * t / 2 * a, origin), key=lambda point: point.loss)
         if best is origin:
             return best
         assert best.residuals is not None
         correction = solve(best.residuals)
-        found = curves.lowest(lambda t: best.displacement + t * correction, best)
-        return Point(found.displacement, found.loss, found.residuals, best.part)
+        found = search.lowest(lambda t: best.displacement + t * correction, best)
+        return LinePoint(found.displacement, found.loss, found.residuals, best.step_size)

@@ -19,16 +19,16 @@ MOST_HALVINGS = 30  # of a step
 
 
 @dataclass(frozen=True)
-class Point:
+class LinePoint:
     """A place relative to the origin: the loss there, the residuals that it is of (if any), and the part of the way."""
 
     displacement: Tensor
     loss: float
     residuals: Tensor | None = None
-    part: float = 0.0
+    step_size: float = 0.0
 
 
-class Curves:
+class LineSearch:
     """Moves parameters about their origin; displacements (P,) are flat, in the order of `parameters`.
 
     Args:
@@ -36,46 +36,46 @@ class Curves:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], loss: float, look: Callable[[], tuple[float, Tensor | None]]
+        self, parameters: Mapping[str, Tensor], loss: float, evaluate: Callable[[], tuple[float, Tensor | None]]
     ) -> None:
-        self.parameters, self.look = parameters, look
+        self.parameters, self.evaluate = parameters, evaluate
         self.starts = [p.detach().clone() for p in parameters.values()]
-        self.origin = Point(torch.cat([torch.zeros_like(x).flatten() for x in self.starts]), loss)
+        self.origin = LinePoint(torch.cat([torch.zeros_like(x).flatten() for x in self.starts]), loss)
 
-    def at(self, displacement: Tensor, part: float = 0.0) -> Point:
+    def point_at(self, displacement: Tensor, step_size: float = 0.0) -> LinePoint:
         """What is seen after a move."""
-        self.put(displacement)
-        loss, residuals = self.look()
-        return Point(displacement, loss if math.isfinite(loss) else math.inf, residuals, part)
+        self.move_to(displacement)
+        loss, residuals = self.evaluate()
+        return LinePoint(displacement, loss if math.isfinite(loss) else math.inf, residuals, step_size)
 
-    def put(self, displacement: Tensor) -> None:
+    def move_to(self, displacement: Tensor) -> None:
         pieces = displacement.split([x.numel() for x in self.starts])
         with torch.no_grad():
             for p, start, piece in zip(self.parameters.values(), self.starts, pieces, strict=True):
                 p.copy_(start).add_(piece.reshape(p.shape))
 
-    def lowest(self, curve: Callable[[float], Tensor], start: Point) -> Point:
+    def lowest(self, curve: Callable[[float], Tensor], start: LinePoint) -> LinePoint:
         """Halve the way until the loss is below that of the start and falls no more; the start where it never is."""
         best = start
         for k in range(MOST_HALVINGS + 1):
-            seen = self.at(curve(0.5**k), 0.5**k)
+            seen = self.point_at(curve(0.5**k), 0.5**k)
             if seen.loss < best.loss:
                 best = seen
             elif best is not start:
                 break
         return best
 
-    def straight(self, step: Tensor) -> Point:
+    def straight(self, step: Tensor) -> LinePoint:
         """The lowest along a step from the origin."""
         return self.lowest(lambda t: t * step, self.origin)
 
     @contextmanager
-    def returning(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """After an exception the parameters are at the origin."""
         try:
             yield
         except BaseException:
-            self.put(self.origin.displacement)
+            self.move_to(self.origin.displacement)
             raise
 
 
@@ -113,12 +113,12 @@ class LineSearchStep(StepRule):
             good = context.unscale_and_check_finite(gradients)
             directions = self.descent(context, gradients, good).directions
         own = {name: context.trained[name] for name in directions}
-        curves = Curves(own, float(loss), lambda: (float(replay.loss()), None))
-        step = -paced(directions, context.options)
-        with context.monitor.timed("trials"), curves.returning():
-            found = curves.straight(step)
-            arrive(curves, found, context.options)
-        entry = {"loss": loss, "accepted": found.part > 0, "step_size": found.part}
+        search = LineSearch(own, float(loss), lambda: (float(replay.loss()), None))
+        step = -times_lr(directions, context.options)
+        with context.monitor.timed("trials"), search.restoring():
+            found = search.straight(step)
+            accept(search, found, context.options)
+        entry = {"loss": loss, "accepted": found.step_size > 0, "step_size": found.step_size}
         entry |= {"renewed": renewal.renewed, "inverted": renewal.inverted}
         return Outcome(loss, entry=entry, renewal=renewal)
 
@@ -129,15 +129,15 @@ class LineSearchStep(StepRule):
         return {}
 
 
-def paced(direction: Named, options: Options) -> Tensor:
+def times_lr(direction: Named, options: Options) -> Tensor:
     """Times the learning rates, flat."""
     return torch.cat([d.flatten() * options[name]["lr"] for name, d in direction.items()])
 
 
 @torch.no_grad()
-def arrive(curves: Curves, point: Point, options: Options) -> None:
+def accept(search: LineSearch, point: LinePoint, options: Options) -> None:
     """Go to a point, and decay if that is a step."""
-    curves.put(point.displacement)
-    for name, p in curves.parameters.items():
-        if point.part and options[name]["weight_decay"]:
+    search.move_to(point.displacement)
+    for name, p in search.parameters.items():
+        if point.step_size and options[name]["weight_decay"]:
             p.mul_(1 - options[name]["lr"] * options[name]["weight_decay"])

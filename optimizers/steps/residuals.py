@@ -22,7 +22,7 @@ from curvature.preconditioners import ResidualBlock, residual_blocks
 from curvature.recording import ModelState
 from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
-from optimizers.steps.adaptive import grouped, put
+from optimizers.steps.adaptive import grouped, set_parameters
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, next_damping
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
 from optimizers.steps.updates import are_finite, inner
@@ -33,7 +33,7 @@ FIRST_DAMPING = 1e-3  # relative to the curvature along the gradient
 SHRINK = 0.5  # of the damping after a good step: no noise in the batch calls for caution
 
 
-def called(closure: Callable[[], Any]) -> Tensor:
+def call_residuals(closure: Callable[[], Any]) -> Tensor:
     """The residuals (M,) of a closure, with their graph.
 
     Raises:
@@ -55,13 +55,13 @@ def loss_of(residuals: Tensor) -> float:
     return value if math.isfinite(value) else math.inf
 
 
-class Trials:
+class ResidualReplay:
     """A closure of residuals, called again for every step that is tried, as if for the first time."""
 
     def __init__(self, model: nn.Module, closure: Callable[[], Any], processes: Processes) -> None:
         self.closure, self.before, self.processes = closure, ModelState(model), processes
-        self.own = called(closure)  # residuals of this process
-        self.values = processes.joined(self.own.detach())  # of all
+        self.own = call_residuals(closure)  # residuals of this process
+        self.values = processes.concatenated(self.own.detach())  # of all
         self.order: Tensor | None = None
         self.after = ModelState(model)
 
@@ -71,19 +71,19 @@ class Trials:
             own = Jacobian.of(self.own, model)
         if self.processes.size == 1:
             return own
-        whole, self.order = own.gathered(self.processes.objects)
+        whole, self.order = own.gathered(self.processes.all_gather_objects)
         self.values = self.values[self.order]
         return whole
 
-    def again(self) -> Tensor:
+    def residuals(self) -> Tensor:
         """The residuals with the parameters as they are now."""
         self.before.restore()
-        found = self.processes.joined(called(self.closure).detach())
+        found = self.processes.concatenated(call_residuals(self.closure).detach())
         return found if self.order is None else found[self.order]
 
     def loss(self) -> float:
         """With the parameters as they are now; infinite where it is not finite."""
-        return loss_of(self.again())
+        return loss_of(self.residuals())
 
 
 class ResidualSolver(Protocol):
@@ -94,7 +94,7 @@ class ResidualSolver(Protocol):
 
     moves: list[dict[str, Tensor]]  # the last displacements
 
-    def move(self, jacobian: Jacobian, trials: Trials, context: StepContext) -> dict[str, Any]:
+    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext) -> dict[str, Any]:
         """Take the step, or leave the parameters as they are; the entry for the history."""
 
     def report(self, model: nn.Module) -> str:
@@ -121,28 +121,28 @@ class ResidualStep(StepRule):
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         assert context.closure is not None
         with context.monitor.timed("closure"):
-            trials = Trials(context.model, context.closure, context.team.processes)
-        loss = trials.values.square().sum() / 2
+            replay = ResidualReplay(context.model, context.closure, context.team.processes)
+        loss = replay.values.square().sum() / 2
         if not bool(torch.isfinite(loss)):
-            trials.before.restore_buffers()
+            replay.before.restore_buffers()
             return Outcome(loss, is_skipped=True)
         for name in ("damping", "momentum"):
             shared_option(context.options, name)
         try:
             with context.monitor.timed("jacobian"):
-                jacobian = trials.jacobian(context.model)
+                jacobian = replay.jacobian(context.model)
             check_trained(jacobian.shapes, context.trained)
-            if not are_finite(jacobian.transposed(trials.values).values()):  # a root of zero, say
+            if not are_finite(jacobian.transposed(replay.values).values()):  # a root of zero, say
                 return Outcome(loss, is_skipped=True)
-            entry = context.attempt(lambda: self._move(jacobian, trials, context))
+            entry = context.attempt(lambda: self._move(jacobian, replay, context))
         finally:
-            trials.after.restore()
+            replay.after.restore()
         rollbacks = entry.pop("rollbacks")
         return Outcome(loss, entry={"loss": float(loss)} | entry, rollbacks=rollbacks)
 
-    def _move(self, jacobian: Jacobian, trials: Trials, context: StepContext) -> dict[str, Any]:
+    def _move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext) -> dict[str, Any]:
         with context.monitor.timed("step"):
-            return self.solver.move(jacobian, trials, context)
+            return self.solver.move(jacobian, replay, context)
 
     def state_dict(self) -> dict[str, Any]:
         own = {k: v for k, v in vars(self.solver).items() if not k.startswith("_")}
@@ -210,9 +210,9 @@ class SubspaceSolver:
         self.moves: list[dict[str, Tensor]] = []
         self._blocks: list[ResidualBlock] = []  # of the last step, for reports
 
-    def move(self, jacobian: Jacobian, trials: Trials, context: StepContext) -> dict[str, Any]:
+    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext) -> dict[str, Any]:
         """See `ResidualSolver`. The largest lr shortens the step, the others, relative to it, the directions."""
-        jacobian, values, options = jacobian.merged(), trials.values, context.options
+        jacobian, values, options = jacobian.merged(), replay.values, context.options
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
         rates = {name: float(options[name]["lr"]) for name in own}
@@ -228,7 +228,7 @@ class SubspaceSolver:
             self.damping = FIRST_DAMPING * _curvature_along(jacobian, gradient)
         self._blocks = residual_blocks(jacobian)
         space = self._spanned(jacobian, values, gradient, {name: rate / lr for name, rate in rates.items()})
-        return {"loss": loss} | self._first_accepted(space, trials, context, lr, loss)
+        return {"loss": loss} | self._first_accepted(space, replay, context, lr, loss)
 
     def _spanned(self, jacobian: Jacobian, values: Tensor, gradient: Named, scales: Mapping[str, float]) -> Subspace:
         """The last displacements, and what the factors make of what is left of the gradient, again and again."""
@@ -251,10 +251,10 @@ class SubspaceSolver:
         return space
 
     def _first_accepted(
-        self, space: Subspace, trials: Trials, context: StepContext, lr: float, loss: float
+        self, space: Subspace, replay: ResidualReplay, context: StepContext, lr: float, loss: float
     ) -> dict[str, Any]:
         """Take the first minimum on the ladder of dampings that makes the loss fall."""
-        values, options, parameters = trials.values, context.options, context.trained
+        values, options, parameters = replay.values, context.options, context.trained
         start = {name: parameters[name].detach().clone() for name in space.jacobian.shapes}
 
         def reduction(damping: float) -> float:
@@ -264,16 +264,16 @@ class SubspaceSolver:
                 for name, d in space.combined(alpha).items():
                     decay = options[name]["lr"] * options[name]["weight_decay"]
                     parameters[name].copy_(start[name]).mul_(1 - decay).add_(d)
-                return (loss - trials.loss()) / expected if expected > 0 else math.nan
+                return (loss - replay.loss()) / expected if expected > 0 else math.nan
             except BaseException:
-                put(parameters, start)
+                set_parameters(parameters, start)
                 raise
 
         trial = first_accepted(reduction, self.damping)
         is_fixed = next(iter(options.values()))["damping"] is not None
         entry = {"accepted": trial.is_accepted, "ratio": trial.ratio, "rollbacks": trial.rollbacks}
         if not trial.is_accepted:
-            put(parameters, start)
+            set_parameters(parameters, start)
             self.moves = []
             grown = trial.damping * GROW
             self.damping = self.damping if is_fixed else grown

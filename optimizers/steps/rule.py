@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optimizers.distributed.sharding import local, totals
+from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor, Undecided
 from optimizers.preconditioner import Options, Preconditioner, Renewal
-from optimizers.recording.output_scale import Extent
+from optimizers.recording.output_scale import OutputScale
 from optimizers.recording.recorder import Recorder
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.finite_check import unscale_and_check_finite
@@ -63,18 +63,18 @@ class StepContext:
     owner: str
 
     @property
-    def outputs(self) -> Extent:
+    def outputs(self) -> OutputScale:
         return self.recorder.outputs
 
     @property
     def team(self) -> Team:
-        return self.preconditioner.roster.team()
+        return self.preconditioner.teams.current()
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the trained parameters that have one, as the loop left them; of shards, shards."""
         found = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         dense = {name: g.to_dense() if g.layout != torch.strided else g for name, g in found.items()}
-        return {name: local(g) for name, g in dense.items()}
+        return {name: to_local(g) for name, g in dense.items()}
 
     def unscale_and_check_finite(self, gradients: Named) -> Tensor:
         """Divide gradients by the scale of the loss, in place; a flag () on their device: all of them are finite."""
@@ -82,7 +82,7 @@ class StepContext:
         if self.scaling.found_inf is not None:
             good = good & (self.scaling.found_inf.to(good.device) == 0)
         trained = list(self.trained.values())
-        return totals((~good).float().expand(len(trained)), trained).sum() == 0  # of other shards, too
+        return sum_over_shards((~good).float().expand(len(trained)), trained).sum() == 0  # of other shards, too
 
     def _loss_scale(self) -> float:
         if self.scaling.scale is None and self.scaling.found_inf is not None:
@@ -143,7 +143,7 @@ class StepContext:
     def replay(self) -> Replay:
         """The batch as the closure knows it, to be evaluated again and again."""
         assert self.closure is not None
-        return Replay(self.model, self.closure, self.team.processes.mean, self.recorder.paused)
+        return Replay(self.model, self.closure, self.team.processes.all_reduce_mean, self.recorder.paused)
 
 
 @dataclass(frozen=True)

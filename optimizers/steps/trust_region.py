@@ -10,10 +10,10 @@ from torch import Tensor
 
 from curvature.preconditioners import Block
 from curvature.recording import is_sharded
-from optimizers.distributed.sharding import local, spread
+from optimizers.distributed.sharding import to_local, to_sharded
 from optimizers.monitor import Undecided
 from optimizers.preconditioner import Renewal
-from optimizers.recording.output_scale import Extent
+from optimizers.recording.output_scale import OutputScale
 from optimizers.steps.descent import Descent, DescentRule, GradientNorms, inner_products
 from optimizers.steps.finite_check import copy_to_host_async
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
@@ -109,8 +109,8 @@ class TrustRegionStep(StepRule):
             lr = max(group["lr"] for group in context.options.values())
             trust = adapted_trust(trust, ratio, least, LARGEST_TRUST)
             step_size = adapted_step(step_size, ratio, ADAPTATION_RATE * min(1.0, lr))
-        assert context.outputs.scale is not None
-        reach = 1 + context.outputs.scale
+        assert context.outputs.rms is not None
+        reach = 1 + context.outputs.rms
         if recent is not None:  # one hard batch among easy ones must not be answered with one long step
             reach = torch.minimum(reach, OUTPUT_CHANGE_GROWTH * recent)
         step_size = torch.minimum(step_size, reach / change.clamp(min=tiny))
@@ -121,7 +121,7 @@ class TrustRegionStep(StepRule):
     def _slope_ratio(self, context: StepContext, gradients: Named, is_outlier: Tensor | None) -> Tensor | None:
         """Slope along the last displacement now, over that at its start; None without a last displacement."""
         kept = {name: context.states[name].get("displacement") for name in context.trained if name in gradients}
-        last = {name: local(d) for name, d in kept.items() if d is not None}
+        last = {name: to_local(d) for name, d in kept.items() if d is not None}
         if self.state.slope is None or not last:
             return None
         now = torch.stack(list(inner_products(last, gradients, context.trained).values()))
@@ -133,7 +133,7 @@ class TrustRegionStep(StepRule):
         options, trained, directions = context.options, context.trained, found.directions
         assert self.state.step_size is not None and self.state.trust is not None
         last = {name: context.states[name].pop("displacement", None) for name in trained}
-        own = {name: local(trained[name]) for name in directions}
+        own = {name: to_local(trained[name]) for name in directions}
         joint = {
             k: tuple(n for n in b.names if n in directions) for b in context.preconditioner.blocks for k in b.names
         }
@@ -148,12 +148,12 @@ class TrustRegionStep(StepRule):
         lengths, sizes = (inner_products(x, x, trained) if is_spread else {} for x in (directions, own))
         for name in names:
             # where the batch is bad, the last displacement stays as it is
-            kept = spread(directions[name], trained[name]) if last[name] is None else last[name]
+            kept = to_sharded(directions[name], trained[name]) if last[name] is None else last[name]
             context.states[name]["displacement"] = kept
         return Move(
             parameters=[own[name] for name in names],
             directions=[directions[name] for name in names],
-            last=[None if last[name] is None else local(last[name]) for name in names],
+            last=[None if last[name] is None else to_local(last[name]) for name in names],
             squares=[(lengths[name], sizes[name]) if is_spread else None for name in names],
             slopes=[found.slopes[name] for name in names],
             rates=[rates[name][0] for name in names],
@@ -181,9 +181,9 @@ class TrustRegionStep(StepRule):
         self.state = TrustState(*(own[name] for name in TrustState._fields))
 
 
-def output_change(energy: Tensor, outputs: Extent) -> Tensor:
+def output_change(energy: Tensor, outputs: OutputScale) -> Tensor:
     """Root-mean-square change of an output entry that a step of size one predicts, for the isotropic curvature."""
-    return (energy / outputs.size).sqrt()
+    return (energy / outputs.entries_per_sample).sqrt()
 
 
 def first_trust(blocks: Sequence[Block]) -> float:

@@ -11,7 +11,7 @@ from torch import nn
 from curvature import capture
 from curvature.preconditioners import BlockDiagonalCurvature
 from optimizers.distributed.processes import Distributed
-from optimizers.distributed.team import Roster
+from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor, Undecided
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Measured, Passes
@@ -59,8 +59,8 @@ def test_failures_and_skipped_batches_are_counted() -> None:
 
 def preconditioner(factor_decay: float = 0.9) -> tuple[Preconditioner, Passes]:
     store, passes = BlockDiagonalCurvature(), Passes()
-    roster = Roster(Distributed(), torch.device("cpu"), store, passes.pop_sums)
-    return Preconditioner(store, Schedule(1, 1), roster, Monitor(), factor_decay, "KFAC"), passes
+    teams = Teams(Distributed(), torch.device("cpu"), store, passes.pop_sums)
+    return Preconditioner(store, Schedule(1, 1), teams, Monitor(), factor_decay, "KFAC"), passes
 
 
 def test_a_solution_is_that_with_the_dense_inverse() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, Distributed, NaturalGradient
-from optimizers.distributed.processes import rows_of_whole
-from optimizers.distributed.workers import Slot, Workers
+from optimizers.distributed.processes import vectors_of_global_batch
+from optimizers.distributed.workers import TensorForm, Workers
 from support.cases.case import seeded
 from support.distributed import scenarios
 from support.distributed.processes import on_processes
@@ -210,7 +210,7 @@ def test_only_what_is_drawn_is_drawn_for_all():
             return type(inject).vectors(inject, x, *args, **kwargs)
 
         seen = SimpleNamespace(is_random=inject.is_random, number=inject.number, vectors=vectors)
-        return rows_of_whole(seen, output, loss, y, processes, lambda: 5)
+        return vectors_of_global_batch(seen, output, loss, y, processes, lambda: 5)
 
     assert torch.equal(drawn(curvature.exact()), curvature.exact().vectors(output, loss, y))
     assert torch.equal(
@@ -227,12 +227,12 @@ def test_only_what_is_drawn_is_drawn_for_all():
 def test_what_is_handed_on_lies_in_memory_as_before():
     """A root by columns that arrives by rows costs a copy in every solve, more than the solve itself."""
     for x in (torch.randn(2, 5, 3).mT, torch.randn(4, 3), torch.randn(1, 6, 6).mT, torch.tensor(2.0), torch.ones(0, 3)):
-        slot = Slot.of(x)
+        slot = TensorForm.of(x)
         found = slot.filled(slot.flat(x))
         assert torch.equal(found, x)
         assert x.numel() < 2 or found.stride()[1:] == x.stride()[1:]
     column = torch.randn(8, 3)[:, 1]  # of more than itself
-    assert torch.equal(Slot.of(column).filled(Slot.of(column).flat(column)), column)
+    assert torch.equal(TensorForm.of(column).filled(TensorForm.of(column).flat(column)), column)
 
 
 def test_work_is_shared_out():
@@ -275,10 +275,10 @@ def test_processes_that_come_later_are_seen(monkeypatch):
     opt.load_state_dict(opt.state_dict())
     x, _ = part(0, 1, [EACH])
     model(x)
-    assert opt.roster.team().processes.size == 1
+    assert opt.teams.current().processes.size == 1
     given = {"is_initialized": True, "get_rank": 1, "get_world_size": 3, "get_process_group_ranks": [0, 1, 2]}
     for name, value in given.items():
         monkeypatch.setattr(dist, name, lambda *args, value=value: value)
-    assert (opt.roster.team().processes.rank, opt.roster.team().processes.size) == (1, 3)
+    assert (opt.teams.current().processes.rank, opt.teams.current().processes.size) == (1, 3)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    assert opt.roster.team().processes.size == 1
+    assert opt.teams.current().processes.size == 1

@@ -16,7 +16,7 @@ import curvature
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.recording import model_outputs
-from optimizers.recording.output_scale import Extent
+from optimizers.recording.output_scale import OutputScale
 from support.cases.case import Raw, seeded
 from support.training import copied
 
@@ -158,10 +158,10 @@ def test_several_loss_functions_and_what_is_no_output():
         return F.cross_entropy(z, y) + F.mse_loss(m.inner[0](x), x[:, :1].expand(-1, 6)) + F.l1_loss(m.scale, x[0, :2])
 
     model = Raw(run, inner=network(), scale=(2,)).double()
-    seen: list[model_outputs.Places] = []
+    seen: list[model_outputs.ModelOutputs] = []
     with curvature.capture(model) as tape:
         out = model(*batch(0))
-    seen.append(model_outputs.places_of(tape, out))
+    seen.append(model_outputs.find_outputs(tape, out))
     assert [tuple(x.shape) for x in seen[0].tensors] == [(12, 3), (12, 6)] and seen[0].count == 12
     values = train(KFAC(model), model, 12)
     assert values[-1] < values[0]
@@ -241,8 +241,8 @@ def test_outputs_beside_the_loss_are_taken():
 
 def test_outputs_that_are_masked_do_not_count_in_their_size():
     """Logits of -inf are no part of the root mean square, and say nothing of how far a step may go."""
-    extent = Extent()
-    extent.update(Extent.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]))
-    assert extent.scale is not None and float(extent.scale) == pytest.approx(12.5**0.5) and extent.size == 1
-    extent.update(Extent.of([torch.full((2, 3), torch.inf)]))  # nothing to be learnt
-    assert float(extent.scale) == pytest.approx(12.5**0.5) and extent.size == 1
+    scale = OutputScale()
+    scale.update(OutputScale.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]))
+    assert scale.rms is not None and float(scale.rms) == pytest.approx(12.5**0.5) and scale.entries_per_sample == 1
+    scale.update(OutputScale.of([torch.full((2, 3), torch.inf)]))  # nothing to be learnt
+    assert float(scale.rms) == pytest.approx(12.5**0.5) and scale.entries_per_sample == 1

@@ -60,7 +60,7 @@ def descend(rule: TrustRegionStep, slopes: list[float]) -> list[float]:
             is_idle=lambda: False, knows_nothing=lambda: False, renew=lambda gradients: Renewal(True, 1, 1.0),
             monitor=SimpleNamespace(timed=lambda part: nullcontext()), trained={"p": p}, states=states,
             options={"p": {"lr": 1.0, "weight_decay": 0.0}}, preconditioner=SimpleNamespace(blocks=[]),
-            outputs=SimpleNamespace(scale=torch.tensor(10.0), size=100.0),
+            outputs=SimpleNamespace(rms=torch.tensor(10.0), entries_per_sample=100.0),
         )  # fmt: skip
         outcome = rule.step(context, Evaluation())
         assert outcome.move is not None and outcome.entry is not None
