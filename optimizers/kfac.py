@@ -1,4 +1,4 @@
-"""KFAC and EKFAC in place of SGD: the training loop stays as it is, or passes a closure."""
+"""KFAC and EKFAC in place of SGD: the training loop stays unchanged, or passes a closure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from optimizers.steps.rule import StepRule
 from optimizers.steps.trust_region import TrustRegionStep
 
 PLAIN_INTERVALS = 10, 10  # steps between renewals of the factors, and between inversions of a block
-ADAPTIVE_INTERVALS = 3, 3  # the same, where few and long steps are taken
-ADAPTIVE_VECTORS = 2  # sent back at a renewal, then
+ADAPTIVE_INTERVALS = 3, 3  # the same with `adaptive`, whose steps are few and long
+ADAPTIVE_VECTORS = 2  # backpropagated at a renewal with `adaptive`
 
 
 class KFAC(SecondOrderOptimizer):
@@ -39,53 +39,57 @@ class KFAC(SecondOrderOptimizer):
                 opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); return loss
             opt.step(closure)
 
-    The curvature of each layer comes from vectors that are sent back from the model's output right after the forward
-    pass, at the steps that renew it. Every parameter that requires a gradient is trained: those without Kronecker
-    factors by a diagonal of the same curvature; `report()` says which and why.
+    At steps that renew the curvature, KFAC backpropagates vectors from the model's output right after the forward pass.
+    It trains every parameter that requires a gradient: those without Kronecker factors by a diagonal of the same
+    curvature; `report()` says which and why.
 
     Without `adaptive` the displacement is ``-step * (M + damping)^-1 m`` with m the debiased running mean of the
-    gradients. Isotropic curvature knows no loss and hence no unit of the step, so the step size finds itself: it grows
-    while the gradient still points along the last displacement and shrinks when it points back, inside a trust region
-    on the predicted change of the outputs and on the length of each layer's step.
+    gradients. Isotropic curvature does not know the scale of the loss, so the step size adapts: it grows while the
+    gradient still points along the last displacement and shrinks when it points back, inside a trust region on the
+    predicted change of the outputs and on the length of each layer's step.
 
     With `adaptive` the layers' directions and the last displacement span the exact damped quadratic model of the loss
     of the batch, and its minimum is the step (arXiv:1503.05671, sections 6.4 to 7, there with one direction for all
-    layers). Damping follows the reduction ratio (Levenberg-Marquardt); a step that makes the loss worse or not finite
-    is rolled back and tried again with more damping. What the next batch says of a step shortens those that follow.
+    layers). Damping follows the reduction ratio (Levenberg-Marquardt); a step that raises the loss or makes it not
+    finite is rolled back and retried with more damping. Where the next batch disagrees with a step, later ones are
+    shorter.
 
     A closure that returns residuals r (M,) in place of a loss means ``1/2 ||r||^2``, as for `NaturalGradient`; it may
     differentiate the model, and calls no ``backward``:
         def closure():
             return torch.cat([interior(model) / len(x) ** 0.5, boundary(model) / len(y) ** 0.5])
-    The factors are those of each layer and piece of ``J^T J`` (`residual_blocks`; arXiv:2405.15603), anew at
-    every step, and the step is the minimum of the exact quadratic model over the directions that they give layer by
-    layer and the last displacements. A step that raises the loss is never taken. `damping` is added to ``J^T J`` then,
-    in residual^2 / parameter^2 (None: Levenberg-Marquardt), `momentum` says only whether displacements are directions
-    (zero: no), and `adaptive` and what is said of factors and their renewal has no effect.
+    Each step then computes the Kronecker factors of each layer and piece of ``J^T J`` (`residual_blocks`;
+    arXiv:2405.15603), and minimizes the exact quadratic model over their layerwise directions and the last
+    displacements. It never takes a step that raises the loss. `damping` is then added to ``J^T J``, in
+    residual^2 / parameter^2 (None: Levenberg-Marquardt); `momentum` only says whether the last displacements are used
+    (zero: no); `adaptive`, `step_rule` and the arguments on factors and their renewal have no effect.
 
     Args:
         model: the module that the training loop calls.
-        lr: multiplies the step, without unit; for schedulers. The adaptation slows down in proportion below one.
+        lr: multiplies the step, without unit; for schedulers. Below one, the step size adapts proportionally slower.
         damping: added to the curvature, in units of loss / parameter^2 for a loss of ``1/2 ||f||^2`` (as in
-            `curvature.isotropic`). None: factored, 0.05 of its mean eigenvalue for each Kronecker factor.
-        momentum: decay of the running mean of the gradients, 0 to 1; not with `adaptive`, which finds its own.
-        weight_decay: decoupled, ``p -= lr * weight_decay * p`` a step.
-        loss: the loss module; needed by injections other than `isotropic` only.
-        inject: what is sent back (`curvature.isotropic()` unless given); `curvature.empirical()` takes the backprops of
-            the training loop's own backward pass, for a loss that is a mean over the batch unless `loss` says "sum".
-        sharing: "expand" or "reduce", for weights used at several places of a sample.
+            `curvature.isotropic`). None: factored, 0.05 of the mean eigenvalue of each Kronecker factor.
+        momentum: decay of the running mean of the gradients, 0 to 1; unused with `adaptive`, which finds its own.
+        weight_decay: decoupled, ``p -= lr * weight_decay * p`` at each step.
+        loss: the loss module; only injections other than `isotropic` need it.
+        inject: the vectors to backpropagate (default `curvature.isotropic()`); `curvature.empirical()` takes the
+            backprops of the training loop's own backward pass, for a loss that is a mean over the batch unless `loss`
+            says "sum".
+        sharing: "expand" or "reduce", for weights used at several positions of a sample.
         adaptive: find step size, momentum and damping; `step` then needs a closure.
         factor_decay: decay of the running averages of the factors, per renewal.
-        factor_every: steps from one renewal of the factors to the next; 10, or 3 with `adaptive`. At first they are
-            shorter, one step more every ten steps.
+        factor_every: steps from one renewal of the factors to the next; 10, or 3 with `adaptive`. Shorter at first,
+            growing by one step every ten steps.
         decompose_every: steps from one inversion of a block to the next; likewise. Blocks take turns.
-        max_overhead: choose both intervals by timing, so that they take at most this part of the rest of a step: 0.3,
-            say. Then runs are no longer repeatable to the last bit.
+        max_overhead: choose both intervals by timing, so that both together take at most this fraction of the rest of a
+            step, such as 0.3. Runs are then not reproducible to the last bit.
         seed: of the random vectors; the global random state is not touched.
         distributed: how the processes of torch.distributed share the work, if there are several.
+        step_rule: a `StepRule` that makes the steps on a loss instead of the built-in rule, one instance for each
+            optimizer, and not with `adaptive` (docs/guides/step_rules.md).
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind or out of range, by name.
+        TypeError, ValueError: an argument has the wrong type or is out of range; names it.
     """
 
     structure: ClassVar[str] = "kronecker"
@@ -137,9 +141,9 @@ class KFAC(SecondOrderOptimizer):
 class EKFAC(KFAC):
     """`KFAC` with the curvature rescaled in the eigenbasis of its factors (arXiv:1806.03884).
 
-    The eigenvalues of each layer are replaced by the mean squares of its per-sample gradients in the eigenbasis, which
-    are never built; they are carried over when the basis turns. A layer with a side of more than 2,048 rows has no
-    whole eigenbasis and is as in `KFAC`, which `report()` says. Arguments as for `KFAC`.
+    Mean squares of the per-sample gradients in the eigenbasis replace the eigenvalues of each layer, without building
+    those gradients; they are carried over when the basis changes. A layer with a side of more than 2,048 rows has no
+    full eigenbasis and is treated as in `KFAC`, which `report()` says. Arguments as for `KFAC`.
     """
 
     structure = "eigen"

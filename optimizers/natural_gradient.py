@@ -38,10 +38,9 @@ class NaturalGradient(SecondOrderOptimizer):
         for _ in range(60):
             loss = opt.step(closure)
 
-    In a training loop the curvature G is that of the batch, by vectors sent back from the model's output right after
-    the forward pass, as in `KFAC`; so are the step size, the trust region, and `adaptive`. The direction is
-    ``(G + damping)^-1 g``. "woodbury" and "cg" hold the batch's activations, and its backprops for each of the vectors,
-    until the next batch.
+    In a training loop, G is the curvature of the batch, from vectors backpropagated right after the forward pass as in
+    `KFAC`; step size, trust region and `adaptive` are those of `KFAC`, too. The direction is ``(G + damping)^-1 g``.
+    "woodbury" and "cg" keep the batch's activations, and its backprops for each vector, until the next batch.
 
     Residuals may differentiate the model by ``torch.autograd.grad(..., create_graph=True)``, to any order. The step
     ``d = -J^+ r`` is solved for in the smaller of parameter and sample space (energy natural gradient,
@@ -56,23 +55,26 @@ class NaturalGradient(SecondOrderOptimizer):
         damping: added to G or ``J^T J``, in units of loss / parameter^2. None: for residuals zero, so that the step is
             the shortest of all that solve the linear problem, eigenvalues below 50 eps of the largest left out; in a
             training loop 0.05 of the mean eigenvalue of G in the smaller of parameter and sample space.
-        momentum: of the direction, 0 to 1: the step solves for what it leaves (SPRING, arXiv:2401.10190).
-        weight_decay: decoupled, ``p -= lr * weight_decay * p`` a step.
+        momentum: of the direction, 0 to 1: the step solves for what the last one leaves (SPRING, arXiv:2401.10190).
+        weight_decay: decoupled, ``p -= lr * weight_decay * p`` at each step.
         solver: "woodbury" solves in sample space where that is smaller: the Gram matrix of the rows from activations
             and backprops; "cg" by conjugate gradients, preconditioned by KFAC, from the last solution on; "dense" keeps
             the running average of the whole matrix, "diagonal" that of its diagonal. Residuals take "woodbury".
         loss: the loss module, needed by injections other than `curvature.isotropic` and `curvature.empirical`.
-        inject: what is sent back: `curvature.exact()` for the Fisher or Gauss-Newton matrix of the batch if the loss is
-            given, else `curvature.isotropic()`; `curvature.sampled()` where the outputs are many.
+        inject: the vectors to backpropagate: by default `curvature.exact()`, the Fisher or Gauss-Newton matrix of the
+            batch, if the loss is given, else `curvature.isotropic()`; `curvature.sampled()` suits many outputs.
         adaptive: needs a closure. Of the loss: as for `KFAC`. Of residuals: no line search; the damping follows the
-            reduction ratio (Levenberg-Marquardt), a step that makes the loss worse is tried again with more.
-        line_search: needs a closure. Halve steps until the loss of the batch stops falling; residuals always do.
-        factor_decay: decay of the running averages, where there are any.
+            reduction ratio (Levenberg-Marquardt), and a step that raises the loss is retried with more damping.
+        line_search: needs a closure. Halve steps until the loss of the batch stops falling; with residuals, all steps
+            but those of `adaptive` do so.
+        factor_decay: decay of the running averages of "dense" and "diagonal".
         seed: of the random vectors; the global random state is not touched.
         distributed: which processes of torch.distributed train the model together, if there are several.
+        step_rule: a `StepRule` that makes the steps on a loss instead of the built-in rule, one instance for each
+            optimizer, and not with `adaptive` (docs/guides/step_rules.md).
 
     Raises:
-        TypeError, ValueError: an argument of the wrong kind or out of range, by name.
+        TypeError, ValueError: an argument has the wrong type or is out of range; names it.
     """
 
     def __init__(

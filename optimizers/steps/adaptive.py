@@ -15,30 +15,30 @@ from optimizers.steps.quadratic_model import GROW, SHRINK, Quadratic, first_acce
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule, checked_value
 from optimizers.steps.updates import are_finite, inner
 
-MOST_GROUPS = 8  # ranges of layers with a step size of their own
-SAMPLE_STRIDE = 2  # every so manieth sample of a batch gives the curvature of the directions
+MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
+SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
 FIRST_DAMPING = 1e-3  # relative to the curvature along the first direction
 FRESH_DECAY = 0.8  # of the running averages of slope and curvature on fresh data
-LEAST_PART = 0.2  # of the model's own step
-HOLD, RAISE = 0.75, 0.6  # parts below which damping no longer falls, and below which it rises
+LEAST_PART = 0.2  # shortest step, as a fraction of the model's own
+HOLD, RAISE = 0.75, 0.6  # fractions approved by fresh data below which damping stops falling, and rises
 
 Named = Mapping[str, Tensor]
 
 
 class AdaptiveStep(StepRule):
-    """The layers' directions and the last displacement span the exact damped quadratic model of the batch's loss.
+    """Minimizes the exact damped quadratic model of the batch's loss over layerwise directions and the last step.
 
-    Its minimum is the step (arXiv:1503.05671, sections 6.4 to 7, there with one direction for all layers). Damping
-    follows the reduction ratio; a step that makes the loss worse is taken back and tried again with more damping. The
-    next batch tells how much of a step fresh data approve of.
+    See arXiv:1503.05671, sections 6.4 to 7, there with one direction for all layers. Damping follows the reduction
+    ratio; a step that raises the loss is rolled back and retried with more damping. The next batch tells what fraction
+    of a step fresh data approve.
 
     Attributes:
         damping: negative while unknown.
         last, start: the last displacement, and the parameters before it.
-        part: of the model's own step that fresh data approve of.
+        part: fraction of the model's own step that fresh data approve.
         slope, bend: running averages of slope and curvature along the last step on fresh data, relative to the model's.
-        taken: part of the model's own step that the last step was.
-        predicted: decrease by the whole of it, by its own batch.
+        taken: length of the last step as a fraction of the model's own.
+        predicted: decrease of its own batch's loss that the model predicted for the full step.
     """
 
     needs_closure = True
@@ -89,7 +89,7 @@ class AdaptiveStep(StepRule):
         return Outcome(loss, entry=entry, renewal=renewal, rollbacks=rollbacks)
 
     def _finite_loss(self, context: StepContext, replay: Replay, loss: Tensor) -> tuple[Tensor, int]:
-        """The loss, and the number of rollbacks: where the last step made it not finite, that step is undone."""
+        """The loss and the number of rollbacks; undoes the last step if that made the loss not finite."""
         if are_finite([loss, *context.gradients().values()]) or not self.last:
             return loss, 0
         context.recorder.discard()
@@ -106,20 +106,19 @@ class AdaptiveStep(StepRule):
     def move(
         self, replay: Replay, loss: Tensor, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Move the parameters so that the loss of the batch falls, as its quadratic model says.
+        """Move the parameters towards the minimum of the quadratic model, so that the loss of the batch falls.
 
         Args:
-            groups: directions of descent, their parameters disjoint.
-            rates: learning rates by parameter. The largest shortens the step that is found, the others, relative to it,
-                the directions.
+            groups: directions of descent with disjoint parameters.
+            rates: learning rates by parameter. The largest scales the step; the others, relative to it, the directions.
 
         Returns:
-            What to remember of the step.
+            The entry for the history.
         """
         lr = max(rates.values())
         entry: dict[str, Any] = {"loss": float(loss), "part": self.part, "accepted": False, "rollbacks": 0}
         entry |= {"damping": self.damping if self.damping >= 0 else math.nan, "ratio": math.nan}
-        if lr == 0:  # a schedule that starts at zero: nothing moves, nothing is learnt
+        if lr == 0:  # a schedule that starts at zero
             self.forget()
             return entry | {"accepted": True, "step_size": 0.0}
         groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()}) for d in groups]
@@ -144,7 +143,7 @@ class AdaptiveStep(StepRule):
     def _first_accepted(
         self, replay: Replay, model: Quadratic, directions: Sequence[Named], groups: int, lr: float, loss: float
     ) -> dict[str, Any]:
-        """Take the first step on the ladder of dampings that makes the loss fall."""
+        """Take the step with the least of the tried dampings for which the loss falls."""
         parameters = dict(replay.model.named_parameters())
         taken = self.part * lr
         start = {name: parameters[name].detach().clone() for d in directions for name in d}
@@ -175,7 +174,7 @@ class AdaptiveStep(StepRule):
         return entry | {"accepted": True, "step_size": size, "damping": trial.damping}
 
     def undo(self, parameters: Named) -> dict[str, Tensor]:
-        """Return to where the last step began, and be more careful; what `redo` takes."""
+        """Roll back the last step and raise the damping; returns the argument of `redo`."""
         there = {name: parameters[name].detach().clone() for name in self.start}
         set_parameters(parameters, self.start)
         self.damping *= GROW
@@ -187,18 +186,18 @@ class AdaptiveStep(StepRule):
         self.damping /= GROW
 
     def forget(self) -> None:
-        """The last step was no good: it is no direction."""
+        """Drop the last displacement: it is not a useful direction."""
         self.last, self.start = {}, {}
 
     def _bounded(self, damping: float, wanted: float) -> float:
-        """The next damping. The batch alone asks for less and less; where fresh data disagree, that fits noise."""
+        """The next damping: a single batch asks for ever less, which fits noise where fresh data disagree."""
         approved = self.slope / self.bend
         if approved < RAISE:
             return max(wanted, damping / SHRINK)
         return max(wanted, damping) if approved < HOLD else wanted
 
     def _learn(self, slope: float, bend: float) -> None:
-        """Compare the last step with what a batch that it did not see says of it."""
+        """Compare the model of the last step with slope and curvature along it on a fresh batch."""
         if bend <= 0 or self.predicted <= 0:
             return
         start = bend - slope  # how steeply the loss of this batch fell where the step began
@@ -208,7 +207,7 @@ class AdaptiveStep(StepRule):
 
 
 def grouped_by_layer(directions: Named, blocks: Sequence[Block]) -> list[dict[str, Tensor]]:
-    """Descent directions of neighbouring layers, each to have a step size of its own."""
+    """Descent directions of groups of neighbouring layers, each with its own step size."""
     layers = [
         {name: -directions[name] for name in block.names}
         for block in blocks
@@ -220,7 +219,7 @@ def grouped_by_layer(directions: Named, blocks: Sequence[Block]) -> list[dict[st
 
 
 def grouped(layers: Sequence[Named]) -> list[dict[str, Tensor]]:
-    """At most `MOST_GROUPS` directions, each of layers next to each other."""
+    """Merge the directions of neighbouring layers into at most `MOST_GROUPS`."""
     count = min(MOST_GROUPS, len(layers))
     ends = [round(k * len(layers) / count) for k in range(count + 1)]
     return [{k: v for layer in layers[a:b] for k, v in layer.items()} for a, b in zip(ends, ends[1:], strict=False)]
@@ -251,7 +250,7 @@ def _scaled(move: Named, rates: Mapping[str, float]) -> dict[str, Tensor]:
 
 
 def _norms(groups: Sequence[Named], last: Named) -> Tensor:
-    """Inner products of the directions; those of groups share no parameter."""
+    """Inner products of the directions; groups share no parameter."""
     own = [_inner(d, d) for d in groups]
     exact: Any = {"dtype": torch.float64, "device": "cpu"}
     matrix = torch.diag(torch.tensor([*own, _inner(last, last)], **exact))

@@ -1,4 +1,7 @@
-"""A closure called again and again as if for the first time: same random numbers, buffers and gradients."""
+"""Calls a closure repeatedly with the same random numbers, buffers and gradients.
+
+In: a model and the closure of a step. Out: its loss for other parameters, and the loss's curvature along directions.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from curvature.recording import ModelState, map_tensors
 
 
 class WithoutBackward(TorchFunctionMode):
-    """Makes ``loss.backward()`` do nothing, so that only the value of a closure is computed."""
+    """Makes ``loss.backward()`` do nothing, to compute only the value of a closure."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return None if func is Tensor.backward else func(*args, **(kwargs or {}))
@@ -36,10 +39,10 @@ class Call:
     precision: tuple[str, bool, torch.dtype]  # of autocast
     output: Any = None
     versions: Sequence[int] = ()  # of the output's tensors, when the model returned them
-    is_joint: bool = True  # whether a sample's output may depend on the others, or on chance
+    is_joint: bool = True  # whether a sample's output may depend on other samples or on random numbers
 
     def as_then(self) -> torch.autocast:
-        """The random numbers and buffers that the call began with; its autocast, as a context."""
+        """Restore the random state and buffers of the call's start; returns its autocast context."""
         self.before.restore()
         device, enabled, dtype = self.precision
         return torch.autocast(device, dtype, enabled)
@@ -50,7 +53,7 @@ class Call:
         return [x._version for x in _floats(self.output)] != self.versions
 
     def cut(self, stride: int) -> tuple[Any, Any] | None:
-        """The arguments for every stride-th sample; None where their output may depend on the others or on chance."""
+        """The arguments for every stride-th sample; None if their outputs may depend on other samples or on chance."""
         counts = {len(x) if x.ndim else 0 for x in _tensors((self.args, self.kwargs, self.output))}
         if stride == 1 or self.is_joint or self.is_changed or len(counts) != 1 or counts == {0}:
             return None
@@ -58,7 +61,7 @@ class Call:
         return pytree.tree_map(some, self.args), pytree.tree_map(some, self.kwargs)
 
     def agrees(self, outputs: Sequence[Tensor], stride: int) -> bool:
-        """Whether outputs are every stride-th of those that the call returned, up to rounding."""
+        """Whether outputs equal every stride-th row of the call's own outputs, up to rounding."""
         own = _floats(self.output)
         if self.is_changed or len(own) != len(outputs):
             return self.is_changed
@@ -69,13 +72,13 @@ class Call:
 
 
 class Replay:
-    """One batch of a training loop, as its closure knows it.
+    """Evaluates the batch of a closure repeatedly.
 
     Args:
         model: what the closure calls.
         closure: returns the loss; it may also zero the gradients and call ``backward()``, as for `torch.optim.LBFGS`.
-        mean: over the processes that train the model, each on its part of the batch.
-        unrecorded: a context in which forward passes are not recorded.
+        mean: averages over the processes that train the model, each on its part of the batch.
+        unrecorded: returns a context in which the recorder ignores forward passes.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Replay:
         self.before = ModelState(model)
 
     def first(self) -> Tensor:
-        """The loss, after a backward pass, as in the user's own loop; of residuals the closure's value alone.
+        """The loss, after a backward pass as in the user's own loop; if the closure returns residuals, just these.
 
         Raises:
             TypeError: the closure returns no tensor.
@@ -128,7 +131,7 @@ class Replay:
         return self.mean(loss.detach())
 
     def again(self) -> Tensor:
-        """As `first`, once more, after the parameters were changed."""
+        """Call `first` again, after the parameters changed."""
         self.before.restore()
         _without_gradients(self.model.parameters())
         return self.first()
@@ -147,13 +150,13 @@ class Replay:
             call.is_joint = mixing or not call.before.is_unchanged()
 
     def loss(self) -> Tensor:
-        """The loss of the batch with the parameters as they are now."""
+        """The loss of the batch at the current parameters."""
         with self._as_first(), torch.no_grad(), WithoutBackward():
             return self.mean(self.closure().detach())
 
     @contextmanager
     def _as_first(self) -> Iterator[None]:
-        """The state in which the closure was called first; after it, what that call had left."""
+        """Restore the state before the first call of the closure; at the end, the state after it."""
         after, gradients = ModelState(self.model), [(p, p.grad) for p in self.model.parameters()]
         self.before.restore()
         _without_gradients(self.model.parameters())
@@ -172,10 +175,10 @@ class Replay:
 
         Args:
             directions: tensors of the shapes of parameters, by name.
-            stride: every so manieth sample is looked at; all, where they depend on each other or on random numbers.
+            stride: use every stride-th sample; all of them, where they depend on each other or on random numbers.
 
         Raises:
-            RuntimeError: the model gives other outputs than the first time, or the loss is not a function of them.
+            RuntimeError: the model's outputs differ from those of the first call, or the loss depends on more.
         """
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         changes: list[list[Tensor]] = [[] for _ in directions]
@@ -198,7 +201,7 @@ class Replay:
 
     @torch.enable_grad()
     def _some(self, call: Call, stride: int) -> tuple[Any, int]:
-        """The model's output for some samples, and every how manieth they are; for all, where it must be."""
+        """The model's output for every stride-th sample, and the stride: 1 if the samples cannot be separated."""
         cut = call.cut(stride)
         if cut is not None:
             try:
@@ -206,7 +209,7 @@ class Replay:
                     output = self.model(*cut[0], **cut[1])
                 if call.agrees(_floats(output), stride):
                     return output, stride
-            except Exception:  # whatever it is: what was cut is no axis of samples
+            except Exception:  # of any kind: the first axis is not that of samples
                 pass
         with call.as_then():
             output = self.model(*call.args, **call.kwargs)
@@ -218,7 +221,7 @@ class Replay:
         return output, 1
 
     def _outside(self, shown: Sequence[Any]) -> Tensor:
-        """The loss as the closure makes it of given outputs, without the model's own work."""
+        """The loss that the closure computes from given outputs, without running the model."""
         own = self.model.__dict__.get("forward")
         try:
             with self._as_first(), torch.enable_grad(), WithoutBackward():
@@ -239,9 +242,9 @@ class Replay:
 def _products(
     inputs: list[Tensor], loss: Tensor, changes: list[list[Tensor]], direct: list[Any], strides: Sequence[int]
 ) -> Tensor:
-    """Second derivatives of the loss along changes of the outputs, and of the parameters where it reads them itself.
+    """Second derivatives of the loss along changes of the outputs, and of parameters that it reads directly.
 
-    The latter is a penalty on the parameters in the closure, say. Changes may be of every stride-th row.
+    The closure may add a penalty on the parameters, for example. Changes may cover every stride-th row only.
     """
     found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
@@ -286,7 +289,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _spread(change: Tensor | None, like: Tensor, stride: int) -> Tensor:
-    """A change of every stride-th row, or none, as one of all."""
+    """A change of every stride-th row, or none, as a change of all rows."""
     if change is not None and stride == 1:
         return change.to(like.dtype)
     whole = torch.zeros_like(like)

@@ -1,4 +1,4 @@
-"""What a step rule is given, what it returns, and how to write one."""
+"""The interface of step rules. In: a `StepContext`. Out: an `Outcome`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from optimizers.steps.closure_replay import Replay
 from optimizers.steps.finite_check import unscale_and_check_finite
 from optimizers.steps.updates import Move
 
-MOST_FAILURES = 3  # steps in a row without a decomposition; so many are an error
+MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
 
 Named = Mapping[str, Tensor]
 __all__ = ["Evaluation", "Named", "Options", "Outcome", "Scaling", "StepContext", "StepRule", "checked_value"]
 
 
 class Scaling(NamedTuple):
-    """What a `torch.amp.GradScaler` has handed to the optimizer.
+    """What a `torch.amp.GradScaler` has passed to the optimizer.
 
     Attributes:
         scale: of the loss, a scalar tensor; None without a scaler, or after `unscale_`.
@@ -39,14 +39,18 @@ class Scaling(NamedTuple):
 
 @dataclass(frozen=True)
 class StepContext:
-    """All that a step rule may look at and use.
+    """Everything that a step rule may read and use.
 
     Attributes:
         model: the module that the training loop calls.
-        closure: what the caller passed to `step`, if anything.
+        closure: the closure passed to `step`, if any.
         trained: parameters that require a gradient now, by name.
         options: lr, damping, momentum and weight_decay of each parameter, by name.
-        states: what the optimizer keeps of each parameter, by name; for tensors of its shape.
+        states: the optimizer's state of each parameter, by name; for tensors of the parameter's shape.
+        recorder: its forward and backward passes since the last step.
+        preconditioner: the running curvature and its inverses.
+        monitor: counts steps and times their parts.
+        scaling: of a `torch.amp.GradScaler`.
         outputs: root mean square and number of the model's output entries.
         owner: name of the optimizer, for messages.
     """
@@ -71,18 +75,18 @@ class StepContext:
         return self.preconditioner.teams.current()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the trained parameters that have one, as the loop left them; of shards, shards."""
+        """The gradients that the loop left in ``.grad``, by name; of sharded parameters, the local shard."""
         found = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         dense = {name: g.to_dense() if g.layout != torch.strided else g for name, g in found.items()}
         return {name: to_local(g) for name, g in dense.items()}
 
     def unscale_and_check_finite(self, gradients: Named) -> Tensor:
-        """Divide gradients by the scale of the loss, in place; a flag () on their device: all of them are finite."""
+        """Divide gradients in place by the scale of the loss; returns a flag () on their device: all are finite."""
         good = unscale_and_check_finite(gradients.values(), self.scaling.scale)
         if self.scaling.found_inf is not None:
             good = good & (self.scaling.found_inf.to(good.device) == 0)
         trained = list(self.trained.values())
-        return sum_over_shards((~good).float().expand(len(trained)), trained).sum() == 0  # of other shards, too
+        return sum_over_shards((~good).float().expand(len(trained)), trained).sum() == 0  # on all shards
 
     def _loss_scale(self) -> float:
         if self.scaling.scale is None and self.scaling.found_inf is not None:
@@ -95,18 +99,18 @@ class StepContext:
     # -- the preconditioner
 
     def is_idle(self) -> bool:
-        """Whether there is nothing to renew and nothing to invert at this step."""
+        """Whether this step has nothing to renew and nothing to invert."""
         return not self.recorder.has_measured and self.preconditioner.is_idle(self.monitor.started)
 
     def knows_nothing(self) -> bool:
-        """Whether all batches were empty so far."""
+        """Whether all batches so far were empty."""
         return self.preconditioner.knows_nothing(self.recorder.was_empty)
 
     def renew(self, gradients: Named) -> Renewal:
-        """Take what forward passes have shown into the curvature, and invert the blocks whose turn it is.
+        """Update the curvature by the recorded passes, and invert the blocks that are due.
 
         Raises:
-            RuntimeError: no forward pass was seen yet.
+            RuntimeError: no forward pass was recorded yet.
             torch.linalg.LinAlgError: a block could not be inverted, three times in a row.
         """
         step = self.monitor.started
@@ -125,10 +129,10 @@ class StepContext:
     # -- closures
 
     def attempt(self, move: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The entry that `move` returns; that of a step not taken if a decomposition fails.
+        """The entry that `move` returns, or that of a step not accepted if a decomposition fails.
 
         Raises:
-            torch.linalg.LinAlgError: for the third time in a row.
+            torch.linalg.LinAlgError: a decomposition failed at the third step in a row.
         """
         try:
             entry = move()
@@ -141,14 +145,14 @@ class StepContext:
         return entry
 
     def replay(self) -> Replay:
-        """The batch as the closure knows it, to be evaluated again and again."""
+        """The closure as a function that can be called repeatedly on the same batch."""
         assert self.closure is not None
         return Replay(self.model, self.closure, self.team.processes.all_reduce_mean, self.recorder.paused)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the closure returned: the loss, or residuals (M,). `replay` calls it again."""
+    """The value of the closure, a loss or residuals (M,); `replay` can call the closure again."""
 
     value: Any = None
     replay: Replay | None = None
@@ -160,18 +164,18 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step rule has decided.
+    """The result of a step rule.
 
     Attributes:
-        loss: what `step` returns.
+        loss: the value that `step` returns.
         displacement: by name, of sharded parameters the local shard; the optimizer adds it to the parameters. None if
             the rule has moved them itself.
         move: a displacement that `torch.compile` can compile; the built-in `TrustRegionStep` uses it.
         entry: numbers for the history; None: no step was taken.
-        renewal: what was done for the curvature.
-        is_skipped: the batch is left out.
-        rollbacks: steps that were tried and taken back.
-        undecided: how to ask, later, whether the batch was good.
+        renewal: returned by ``context.renew``.
+        is_skipped: whether to count the batch as skipped.
+        rollbacks: number of steps that were tried and rolled back.
+        undecided: set if the device has yet to decide whether the batch was good.
     """
 
     loss: Any = None
@@ -187,12 +191,12 @@ class Outcome:
 class StepRule:
     """Base of step rules: from gradients and a preconditioner to a displacement of the parameters.
 
-    A rule says in `step` how far to go, and keeps what it remembers from step to step in its attributes: plain numbers,
-    tensors, and dicts of them by parameter name, which checkpoints take. ``docs/guides/step_rules.md`` has an example.
+    Subclasses implement `step`. Their attributes are their state, which checkpoints save: plain numbers, tensors, and
+    dicts of tensors by parameter name. ``docs/guides/step_rules.md`` has an example.
     """
 
-    needs_closure = False  # whether `step` cannot do without
-    differentiates_model = False  # whether closures are differentiated twice, which compiled code cannot be
+    needs_closure = False  # whether `step` requires a closure
+    differentiates_model = False  # whether it differentiates the closure twice, which compiled code does not allow
 
     def evaluate(self, context: StepContext) -> Evaluation:
         """Call the closure, if there is one, before the step."""
@@ -206,17 +210,17 @@ class StepRule:
         raise NotImplementedError
 
     def after_move(self, slope: Tensor) -> None:
-        """Told the slope of the loss along the displacement of a `move`, minus that, once it was made."""
+        """Called after a `move` with the slope of the loss along its displacement, a scalar: negative for descent."""
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What is kept of a parameter before the first step, given the parameter groups."""
+        """The state of a parameter before the first step, given the parameter groups."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        """Take a `state_dict`; tensors move to the device of the parameters."""
+        """Load a `state_dict`; moves tensors to the device of the parameters."""
         device = next(iter(trained.values())).device if trained else torch.device("cpu")
         for name, value in state.items():
             if isinstance(value, Mapping):
@@ -225,10 +229,10 @@ class StepRule:
 
 
 def checked_value(value: Any) -> Any:
-    """What a closure returned.
+    """Return the value of a closure.
 
     Raises:
-        TypeError: neither a loss nor residuals.
+        TypeError: it is neither a loss nor residuals.
     """
     if isinstance(value, Tensor) and value.ndim > 1:
         raise TypeError(f"closure: expected the loss, or residuals (M,), found shape {tuple(value.shape)}")

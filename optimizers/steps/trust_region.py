@@ -1,4 +1,4 @@
-"""The step of a plain training loop: its size from slopes, inside a trust region."""
+"""The step of a plain training loop: slopes set its size, inside a trust region."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from optimizers.steps.finite_check import copy_to_host_async
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
 from optimizers.steps.updates import Move, adapted_step, adapted_trust, slope_ratio
 
-FIRST_OUTPUT_CHANGE = 0.1  # root-mean-square change of an output entry that the first step aims at
+FIRST_OUTPUT_CHANGE = 0.1  # root mean square change of the output entries that the first step aims at
 ADAPTATION_RATE = 0.3  # how fast the step size follows the slopes
-# How long a layer's step may be as a fraction of its parameters' norm: changes of many layers add up like random ones.
-FIRST_TRUST = 0.15  # over the square root of the number of layers, to begin with
-LARGEST_TRUST = 0.2  # after many steps that could have been longer
-OUTPUT_CHANGE_GROWTH = 2.0  # how much more than recent steps a step may change the outputs
-OUTPUT_CHANGE_DECAY = 0.9  # how fast recent steps are forgotten
+# Longest step of a layer as a fraction of its parameters' norm: changes of many layers add up like random ones.
+FIRST_TRUST = 0.15  # initial bound, divided by the square root of the number of layers
+LARGEST_TRUST = 0.2  # bound after many steps that could have been longer
+OUTPUT_CHANGE_GROWTH = 2.0  # largest ratio of a step's output change to that of recent steps
+OUTPUT_CHANGE_DECAY = 0.9  # decay of the output change of recent steps
 
 
 class TrustState(NamedTuple):
-    """What is known of how far to go; scalar tensors, None before the first step.
+    """State of the step size; scalar tensors, None before the first step.
 
     Attributes:
         step_size: multiplies the direction.
         trust: longest step of a layer, relative to the norm of its parameters.
-        slope: of the loss along the last displacement, at its start and with its sign turned.
+        slope: of the loss along the last displacement, at its start.
         output_change: largest predicted change of the outputs in recent steps.
     """
 
@@ -45,13 +45,13 @@ class TrustState(NamedTuple):
 
 
 class TrustRegionStep(StepRule):
-    """Needs no closure: looks back along the last displacement to learn how far to go.
+    """Adapts the step size by the slope along the last displacement; needs no closure.
 
-    The step size grows while the gradient still points along the last displacement, and shrinks when it points back. A
-    step is cut to what it may change of the outputs, and of the parameters of each layer.
+    The step size grows while the loss still falls along the last displacement, and shrinks when it rises. Bounds on the
+    predicted change of the outputs, and on the change of each layer's parameters, cut the step.
 
     Args:
-        descent: makes the directions.
+        descent: computes the directions.
     """
 
     def __init__(self, descent: DescentRule) -> None:
@@ -82,7 +82,7 @@ class TrustRegionStep(StepRule):
         self.state = self.state._replace(slope=slope)
 
     def _undo(self, context: StepContext) -> Callable[[], None]:
-        """Restores what the host keeps, as it is now."""
+        """A function that restores the state on the host as it is now."""
         mine, descent, its = self.state, self.descent, dict(vars(self.descent))
         states = [(state, dict(state)) for state in (context.states[name] for name in context.trained)]
 
@@ -119,7 +119,7 @@ class TrustRegionStep(StepRule):
         return TrustState(step_size, trust, self.state.slope, recent)
 
     def _slope_ratio(self, context: StepContext, gradients: Named, is_outlier: Tensor | None) -> Tensor | None:
-        """Slope along the last displacement now, over that at its start; None without a last displacement."""
+        """Ratio of the slope along the last displacement now to that at its start; None without a displacement."""
         kept = {name: context.states[name].get("displacement") for name in context.trained if name in gradients}
         last = {name: to_local(d) for name, d in kept.items() if d is not None}
         if self.state.slope is None or not last:
@@ -129,7 +129,7 @@ class TrustRegionStep(StepRule):
         return ratio if is_outlier is None else torch.where(is_outlier, 0, ratio)
 
     def _move(self, context: StepContext, found: Descent, good: Tensor) -> Move:
-        """The step. Its directions become displacements, in the memory of the last ones."""
+        """The step as a `Move`, whose directions become the displacements, in the memory of the last ones."""
         options, trained, directions = context.options, context.trained, found.directions
         assert self.state.step_size is not None and self.state.trust is not None
         last = {name: context.states[name].pop("displacement", None) for name in trained}
@@ -139,7 +139,7 @@ class TrustRegionStep(StepRule):
         }
         layers = list(dict.fromkeys(joint.get(name, (name,)) for name in directions))
         names = [name for layer in layers for name in layer]
-        # tensors, since compiled code takes every other number for a constant
+        # tensors, since torch.compile treats Python numbers as constants
         number = lambda x: torch.tensor(x, dtype=torch.float64, device="cpu")
         groups = {id(g): g for g in options.values()}
         numbers = {k: (number(g["lr"]), number(1 - g["lr"] * g["weight_decay"])) for k, g in groups.items()}
@@ -147,7 +147,7 @@ class TrustRegionStep(StepRule):
         is_spread = any(is_sharded(trained[name]) for name in directions)
         lengths, sizes = (inner_products(x, x, trained) if is_spread else {} for x in (directions, own))
         for name in names:
-            # where the batch is bad, the last displacement stays as it is
+            # if the batch is bad, `take` leaves the last displacement unchanged
             kept = to_sharded(directions[name], trained[name]) if last[name] is None else last[name]
             context.states[name]["displacement"] = kept
         return Move(
@@ -182,7 +182,7 @@ class TrustRegionStep(StepRule):
 
 
 def output_change(energy: Tensor, outputs: OutputScale) -> Tensor:
-    """Root-mean-square change of an output entry that a step of size one predicts, for the isotropic curvature."""
+    """Predicted root mean square change of the output entries for step size one and isotropic curvature."""
     return (energy / outputs.entries_per_sample).sqrt()
 
 

@@ -99,9 +99,9 @@ def test_memory_in_the_report_is_that_of_the_state(name: str):
 
 def test_damping_of_a_parameter_group_is_its_own():
     """A number is exact damping of the layer's block, whatever the others have."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()  # the moves are tiny
     opt = KFAC(model, damping=1e6)
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     before = model[0].weight.detach().clone()
     model(x).square().sum().backward()
     gradient = model[0].weight.grad.clone()
