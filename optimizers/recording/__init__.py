@@ -1,1 +1,1 @@
-"""What forward and backward passes of a training loop tell its optimizer."""
+"""Records what forward and backward passes of a training loop tell about the curvature."""

@@ -1,4 +1,4 @@
-"""Which recorded forward passes count at a step: those whose gradients were sent back, as in `.grad`."""
+"""Which recorded forward passes count at a step: those that the loop's backward pass differentiated."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from optimizers.recording.output_scale import Sums as OutputSums
 
 @dataclass
 class Measured:
-    """What passes show: statistics of the curvature, and of the size of the outputs."""
+    """Measurements of passes: statistics of the curvature and of the size of the outputs."""
 
     curvature: CurvatureStatistics = field(default_factory=CurvatureStatistics)
     outputs: OutputSums = field(default_factory=dict)
 
     def add_(self, other: Measured) -> None:
-        """Add what is no longer needed elsewhere: its memory may be used."""
+        """Add in place; may reuse the memory of `other`."""
         self.curvature.add_(other.curvature)
         known = self.outputs
         self.outputs = {**known, **{k: known[k] + x if k in known else x for k, x in other.outputs.items()}}
 
     def pop_sums(self, rank: int, size: int) -> dict[tuple[str, str], Tensor]:
-        """Take out what adds up over processes, by name of the block ("" for the outputs) and of the sum."""
+        """Return and remove the sums to all-reduce, by name of the block ("" for the outputs) and of the sum."""
         found = {(name, k): x for name, own in self.curvature.blocks.items() for k, x in own.sums(rank, size).items()}
         found |= {("", k): x for k, x in self.outputs.items()}
         self.curvature.blocks, self.outputs = {}, {}
@@ -34,7 +34,7 @@ class Measured:
 
 
 class Pass:
-    """What a forward pass has shown; kept alive by the hooks on its outputs."""
+    """Measurements of a forward pass; the hooks on its outputs keep it alive."""
 
     def __init__(self, measured: Measured, step: object) -> None:
         self.measured, self.step = measured, step
@@ -43,8 +43,8 @@ class Pass:
 class Passes:
     """Recorded passes until a step takes them.
 
-    A pass counts when a gradient arrives at one of its outputs: a look at the model between two steps is none of the
-    batch. Where gradients never pass the outputs (a loss of hidden features), the last pass counts.
+    A pass counts once a gradient arrives at one of its outputs; an evaluation of the model between two steps does not.
+    If gradients never reach the outputs (a loss of hidden features), the last pass counts.
     """
 
     def __init__(self) -> None:

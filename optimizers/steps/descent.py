@@ -1,4 +1,4 @@
-"""Directions of descent: which gradients are solved with, and what of them is remembered."""
+"""Directions of descent: from gradients and their running state to preconditioned directions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from optimizers.model_optimizer import shared_option
 from optimizers.steps.rule import Named, StepContext
 from optimizers.steps.updates import inner
 
-LONGEST_GRADIENT = 10.0  # a gradient counts for at most so many times the longest of recent steps
-OUTLIER_FACTOR = 1e3  # one this many times as long does not count, but never two in a row
+LONGEST_GRADIENT = 10.0  # gradients are clipped to this multiple of the longest of recent steps
+OUTLIER_FACTOR = 1e3  # a gradient longer than this multiple is ignored, but never two in a row
 NORM_DECAY = 0.9  # of the longest norm of recent steps
 
 
@@ -37,13 +37,13 @@ class Descent:
 
 
 class DescentRule(Protocol):
-    """Makes directions; its attributes are state, as those of a step rule."""
+    """Computes directions; its attributes are state, like those of a step rule."""
 
     def __call__(self, context: StepContext, gradients: Named, good: Tensor) -> Descent:
-        """Directions for gradients; if the flag `good` is false, nothing is remembered of them."""
+        """Directions for gradients; if the flag `good` is false, leave the running state unchanged."""
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What is kept of a parameter before the first step."""
+        """The state of a parameter before the first step."""
 
 
 class GradientNorms(NamedTuple):

@@ -1,4 +1,4 @@
-"""How far to go along a curve through parameter space, by looking at the loss there, and a step rule made of it."""
+"""Line search by halving along curves through parameter space, and a step rule that uses it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_HALVINGS = 30  # of a step
 
 @dataclass(frozen=True)
 class LinePoint:
-    """A place relative to the origin: the loss there, the residuals that it is of (if any), and the part of the way."""
+    """A point of a line search: displacement from the origin, loss, residuals (if any), step size along the curve."""
 
     displacement: Tensor
     loss: float
@@ -43,7 +43,7 @@ class LineSearch:
         self.origin = LinePoint(torch.cat([torch.zeros_like(x).flatten() for x in self.starts]), loss)
 
     def point_at(self, displacement: Tensor, step_size: float = 0.0) -> LinePoint:
-        """What is seen after a move."""
+        """Move the parameters and evaluate the loss there."""
         self.move_to(displacement)
         loss, residuals = self.evaluate()
         return LinePoint(displacement, loss if math.isfinite(loss) else math.inf, residuals, step_size)
@@ -55,7 +55,7 @@ class LineSearch:
                 p.copy_(start).add_(piece.reshape(p.shape))
 
     def lowest(self, curve: Callable[[float], Tensor], start: LinePoint) -> LinePoint:
-        """Halve the way until the loss is below that of the start and falls no more; the start where it never is."""
+        """Halve the step until the loss is below that of `start` and stops falling; `start` if it never is below."""
         best = start
         for k in range(MOST_HALVINGS + 1):
             seen = self.point_at(curve(0.5**k), 0.5**k)
@@ -130,13 +130,13 @@ class LineSearchStep(StepRule):
 
 
 def times_lr(direction: Named, options: Options) -> Tensor:
-    """Times the learning rates, flat."""
+    """A direction times the learning rates, flat (P,)."""
     return torch.cat([d.flatten() * options[name]["lr"] for name, d in direction.items()])
 
 
 @torch.no_grad()
 def accept(search: LineSearch, point: LinePoint, options: Options) -> None:
-    """Go to a point, and decay if that is a step."""
+    """Move to a point; apply weight decay unless it is the origin."""
     search.move_to(point.displacement)
     for name, p in search.parameters.items():
         if point.step_size and options[name]["weight_decay"]:

@@ -56,7 +56,7 @@ def loss_of(residuals: Tensor) -> float:
 
 
 class ResidualReplay:
-    """A closure of residuals, called again for every step that is tried, as if for the first time."""
+    """Calls a closure of residuals for every tried step, with the same random numbers and buffers."""
 
     def __init__(self, model: nn.Module, closure: Callable[[], Any], processes: Processes) -> None:
         self.closure, self.before, self.processes = closure, ModelState(model), processes
@@ -66,7 +66,7 @@ class ResidualReplay:
         self.after = ModelState(model)
 
     def jacobian(self, model: nn.Module) -> Jacobian:
-        """Of the residuals of all processes; `values` are in the order of its rows from now on."""
+        """The Jacobian of all processes' residuals; reorders `values` to match its rows."""
         with torch.enable_grad():
             own = Jacobian.of(self.own, model)
         if self.processes.size == 1:
@@ -76,13 +76,13 @@ class ResidualReplay:
         return whole
 
     def residuals(self) -> Tensor:
-        """The residuals with the parameters as they are now."""
+        """The residuals at the current parameters."""
         self.before.restore()
         found = self.processes.concatenated(call_residuals(self.closure).detach())
         return found if self.order is None else found[self.order]
 
     def loss(self) -> float:
-        """With the parameters as they are now; infinite where it is not finite."""
+        """The loss at the current parameters; infinite if it is not finite."""
         return loss_of(self.residuals())
 
 
@@ -102,7 +102,7 @@ class ResidualSolver(Protocol):
 
 
 class ResidualStep(StepRule):
-    """A step on a closure of residuals: their Jacobian, and what a solver makes of it."""
+    """Computes the Jacobian of a closure's residuals and lets a solver step."""
 
     differentiates_model = True
 
@@ -253,7 +253,7 @@ class SubspaceSolver:
     def _first_accepted(
         self, space: Subspace, replay: ResidualReplay, context: StepContext, lr: float, loss: float
     ) -> dict[str, Any]:
-        """Take the first minimum on the ladder of dampings that makes the loss fall."""
+        """Take the minimum for the least of the tried dampings for which the loss falls."""
         values, options, parameters = replay.values, context.options, context.trained
         start = {name: parameters[name].detach().clone() for name in space.jacobian.shapes}
 
