@@ -14,6 +14,7 @@ from support.architecture import (
     arrow_faults,
     assert_none,
     cycle_of,
+    imports_of,
     modules_of,
     size_faults,
     top_level,
@@ -54,3 +55,16 @@ def test_version_is_that_of_the_installed_package() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("a checkout that is not installed")
     assert importlib.import_module("curvature").__version__ == installed
+
+
+def test_no_test_imports_another() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        names = {part for item in imports_of("tests", path) for part in f"{item.module}.{item.name}".split(".")}
+        assert not [name for name in names if name.startswith("test_")], path
+
+
+@pytest.mark.parametrize("folder", ["cases", "oracles"])
+def test_cases_and_oracles_import_nothing_under_test(folder: str) -> None:
+    """What is expected must not come from the code that is asked."""
+    for path in (ROOT / "tests/support" / folder).rglob("*.py"):
+        assert not {item.module.split(".")[0] for item in imports_of("support", path)} & {*PACKAGES}, path

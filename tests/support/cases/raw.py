@@ -257,6 +257,8 @@ def functional_cases() -> Iterator[Case]:
     yield raw("conv_standardised", standardised, floats(2, 5), w=(3, 2, 3))
     yield raw("layer_norm", lambda m, x: F.layer_norm(x, (4,), m.w, m.b), floats(3, 4), w=(4,), b=(4,))
     yield raw("embedding", lambda m, x: F.embedding(x, m.w).tanh(), indices(5, 3), w=(5, 2))
+    negative = lambda m, x: F.embedding(x, m.w, padding_idx=-2).tanh()  # the module would have made it positive
+    yield raw("embedding_padding_negative", negative, indices(5, 3), w=(5, 2))
     yield raw("cosine", lambda m, x: F.linear(F.normalize(x, dim=-1), F.normalize(m.w, dim=1)), floats(4), w=(3, 4))
     yield raw("attention", attend, floats(5, 4), query=(3, 4), key=(2, 4))
     yield raw("grid", lambda m, x: m.p.expand(len(x), -1, -1).cumsum(1) * x, floats(3, 2), p=(3, 1))
