@@ -135,7 +135,7 @@ class KFAC(SecondOrderOptimizer):
 
     def kind(self) -> dict[str, Any]:
         own = {"adaptive": self.arguments["adaptive"], "sharing": self.arguments["sharing"]}
-        return {"curvature": self.structure, **own}
+        return {"curvature": self.structure, **own, "step_rule": type(self.rule).__name__}
 
 
 class EKFAC(KFAC):

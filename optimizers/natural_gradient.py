@@ -87,6 +87,8 @@ class NaturalGradient(SecondOrderOptimizer):
         refuse_sharded(model, "NaturalGradient")
         if inject is None:
             inject = isotropic() if loss is None else exact()
+        if step_rule is not None and line_search:
+            raise ValueError("step_rule: line_search=True is a step rule, too; choose one of the two")
         if adaptive is True and line_search:
             raise ValueError("line_search: adaptive=True finds the step size itself; choose one of the two")
         check_flag("adaptive", adaptive)
@@ -122,7 +124,8 @@ class NaturalGradient(SecondOrderOptimizer):
         return GaussNewton(by_damping=self.arguments["adaptive"])
 
     def kind(self) -> dict[str, Any]:
-        return {"curvature": self.arguments["solver"], "adaptive": self.arguments["adaptive"]}
+        own = {"curvature": self.arguments["solver"], "adaptive": self.arguments["adaptive"]}
+        return own | {"step_rule": type(self.rule).__name__}
 
 
 def _step_rule(adaptive: bool, line_search: bool) -> StepRule:

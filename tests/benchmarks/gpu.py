@@ -104,7 +104,7 @@ class Run:
         for _ in range(WARM):
             self.step()
         if self.is_ours:
-            self.opt.steps = SETTLED
+            self.opt.monitor.started = SETTLED
 
     @property
     def renewed(self) -> bool:
@@ -114,7 +114,7 @@ class Run:
         """From here on nothing is renewed or inverted."""
         if self.is_ours:
             self.opt.preconditioner.schedule.factor_every = self.opt.preconditioner.schedule.decompose_every = RARE
-            self.opt.steps = 10 * RARE + RARE // 3
+            self.opt.monitor.started = 10 * RARE + RARE // 3
             for _ in range(3):  # a block's turn may be just now
                 self.step()
 

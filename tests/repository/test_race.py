@@ -90,10 +90,10 @@ def test_factors_of_the_empirical_kfac(race: ModuleType) -> None:
     a = torch.cat([patches, torch.ones(5, 1, 9)], 1)
     b = 5 * hidden.grad.flatten(2)  # of each sample's own loss
     wanted = torch.einsum("nit,njt->ij", a, a) / 45, torch.einsum("nit,njt->ij", b, b) / 5
-    for found, factor in zip(optimizer.store[model[0]], wanted, strict=True):
+    for found, factor in zip(optimizer.factors[model[0]], wanted, strict=True):
         torch.testing.assert_close(found, 0.95 * torch.eye(len(factor)) + 0.05 * factor)
     gradient = torch.cat([model[3].weight.grad, model[3].bias.grad[:, None]], 1)
-    A, B = optimizer.store[model[3]]
+    A, B = optimizer.factors[model[3]]
     product = torch.kron(B, A) + 0.1 * torch.eye(len(A) * len(B))
     direction = torch.linalg.solve(product, gradient.flatten()).view_as(gradient)
     optimizer.step()

@@ -161,6 +161,8 @@ def test_wrong_rules_are_refused() -> None:
         KFAC(network(), step_rule=Steady)  # type: ignore[arg-type]  # the class
     with pytest.raises(ValueError, match="step_rule"):
         KFAC(network(), step_rule=Steady(), adaptive=True)
+    with pytest.raises(ValueError, match="step_rule"):
+        NaturalGradient(network(), step_rule=Steady(), line_search=True)
 
 
 # -- residuals
