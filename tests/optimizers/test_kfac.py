@@ -284,7 +284,9 @@ def test_a_layer_first_used_between_decompositions():
     opt, forward = KFAC(model, factor_every=1, decompose_every=50), model.forward
     train(model, opt, *batch, 15)
     model.forward = lambda x: forward(x) + model.late
-    assert all(map(math.isfinite, train(model, opt, *batch, 3))) and model.late.any()
+    train(model, opt, *batch, 1)
+    assert all(block.is_ready for block in opt.preconditioner.blocks)
+    assert all(map(math.isfinite, train(model, opt, *batch, 2))) and model.late.any()
 
 
 def test_report_names_every_parameter():

@@ -479,7 +479,7 @@ MUTANTS = [
     # -- optimizers
     *broken(
         "optimizers/preconditioner.py",
-        "optimizers/test_every_optimizer.py optimizers/test_kfac.py optimizers/test_schedule.py",
+        "optimizers/test_preconditioner.py optimizers/test_kfac.py",
         ("right[name] / mean.to(right[name].dtype)", "right[name]"),
         ("if turn or not workers.is_ready(b)]", "if turn]"),
     ),
@@ -500,7 +500,7 @@ MUTANTS = [
     *broken(
         "optimizers/steps/trust_region.py",
         "optimizers/steps optimizers/test_kfac.py optimizers/test_ekfac.py",
-        ("(energy / outputs.size).sqrt()", "energy.sqrt()"),
+        ("(energy / outputs.entries_per_sample).sqrt()", "energy.sqrt()"),
         ("OUTPUT_CHANGE_GROWTH * recent)", "recent)"),
         ('number(1 - g["lr"] * g["weight_decay"])', 'number(1 - g["weight_decay"])'),
     ),

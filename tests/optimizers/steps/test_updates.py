@@ -6,7 +6,16 @@ import math
 import pytest
 import torch
 
-from optimizers.steps.updates import adapted_step, adapted_trust, are_finite, inner, slope_ratio, within_trust
+from optimizers.steps.updates import (
+    Move,
+    adapted_step,
+    adapted_trust,
+    are_finite,
+    inner,
+    slope_ratio,
+    take,
+    within_trust,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -30,3 +39,32 @@ def test_updates():
     assert inner(one([1.0, 2.0]), one([3.0, 4.0])) == 11
     assert are_finite([one([1.0]), one([])]) and are_finite([one([1e308, 1e308])])  # whose sum is not
     assert not any(are_finite([one([1.0]), one([2.0, bad])]) for bad in (math.nan, math.inf, -math.inf))
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_step_of_two_layers(good: bool):
+    """The first is cut back to a tenth of its length, the second decays and has a rate of its own."""
+    one = functools.partial(torch.tensor, dtype=torch.float64)
+    parameters, starts = [one([3.0, 4.0]), one([1.0, 0.0])], [one([3.0, 4.0]), one([1.0, 0.0])]
+    last = one([7.0, 7.0])
+    slope = take(
+        Move(
+            parameters=parameters,
+            directions=[one([0.0, 10.0]), one([0.2, 0.0])],
+            last=[None, last],
+            squares=[None, None],
+            slopes=[one(2.0), one(3.0)],
+            rates=[one(1.0), one(0.5)],
+            kept=[None, one(0.9)],
+            layers=[1, 1],
+            step_size=one(0.2),
+            trust=one(0.1),
+            good=torch.tensor(good),
+        )
+    )
+    moved = [one([0.0, -0.5]), one([-0.02, 0.0])] if good else [torch.zeros(2).double()] * 2
+    kept = [1.0, 0.9 if good else 1.0]
+    for p, start, k, d in zip(parameters, starts, kept, moved, strict=True):
+        torch.testing.assert_close(p, k * start + d)
+    torch.testing.assert_close(last, moved[1] if good else one([7.0, 7.0]))
+    assert slope.item() == pytest.approx(-(0.05 * 2.0 + 0.2 * 0.5 * 3.0) if good else 0.0)
