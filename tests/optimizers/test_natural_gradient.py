@@ -206,6 +206,7 @@ def test_a_linear_model_is_solved_in_one_step():
     opt.step(residual)
     best = torch.linalg.lstsq(torch.cat([x, torch.ones(30, 1).double()], 1), y[:, None]).solution[:, 0]
     torch.testing.assert_close(torch.cat([model.weight[0], model.bias]), best)
+    assert opt.history[0]["coarser"] == 0  # all that was promised is there
 
 
 @pytest.mark.parametrize("name", SIZES)

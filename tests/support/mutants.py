@@ -499,14 +499,14 @@ MUTANTS = [
     ),
     *broken(
         "optimizers/steps/trust_region.py",
-        "optimizers/steps optimizers/test_kfac.py optimizers/test_ekfac.py",
+        "optimizers/steps/test_trust_region.py optimizers/test_kfac.py",
         ("(energy / outputs.entries_per_sample).sqrt()", "energy.sqrt()"),
         ("OUTPUT_CHANGE_GROWTH * recent)", "recent)"),
         ('number(1 - g["lr"] * g["weight_decay"])', 'number(1 - g["weight_decay"])'),
     ),
     *broken(
         "optimizers/steps/descent.py",
-        "optimizers/test_natural_gradient_training.py optimizers/test_kfac.py optimizers/steps",
+        "optimizers/steps/test_descent.py optimizers/test_natural_gradient_training.py",
         ("gradients[k] + damping * momentum * u", "gradients[k] + momentum * u"),
         ("LONGEST_GRADIENT * longest, norm)", "norm, norm)"),
         ("torch.maximum(slope - damping * square,", "torch.maximum(slope + damping * square,"),

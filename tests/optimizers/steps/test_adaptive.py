@@ -58,6 +58,18 @@ def test_curvature_of_a_part_of_the_batch():
     torch.testing.assert_close(half, whole, rtol=1e-5, atol=0)
 
 
+def test_every_second_sample_is_taken():
+    model, loss, x, y = task("mlp", n=8)
+    direction = {k: torch.sin(torch.arange(p.numel()).float()).view_as(p) for k, p in model.named_parameters()}
+    found = []
+    for part, stride in ((slice(None), 2), (slice(None, None, 2), 1), (slice(None), 1)):
+        replay = Replay(model, closure_of(model, torch.optim.SGD(model.parameters()), loss, x[part], y[part]))
+        replay.first()
+        found.append(replay.curvatures([direction], stride).item())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0] != pytest.approx(found[2], rel=1e-2)
+
+
 def test_penalties_in_the_closure_count():
     """A penalty on the parameters has its own curvature: the Hessian of 1/2 c ||p||^2 is c."""
     model, loss, x, y = task("mlp", n=8)
@@ -114,6 +126,17 @@ def test_solves_a_linear_regression_in_a_few_steps():
     opt = KFAC(model, adaptive=True, inject=curvature.isotropic(8))
     values = train_by_closure(model, opt, lambda out, y: F.mse_loss(out, y), x, x @ weight + 1, 20)
     assert values[-1] < 1e-8 * values[0]
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.5])
+def test_a_quadratic_loss_falls_as_predicted(lr: float):
+    """Also where only a part of the model's own step is taken. Samples come in pairs, of which one stands for both."""
+    with seeded(0):
+        model, x = nn.Linear(5, 1).double(), torch.randn(20, 5).double().repeat_interleave(2, 0)
+    opt = KFAC(model, lr=lr, adaptive=True)
+    for _ in range(2):
+        train_by_closure(model, opt, F.mse_loss, x, x.sum(1, keepdim=True), 1)
+        assert opt.history[-1]["ratio"] == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
