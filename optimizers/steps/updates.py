@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -76,29 +78,47 @@ def take(move: Move) -> Tensor:
     Returns:
         How steeply the loss falls along all displacements together, a scalar.
     """
-    slopes, start = [], 0
     size = torch.where(move.good, move.step_size, 0)
-    for count in move.layers:
-        layer = range(start, start + count)
-        start += count
-        squares = [move.squares[k] or (_square(move.directions[k]), _square(move.parameters[k])) for k in layer]
-        lengths = [length for length, _ in squares]
-        own = [square.clamp(min=1) for _, square in squares]  # so that tensors that start at zero can leave it
-        cut = within_trust(size, torch.stack(lengths).sum().sqrt(), torch.stack(own).sum().sqrt(), move.trust)
-        for k in layer:
-            p, rate = move.parameters[k], cut * move.rates[k].to(cut.dtype)
-            if (kept := move.kept[k]) is not None:
-                p.mul_(torch.where(move.good, kept.to(p.dtype), 1))
-            displacement = move.directions[k].mul_(-rate.to(p.dtype)).nan_to_num_(0.0, 0.0, 0.0)
-            p.add_(displacement)
-            if (last := move.last[k]) is not None:
-                last.copy_(torch.where(move.good, displacement, last))
-            slopes.append(rate * move.slopes[k])
-    return -torch.stack(slopes).nan_to_num(0.0, 0.0, 0.0).sum()
+    lengths, sizes = _squares(move, move.directions, 0), _squares(move, move.parameters, 1)
+    sizes = sizes.clamp(min=1)  # so that tensors that start at zero can leave it
+    lengths, sizes = (_by_layer(squares, move.layers).sqrt() for squares in (lengths, sizes))
+    cuts = within_trust(size, lengths, sizes, move.trust).unbind()
+    spread = [cut for cut, count in zip(cuts, move.layers, strict=True) for _ in range(count)]
+    rates = [cut * rate.to(cut.dtype) for cut, rate in zip(spread, move.rates, strict=True)]
+    for p, kept in zip(move.parameters, move.kept, strict=True):
+        if kept is not None:
+            p.mul_(torch.where(move.good, kept.to(p.dtype), 1))
+    scales = [-rate.to(d.dtype) for rate, d in zip(rates, move.directions, strict=True)]
+    torch._foreach_mul_(move.directions, scales)
+    for displacement in move.directions:
+        displacement.nan_to_num_(0.0, 0.0, 0.0)
+    torch._foreach_add_(move.parameters, move.directions)
+    lasts = [(last, d) for last, d in zip(move.last, move.directions, strict=True) if last is not None]
+    if lasts:  # after a bad batch the displacements are zero
+        torch._foreach_mul_([last for last, _ in lasts], (~move.good).to(lasts[0][0].dtype))
+        torch._foreach_add_(*map(list, zip(*lasts, strict=True)))
+    return -(torch.stack(rates) * torch.stack(move.slopes)).nan_to_num(0.0, 0.0, 0.0).sum()
 
 
-def _square(x: Tensor) -> Tensor:
-    return inner(x, x).float()
+def _squares(move: Move, tensors: list[Tensor], which: int) -> Tensor:
+    """Squared norms (n,) of directions (0) or parameters (1)."""
+    given = [pair[which] for pair in move.squares if pair is not None]
+    if given:
+        return torch.stack(given)
+    return squared_norms(tensors)
+
+
+def _by_layer(squares: Tensor, layers: list[int]) -> Tensor:
+    """Sums over the parameters of each layer."""
+    runs = [(count, len(list(same))) for count, same in itertools.groupby(layers)]
+    parts = squares.split([count * number for count, number in runs])
+    return torch.cat([part.view(-1, count).sum(1) for part, (count, _) in zip(parts, runs, strict=True)])
+
+
+def squared_norms(tensors: list[Tensor]) -> Tensor:
+    """The squared norm of each tensor (n,), in single precision."""
+    wide = functools.reduce(torch.promote_types, [t.dtype for t in tensors], torch.float32)
+    return torch.stack(torch._foreach_norm(tensors, 2, wide)).square().float()
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:

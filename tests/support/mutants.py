@@ -494,8 +494,9 @@ MUTANTS = [
         "optimizers/steps/test_updates.py optimizers/test_kfac.py",
         ("(step * (rate * ratio).exp())", "(step * (-rate * ratio).exp())"),
         ("relative * size / length.clamp(", "relative / length.clamp("),
-        ("p.add_(displacement)", "p.add_(displacement, alpha=2)"),
-        ("slopes.append(rate * move.slopes[k])", "slopes.append(move.slopes[k])"),
+        ("_foreach_add_(move.parameters, move.directions)", "_foreach_sub_(move.parameters, move.directions)"),
+        ("torch.stack(rates) * torch.stack(move.slopes)", "torch.stack(move.slopes)"),
+        ("(~move.good).to(", "move.good.to("),
     ),
     *broken(
         "optimizers/steps/trust_region.py",
