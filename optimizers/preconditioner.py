@@ -103,7 +103,7 @@ class Preconditioner:
             alike = [b for b, other in zip(own, dampings, strict=True) if other == damping]
             invert(alike, DAMPING_SHARE, damping)
         workers.exchange(due)
-        return len(due), sum(b.cost for b in due) / sum(b.cost for b in blocks)
+        return len(due), sum(b.cost for b in due) / (sum(b.cost for b in blocks) or 1)
 
     def _due(self, step: int) -> tuple[list[Block], list[Block]]:
         """All blocks with statistics, and those of them that are due for inversion."""

@@ -77,7 +77,7 @@ class FullBlock(Block):
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         for block in blocks:
-            block.decompose(share * block.trace / block.rank)
+            block.decompose(share * block.trace / block.rank or 1.0)  # without curvature: along the gradient
 
     @property
     def is_ready(self) -> bool:

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from curvature.preconditioners import Block
 from optimizers.steps.closure_replay import Replay
-from optimizers.steps.quadratic_model import GROW, SHRINK, Quadratic, first_accepted, next_damping
+from optimizers.steps.quadratic_model import GROW, SHRINK, Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule, checked_value
 from optimizers.steps.updates import are_finite, inner
 
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
 SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
-FIRST_DAMPING = 1e-3  # relative to the curvature along the first direction
 FRESH_DECAY = 0.8  # of the running averages of slope and curvature on fresh data
 LEAST_PART = 0.2  # shortest step, as a fraction of the model's own
 HOLD, RAISE = 0.75, 0.6  # fractions approved by fresh data below which damping stops falling, and rises
@@ -135,9 +134,10 @@ class AdaptiveStep(StepRule):
         if last.keys() == self.last.keys() and last:
             self._learn(float(model.slopes[-1]), float(model.curvature[-1, -1]))
         if self.damping < 0:
-            whole = torch.ones(len(directions), dtype=torch.float64, device="cpu")
-            norm = float(whole @ model.norms @ whole)
-            self.damping = FIRST_DAMPING * max(float(whole @ model.curvature @ whole), 1e-30) / max(norm, 1e-30)
+            self.damping = model.first_damping()
+        if self.damping < 0 or not model.value(self.part * lr * model.minimum(self.damping), 0.0) < 0:
+            self.forget()  # nothing left to do for this batch
+            return entry | {"accepted": True, "step_size": 0.0}
         return entry | self._first_accepted(replay, model, directions, len(groups), lr, entry["loss"])
 
     def _first_accepted(
@@ -148,30 +148,30 @@ class AdaptiveStep(StepRule):
         taken = self.part * lr
         start = {name: parameters[name].detach().clone() for d in directions for name in d}
 
-        def reduction(damping: float) -> float:
+        def attempt(damping: float) -> tuple[float, tuple[Tensor, Named]]:
             alpha = model.minimum(damping)
             expected = model.value(taken * alpha, 0.0)
+            step = _combined(directions, (taken * alpha).tolist())
             set_parameters(parameters, start)
             try:
-                add_to_parameters(parameters, _combined(directions, (taken * alpha).tolist()))
-                return (float(replay.loss()) - loss) / expected if expected < 0 else math.nan
+                add_to_parameters(parameters, step)
+                return (float(replay.loss()) - loss) / expected if expected < 0 else math.nan, (alpha, step)
             except BaseException:
                 set_parameters(parameters, start)
                 raise
 
-        trial = first_accepted(reduction, self.damping)
-        entry = {"ratio": trial.ratio, "rollbacks": trial.rollbacks}
+        trial, largest = first_accepted(attempt, self.damping), largest_curvature(model.curvature, model.norms)
+        entry = {"ratio": trial.ratio, "rollbacks": trial.rollbacks, "accepted": trial.is_accepted}
         if not trial.is_accepted:
             set_parameters(parameters, start)
-            self.damping = trial.damping * GROW
+            self.damping = trial.damping_after_failure(largest)
             self.forget()
-            return entry | {"accepted": False, "damping": self.damping}
-        alpha = model.minimum(trial.damping)
-        self.last, self.start = _combined(directions, (taken * alpha).tolist()), start
-        self.predicted, self.taken = -float(model.slopes @ alpha), taken
-        self.damping = self._bounded(trial.damping, next_damping(trial.damping, trial.ratio))
-        size = float(alpha[:groups].mean())
-        return entry | {"accepted": True, "step_size": size, "damping": trial.damping}
+            return entry | {"damping": self.damping}
+        alpha, self.last = trial.step
+        self.start, self.taken = start, taken
+        self.predicted = -float(model.slopes @ alpha)
+        self.damping = self._bounded(trial.damping, next_damping(trial.damping, trial.ratio, largest))
+        return entry | {"step_size": float(alpha[:groups].mean()), "damping": trial.damping}
 
     def undo(self, parameters: Named) -> dict[str, Tensor]:
         """Roll back the last step and raise the damping; returns the argument of `redo`."""

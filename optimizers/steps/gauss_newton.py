@@ -12,7 +12,7 @@ from curvature import Jacobian
 from curvature.preconditioners import LeastSquares
 from optimizers.model_optimizer import shared_option
 from optimizers.steps.line_search import LinePoint, LineSearch, accept, times_lr
-from optimizers.steps.quadratic_model import GROW, first_accepted, next_damping
+from optimizers.steps.quadratic_model import first_accepted, next_damping
 from optimizers.steps.residuals import ResidualReplay, aligned, loss_of
 from optimizers.steps.rule import StepContext
 
@@ -108,24 +108,24 @@ class _Step:
 
     def levenberg_marquardt(self) -> tuple[dict[str, Any], LinePoint]:
         """More damping until the loss falls."""
-        memory, loss = self.memory, self.search.origin.loss
-        if memory.damping < 0:
-            memory.damping = FIRST_DAMPING * self.problem.largest
-        _ = self.problem.spectrum  # every damping is solved for with the same
-        points = [self.search.origin]
+        memory, loss, largest = self.memory, self.search.origin.loss, self.problem.largest
+        if memory.damping <= 0:
+            memory.damping = FIRST_DAMPING * largest
 
-        def reduction(damping: float) -> float:
+        def attempt(damping: float) -> tuple[float, LinePoint]:
             d = self._direction(damping)
             expected = loss - self._promised(d)
             with self.timed("trials"):
-                points.append(self.search.point_at(d, 1.0))
-            return (loss - points[-1].loss) / expected if expected > 0 else math.nan
+                point = self.search.point_at(d, 1.0)
+            return (loss - point.loss) / expected if expected > 0 else math.nan, point
 
-        trial = first_accepted(reduction, memory.damping)
-        grown = trial.damping * GROW
-        memory.damping = next_damping(trial.damping, trial.ratio) if trial.is_accepted else grown
+        trial = first_accepted(attempt, memory.damping)
         entry = {"damping": trial.damping, "ratio": trial.ratio, "rollbacks": trial.rollbacks}
-        return entry, points[-1 if trial.is_accepted else 0]
+        if not trial.is_accepted:
+            memory.damping = trial.damping_after_failure(largest)
+            return entry, self.search.origin
+        memory.damping = next_damping(trial.damping, trial.ratio, largest)
+        return entry, trial.step
 
     def _direction(self, damping: float, cutoff: float = 0.0) -> Tensor:
         """``-J^+ r``, or with momentum the last displacement and what it leaves to solve for (SPRING)."""

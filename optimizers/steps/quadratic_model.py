@@ -9,16 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvature.linalg import symmetric_eigh
 
+FIRST_DAMPING = 1e-3  # relative to the curvature along the first directions
 GOOD, POOR = 0.75, 0.25  # reduction ratios between which the damping stays
 SINGLE_PRECISION = 1e-6  # of products that were made in it
 SHRINK, GROW = 0.8, 4.0  # factors of the damping: slowly down, quickly up
 MOST_TRIES = 12  # dampings tried before a step is given up
+MOST_DAMPING = 1e3  # relative to the largest curvature: failures raise it no further
+LEAST_DAMPING = 1e-30  # likewise: a damping of zero could never grow again
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,37 @@ class Quadratic:
     def is_finite(self) -> bool:
         return all(bool(torch.isfinite(x).all()) for x in (self.slopes, self.curvature, self.norms))
 
+    def first_damping(self) -> float:
+        """A share of the curvature along the sum of the directions; -1 if that says nothing.
+
+        Where there is no curvature the slope stands in: directions are of a length that suits a step size of one.
+        """
+        whole = torch.ones_like(self.slopes)
+        norm, bend = (float(whole @ matrix @ whole) for matrix in (self.norms, self.curvature))
+        size = bend if bend > 0 else abs(float(self.slopes @ whole))
+        found = FIRST_DAMPING * size / norm if norm > 0 else -1.0
+        return found if math.isfinite(found) and found > 0 else -1.0
+
     def value(self, alpha: Tensor, damping: float) -> float:
         """The predicted change of the loss."""
         return float(self.slopes @ alpha + alpha @ (self.curvature + damping * self.norms) @ alpha / 2)
 
 
-def next_damping(damping: float, ratio: float, shrink: float = SHRINK) -> float:
-    """Levenberg-Marquardt: less where the loss fell as predicted or more, more where it fell by much less."""
+def largest_curvature(curvature: Tensor, norms: Tensor) -> float:
+    """The largest curvature along a direction of length one; zero where there is none. Both are (k, k)."""
+    lengths = norms.diagonal()
+    return float(torch.where(lengths > 0, curvature.diagonal() / lengths, 0.0).max().clamp(min=0))
+
+
+def next_damping(damping: float, ratio: float, largest: float, shrink: float = SHRINK) -> float:
+    """Levenberg-Marquardt: less where the loss fell as predicted or more, more where it fell by much less.
+
+    Args:
+        ratio: reduction ratio of the step with this damping.
+        largest: the largest curvature along a direction of length one.
+    """
     if ratio > GOOD:
-        return damping * shrink
+        return max(damping * shrink, min(damping, LEAST_DAMPING * largest))
     return damping / shrink if ratio < POOR else damping
 
 
@@ -64,30 +90,48 @@ class Trial:
     """The last of the dampings that were tried.
 
     Attributes:
+        first: damping of the first try.
         damping, ratio: its damping and reduction ratio.
-        rollbacks: tries before it; all of them if it failed, too.
+        rollbacks: tries before it; with it, if it failed, too.
         is_accepted: whether the loss fell.
+        step: the step with this damping.
     """
 
+    first: float
     damping: float
     ratio: float
     rollbacks: int
     is_accepted: bool
+    step: Any
+
+    def damping_after_failure(self, largest: float) -> float:
+        """More for the next step, unless no damping would have helped.
+
+        Where the loss did not change at all, or curvature is zero, it stays as it was.
+
+        Args:
+            largest: the largest curvature along a direction of length one.
+        """
+        if self.ratio == 0:
+            return self.first
+        return max(self.first, min(self.first * GROW, MOST_DAMPING * largest))
 
 
-def first_accepted(reduction: Callable[[float], float], damping: float) -> Trial:
-    """Try ever more damping until the loss falls.
+def first_accepted(attempt: Callable[[float], tuple[float, Any]], damping: float) -> Trial:
+    """Try ever more damping until the loss falls, or until it does not change at all: then it cannot tell.
 
     Args:
-        reduction: makes a step with the damping given, and returns its reduction ratio: actual decrease of the loss
-            over the expected one.
+        attempt: makes the step with the damping given, and returns its reduction ratio (actual decrease of the loss
+            over the expected one) and the step.
         damping: of the first try.
     """
-    ratio = math.nan
+    first = damping
     for rollbacks in range(MOST_TRIES):
         if rollbacks:
             damping *= GROW
-        ratio = reduction(damping)
+        ratio, step = attempt(damping)
         if math.isfinite(ratio) and ratio > 0:
-            return Trial(damping, ratio, rollbacks, True)
-    return Trial(damping, ratio, MOST_TRIES, False)
+            return Trial(first, damping, ratio, rollbacks, True, step)
+        if ratio == 0:
+            break
+    return Trial(first, damping, ratio, rollbacks + 1, False, step)

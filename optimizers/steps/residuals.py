@@ -23,7 +23,7 @@ from curvature.recording import ModelState
 from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
 from optimizers.steps.adaptive import grouped, set_parameters
-from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, next_damping
+from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
 from optimizers.steps.updates import are_finite, inner
 
@@ -257,33 +257,32 @@ class SubspaceSolver:
         values, options, parameters = replay.values, context.options, context.trained
         start = {name: parameters[name].detach().clone() for name in space.jacobian.shapes}
 
-        def reduction(damping: float) -> float:
+        def attempt(damping: float) -> tuple[float, tuple[Tensor, Named]]:
             alpha = lr * space.minimum(values, damping)
+            move = space.combined(alpha)
             expected = loss - float((values + space.change(alpha, values)).double().square().sum()) / 2
             try:
-                for name, d in space.combined(alpha).items():
+                for name, d in move.items():
                     decay = options[name]["lr"] * options[name]["weight_decay"]
                     parameters[name].copy_(start[name]).mul_(1 - decay).add_(d)
-                return (loss - replay.loss()) / expected if expected > 0 else math.nan
+                return (loss - replay.loss()) / expected if expected > 0 else math.nan, (alpha, move)
             except BaseException:
                 set_parameters(parameters, start)
                 raise
 
-        trial = first_accepted(reduction, self.damping)
+        trial, largest = first_accepted(attempt, self.damping), largest_curvature(space.curvature, space.norms)
         is_fixed = next(iter(options.values()))["damping"] is not None
         entry = {"accepted": trial.is_accepted, "ratio": trial.ratio, "rollbacks": trial.rollbacks}
         if not trial.is_accepted:
             set_parameters(parameters, start)
             self.moves = []
-            grown = trial.damping * GROW
-            self.damping = self.damping if is_fixed else grown
-            return entry | {"step_size": 0.0, "damping": grown}
-        alpha = lr * space.minimum(values, trial.damping)
-        move = space.combined(alpha)
+            self.damping = self.damping if is_fixed else trial.damping_after_failure(largest)
+            return entry | {"step_size": 0.0, "damping": trial.damping}
+        alpha, move = trial.step
         kept = REMEMBERED if options[next(iter(move))]["momentum"] else 0
         self.moves = [*self.moves, move][-kept:] if kept else []
         if not is_fixed:
-            self.damping = next_damping(trial.damping, trial.ratio, SHRINK)
+            self.damping = next_damping(trial.damping, trial.ratio, largest, SHRINK)
         first = alpha.reshape(-1, len(space.groups))[-DIRECTIONS]
         return entry | {"step_size": float(first.mean()), "damping": trial.damping}
 

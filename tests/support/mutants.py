@@ -514,10 +514,12 @@ MUTANTS = [
     ),
     *broken(
         "optimizers/steps/quadratic_model.py",
-        "optimizers/steps/test_adaptive.py",
+        "optimizers/steps/test_adaptive.py optimizers/steps/test_adaptive_limits.py",
         ("self.curvature + damping * self.norms\n        size", "self.curvature - damping * self.norms\n        size"),
         ("alpha @ (self.curvature + damping * self.norms) @ alpha / 2", "alpha @ self.curvature @ alpha"),
         ("return damping / shrink if ratio < POOR else damping", "return damping"),
+        ("MOST_DAMPING * largest))", "math.inf))"),
+        ("max(damping * shrink, min(damping, LEAST_DAMPING * largest))", "damping * shrink"),
     ),
     *broken(
         "optimizers/steps/line_search.py",

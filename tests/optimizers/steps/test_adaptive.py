@@ -100,7 +100,7 @@ def test_minimum_of_the_quadratic_model():
 
 
 def test_damping_follows_the_reduction_ratio():
-    assert next_damping(1.0, 0.9) < 1 == next_damping(1.0, 0.5) < next_damping(1.0, 0.1)
+    assert next_damping(1.0, 0.9, 1.0) < 1 == next_damping(1.0, 0.5, 1.0) < next_damping(1.0, 0.1, 1.0)
 
 
 # -- training

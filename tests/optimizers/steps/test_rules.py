@@ -27,23 +27,29 @@ pytestmark = pytest.mark.fast
 # -- the ladder of dampings
 
 
-@pytest.mark.parametrize("bad", [-1.0, 0.0, math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("bad", [-1.0, math.nan, -math.inf, math.inf])
 def test_more_damping_until_the_loss_falls(bad: float) -> None:
     tried: list[float] = []
 
-    def reduction(damping: float) -> float:
+    def attempt(damping: float) -> tuple[float, int]:
         tried.append(damping)
-        return 0.5 if len(tried) == 3 else bad
+        return 0.5 if len(tried) == 3 else bad, len(tried)
 
-    assert first_accepted(reduction, 0.1) == Trial(pytest.approx(0.1 * GROW**2), 0.5, 2, True)
+    assert first_accepted(attempt, 0.1) == Trial(0.1, pytest.approx(0.1 * GROW**2), 0.5, 2, True, 3)
     assert tried == pytest.approx([0.1, 0.1 * GROW, 0.1 * GROW**2])
 
 
 def test_a_ladder_without_success_ends() -> None:
     tried: list[float] = []
-    trial = first_accepted(lambda damping: tried.append(damping) or -1.0, 1.0)
-    assert trial == Trial(GROW ** (MOST_TRIES - 1), -1.0, MOST_TRIES, False)
+    trial = first_accepted(lambda damping: (tried.append(damping) or -1.0, None), 1.0)
+    assert trial == Trial(1.0, GROW ** (MOST_TRIES - 1), -1.0, MOST_TRIES, False, None)
     assert len(tried) == MOST_TRIES
+
+
+def test_a_loss_that_does_not_change_at_all_ends_the_ladder() -> None:
+    ratios = iter([-1.0, 0.0])
+    trial = first_accepted(lambda damping: (next(ratios), None), 1.0)
+    assert trial == Trial(1.0, GROW, 0.0, 2, False, None)
 
 
 # -- the trust region
