@@ -1,4 +1,4 @@
-"""Adaptive steps where nothing is left to do, or nothing can be done: zero losses and gradients, flat and linear losses."""
+"""Adaptive steps where nothing is left to do, or nothing can be done: losses and gradients of zero, flat losses."""
 
 from __future__ import annotations
 
@@ -116,9 +116,7 @@ def test_batches_with_a_constant_output(optimizer: str):
 def test_linear_losses_fall(optimizer: str):
     """Without curvature every step may be longer than the last; nothing is raised when numbers end."""
     model, x, y = readme_example()
-    losses = train_by_closure(
-        model, OPTIMIZERS[optimizer](model), lambda out, y: out.square().mean(1)[0] * 0 + out.mean(), x, y, 40
-    )
+    losses = train_by_closure(model, OPTIMIZERS[optimizer](model), lambda out, y: out.mean(), x, y, 40)
     assert losses[5] < losses[0] - 1 and all(map(math.isfinite, losses))
 
 
