@@ -135,9 +135,11 @@ class Preconditioner:
         right = self.store.right_hand_sides({k: to_full(g, trained[k]) for k, g in gradients.items()}, trained)
         found: dict[str, Tensor] = {}
         ready = [b for b in self.blocks if workers.is_ready(b) and all(name in right for name in b.names)]
-        for block in ready:
-            if workers.keeps(block):
-                found |= dict(zip(block.names, block.solve([right[name] for name in block.names]), strict=True))
+        kept = [b for b in ready if workers.keeps(b)]
+        for kind in dict.fromkeys(type(b) for b in kept):
+            alike = [b for b in kept if type(b) is kind]
+            solutions = kind.solve_all(alike, [[right[name] for name in b.names] for b in alike])
+            found |= {k: u for b, own in zip(alike, solutions, strict=True) for k, u in zip(b.names, own, strict=True)}
         workers.gathered(ready, found, right)
         left = [name for name in gradients if name not in found]
         if left:

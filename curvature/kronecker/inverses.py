@@ -15,17 +15,18 @@ from torch import Tensor
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
     count_recovery,
-    full_precision,
     is_sketch,
     low_rank_inverse,
     matmul,
     moment_diagonal,
+    own_precision,
     psd_eigh,
     sketch_spectrum,
     spd_inverse,
     try_cholesky,
 )
 
+STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a call for each
 ROOT_ASPECT_RATIO = 16  # a side this many times larger than the other keeps its root: solving with that is cheaper
 
 
@@ -45,17 +46,31 @@ class KroneckerInverse:
     roots: tuple[bool, bool] = (False, False)
     shifts: tuple[Tensor | None, Tensor | None] = (None, None)
 
-    @full_precision()
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
         """The product with x, in place if x is our own: allocating memory costs more than arithmetic."""
-        if self.values is None:
-            with torch.autocast(x.device.type, enabled=False):
+        with own_precision(x):
+            if self.values is None:
                 x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own)
                 return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False, own=True)
-        if self.is_partial:
-            return _partial(self.rows, self.columns, self.values, x)
-        inner = _right(self.columns, _left(_transposed(self.rows), x)) * self.values
-        return _right(_transposed(self.columns), _left(self.rows, inner))
+            if self.is_partial:
+                return _partial(self.rows, self.columns, self.values, x)
+            inner = _right(self.columns, _left(_transposed(self.rows), x)).mul_(self.values)
+            return _right(_transposed(self.columns), _left(self.rows, inner))
+
+    @property
+    def form(self) -> Any:
+        """Equal for inverses that can be stacked; None if this one cannot, or is so large that it does not pay."""
+        sides = (self.rows, self.columns) if self.values is None else (self.rows, self.columns, self.values)
+        is_plain = not any(self.roots) and self.shifts == (None, None) and not self.is_partial
+        is_small = max(self.rows.shape[-1], self.columns.shape[-1]) <= STACKED_MAX_SIDE
+        return tuple(side.shape for side in sides) if is_plain and is_small else None
+
+    @staticmethod
+    def stacked(inverses: Sequence[KroneckerInverse]) -> KroneckerInverse:
+        """One inverse for several of one form, their groups one after the other."""
+        rows, columns = torch.cat([i.rows for i in inverses]), torch.cat([i.columns for i in inverses])
+        values = [i.values for i in inverses if i.values is not None]
+        return KroneckerInverse(rows, columns, torch.cat(values) if values else None)
 
     @property
     def is_partial(self) -> bool:
@@ -163,8 +178,9 @@ def carry_diagonal(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor
     That matrix is taken to be diagonal in the old basis. The trace is kept, for orthogonal sides.
     """
     olds = [torch.diag_embed(o) if o.ndim < n.ndim else o for o, n in zip(old, new, strict=True)]
-    rows, columns = (n * o if n.ndim == 2 else matmul(n.mT, o).square() for o, n in zip(olds, new, strict=True))
-    return _right(_transposed(columns), _left(rows, values))
+    with own_precision(values):
+        rows, columns = (n * o if n.ndim == 2 else (n.mT @ o).square() for o, n in zip(olds, new, strict=True))
+        return _right(_transposed(columns), _left(rows, values))
 
 
 def _stacked(sides: Sequence[Tensor]) -> Tensor:
@@ -267,11 +283,11 @@ def _spectrum(side: Tensor, is_root: bool, shift: Tensor | None) -> Tensor:
 
 
 def _left(side: Tensor, x: Tensor) -> Tensor:
-    return side[:, :, None] * x if side.ndim == 2 else matmul(side, x)
+    return side[:, :, None] * x if side.ndim == 2 else side @ x
 
 
 def _right(side: Tensor, x: Tensor) -> Tensor:
-    return x * side[:, None, :] if side.ndim == 2 else matmul(x, side)
+    return x * side[:, None, :] if side.ndim == 2 else x @ side
 
 
 def _transposed(side: Tensor) -> Tensor:

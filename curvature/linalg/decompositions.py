@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -82,6 +82,16 @@ def full_precision() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
+def own_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside, products on the device of x have their factors' precision, whatever autocast and TF32 settings say."""
+    if IN_FULL_PRECISION.get() and not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()  # to enter a context costs more than a small product
+    stack = ExitStack()
+    stack.enter_context(torch.autocast(x.device.type, enabled=False))
+    stack.enter_context(full_precision())
+    return stack
+
+
 def try_decompose(decompose: Callable[[], Any]) -> Any:
     """The result, one tensor or several; None if the decomposition fails or a result is not finite."""
     try:
@@ -91,7 +101,9 @@ def try_decompose(decompose: Callable[[], Any]) -> Any:
             raise
         return None
     tensors = [found] if isinstance(found, Tensor) else list(found)
-    return found if bool(torch.stack([x.isfinite().all() for x in tensors]).all()) else None
+    # sums are quick, but those of finite entries may overflow
+    is_fine = bool(torch.stack([x.sum().isfinite() for x in tensors]).all())
+    return found if is_fine or bool(torch.stack([x.isfinite().all() for x in tensors]).all()) else None
 
 
 @full_precision()
@@ -161,7 +173,7 @@ def spd_inverse(matrix: Tensor) -> Tensor:
         largest = values.amax(-1, keepdim=True)
         floor = eigenvalue_rounding(largest).clamp(min=torch.finfo(values.dtype).tiny)
         return (vectors / torch.maximum(values, floor)[:, None, :]) @ vectors.mT
-    return torch.cholesky_inverse(root)
+    return torch.cholesky_inverse(root).mT  # the same numbers, row by row in memory
 
 
 def eigenvalue_rounding(largest: Tensor) -> Tensor:
@@ -266,7 +278,7 @@ def _is_symmetric(matrix: Tensor) -> bool:
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` in their own precision, whatever autocast and TF32 settings say."""
-    with torch.autocast(left.device.type, enabled=False), full_precision():
+    with own_precision(left):
         return left @ right
 
 

@@ -96,6 +96,11 @@ class Block:
         """``(M + damping I)^-1`` times gradients, each in the shape of its parameter."""
         raise NotImplementedError
 
+    @staticmethod
+    def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """`solve` with several blocks of this class, given the gradients of each."""
+        return [block.solve(own) for block, own in zip(blocks, gradients, strict=True)]
+
     @property
     def mean_eigenvalue(self) -> Tensor:
         """Trace of M over its dimension, a scalar tensor."""

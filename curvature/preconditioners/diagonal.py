@@ -96,6 +96,12 @@ class DiagonalBlock(Block):
         assert self.inverse is not None
         return [(gradients[0].to(self.dtype) * self.inverse).to(gradients[0].dtype)]
 
+    @staticmethod
+    def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        wide = [own[0].to(block.dtype) for block, own in zip(blocks, gradients, strict=True)]
+        found = torch._foreach_mul(wide, [block.inverse for block in blocks])
+        return [[u.to(own[0].dtype)] for u, own in zip(found, gradients, strict=True)]
+
     @property
     def mean_eigenvalue(self) -> Tensor:
         assert self.values is not None

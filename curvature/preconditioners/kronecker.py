@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -134,8 +135,32 @@ class KroneckerBlock(Block):
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
+        return self._solved(self.inverse, gradients)
+
+    @staticmethod
+    def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """Blocks of one layout are stacked, if their inverses can be."""
+        kinds: dict[Any, list[int]] = {}
+        for k, (block, own) in enumerate(zip(blocks, gradients, strict=True)):
+            form = block.inverse.form
+            kind = k if form is None else (block.scheme, form, *(g.dtype for g in own))
+            kinds.setdefault(kind, []).append(k)
+        found: dict[int, list[Tensor]] = {}
+        for alike in kinds.values():
+            if len(alike) == 1:
+                found[alike[0]] = blocks[alike[0]].solve(gradients[alike[0]])
+                continue
+            together = [torch.stack(tensors) for tensors in zip(*(gradients[k] for k in alike), strict=True)]
+            inverse = KroneckerInverse.stacked([blocks[k].inverse for k in alike])
+            solved = [x.unbind() for x in blocks[alike[0]]._solved(inverse, together)]
+            found |= dict(zip(alike, map(list, zip(*solved, strict=True)), strict=True))
+        return [found[k] for k in range(len(blocks))]
+
+    def _solved(self, inverse: KroneckerInverse, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """An inverse times gradients of shapes (*batch, *shape), the groups of all in the order of the batch."""
         arrangement = self.scheme.arrangement
-        u = self.inverse(arrangement.to_matrices(gradients).to(self.scheme.dtype), own=len(gradients) > 1)
+        x = arrangement.to_matrices(gradients).to(self.scheme.dtype)
+        u = inverse(x.reshape(-1, *x.shape[-2:]), own=len(gradients) > 1).view_as(x)
         return [u.to(g.dtype).contiguous() for u, g in zip(arrangement.from_matrices(u), gradients, strict=True)]
 
     @property

@@ -167,6 +167,8 @@ class Tape:
 
 def is_sharded(x: Any) -> bool:
     """Whether a tensor is spread over processes, as the parameters of FSDP2 are."""
+    if type(x) in (Tensor, nn.Parameter):
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # takes a second to import; without it there are no shards
     return module is not None and isinstance(x, module.DTensor)
 

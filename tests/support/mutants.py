@@ -278,14 +278,11 @@ MUTANTS = [
     *broken(
         "curvature/kronecker/inverses.py",
         "curvature/kronecker/test_inverses.py curvature/linalg curvature/preconditioners",
-        (
-            "return KroneckerInverse(left, right, 1 / (values + damping))",
-            "return KroneckerInverse(left, right, 1 / (values + 2 * damping))",
-        ),
+        ("right, 1 / (values + damping))", "right, 1 / (values + 2 * damping))"),
         ("torch.where(values > least, 1 / values, 0.0)", "torch.where(values > 0 * least, 1 / values, 1.0)"),
         ("root = (1 - (rest + damping) / (values + damping))", "root = ((rest + damping) / (values + damping))"),
         ("values[:, :-1, :-1] - row - column + outside", "values[:, :-1, :-1] - row - column"),
-        ("matmul(n.mT, o).square()", "matmul(n.mT, o).abs()"),
+        ("(n.mT @ o).square()", "(n.mT @ o).abs()"),
     ),
     *broken(
         "curvature/kronecker/sums.py",
@@ -425,6 +422,15 @@ MUTANTS = [
         "curvature/preconditioners/block.py",
         "curvature/preconditioners",
         ("(1 - decay) / (1 - decay ** (", "(1 - decay) / (1 + decay ** ("),
+    ),
+    *broken(
+        "curvature/preconditioners/kronecker.py",
+        "curvature/preconditioners",
+        (
+            "dict(zip(alike, map(list, zip(*solved, strict=True)), strict=True))",
+            "dict(zip(alike[::-1], map(list, zip(*solved, strict=True)), strict=True))",
+        ),
+        ("(block.scheme, form, *(g.dtype for g in own))", "(form, *(g.dtype for g in own))"),
     ),
     *broken(
         "curvature/preconditioners/diagonal.py",
