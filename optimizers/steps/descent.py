@@ -12,7 +12,7 @@ from torch import Tensor
 from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.model_optimizer import shared_option
 from optimizers.steps.rule import Named, StepContext
-from optimizers.steps.updates import inner
+from optimizers.steps.updates import inner, inners
 
 LONGEST_GRADIENT = 10.0  # gradients are clipped to this multiple of the longest of recent steps
 OUTLIER_FACTOR = 1e3  # a gradient longer than this multiple is ignored, but never two in a row
@@ -125,7 +125,7 @@ class SpringDescent:
 
 def inner_products(ones: Named, others: Named, trained: Named) -> dict[str, Tensor]:
     """Inner products by name, of shards summed over the processes that have the others."""
-    found = torch.stack([inner(x, others[name]).float() for name, x in ones.items()])
+    found = inners(list(ones.values()), [others[name] for name in ones])
     return dict(zip(ones, sum_over_shards(found, [trained[name] for name in ones]).unbind(), strict=True))
 
 

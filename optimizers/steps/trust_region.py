@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -143,7 +144,7 @@ class TrustRegionStep(StepRule):
         number = lambda x: torch.tensor(x, dtype=torch.float64, device="cpu")
         groups = {id(g): g for g in options.values()}
         numbers = {k: (number(g["lr"]), number(1 - g["lr"] * g["weight_decay"])) for k, g in groups.items()}
-        rates = {name: numbers[id(options[name])] for name in names}
+        owners = [id(options[name]) for name in names]
         is_spread = any(is_sharded(trained[name]) for name in directions)
         lengths, sizes = (inner_products(x, x, trained) if is_spread else {} for x in (directions, own))
         for name in names:
@@ -156,8 +157,8 @@ class TrustRegionStep(StepRule):
             last=[None if last[name] is None else to_local(last[name]) for name in names],
             squares=[(lengths[name], sizes[name]) if is_spread else None for name in names],
             slopes=[found.slopes[name] for name in names],
-            rates=[rates[name][0] for name in names],
-            kept=[rates[name][1] if options[name]["weight_decay"] else None for name in names],
+            rates=[(numbers[owner][0], len(list(same))) for owner, same in itertools.groupby(owners)],
+            kept=[numbers[k][1] if options[n]["weight_decay"] else None for n, k in zip(names, owners, strict=True)],
             layers=[len(layer) for layer in layers],
             step_size=self.state.step_size,
             trust=self.state.trust,

@@ -52,7 +52,7 @@ class Move(NamedTuple):
         last: where the last displacements are, to be overwritten.
         squares: squared norms of direction and parameter, where these are shards.
         slopes: inner products of gradient and direction.
-        rates: lr of each parameter.
+        rates: lr, and the number of parameters in a row that it is for.
         kept: what weight decay leaves of it; None: all.
         layers: how many parameters belong to each layer, in this order.
         step_size, trust: scalars; no layer moves by more than `trust` times its norm.
@@ -64,7 +64,7 @@ class Move(NamedTuple):
     last: list[Tensor | None]
     squares: list[tuple[Tensor, Tensor] | None]
     slopes: list[Tensor]
-    rates: list[Tensor]
+    rates: list[tuple[Tensor, int]]
     kept: list[Tensor | None]
     layers: list[int]
     step_size: Tensor
@@ -82,14 +82,13 @@ def take(move: Move) -> Tensor:
     lengths, sizes = _squares(move, move.directions, 0), _squares(move, move.parameters, 1)
     sizes = sizes.clamp(min=1)  # so that tensors that start at zero can leave it
     lengths, sizes = (_by_layer(squares, move.layers).sqrt() for squares in (lengths, sizes))
-    cuts = within_trust(size, lengths, sizes, move.trust).unbind()
-    spread = [cut for cut, count in zip(cuts, move.layers, strict=True) for _ in range(count)]
-    rates = [cut * rate.to(cut.dtype) for cut, rate in zip(spread, move.rates, strict=True)]
+    cuts = _spread(within_trust(size, lengths, sizes, move.trust), move.layers)
+    parts = zip(cuts.split([count for _, count in move.rates]), move.rates, strict=True)
+    rates = torch.cat([part * rate.to(part.dtype) for part, (rate, _) in parts])
     for p, kept in zip(move.parameters, move.kept, strict=True):
         if kept is not None:
             p.mul_(torch.where(move.good, kept.to(p.dtype), 1))
-    scales = [-rate.to(d.dtype) for rate, d in zip(rates, move.directions, strict=True)]
-    torch._foreach_mul_(move.directions, scales)
+    torch._foreach_mul_(move.directions, list(rates.neg().unbind()))
     for displacement in move.directions:
         displacement.nan_to_num_(0.0, 0.0, 0.0)
     torch._foreach_add_(move.parameters, move.directions)
@@ -97,7 +96,7 @@ def take(move: Move) -> Tensor:
     if lasts:  # after a bad batch the displacements are zero
         torch._foreach_mul_([last for last, _ in lasts], (~move.good).to(lasts[0][0].dtype))
         torch._foreach_add_(*map(list, zip(*lasts, strict=True)))
-    return -(torch.stack(rates) * torch.stack(move.slopes)).nan_to_num(0.0, 0.0, 0.0).sum()
+    return -(rates * torch.stack(move.slopes)).nan_to_num(0.0, 0.0, 0.0).sum()
 
 
 def _squares(move: Move, tensors: list[Tensor], which: int) -> Tensor:
@@ -110,9 +109,19 @@ def _squares(move: Move, tensors: list[Tensor], which: int) -> Tensor:
 
 def _by_layer(squares: Tensor, layers: list[int]) -> Tensor:
     """Sums over the parameters of each layer."""
-    runs = [(count, len(list(same))) for count, same in itertools.groupby(layers)]
-    parts = squares.split([count * number for count, number in runs])
-    return torch.cat([part.view(-1, count).sum(1) for part, (count, _) in zip(parts, runs, strict=True)])
+    parts = squares.split([count * number for count, number in _runs(layers)])
+    return torch.cat([x.view(-1, count).sum(1) for x, (count, _) in zip(parts, _runs(layers), strict=True)])
+
+
+def _spread(numbers: Tensor, layers: list[int]) -> Tensor:
+    """The number of its layer for each parameter."""
+    parts = numbers.split([number for _, number in _runs(layers)])
+    return torch.cat([x.repeat_interleave(count) for x, (count, _) in zip(parts, _runs(layers), strict=True)])
+
+
+def _runs(counts: list[int]) -> list[tuple[int, int]]:
+    """Counts, and how often each follows upon itself."""
+    return [(count, len(list(same))) for count, same in itertools.groupby(counts)]
 
 
 def squared_norms(tensors: list[Tensor]) -> Tensor:
@@ -125,6 +134,13 @@ def inner(one: Tensor, other: Tensor) -> Tensor:
     """The inner product of two tensors of one shape, in single precision at least."""
     wide = torch.promote_types(one.dtype, torch.float32)
     return torch.dot(one.to(wide).flatten(), other.to(wide).flatten())
+
+
+def inners(ones: list[Tensor], others: list[Tensor]) -> Tensor:
+    """The inner products of pairs of tensors (n,), in single precision."""
+    if all(x.dtype == y.dtype == torch.float32 for x, y in zip(ones, others, strict=True)):
+        return torch.stack([torch.dot(x.flatten(), y.flatten()) for x, y in zip(ones, others, strict=True)])
+    return torch.stack([inner(x, y).float() for x, y in zip(ones, others, strict=True)])
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:

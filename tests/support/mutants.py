@@ -501,7 +501,7 @@ MUTANTS = [
         ("(step * (rate * ratio).exp())", "(step * (-rate * ratio).exp())"),
         ("relative * size / length.clamp(", "relative / length.clamp("),
         ("_foreach_add_(move.parameters, move.directions)", "_foreach_sub_(move.parameters, move.directions)"),
-        ("torch.stack(rates) * torch.stack(move.slopes)", "torch.stack(move.slopes)"),
+        ("-(rates * torch.stack(move.slopes))", "-torch.stack(move.slopes)"),
         ("(~move.good).to(", "move.good.to("),
     ),
     *broken(

@@ -54,7 +54,7 @@ def test_a_step_of_two_layers(good: bool):
             last=[None, last],
             squares=[None, None],
             slopes=[one(2.0), one(3.0)],
-            rates=[one(1.0), one(0.5)],
+            rates=[(one(1.0), 1), (one(0.5), 1)],
             kept=[None, one(0.9)],
             layers=[1, 1],
             step_size=one(0.2),
