@@ -64,14 +64,15 @@ class ModelOptimizer(torch.optim.Optimizer):
         return {self.name_of(p): p for group in self.param_groups for p in group["params"] if p.requires_grad}
 
     def present(self) -> dict[str, nn.Parameter]:
-        """The model's own parameters that are trained, by the names that they have now.
+        """The model's own parameters that are trained and not empty, by the names that they have now.
 
         During `torch.func.functional_call` others stand in for them.
         """
         now = dict(self.model.named_parameters())
         self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
         given = {self.name_of(p) for group in self.param_groups for p in group["params"]}
-        return {name: p for name, p in now.items() if name in given and p.requires_grad}
+        is_empty = lambda p: not nn.parameter.is_lazy(p) and not p.numel()
+        return {name: p for name, p in now.items() if name in given and p.requires_grad and not is_empty(p)}
 
     def options(self) -> dict[str, dict[str, Any]]:
         """The options of each parameter's group, by name, as plain numbers (a scheduler may keep tensors)."""

@@ -15,13 +15,17 @@ from torch import Tensor
 
 from curvature.linalg import full_precision
 from curvature.preconditioners import Block, CurvatureStore, invert
-from curvature.recording import is_sharded
+from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes
 from optimizers.schedule import Schedule
 
+WITHOUT_CURVATURE = (
+    "no forward pass of the model was seen that shows any curvature, and parameters move along their gradients; call "
+    "the model that the optimizer was given, and have it return its outputs"
+)
 DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, the default damping of that factor
 
 Named = Mapping[str, Tensor]
@@ -83,9 +87,7 @@ class Preconditioner:
             self.store.gather(passes.total.curvature, team.processes.all_gather_objects)
             sums = team.statistics.finish()
         if not self.store.blocks:
-            raise RuntimeError(
-                f"{self.owner}.step: no forward pass of the model was seen; call the model that the optimizer was given"
-            )
+            warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
         found = passes.take()
         if sums is not None:
             found.curvature.blocks = self.store.statistics_from(sums)

@@ -241,7 +241,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         """
         if self.residual_rule is not None:
             return self.residual_rule.solver.report(self.model)
-        lines = table(self.store.blocks, self.model, self.trained(), self.param_groups)
+        lines = table(self.store.blocks, self.model, self.trained(), self.param_groups, bool(self.monitor.started))
         return "\n".join([*lines, self.recorder.substitute] if self.recorder.substitute else lines)
 
     def stats(self) -> dict[str, Any]:

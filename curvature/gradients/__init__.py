@@ -11,7 +11,13 @@ from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import batched_vjp, output_changes
-from curvature.gradients.parameter_terms import Terms, joint_bias, terms_by_parameter
+from curvature.gradients.parameter_terms import (
+    Terms,
+    computed_weights,
+    joint_bias,
+    terms_by_parameter,
+    weighted_gradients,
+)
 from curvature.gradients.per_sample import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
 from curvature.gradients.plans import Plan, find_plan, learn_and_verify, plan_key
 from curvature.gradients.sample_axes import candidate_axes, sample_layouts
@@ -19,6 +25,7 @@ from curvature.gradients.verification import require_independent_samples, single
 
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "Plan", "Terms", "batched_vjp", "candidate_axes", "check_gradients",
+    "computed_weights", "weighted_gradients",
     "find_plan", "general_path_terms", "joint_bias", "learn_and_verify", "output_changes", "per_sample_gradients",
     "per_sample_gram", "per_sample_norms", "plan_key", "require_independent_samples", "residual_jacobian",
     "sample_layouts", "single_sample_reference", "terms_by_parameter", "validate_loss",

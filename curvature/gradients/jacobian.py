@@ -122,21 +122,21 @@ class Jacobian:
 
     @staticmethod
     def recorded(tape: Tape, outputs: Sequence[Tensor], vectors: Sequence[Tensor], model: nn.Module) -> Jacobian:
-        """The Jacobians (N, P) of the samples' ``<output, vector>``, one piece for each of k vectors.
+        """The Jacobians (N, P) of the samples' ``<output, vector>``, a piece for each of k vectors and each length N.
 
         Args:
             tape: of the forward pass that gave the outputs (N, ...), samples along their first axis. P are the
                 parameters that it was made for.
-            vectors: (k, N, ...) for each output.
+            vectors: (k, N, ...) for each output. Outputs of one length are of the same samples.
 
         In single precision at least, whatever the precision of model and outputs.
         """
         parameters = {name: p for name, p in model.named_parameters() if name in tape.parameters}
         parts = []
-        for sent in zip(*vectors, strict=True):
+        alike = [[k for k, x in enumerate(outputs) if len(x) == n] for n in dict.fromkeys(map(len, outputs))]
+        for sent, own_outputs in itertools.product(zip(*vectors, strict=True), alike):
             with torch.enable_grad():
-                pairs = zip(outputs, sent, strict=True)
-                values = torch.stack([(x * v).reshape(len(x), -1).sum(1) for x, v in pairs]).sum(0)
+                values = torch.stack([(outputs[k] * sent[k])[..., None].flatten(1).sum(1) for k in own_outputs]).sum(0)
             edge = get_gradient_edge(values)
             own = _terms(values.detach(), edge, parameters, model, tape)
             parts.append((len(values), {k: [promote(t, torch.float32) for t in terms] for k, terms in own.items()}))

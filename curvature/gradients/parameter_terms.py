@@ -22,7 +22,7 @@ SLICES = {
 
 
 def terms_by_parameter(
-    tape: Tape, backprops: list[Tensor | None], layouts: Sequence[Iterable[Layout]], skip: set[str]
+    tape: Tape, backprops: Sequence[Tensor | None], layouts: Sequence[Iterable[Layout]], skip: set[str]
 ) -> tuple[Terms, set[str]]:
     """Terms of every parameter, and the names of those that the recorded uses do not explain.
 
@@ -101,8 +101,8 @@ def _pull_back(node: ParameterNode, terms: list[Term], tape: Tape) -> Terms:
     if node.origin is None:
         return {next(iter(node.names)): terms}
     parent = next(iter(node.origin.slots.values()))
-    if node.origin.is_transpose and all(isinstance(t, OuterProduct) for t in terms):
-        return _pull_back(parent, [t.transpose() for t in terms if isinstance(t, OuterProduct)], tape)
+    if node.origin.is_transpose:
+        return _pull_back(parent, [_transposed(t) for t in terms], tape)
     start = _first_row(node)
     if start is not None:
         return _pull_back(parent, [_row_slice(t, start, tuple(parent.tensor.shape)) for t in terms], tape)
@@ -110,6 +110,50 @@ def _pull_back(node: ParameterNode, terms: list[Term], tape: Tape) -> Terms:
     roots = [tape.parameters[name].tensor for name in names]
     rows = gradient_rows(node.tensor if node.edge is None else node.edge, roots, gradients(terms))
     return {name: [DenseGradients(g)] for name, g in zip(names, rows, strict=True)}
+
+
+def _transposed(term: Term) -> Term:
+    return term.transpose() if isinstance(term, OuterProduct) else DenseGradients(term.gradients().mT)
+
+
+def computed_weights(tape: Tape) -> list[ParameterNode]:
+    """The tensors that were computed from parameters by more than views, and that data met."""
+    readers = [use for use in tape.uses if use.edge is not None and not use.results]
+    nodes = dict.fromkeys(node for use in readers for node in use.slots.values())
+    return [node for node in nodes if _viewed(node).origin is not None]
+
+
+def _viewed(node: ParameterNode) -> ParameterNode:
+    """What a tensor is a transpose, or a range of the rows, of."""
+    while node.origin is not None and (node.origin.is_transpose or _first_row(node) is not None):
+        node = next(iter(node.origin.slots.values()))
+    return node
+
+
+def weighted_gradients(
+    tape: Tape,
+    node: ParameterNode,
+    backprops: Sequence[Tensor | None],
+    layouts: Sequence[Iterable[Layout]],
+    weights: Tensor,
+) -> dict[str, Tensor]:
+    """Weighted sums over samples of the gradients of the parameters that a tensor was computed from, by its readers.
+
+    Args:
+        backprops, layouts: as for `terms_by_parameter`; those of the tensor's readers are needed.
+        weights: (N,). Readers that are not per sample count with a weight of one.
+    """
+    total = torch.zeros_like(node.tensor)
+    for use in node.uses:
+        found = None if use.results else _terms_of_use(use, backprops[use.index], layouts[use.index])
+        for slot, term in (found or {}).items():
+            if use.slots[slot] is node:
+                own = weights if len(term) == len(weights) else weights.new_ones(len(term))
+                total += term.weighted_sum(own.to(term.device))
+    names = sorted(node.names)
+    roots = [tape.parameters[name].tensor for name in names]
+    pulled = torch.autograd.grad(node.tensor, roots, total, retain_graph=True, allow_unused=True)
+    return {name: g for name, g in zip(names, pulled, strict=True) if g is not None}
 
 
 def _first_row(node: ParameterNode) -> int | None:

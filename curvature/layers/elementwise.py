@@ -51,9 +51,9 @@ class ElementwiseRule(Rule):
             raise Unsupported("the output has no axis of samples")
         expanded = args[slot].detach().broadcast_to(call.shape).clone().requires_grad_()
         args[slot] = expanded
-        rest = {k: v.clone() if k == "arg0" and isinstance(v, Tensor) else v for k, v in args.items()}
-        positional = [rest.pop(f"arg{k}") for k in range(len(args)) if f"arg{k}" in args]
         with torch.enable_grad():
+            rest = {k: v.clone() if k == "arg0" and isinstance(v, Tensor) else v for k, v in args.items()}
+            positional = [rest.pop(f"arg{k}") for k in range(len(args)) if f"arg{k}" in args]
             out = function(*positional, **rest)
         (per_place,) = torch.autograd.grad(out, expanded, b.to(out.dtype))
         return sum_over_broadcast(layout.front(per_place), shape, layout)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter
+from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import full_precision
@@ -21,7 +21,7 @@ from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.row_ranges import RowRange, RowRangeBlock
 from curvature.preconditioners.statistics import CurvatureStatistics
-from curvature.recording import Tape
+from curvature.recording import ParameterNode, Tape
 from curvature.terms import DenseGradients, ElementwiseProduct, Term, name_of_rows, row_ranges
 
 MAX_SIDE = 2048  # a larger side is kept as a sketch
@@ -186,8 +186,8 @@ class BlockDiagonalCurvature(CurvatureStore):
             sent = [v[k] for v in vectors]
             backprops = tape.gradients(outputs, sent)
             terms, failed = terms_by_parameter(tape, backprops, _layouts(tape, count), set())
-            hidden = {name for name, node in tape.parameters.items() if not node.uses}  # in a scripted module, say
-            terms |= self._plain(tape, outputs, sent, sorted(failed | hidden))
+            unseen = {name for name, own in terms.items() if not own}  # read in a scripted module, or without data
+            terms |= self._plain(tape, outputs, sent, sorted(failed | unseen))
             total.add_(self.measure_terms(tape, terms, count if k == 0 else 0, rank, world_size))
         return total
 
@@ -198,11 +198,31 @@ class BlockDiagonalCurvature(CurvatureStore):
         return {name: [DenseGradients(g[None])] for name, g in zip(names, found, strict=True) if g is not None}
 
     def measure_backprops(
-        self, tape: Tape, backprops: list[Tensor | None], count: int, rank: int = 0, world_size: int = 1
+        self,
+        tape: Tape,
+        backprops: Sequence[Tensor | None],
+        count: int,
+        whole: Mapping[str, Tensor],
+        rank: int = 0,
+        world_size: int = 1,
     ) -> CurvatureStatistics:
-        """Statistics of a pass from given backprops (those of the loss's own backward pass)."""
-        terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), set())
+        """Statistics of a pass whose graph is gone, from the backprops of the loss's own backward pass.
+
+        Args:
+            whole: sums over the batch by name, for parameters whose per-sample gradients the backprops do not tell.
+        """
+        terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), set(whole))
+        terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
         return self.measure_terms(tape, terms, count, rank, world_size)
+
+    def weighted_gradients(
+        self, tape: Tape, node: ParameterNode, backprops: Sequence[Tensor | None], weights: Tensor
+    ) -> Mapping[str, Tensor]:
+        """Sums over samples, with weights (N,), of the gradients of parameters behind a computed tensor.
+
+        They are for `measure_backprops`, and need the graph of that tensor.
+        """
+        return weighted_gradients(tape, node, backprops, _layouts(tape, len(weights)), weights)
 
     def measure_terms(
         self, tape: Tape, terms: dict[str, list[Term]], count: int, rank: int = 0, world_size: int = 1

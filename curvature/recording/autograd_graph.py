@@ -129,7 +129,8 @@ def graph_signature(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
         if isinstance(node, BackwardCFunction) or (kind.__name__ in DATA_DEPENDENT and from_data):
             return None
         if kind not in SETTINGS:
-            names = [name for name in dir(kind) if name.startswith("_saved_")]
+            # saved tensors have a raw form, too; to look at them would make activation checkpoints compute them anew
+            names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
             SETTINGS[kind] = [name for name in names if _setting(node, name) != TENSOR]
         found.append((kind, *(_setting(node, name) for name in SETTINGS[kind])))
     return tuple(found)

@@ -25,6 +25,8 @@ from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.recording.loss_functions import LOSSES
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
+REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
+
 
 class RecordingMode(TorchFunctionMode):
     """The mode that is active during the forward pass of the root module."""
@@ -53,6 +55,8 @@ class RecordingMode(TorchFunctionMode):
             out = func(*args, **kwargs)
             if any(x in self.data for x in found):
                 self.mark_as_data(out)
+                if func in REDUCTIONS and out.requires_grad and not out.ndim:
+                    self.tape.reductions.append((found[0], out))
             return out
         plain = plain_form(func, args) or (traceable_body(func) if func not in RULES else None)
         if plain is not None:

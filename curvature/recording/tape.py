@@ -103,6 +103,7 @@ class Tape:
         mixing: names of modules whose output for one sample depends on the others (BatchNorm in training mode).
         samples: the length of the model's inputs.
         losses: calls of loss functions inside the model: function, positional and keyword arguments.
+        reductions: tensors that depend on data, with the sum or mean of all their entries.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
@@ -112,6 +113,7 @@ class Tape:
         self.mixing: list[str] = []
         self.samples: int | None = None
         self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
+        self.reductions: list[tuple[Tensor, Tensor]] = []
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Send vectors back from the output.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from curvature.preconditioners import CurvatureStatistics
 from optimizers.recording.output_scale import Sums as OutputSums
@@ -53,6 +54,7 @@ class Passes:
         self.last: Pass | None = None
         self.arrived = False  # whether a pass has counted since the last step
         self.is_old = False  # whether what has counted belongs to gradients that were zeroed
+        self.leaf_hooks: list[RemovableHandle] = []  # of the passes since the last step
 
     def wait(self, measured: Measured, outputs: Sequence[Tensor], discard: Callable[[], None]) -> None:
         """Count a pass as soon as a gradient of its outputs arrives; `discard` as for `begin`."""
@@ -67,7 +69,9 @@ class Passes:
                 found.step = None
 
         for x in outputs:
-            x.register_hook(arrive)
+            handle = x.register_hook(arrive)
+            if x.is_leaf:  # a parameter that the model returns as it is
+                self.leaf_hooks.append(handle)
 
     def begin(self, discard: Callable[[], None]) -> None:
         """A gradient arrives: forget what belongs to gradients that were zeroed, and `discard` what was sent of it."""
@@ -100,6 +104,9 @@ class Passes:
         self._end()
 
     def _end(self) -> None:
+        for handle in self.leaf_hooks:
+            handle.remove()
+        self.leaf_hooks.clear()
         self.step, self.last, self.arrived, self.is_old = object(), None, False, False
 
 

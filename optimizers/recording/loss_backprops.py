@@ -6,19 +6,22 @@ Both listen to a recorded pass, and deliver at the next step, when the scale of 
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from curvature import Tape
+from curvature.gradients import computed_weights
 from curvature.preconditioners import BlockDiagonalCurvature, FullCurvature
+from curvature.recording import ParameterNode
 from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes
-from optimizers.recording.model_outputs import samples_first
+from optimizers.recording.model_outputs import as_real, samples_first
 from optimizers.recording.output_scale import Sums
 
 SHARED_UNIT = 256.0  # of rows that several processes with batches of different sizes share
@@ -26,12 +29,16 @@ SHARED_UNIT = 256.0  # of rows that several processes with batches of different 
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """A recorded forward pass over `count` samples, the tensors that its loss is made of, and their sizes."""
+    """A recorded forward pass over `count` samples, the tensors that its loss is made of, and their sizes.
+
+    `signs` draws a random sign (count,) for each sample.
+    """
 
     tape: Tape
     outputs: Sequence[Tensor]
     output_sums: Sums
     count: int
+    signs: Callable[[], Tensor]
 
 
 class LossBackprops(Protocol):
@@ -54,6 +61,35 @@ class LossBackprops(Protocol):
         """Whether `deliver` has something to measure."""
 
 
+@dataclass
+class Arrived:
+    """What the loop's backward pass has brought to a recorded pass so far.
+
+    Attributes:
+        backprops: at every use.
+        computed: sums over samples, each with a random sign, of the gradients of parameters from which a tensor was
+            computed that data met; by that tensor.
+        whole: gradients of the batch, of parameters that no function with a rule reads together with data.
+    """
+
+    found: RecordedPass
+    backprops: list[Tensor | None]
+    computed: dict[ParameterNode, Mapping[str, Tensor]] = field(default_factory=dict)
+    whole: dict[str, Tensor] = field(default_factory=dict)
+
+    def sums(self) -> dict[str, Tensor]:
+        """`whole`, and what `computed` adds up to, by parameter."""
+        found = dict(self.whole)
+        for name, g in (pair for own in self.computed.values() for pair in own.items()):
+            found[name] = found[name] + g if name in found else g
+        return found
+
+    def clear(self) -> None:
+        self.backprops[:] = [None] * len(self.backprops)
+        self.computed.clear()
+        self.whole.clear()
+
+
 class LayerBackprops:
     """Keeps the backprop at every use.
 
@@ -66,48 +102,118 @@ class LayerBackprops:
 
     def __init__(self, store: BlockDiagonalCurvature, passes: Passes, teams: Teams, is_sum: bool) -> None:
         self.store, self.passes, self.teams, self.is_sum = store, passes, teams, is_sum
-        self.arrived: list[tuple[RecordedPass, list[Tensor | None]]] = []
+        self.arrived: list[Arrived] = []
+        self.without_graph: list[Arrived] = []  # of passes whose outputs depend on no data
+        self.is_measuring = False
 
     def listen(self, found: RecordedPass) -> None:
         tape = found.tape
-        backprops: list[Tensor | None] = [None] * len(tape.uses)
-        arrival = (replace(found, outputs=()), backprops)  # the graph of the outputs holds what its hooks hold
-
-        def keep(index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
-            def hook(gradients: Sequence[Tensor]) -> None:
-                if gradients[number] is not None:
-                    if not any(backprops is own for _, own in self.arrived):
-                        self.arrived.append(arrival)
-                    b = gradients[number].detach().reshape(tape.uses[index].shape)
-                    # scaled or not, single precision does not overflow
-                    backprops[index] = b.to(torch.promote_types(b.dtype, torch.float32))
-
-            return hook
-
+        arrival = Arrived(replace(found, outputs=()), [None] * len(tape.uses))  # hooks on the graph hold no part of it
+        tape.losses.clear()
+        tape.reductions.clear()
+        computed = computed_weights(tape)
+        behind = {name for node in computed for name in node.names}
+        signs = found.signs() if computed else torch.ones(0)
+        me = weakref.ref(arrival)  # held by the hooks on the graph of the outputs, and gone with it
+        for node in [*computed, *(tape.parameters[name] for name in behind)]:
+            handle = node.tensor.register_hook(self._computed_hook(me, weakref.ref(node), signs))
+            weakref.finalize(arrival, handle.remove)
+        for name in _whole(tape) - behind:
+            handle = tape.parameters[name].tensor.register_hook(self._whole_hook(me, name))
+            weakref.finalize(arrival, handle.remove)
+        held = {id(node.tensor) for use in tape.uses for node in use.results}
+        for x in found.outputs:
+            if x.is_leaf or id(x) in held:  # the tape would hold its own graph
+                self.without_graph.append(arrival)
+            else:
+                x.register_hook(functools.partial(_keep, arrival))
         for use in tape.uses:
-            if use.edge is not None:
-                use.edge.node.register_prehook(keep(use.index, use.edge.output_nr))
+            if use.edge is not None and not use.results:  # the graph of a computed weight is held by the tape
+                use.edge.node.register_prehook(self._backprop_hook(arrival, use.index, use.edge.output_nr))
                 use.edge = use.edge._replace(node=None)  # type: ignore[arg-type]  # the node holds the tape by its hook
+
+    def _backprop_hook(self, arrival: Arrived, index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
+        def hook(gradients: Sequence[Tensor]) -> None:
+            if gradients[number] is not None:
+                self._note(arrival)
+                b, before = _widened(gradients[number]), arrival.backprops[index]
+                b = b.reshape(arrival.found.tape.uses[index].shape)
+                arrival.backprops[index] = b if before is None else before + b
+
+        return hook
+
+    def _computed_hook(
+        self, arrival: weakref.ref[Arrived], node: weakref.ref[ParameterNode], signs: Tensor
+    ) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            """The readers of the tensor have got their backprops, and the graph behind it is still there."""
+            own, read = arrival(), node()
+            if own is None or read is None or self.is_measuring:
+                return
+            self.is_measuring = True  # what goes back now passes here, too
+            try:
+                own.computed[read] = self.store.weighted_gradients(own.found.tape, read, own.backprops, signs)
+            finally:
+                self.is_measuring = False
+
+        return hook
+
+    def _whole_hook(self, arrival: weakref.ref[Arrived], name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            own, g = arrival(), _widened(gradient)
+            if own is not None and not self.is_measuring:
+                self._note(own)
+                own.whole[name] = own.whole[name] + g if name in own.whole else g
+
+        return hook
+
+    def _note(self, arrival: Arrived) -> None:
+        if not any(arrival is own for own in self.arrived):
+            self.arrived.append(arrival)
 
     def deliver(self, scale: Callable[[], float]) -> None:
         processes = self.teams.current().processes
-        for found, backprops in self.arrived:
-            each = (1 if self.is_sum else found.count) / scale()
-            own = [None if b is None else b.mul_(each) for b in backprops]
-            measured = self.store.measure_backprops(found.tape, own, found.count, processes.rank, processes.size)
-            self.passes.total.add_(Measured(measured, found.output_sums))
-        self.arrived.clear()
+        for own in self.arrived:
+            each = (1 if self.is_sum else own.found.count) / scale()
+            measured = self.store.measure_backprops(
+                own.found.tape,
+                [None if b is None else b * each for b in own.backprops],
+                own.found.count,
+                {name: g * each for name, g in own.sums().items()},
+                processes.rank,
+                processes.size,
+            )
+            self.passes.total.add_(Measured(measured, own.found.output_sums))
+        self.discard()
 
     def zero(self) -> None:
-        for _, backprops in self.arrived:
-            backprops[:] = [None] * len(backprops)
+        for own in self.arrived:
+            own.clear()
 
     def discard(self) -> None:
         self.arrived.clear()
+        self.without_graph.clear()
 
     @property
     def has_arrived(self) -> bool:
         return bool(self.arrived)
+
+
+def _keep(arrival: Arrived, gradient: Tensor) -> None:
+    """A hook that does nothing; it holds the arrival."""
+
+
+def _widened(gradient: Tensor) -> Tensor:
+    """Scaled or not, single precision does not overflow."""
+    return gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32))
+
+
+def _whole(tape: Tape) -> set[str]:
+    """Names of the parameters that no function with a rule reads together with data, or that another one reads too."""
+    reads = [use for use in tape.uses if not use.results]
+    known = {name for use in reads if use.edge is not None and use.shape for name in use.names}
+    unknown = {name for use in reads if use.edge is None or not use.shape for name in use.names}
+    return tape.parameters.keys() - known | unknown
 
 
 class LossRows:
@@ -126,31 +232,31 @@ class LossRows:
         self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
 
     def listen(self, found: RecordedPass) -> None:
-        if len(found.outputs) != 1:
-            raise ValueError(
-                "inject: rows of empirical() need a model that returns one tensor, or gives a loss function of torch "
-                f"one, found {len(found.outputs)}; return the output, and use isotropic() if there are several"
-            )
         each = 1.0 if self.is_sum else float(found.count)
         unit = each if self.teams.current().processes.size == 1 else SHARED_UNIT
         self.waiting.append(found)  # until the next step; its own graph would hold it for ever
         waiting = weakref.ref(found)
 
-        def sent(gradient: Tensor) -> None:
-            handle.remove()  # what goes back now passes here too
-            own = waiting()
-            if own is not None:
-                self._measure(own, gradient, each, unit)
+        def sent(index: int) -> Callable[[Tensor], None]:
+            def hook(gradient: Tensor | None) -> None:
+                if gradient is None:
+                    return
+                handles[index].remove()  # what goes back now passes here too
+                own = waiting()
+                if own is not None:
+                    self._measure(own, index, gradient, each, unit)
 
-        handle = found.outputs[0].register_hook(sent)
+            return hook
 
-    def _measure(self, found: RecordedPass, gradient: Tensor, each: float, unit: float) -> None:
+        handles = [x.register_hook(sent(index)) for index, x in enumerate(found.outputs)]
+
+    def _measure(self, found: RecordedPass, index: int, gradient: Tensor, each: float, unit: float) -> None:
         self.passes.begin(self.teams.discard)
         if self.unit is None:
             self.unit = unit
         with torch.enable_grad():
-            output = samples_first(found.outputs[0], found.count)
-        vectors = samples_first(gradient * (each / self.unit), found.count).detach()[None]
+            output = samples_first(as_real(found.outputs[index]), found.count)
+        vectors = samples_first(as_real(gradient) * (each / self.unit), found.count).detach()[None]
         with torch.autocast(gradient.device.type, enabled=False):
             measured = self.store.measure(found.tape, [output], [vectors], found.count)
         self.passes.total.add_(Measured(measured, found.output_sums))

@@ -1,4 +1,4 @@
-"""Where vectors are sent back from: what a model returned, or what the loss functions inside it have received."""
+"""Where vectors are sent back from: what a model returned, or what the losses inside it are made of."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from curvature import Tape
+from optimizers.recording.loss_terms import gradients_at, loss_terms
 
 SUBSTITUTE = (
-    "the model returned no tensor but its loss, made by no loss function of torch: curvature by empirical(), from "
-    "the training loop's own backward pass, for a loss that is a mean over the batch"
+    "the model returned no tensor but its loss, made by no loss function of torch: curvature by empirical(), for a "
+    "loss that is a mean over the batch"
 )
 
 
@@ -21,30 +22,37 @@ SUBSTITUTE = (
 class ModelOutputs:
     """Tensors (count, ...), samples first, and the target of each, where it is known.
 
-    `sources` are what they are views of, in the graph of the loss; `scale` is that of the loss, where there are none.
+    Attributes:
+        sources: the tensors to which the loop's backward pass comes: what `tensors` are views of, or the losses.
+        gradients: of the losses at `tensors`, where the model returned no more than its losses; else empty.
+        scale: absolute value of the losses, if the model returned no more than these.
     """
 
     tensors: Sequence[Tensor]
     sources: Sequence[Tensor]
     targets: Sequence[Any]
     count: int
+    gradients: Sequence[Tensor] = ()
     scale: Tensor | None = None
 
 
+@torch.enable_grad()
 def find_outputs(tape: Tape, output: Any) -> ModelOutputs:
-    """The tensors that a model returned; of one that returns only its loss, what its loss functions have received.
+    """The tensors that a model returned; of one that returns only its losses, what these are made of.
 
-    Without such a function there are no tensors, and only the training loop knows what goes back; a count of zero means
+    That is what loss functions of torch have received, or else what sums and means were taken of. A model that returned
+    None and called no loss function has no tensors: only the training loop knows what goes back. A count of zero means
     that nothing does.
     """
     returned = list(differentiable(output))
     own = [x for x in returned if x.ndim]
     if own:
-        return ModelOutputs(own, own, [None] * len(own), len(own[0]))
+        return ModelOutputs([*map(as_real, own)], own, [None] * len(own), len(own[0]))
     pairs = list(_received(tape))
+    if not pairs and returned:
+        return _of_losses(tape, [*map(as_real, returned)], returned)
     if not pairs:
-        sizes = torch.stack([x.detach().float().abs() for x in returned]).sum() if returned else None
-        return ModelOutputs([], [], [], (tape.samples or 1) if returned or output is None else 0, sizes)
+        return ModelOutputs([], [], [], (tape.samples or 1) if output is None else 0)
     counts = {len(x) for x, _ in pairs}
     count = tape.samples or 0
     if not count or any(rows % count for rows in counts):
@@ -54,11 +62,27 @@ def find_outputs(tape: Tape, output: Any) -> ModelOutputs:
     return ModelOutputs(tensors, [x for x, _ in pairs], targets, count)
 
 
+def _of_losses(tape: Tape, losses: Sequence[Tensor], returned: Sequence[Tensor]) -> ModelOutputs:
+    """What losses () that no loss function has made are the means of; the losses themselves, if that is not known."""
+    count = tape.samples or 1
+    terms = loss_terms(tape, losses)
+    gradients = gradients_at(terms, losses) if terms else [torch.ones_like(x) for x in losses]
+    rows = lambda x: samples_first(x, count) if x.ndim else x[None]
+    scale = torch.stack([x.detach().float().abs() for x in losses]).sum()
+    known = [None] * len(gradients)
+    return ModelOutputs([*map(rows, terms or losses)], returned, known, count, [*map(rows, gradients)], scale)
+
+
+def as_real(x: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
 def differentiable(output: Any) -> Iterator[Tensor]:
     """The logits, or every tensor of a sequence, mapping or dataclass, that may be differentiated."""
     output = getattr(output, "logits", output)
     if isinstance(output, Tensor):
-        if output.is_floating_point() and output.requires_grad:
+        if output.requires_grad:
             yield output
         return
     if is_dataclass(output) and not isinstance(output, Mapping):

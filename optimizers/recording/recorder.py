@@ -6,11 +6,12 @@ In: forward and backward passes of the training loop. Out: `Passes.total`, what 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import Injection, Tape, empirical, isotropic
@@ -111,58 +112,69 @@ class Recorder:
                 f"{self.owner}: {hidden[0]} is read within checkpoint(..., use_reentrant=True), where no "
                 "curvature is seen; pass use_reentrant=False"
             )
-        if not tape.uses:
-            return
         self.was_empty = bool(outputs) and not all(x.numel() for x in outputs)
         if not count or self.was_empty:
             return
         if not outputs:
-            self._listen_without_outputs(tape, found)
+            self._substitute(empirical(), SUBSTITUTE)
+            output_sums = OutputScale.of([next(iter(tape.parameters.values())).tensor.new_ones(count)])
+            self.loss_backprops.listen(RecordedPass(tape, [], output_sums, count, lambda: self._signs(count)))
+        elif found.gradients:
+            self._substitute(empirical(), SUBSTITUTE)
+            self._send_back(tape, found, self._loss_vectors(found))
         elif self.inject == empirical():
-            self.loss_backprops.listen(RecordedPass(tape, found.sources, OutputScale.of(outputs), count))
-        elif len(outputs) > 1 and self.loss is not None:
-            raise ValueError(
-                f"{self.owner}: the model returned {len(outputs)} tensors, and loss= is of one; leave loss "
-                "out (isotropic())"
+            self.loss_backprops.listen(
+                RecordedPass(tape, found.sources, OutputScale.of(outputs), count, lambda: self._signs(count))
             )
+        elif len(outputs) > 1 and self.loss is not None:
+            why = f"the model returned {len(outputs)} tensors, and loss= is of one: curvature by isotropic()"
+            self._substitute(isotropic(), why)
+            self._send_back(tape, found, [self._vectors(isotropic(), None, x.detach(), None) for x in outputs])
         else:
-            self._send_back(tape, found)
+            both = zip(outputs, found.targets, strict=True)
+            self._send_back(tape, found, [self._vectors(self.inject, self.loss, x.detach(), y) for x, y in both])
 
-    def _send_back(self, tape: Tape, found: ModelOutputs) -> None:
+    def _substitute(self, inject: Injection, why: str) -> None:
+        """Note that another injection takes the place of the one that was asked for, if it is another kind."""
+        if not isinstance(self.inject, type(inject)):
+            self.substitute = why
+            warn_once(why, logger="optimizers")
+
+    def _send_back(self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor]) -> None:
         outputs, team = found.tensors, self.teams.current()
-        vectors = [self._vectors(x.detach(), y) for x, y in zip(outputs, found.targets, strict=True)]
+        scales = outputs if found.scale is None else [found.scale.expand(found.count)]
         rank, size = team.processes.rank, team.processes.size
         with torch.autocast(outputs[0].device.type, enabled=False):
             measured = self.store.measure(tape, outputs, vectors, found.count, rank, size)
-        self.passes.wait(Measured(measured, OutputScale.of(outputs)), found.sources, team.statistics.discard)
+        self.passes.wait(Measured(measured, OutputScale.of(scales)), found.sources, team.statistics.discard)
         if size > 1:
             for x in found.sources:
                 x.register_hook(lambda _: team.statistics.launch())
 
-    def _vectors(self, output: Tensor, target: Any) -> Tensor:
+    def _vectors(self, inject: Injection, loss: Any, output: Tensor, target: Any) -> Tensor:
         processes = self.teams.current().processes
-        found = vectors_of_global_batch(self.inject, output, self.loss, target, processes, self._next_seed)
-        return found.to(output.dtype)
+        draw = lambda x, y: vectors_of_global_batch(inject, x, loss, y, processes, self._next_seed).to(output.dtype)
+        has_classes = isinstance(loss, nn.CrossEntropyLoss) or loss is F.cross_entropy
+        if has_classes and output.ndim == 1:  # of one sample, without an axis of samples
+            return draw(output[None], None)[:, 0]
+        return draw(output, target)
+
+    def _loss_vectors(self, found: ModelOutputs) -> list[Tensor]:
+        """The gradient of each sample's own loss, with a sign of its own, so that sums over samples have no mean."""
+        each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else found.count
+        signs = self._signs(found.count)
+        signed = lambda g: g * signs.to(g).reshape(-1, *[1] * (g.ndim - 1)) if len(g) == found.count else g
+        return [(each * signed(g.detach()))[None] for g in found.gradients]
+
+    def _signs(self, count: int) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(self._next_seed())
+        return 1.0 - 2.0 * torch.randint(2, (count,), generator=generator, device="cpu")
 
     def _next_seed(self) -> int:
         """The seed of the random vectors for one output."""
         if self.generator is None:
             self.generator = torch.Generator("cpu").manual_seed(self.seed)
         return int(torch.randint(1 << 62, (), generator=self.generator, device="cpu"))
-
-    def _listen_without_outputs(self, tape: Tape, found: ModelOutputs) -> None:
-        """Listen to the backward pass of a model that returned only its loss, made by no known loss function."""
-        if not isinstance(self.inject, type(isotropic()) | type(empirical())):
-            raise ValueError(
-                f"{self.owner}: the model returned no tensor that {self.inject!r} can be sent back from, and "
-                "called no loss function of torch; return its output beside the loss"
-            )
-        scale = next(iter(tape.parameters.values())).tensor.new_ones(()) if found.scale is None else found.scale
-        if self.inject != empirical():
-            self.substitute = SUBSTITUTE
-            warn_once(SUBSTITUTE, logger="optimizers")
-        output_sums = OutputScale.of([scale.expand(found.count)])
-        self.loss_backprops.listen(RecordedPass(tape, [], output_sums, found.count))
 
     # -- for a step
 

@@ -104,7 +104,8 @@ class SpringDescent:
     """
 
     def __call__(self, context: StepContext, gradients: Named, good: Tensor) -> Descent:
-        damping = getattr(context.preconditioner.blocks[0], "damping", None) or 0.0
+        blocks = context.preconditioner.blocks
+        damping = (getattr(blocks[0], "damping", None) if blocks else None) or 0.0
         momentum = shared_option(context.options, "momentum")
         right = dict(gradients)
         if momentum:

@@ -110,7 +110,6 @@ class StepContext:
         """Update the curvature by the recorded passes, and invert the blocks that are due.
 
         Raises:
-            RuntimeError: no forward pass was recorded yet.
             torch.linalg.LinAlgError: a block could not be inverted, three times in a row.
         """
         step = self.monitor.started
@@ -118,6 +117,8 @@ class StepContext:
             self.recorder.settle(self._loss_scale)
             found = self.preconditioner.update_average(step, self.recorder.passes, gradients, self.trained)
             self.outputs.update(found.outputs)
+            if self.outputs.rms is None:  # no outputs are known
+                self.outputs.rms = torch.zeros((), device=next(iter(gradients.values())).device)
         with self.monitor.timed("inverses"):
             inverted, share = self.preconditioner.invert_due(step, self.options)
         return Renewal(self.preconditioner.schedule.renews(step), inverted, share)

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import curvature
+import support.odd.losses
+import support.odd.parameters  # noqa: F401
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
+from support.odd.table import ODD
 from support.training import assert_same, copied, task, train
 
 MADE: dict[str, Callable[[nn.Module], KFAC]] = {
@@ -28,6 +31,9 @@ MADE: dict[str, Callable[[nn.Module], KFAC]] = {
 def small() -> tuple[nn.Module, KFAC, tuple[Tensor, Tensor]]:
     with seeded(0):
         return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(8, 5), torch.randn(8, 3)  # type: ignore[return-value]
+
+
+ODD_ONES = ["weight_norm", "exponential_weight", "parameter_tanh", "parameter_itself", "own_function", "keeps_own_loss"]
 
 
 def tensors() -> int:
@@ -54,6 +60,27 @@ def test_memory_is_flat(name: str):
     steps(100)
     before, after = steps(20), steps(300)
     assert after[0] <= before[0] and after[1] < before[1] + 500 and after[2] < before[2] + 4_000, (before, after)
+
+
+@pytest.mark.parametrize("case", [*ODD_ONES, "returns_torch_loss"])
+@pytest.mark.parametrize("name", ["kfac", "kfac empirical", "natural empirical"])
+def test_passes_of_odd_models_are_not_kept(name: str, case: str):
+    """Neither with a backward pass nor without; nor are hooks on the parameters."""
+    model = ODD[case].make()
+    opt = MADE[name](model)
+
+    def steps(number: int) -> tuple[int, int]:
+        for _ in range(number):
+            ODD[case].loss(model)
+            opt.zero_grad()
+            ODD[case].loss(model).backward()
+            opt.step()
+        opt.monitor.entries.clear()
+        return tensors(), sum(len(p._backward_hooks or ()) for p in model.parameters())
+
+    steps(3)
+    before, after = steps(1), steps(4)
+    assert after == before and not after[1]
 
 
 @pytest.mark.parametrize("name", ["kfac empirical"])

@@ -10,6 +10,7 @@ from torch import nn
 
 from curvature import capture
 from curvature.preconditioners import BlockDiagonalCurvature
+from curvature.recording import warn_once
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor, Undecided
@@ -85,8 +86,12 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
     torch.testing.assert_close(found, {"weight": expected[:, :3], "bias": expected[:, 3]})
 
 
-def test_without_a_pass_there_is_nothing_to_solve_with() -> None:
+def test_without_a_pass_gradients_are_the_directions(caplog: pytest.LogCaptureFixture) -> None:
     part, passes = preconditioner()
     assert not part.is_idle(0) and part.knows_nothing(was_empty=True) and not part.knows_nothing(was_empty=False)
-    with pytest.raises(RuntimeError, match=r"KFAC\.step: no forward pass"):
-        part.update_average(0, passes, {}, {})
+    warn_once.cache_clear()
+    part.update_average(0, passes, {}, {})
+    assert "KFAC.step: no forward pass" in caplog.text
+    gradients = {"weight": torch.randn(2, 3)}
+    assert part.invert_due(0, {}) == (0, 0.0)
+    torch.testing.assert_close(part.solve(gradients, {"weight": torch.zeros(2, 3)}), gradients)

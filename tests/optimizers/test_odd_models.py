@@ -1,0 +1,99 @@
+"""Whatever `torch.optim.SGD` trains is trained: odd models, by every optimizer, with every kind of injection."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+import support.odd.losses
+import support.odd.networks
+import support.odd.parameters  # noqa: F401
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import seeded
+from support.habits.table import copied, moved
+from support.odd.table import ODD, Odd
+
+STEPS = 4
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "KFAC": KFAC,
+    "EKFAC": EKFAC,
+    **{
+        f"NaturalGradient-{solver}": functools.partial(NaturalGradient, solver=solver)
+        for solver in ("woodbury", "cg", "dense", "diagonal")
+    },
+}
+INJECTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "default": lambda criterion: {},
+    "empirical": lambda criterion: {"inject": curvature.empirical()},
+    "exact": lambda criterion: {"inject": curvature.exact(), "loss": criterion},
+    "sampled": lambda criterion: {"inject": curvature.sampled(), "loss": criterion},
+}
+QUIET = ["ignore:.*torch.jit", "ignore:.*weight_norm", "ignore:Initializing zero-element", "ignore:Converting a tensor"]
+
+
+def step(opt: Any, model: nn.Module, case: Odd) -> Tensor:
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = case.loss(model)
+        loss.backward()
+        return loss
+
+    if getattr(opt, "rule", None) is not None and opt.rule.needs_closure:
+        return opt.step(closure)
+    loss = closure()
+    opt.step()
+    return loss
+
+
+def with_gradient(model: nn.Module) -> set[str]:
+    """The parameters whose gradient is more than rounding."""
+    found = {name: float(p.grad.to_dense().norm()) for name, p in model.named_parameters() if p.grad is not None}
+    return {name for name, size in found.items() if size > 1e-6 * max(found.values())}
+
+
+def assert_trains(case: Odd, make: Callable[..., Any], **options: Any) -> None:
+    """The loss falls, all that has a gradient moves, and the report has a line for it."""
+    model = case.make()
+    opt, before = make(model, **options), copied(model)
+    losses, used = [], set()
+    with seeded(0):
+        for _ in range(STEPS):
+            losses.append(float(step(opt, model, case)))
+            used |= with_gradient(model)
+        losses.append(float(case.loss(model)))
+    assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    assert used <= moved(model, before), used - moved(model, before)
+    assert not used or min(losses[1:]) < losses[0], losses
+    assert all(name.removeprefix("_orig_mod.") in opt.report() for name in before)
+
+
+# Every optimizer as it is, and one of each kind of store with every injection.
+CELLS = [
+    (name, maker, inject)
+    for name in ODD
+    for maker in OPTIMIZERS
+    for inject in (INJECTIONS if maker in ("KFAC", "NaturalGradient-woodbury") else ["default"])
+]
+
+
+@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.parametrize("name", ODD)
+def test_sgd_has_no_crash(name: str):
+    case = ODD[name]
+    model = case.make()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for _ in range(2):
+        step(opt, model, case)
+
+
+@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.parametrize("name, maker, inject", CELLS, ids=map("-".join, CELLS))
+def test_odd_model(name: str, maker: str, inject: str):
+    case = ODD[name]
+    assert_trains(case, OPTIMIZERS[maker], **INJECTIONS[inject](case.criterion))

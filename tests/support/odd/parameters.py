@@ -1,0 +1,168 @@
+"""Models whose parameters meet no data, or meet it in unusual ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from support.cases.case import Raw
+from support.odd.table import PIXELS, T, X, Y, net, odd
+
+entropy = lambda z: F.cross_entropy(z, Y)
+fit = lambda z: F.mse_loss(z, T)
+C = torch.linspace(0.5, 2, 5)
+
+
+def given(value: Any) -> nn.Parameter:
+    return nn.Parameter(torch.as_tensor(value, dtype=torch.get_default_dtype()))
+
+
+# -- no data
+
+odd("parameter_times_constant", lambda: Raw(lambda m: m.p * C, p=(5,)), lambda m: (m() - 1).square().mean())
+odd("parameter_tanh", lambda: Raw(lambda m: m.p.tanh(), p=(5,)), lambda m: (m() - 0.5).square().sum())
+odd("parameter_itself", lambda: Raw(lambda m: m.p, p=(5,)), lambda m: (m() - C).square().sum())
+odd("product_of_parameters", lambda: Raw(lambda m: m.p @ m.q, p=(4, 2), q=(2, 3)), lambda m: F.mse_loss(m(), T[:4]))
+odd("scalar_of_parameters", lambda: Raw(lambda m: (m.p * C).sum(), p=(5,)), lambda m: (m() - 3).square())
+
+
+def rosenbrock(m: Any) -> Tensor:
+    return (1 - m.x) ** 2 + 100 * (m.y - m.x**2) ** 2
+
+
+def rosenbrock_chain(m: Any, _: Any = None) -> Tensor:
+    return (100 * (m.p[1:] - m.p[:-1] ** 2) ** 2 + (1 - m.p[:-1]) ** 2).sum()
+
+
+def beale(m: Any) -> Tensor:
+    x, y = m.p
+    return (1.5 - x + x * y) ** 2 + (2.25 - x + x * y**2) ** 2 + (2.625 - x + x * y**3) ** 2
+
+
+odd("rosenbrock", lambda: Raw(rosenbrock, x=given(-1.0), y=given(1.5)), lambda m: m())
+odd("rosenbrock_chain", lambda: Raw(rosenbrock_chain, p=(6,)), lambda m: m(None))
+odd("beale", lambda: Raw(beale, p=given([-2.0, 1.0])), lambda m: m())
+odd("quadratic_of_scales", lambda: Raw(lambda m: (m.p**2 * 10.0 ** torch.arange(5)).sum(), p=(5,)), lambda m: m())
+odd("torch_loss_of_parameters", lambda: Raw(lambda m: F.mse_loss(m.p, C), p=(5,)), lambda m: m())
+odd("saddle", lambda: Raw(lambda m: m.x**2 - m.y**2 + 0.1 * m.y**4, x=given(1.0), y=given(0.1)), lambda m: m())
+odd("absolute_values", lambda: Raw(lambda m: m.p.abs().sum(), p=(5,)), lambda m: m())
+odd("model_never_called", lambda: Raw(lambda m: m.p, p=(5,)), lambda m: (m.p - C).square().sum(), closes=False)
+odd("matrix_exponential", lambda: Raw(lambda m: X[:, :3] @ torch.matrix_exp(m.p - m.p.T), p=(3, 3)), lambda m: fit(m()))
+odd("expanded", lambda: Raw(lambda m, x: m.p.expand(len(x), 3), p=(3,)), lambda m: fit(m(X)))
+
+# -- scalars, zero-dim and empty tensors
+
+odd("scalar_parameters", lambda: Raw(lambda m, x: x[:, :3] * m.a + m.b, a=(), b=()), lambda m: fit(m(X)))
+odd("scalar_output", lambda: Raw(lambda m, x: m.net(x).mean(), net=net()), lambda m: (m(X) - 1).square())
+odd("scalars_added_up", lambda: Raw(lambda m, x: m.a * x.mean() + m.b, a=(), b=()), lambda m: (m(X) - 1).square())
+odd(
+    "empty_parameter",
+    lambda: Raw(lambda m, x: m.net(x) + m.p.sum(), net=net(), p=(0, 3)),
+    lambda m: entropy(m(X)),
+    classes=True,
+)
+odd(
+    "empty_layer",
+    lambda: Raw(lambda m, x: torch.cat([m.net(x), m.none(x)], 1), net=net(), none=nn.Linear(6, 0)),
+    lambda m: entropy(m(X)),
+    classes=True,
+)
+
+# -- weights computed from parameters
+
+exponential = lambda m, x: F.linear(x, m.p.exp())
+mixed = lambda m, x: sum(w * layer(x) for w, layer in zip(m.p.softmax(0), (m.one, m.two), strict=True))
+cosine = lambda m, x: F.linear(F.normalize(x), F.normalize(m.p)) * m.scale.exp()
+hyper = lambda m, x: F.linear(x, m.make(m.z).view(3, 6))
+own_weights = lambda m, x: torch.bmm(m.make(x).view(-1, 3, 6), x[..., None])[..., 0]
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).mT
+
+
+def changed(change: Any, **options: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    change(model[0], **options)
+    return model
+
+
+def symmetric(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+
+
+odd("weight_norm", lambda: changed(parametrizations.weight_norm), lambda m: entropy(m(X)), classes=True)
+odd("weight_norm_of_old", lambda: changed(nn.utils.weight_norm), lambda m: entropy(m(X)), classes=True)
+odd("spectral_norm", lambda: changed(parametrizations.spectral_norm), lambda m: entropy(m(X)), classes=True)
+odd("spectral_norm_of_old", lambda: changed(nn.utils.spectral_norm), lambda m: entropy(m(X)), classes=True)
+odd("orthogonal", lambda: changed(parametrizations.orthogonal), lambda m: entropy(m(X)), classes=True)
+odd("symmetric", lambda: changed(symmetric), lambda m: entropy(m(X)), classes=True)
+odd("exponential_weight", lambda: Raw(exponential, p=(3, 6)), lambda m: fit(m(X)))
+odd("mixed_by_softmax", lambda: Raw(mixed, p=(2,), one=net(), two=net()), lambda m: entropy(m(X)), classes=True)
+odd(
+    "added_zero_times_sum",
+    lambda: Raw(lambda m, x: m.net(x) + 0 * m.p.sum(), net=net(), p=(4,)),
+    lambda m: entropy(m(X)),
+    classes=True,
+)
+odd("cosine_classifier", lambda: Raw(cosine, p=(3, 6), scale=()), lambda m: entropy(m(X)), classes=True)
+odd("hypernetwork", lambda: Raw(hyper, make=nn.Linear(4, 18), z=(4,)), lambda m: entropy(m(X)), classes=True)
+odd("hypernetwork_of_data", lambda: Raw(own_weights, make=nn.Linear(6, 18)), lambda m: entropy(m(X)), classes=True)
+odd("indexed", lambda: Raw(lambda m, x: x @ m.p[[2, 0, 1, 1, 0, 2]], p=(3, 3)), lambda m: fit(m(X)))
+odd("masked", lambda: Raw(lambda m, x: x @ torch.where(m.p > 0, m.p, 0.1 * m.p), p=(6, 3)), lambda m: fit(m(X)))
+odd(
+    "low_rank",
+    lambda: Raw(lambda m, x: m.net(x) + x @ (m.a @ m.b), net=net().requires_grad_(False), a=(6, 2), b=(2, 3)),
+    lambda m: entropy(m(X)),
+    classes=True,
+)
+odd(
+    "not_contiguous",
+    lambda: Raw(lambda m, x: F.linear(x, m.p), p=nn.Parameter(torch.randn(6, 3).T)),
+    lambda m: fit(m(X)),
+)
+odd(
+    "channels_last",
+    lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Flatten()).to(
+        memory_format=torch.channels_last
+    ),
+    lambda m: entropy(m(PIXELS.to(memory_format=torch.channels_last))),
+    classes=True,
+)
+
+
+class Scaled(torch.autograd.Function):
+    """A function of torch's engine that nobody knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: Tensor) -> Tensor:
+        ctx.save_for_backward(x, p)
+        return x * p
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, p = ctx.saved_tensors
+        return g * p, (g * x).sum(0)
+
+
+odd(
+    "own_function",
+    lambda: Raw(lambda m, x: Scaled.apply(m.net(x), m.p), net=net(), p=(3,)),
+    lambda m: entropy(m(X)),
+    classes=True,
+)
+odd(
+    "complex_spectrum",
+    lambda: Raw(lambda m, x: torch.fft.irfft(torch.fft.rfft(x) * torch.view_as_complex(m.p), 6)[:, :3], p=(4, 2)),
+    lambda m: fit(m(X)),
+)
+odd(
+    "complex_weight",
+    lambda: Raw(lambda m, x: (x.to(torch.complex64) @ torch.complex(m.a, m.b)).abs(), a=(6, 3), b=(6, 3)),
+    lambda m: fit(m(X)),
+)

@@ -1,0 +1,58 @@
+"""Odd models: what people give to `torch.optim.SGD` that is no plain network from inputs to outputs.
+
+A model is entered with the function that computes the loss of one step, which is all that a training loop knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support.cases.case import seeded
+
+with seeded(0):
+    X, Y = torch.randn(12, 6), torch.randint(3, (12,))
+    T = torch.randn(12, 3)
+    PIXELS, WORDS, NOISE = torch.randn(12, 2, 5, 5), torch.randint(7, (12, 4)), torch.randn(12, 2)
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A model and how its loss is computed.
+
+    Attributes:
+        criterion: the loss module that fits the model's output.
+        closes: whether a closure may compute the loss again.
+    """
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[Any], Tensor]
+    criterion: nn.Module
+    closes: bool = True
+
+    def make(self) -> nn.Module:
+        with seeded(1):
+            return self.build()
+
+
+ODD: dict[str, Odd] = {}
+
+
+def odd(
+    name: str,
+    build: Callable[[], nn.Module],
+    loss: Callable[[Any], Tensor],
+    *,
+    classes: bool = False,
+    closes: bool = True,
+) -> None:
+    assert name not in ODD
+    ODD[name] = Odd(build, loss, nn.CrossEntropyLoss() if classes else nn.MSELoss(), closes)
+
+
+def net(outputs: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, outputs))
