@@ -1,7 +1,8 @@
 """Recurrent layers as loops of matrix products.
 
 Torch's fused kernels hide the backprops of the gates. While a recurrent layer is recorded it runs as the loop that
-defines it, and every product in it is a use of its weight like any other.
+defines it, and every product in it is a use of its weight like any other. Each form takes the function `linear` that
+makes these products; nothing else in it reads a parameter.
 """
 
 from __future__ import annotations
@@ -14,43 +15,47 @@ import torch.nn.functional as F
 from torch import Tensor
 
 State = tuple[Tensor, ...]
-# (the input times its weight, state, recurrent weight, its bias, projection) -> new state
-Step = Callable[[Tensor, State, Tensor, "Tensor | None", "Tensor | None"], State]
+Linear = Callable[..., Tensor]  # of input, weight and bias
+Product = Callable[[Tensor], Tensor]  # with the recurrent weight, or with the projection
+Step = Callable[[Tensor, State, Product, "Product | None"], State]  # from the input's gates and the state to the next
 
 
-def _lstm(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None, projection: Tensor | None) -> State:
-    i, f, g, o = (gates + F.linear(state[0], weight, bias)).chunk(4, -1)
+def _lstm(gates: Tensor, state: State, hidden: Product, project: Product | None) -> State:
+    i, f, g, o = (gates + hidden(state[0])).chunk(4, -1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
-    return (h if projection is None else F.linear(h, projection), c)
+    return (h if project is None else project(h), c)
 
 
-def _gru(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None, projection: Tensor | None) -> State:
+def _gru(gates: Tensor, state: State, hidden: Product, project: Product | None) -> State:
     ir, iz, inew = gates.chunk(3, -1)
-    hr, hz, hnew = F.linear(state[0], weight, bias).chunk(3, -1)
+    hr, hz, hnew = hidden(state[0]).chunk(3, -1)
     z = (iz + hz).sigmoid()
     new = (inew + (ir + hr).sigmoid() * hnew).tanh()
     return ((state[0] - new) * z + new,)
 
 
-def _tanh(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None, projection: Tensor | None) -> State:
-    return ((gates + F.linear(state[0], weight, bias)).tanh(),)
+def _tanh(gates: Tensor, state: State, hidden: Product, project: Product | None) -> State:
+    return ((gates + hidden(state[0])).tanh(),)
 
 
-def _relu(gates: Tensor, state: State, weight: Tensor, bias: Tensor | None, projection: Tensor | None) -> State:
-    return ((gates + F.linear(state[0], weight, bias)).relu(),)
+def _relu(gates: Tensor, state: State, hidden: Product, project: Product | None) -> State:
+    return ((gates + hidden(state[0])).relu(),)
 
 
-def _direction(x: Tensor, state: State, weights: Sequence[Tensor], has_bias: bool, step: Step, reverse: bool) -> Any:
+def _direction(
+    x: Tensor, state: State, weights: Sequence[Tensor], has_bias: bool, step: Step, reverse: bool, linear: Linear
+) -> Any:
     """Run one layer in one direction over (T, N, i); returns the outputs (T, N, h) and the last state."""
     w_in, w_hidden = weights[:2]
     b_in, b_hidden = (weights[2], weights[3]) if has_bias else (None, None)
     extra = weights[4 if has_bias else 2 :]
-    projection = extra[0] if extra else None
-    gates = F.linear(x, w_in, b_in)
+    hidden = lambda h: linear(h, w_hidden, b_hidden)
+    project = (lambda h: linear(h, extra[0])) if extra else None
+    gates = linear(x, w_in, b_in).unbind()  # the backward pass of an index would make zeros for all other times
     outputs: list[Tensor] = []
     for t in reversed(range(len(x))) if reverse else range(len(x)):
-        state = step(gates[t], state, w_hidden, b_hidden, projection)
+        state = step(gates[t], state, hidden, project)
         outputs.append(state[0])
     return torch.stack(outputs[::-1] if reverse else outputs), state
 
@@ -60,7 +65,7 @@ def _layers(step: Step) -> Callable[..., Any]:
 
     def run(
         x: Tensor, hx: Any, weights: Sequence[Tensor], has_bias: bool, layers: int, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool,
+        bidirectional: bool, batch_first: bool, linear: Linear = F.linear,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         states = hx if isinstance(hx, tuple | list) else (hx,)
         directions = 2 if bidirectional else 1
@@ -73,7 +78,7 @@ def _layers(step: Step) -> Callable[..., Any]:
             for direction in range(directions):
                 k = layer * directions + direction
                 part = weights[k * each : (k + 1) * each]
-                out, end = _direction(x, tuple(s[k] for s in states), part, has_bias, step, direction == 1)
+                out, end = _direction(x, tuple(s[k] for s in states), part, has_bias, step, direction == 1, linear)
                 outs.append(out)
                 last.append(end)
             x = torch.cat(outs, -1) if directions == 2 else outs[0]
@@ -87,9 +92,12 @@ def _layers(step: Step) -> Callable[..., Any]:
 def _cell(step: Step) -> Callable[..., Any]:
     """The plain form of ``torch.lstm_cell``, ``torch.gru_cell``, ..."""
 
-    def run(x: Tensor, hx: Any, w_in: Tensor, w_hidden: Tensor, b_in: Any = None, b_hidden: Any = None) -> Any:
+    def run(
+        x: Tensor, hx: Any, w_in: Tensor, w_hidden: Tensor, b_in: Any = None, b_hidden: Any = None,
+        linear: Linear = F.linear,
+    ) -> Any:  # fmt: skip
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
-        new = step(F.linear(x, w_in, b_in), state, w_hidden, b_hidden, None)
+        new = step(linear(x, w_in, b_in), state, lambda h: linear(h, w_hidden, b_hidden), None)
         return new if len(new) > 1 else new[0]
 
     return run

@@ -179,8 +179,15 @@ class Scheme:
             return moment, len(a)
         number = sum(len(term) * term.places for term in whole)
         moment = self._empty(whole[0], diagonal, number)
+        waiting: list[Tensor] = []
         for inputs, a in (x for term in whole for part in self._chunks([term]) for x in part[0].activations()):
-            self._add_second(moment, a.flatten(0, 1).to(self.dtype), inputs)
+            rows = a.flatten(0, 1).to(self.dtype)
+            if inputs is None and _has_few_rows(rows):
+                waiting.append(rows)
+            else:
+                self._add_second(moment, rows, inputs)
+        if waiting:
+            self._add_second(moment, torch.cat(waiting), None)
         return moment, number
 
     def backprops(
@@ -200,6 +207,9 @@ class Scheme:
         root = None if weights is None else weights.to(self.dtype).sqrt()
         lefts = self._backprops(left, root)
         rights = lefts if right is None else self._backprops(right, root)
+        if len(lefts) > 1 and all(map(_has_few_rows, lefts)):  # a recurrent layer reads its weight at every time
+            whole = [torch.cat(lefts)]
+            lefts, rights = whole, whole if right is None else [torch.cat(rights)]
         return sum_in_place(_second(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
 
     def product(
@@ -372,6 +382,11 @@ def _symmetric(left: Tensor, right: Tensor) -> Tensor:
         found[:, start:end, :end] = left[:, start:end] @ right[:, :, :end]
         found[:, :start, start:end] = found[:, start:end, :start].mT
     return found
+
+
+def _has_few_rows(rows: Tensor) -> bool:
+    """Whether the second moment of rows (n, g, d) is larger than they are."""
+    return len(rows) < rows.shape[2]
 
 
 def _by_length(terms: Sequence[Read]) -> list[list[Read]]:

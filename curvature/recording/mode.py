@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -18,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
-from curvature.functional import plain_form
+from curvature.functional import RECURRENT, plain_form
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.recording.loss_functions import LOSSES
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
@@ -38,27 +38,32 @@ class RecordingMode(TorchFunctionMode):
         self.nodes = {id(node.tensor): node for node in tape.parameters.values()}
         self.sharded = {name for name, node in tape.parameters.items() if is_sharded(node.tensor)}
         self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-        self.data = WeakIdKeyDictionary()  # tensors that depend on the model's input
+        self.data: dict[int, weakref.ref[Tensor]] = {}  # tensors that depend on the model's input, by id
         self.exception_before = sys.exc_info()[1]  # one that is being handled while the pass begins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = list(tensors_in(*args, *kwargs.values()))
+        found = tensors_in(*args, *kwargs.values())
         if func is F.batch_norm:
             self._note_mixing(args, kwargs)
-        elif func in LOSSES and torch.is_grad_enabled() and any(x in self.data and x.requires_grad for x in found):
+        elif func in LOSSES and torch.is_grad_enabled() and any(self._is_data(x) and x.requires_grad for x in found):
             self.tape.losses.append((func, args, kwargs))
         for x in found if self.sharded else ():
             if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.nodes:
                 self._adopt_unsharded(x)
         if not torch.is_grad_enabled() or not any(id(x) in self.nodes for x in found):
             out = func(*args, **kwargs)
-            if any(x in self.data for x in found):
+            if any(map(self._is_data, found)):
                 self.mark_as_data(out)
                 if func in REDUCTIONS and out.requires_grad and not out.ndim:
                     self.tape.reductions.append((found[0], out))
             return out
-        plain = plain_form(func, args) or (traceable_body(func) if func not in RULES else None)
+        plain = plain_form(func, args)
+        inputs = tensors_in(*args[:2])  # and states, of a recurrent layer
+        is_loop = plain is not None and func in RECURRENT and not any(id(x) in self.nodes for x in inputs)
+        if is_loop and any(map(self._is_data, inputs)):
+            return self._run_recurrent(func, args, kwargs)
+        plain = plain or (traceable_body(func) if func not in RULES else None)
         if plain is not None:
             with self:
                 return plain(*args, **kwargs)
@@ -99,16 +104,31 @@ class RecordingMode(TorchFunctionMode):
         for node in used.values():
             node.uses.append(use)
         overwritten = any(id(x) in self.nodes for x in outs)
-        if any(x in self.data for x in found) or overwritten:
+        if any(map(self._is_data, found)) or overwritten:
             self.mark_as_data(out)
         else:
             use.results = [ParameterNode(x, use.names, use) for x in outs]
             self.nodes.update({id(node.tensor): node for node in use.results})
         return out
 
+    def _run_recurrent(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a recurrent layer as its loop, of which only the products are looked at: all inputs of these are data."""
+
+        def linear(x: Tensor, *weights: Any) -> Tensor:
+            self.mark_as_data(x)
+            return self.__torch_function__(F.linear, (), (x, *weights))
+
+        out = RECURRENT[func](*args, **kwargs, linear=linear)
+        self.mark_as_data(out)
+        return out
+
     def mark_as_data(self, out: Any) -> None:
         for x in tensors_in(out):
-            self.data[x] = True
+            self.data[id(x)] = weakref.ref(x)
+
+    def _is_data(self, x: Tensor) -> bool:
+        known = self.data.get(id(x))
+        return known is not None and known() is x
 
     def _note_mixing(self, args: Any, kwargs: Any) -> None:
         bound = RULES[F.batch_norm].bind(F.batch_norm, args, kwargs)

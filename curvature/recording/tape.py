@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -175,12 +175,14 @@ def is_sharded(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def tensors_in(*trees: Any) -> Iterator[Tensor]:
+def tensors_in(*trees: Any) -> list[Tensor]:
     """The tensors in arguments or results, through sequences and mappings."""
+    found: list[Tensor] = []
     for tree in trees:
         if isinstance(tree, Tensor):
-            yield tree
+            found.append(tree)
         elif isinstance(tree, list | tuple):
-            yield from tensors_in(*tree)
+            found += tensors_in(*tree)
         elif isinstance(tree, Mapping):
-            yield from tensors_in(*tree.values())
+            found += tensors_in(*tree.values())
+    return found

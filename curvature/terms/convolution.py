@@ -186,6 +186,10 @@ def _patches(
 
 
 def _by_place(x: Tensor, groups: int, axes: int) -> Tensor:
-    """(N, m, channels, ..., *places) with `axes` axes of places to (N, t, g, ...)."""
-    x = x.reshape(*x.shape[:2], groups, -1, math.prod(x.shape[-axes:]))
-    return x.permute(0, 1, 4, 2, 3).flatten(1, 2)
+    """(N, m, channels, ..., *places) with `axes` axes of places to (N, t, g, ...).
+
+    In memory samples and places come last, as they are in images: patches are copied once, and row by row.
+    """
+    samples, copies = x.shape[:2]
+    by_channel = x.permute(*range(2, x.ndim - axes), 0, 1, *range(x.ndim - axes, x.ndim))
+    return by_channel.reshape(groups, -1, samples, copies * math.prod(x.shape[-axes:])).permute(2, 3, 0, 1)
