@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -103,11 +104,11 @@ def siren(width: int, hidden: int) -> nn.Sequential:
     return nn.Sequential(*sines, nn.Linear(width, 3))
 
 
-def mlp(*widths: int) -> nn.Sequential:
-    """ReLU between linear layers."""
+def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
+    """Linear layers with activations in between."""
     layers: list[nn.Module] = []
     for i, o in zip(widths, widths[1:], strict=False):
-        layers += [nn.Linear(i, o), nn.ReLU()]
+        layers += [nn.Linear(i, o), activation()]
     return nn.Sequential(*layers[:-1])
 
 

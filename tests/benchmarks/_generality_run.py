@@ -3,49 +3,66 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from _generality_families import Family
-from _race_rivals import Entry, Setting
-from torch import Tensor
+from _generality_family import Family
+from _generality_scores import LEAD, Point, Record, Targets, crossing, level
+from _race_rivals import ENTRIES, Entry, Setting
+from _race_run import WIDEN, Trial, half_decade
+from torch import Tensor, nn
 
-GROWTH = 1.12  # of the steps from one evaluation to the next
 FIRST = 4  # steps before the second evaluation
+TURN = 0.1  # seconds of one turn
+HALF, END = (0.42, 0.46, 0.5), (0.8, 0.9, 1.0)  # of the budget: where a trial is evaluated
+SELDOM = 10.0  # growth of the steps between its other evaluations
+PRUNE = 3.0  # a learning rate is abandoned if half-way its loss is this many times that of the best so far
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+GRIDS = {"sgd": (1e-2, 3e-2, 1e-1, 3e-1), "adamw": RATES, "muon": RATES, "soap": RATES}  # to begin with
 
 
-@dataclass(frozen=True)
-class Point:
-    """Where a run stood after so many steps and CPU seconds."""
-
-    step: float
-    seconds: float
-    loss: float
-    metric: float
+def built(entry: Entry, model: nn.Module, setting: Setting) -> Any:
+    """The optimizer of a setting, which may name a momentum other than the usual one."""
+    rest = {name: value for name, value in setting.items() if name != "momentum"}
+    optimizer = entry.make(model, None, **rest)
+    if "momentum" in setting:
+        for group in (group for part in getattr(optimizer, "parts", [optimizer]) for group in part.param_groups):
+            if "betas" in group:
+                group["betas"] = setting["momentum"], group["betas"][1]
+            else:
+                group["momentum"] = setting["momentum"]
+    return optimizer
 
 
 class Run:
     """One training run: its models, optimizers, batches and random state, all fixed by the seed, and its own clock.
 
     Attributes:
-        points: the evaluations.
+        points: the evaluations; the last has an infinite loss where the run diverged.
         end: "" while it goes on, "diverged" after a loss that is not finite, "stopped" otherwise, or the exception.
     """
 
     def __init__(self, family: Family, entry: Entry, setting: Setting, seed: int) -> None:
         self.family, self.entry, self.setting, self.seed = family, entry, setting, seed
-        self.end, self.steps, self.seconds, self.due = "", 0, 0.0, FIRST
+        self.end, self.due = "", FIRST
+        self.durations: list[float] = []
+        self.seconds = 0.0
         self.points: list[Point] = []
         self.random = torch.Generator().manual_seed(seed).get_state()
         with self._own_randomness():
             self.models = family.make()
-            self.optimizers: list[Any] = [entry.make(model, None, **setting) for model in self.models]
+            self.optimizers = [built(entry, model, setting) for model in self.models]
         self.batches = family.batches(seed + 1)
         self.evaluate()
+
+    @property
+    def steps(self) -> int:
+        return len(self.durations)
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
@@ -56,6 +73,7 @@ class Run:
             self.random = torch.get_rng_state()
 
     def _update(self, index: int, loss: Callable[[], Tensor]) -> Tensor:
+        """The user's loop."""
         optimizer = self.optimizers[index]
         found: list[Tensor] = []
 
@@ -74,16 +92,21 @@ class Run:
 
     def step(self) -> None:
         batch = next(self.batches)
+        loss, end = math.nan, "diverged"
         with self._own_randomness():
             start = time.process_time()
             try:
                 loss = self.family.train(self.models, batch, self._update).item()
-            except Exception as error:  # a row of the table, not the end of the table
-                loss, self.end = math.nan, f"{type(error).__name__}: {error}"[:200]
-            self.seconds += time.process_time() - start
-        self.steps += 1
+            except Exception as error:  # its row of the table says so, and the other rows are made
+                end = f"{type(error).__name__}: {error}"[:200]
+            self.durations.append(time.process_time() - start)
+        self.seconds += self.durations[-1]
         if not math.isfinite(loss):
-            self.end = self.end or "diverged"
+            self._fail(end)
+
+    def _fail(self, end: str) -> None:
+        self.end = end
+        self.points.append(Point(self.steps, self.seconds, math.inf, math.inf))
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -94,10 +117,11 @@ class Run:
             loss, metric = self.family.evaluate(self.models)
         for model in self.models:
             model.train()
-        self.points.append(Point(self.steps, self.seconds, loss, metric))
-        if not math.isfinite(loss):
-            self.end = self.end or "diverged"
-        self.due = max(self.steps + 1, int(GROWTH * self.steps), FIRST)
+        self.due = max(self.steps + 1, int(self.family.growth * self.steps), FIRST)
+        if math.isfinite(loss):
+            self.points.append(Point(self.steps, self.seconds, loss, metric))
+        else:
+            self._fail("diverged")
 
     def advance(self, seconds: float) -> None:
         """Go on until its clock stands at `seconds`, or to its end, evaluating in between."""
@@ -106,8 +130,114 @@ class Run:
             if self.steps >= self.due and not self.end:
                 self.evaluate()
 
-    def stop(self) -> None:
-        """Evaluate where it stands, if it has not come to its end."""
+    def look(self) -> None:
+        """Evaluate where it stands, if it goes on."""
         if not self.end and self.points[-1].step < self.steps:
             self.evaluate()
+
+    def record(self, pace: float) -> Record:
         self.end = self.end or "stopped"
+        return Record(
+            self.entry.name, self.setting, self.seed, self.end, self.steps, self.seconds, pace, self.points
+        )  # fmt: skip
+
+
+def attempt(family: Family, entry: Entry, setting: Setting, budget: float, hurdle: float) -> tuple[Trial, float]:
+    """A trial of a setting, and its loss half-way, where it is abandoned if that is above the hurdle."""
+    run = Run(replace(family, growth=SELDOM), entry, setting, seed=0)
+    for part in HALF:
+        run.advance(part * budget)
+        run.look()
+    half = level(run.points, run.seconds)
+    for part in END if half <= hurdle else ():
+        run.advance(part * budget)
+        run.look()
+    end = run.end or ("abandoned" if half > hurdle else "stopped")
+    return Trial(setting, end, run.steps, run.seconds, level(run.points, run.seconds)), half
+
+
+def rank(trial: Trial) -> tuple[bool, float]:
+    """The lowest loss at the end of the budget is best."""
+    return trial.end == "abandoned", trial.loss
+
+
+def tune(family: Family, entry: Entry, budget: float) -> Iterator[Trial]:
+    """The learning rates of the grid, and further ones while the best lies at its end; of each momentum."""
+    for extra in [{"momentum": momentum} for momentum in family.momenta] or [{}]:
+        yield from tune_rate(family, entry, budget, extra)
+
+
+def tune_rate(family: Family, entry: Entry, budget: float, extra: Setting) -> Iterator[Trial]:
+    trials: dict[float, Trial] = {}
+    halves: dict[float, float] = {}
+
+    def best() -> float:
+        return min(trials, key=lambda lr: rank(trials[lr]))
+
+    def tried(lr: float) -> Trial:
+        hurdle = PRUNE * halves[best()] if trials else math.inf
+        trials[lr], halves[lr] = attempt(family, entry, {"lr": lr, **extra}, budget, hurdle)
+        return trials[lr]
+
+    grid = GRIDS[entry.name]
+    for lr in (*grid[1:3], grid[0], *grid[3:]):
+        yield tried(lr)
+    for _ in range(WIDEN):
+        if min(trials) < best() < max(trials):
+            break
+        failed = all(math.isinf(trial.loss) for trial in trials.values())
+        up = best() == max(trials) and not failed
+        yield tried(half_decade(max(trials) if up else min(trials), up))
+
+
+class Pace:
+    """How fast the machine is meanwhile: steps of SGD, of length zero, on models of their own."""
+
+    def __init__(self, family: Family, seed: int) -> None:
+        self.run = Run(family, ENTRIES["sgd"], {"lr": 0.0}, seed)
+
+    def step(self) -> None:
+        self.run.step()
+
+    @property
+    def milliseconds(self) -> float:
+        return 1e3 * statistics.median(self.run.durations)
+
+
+def race(
+    family: Family, contestants: Mapping[Entry, Setting], seed: int, budget: float, rivals: Sequence[Record] = ()
+) -> list[Record]:
+    """Train with all of them in turns; the one whose own clock is the least advanced goes next.
+
+    Ours go on after the budget, for `LEAD` times as long at most, until they come to the targets that the rivals set:
+    those among the contestants, or `rivals` of another time, to whose pace the budget is then brought.
+    """
+    pace = Pace(family, seed)
+    pace.step()
+    runs = [Run(family, entry, setting, seed) for entry, setting in contestants.items()]
+
+    def take_turns(live: Sequence[Run], budget: float, done: Callable[[Run], bool] = lambda run: False) -> None:
+        while True:
+            limit = budget * (pace.milliseconds / rivals[0].pace if rivals else 1.0)
+            live = [run for run in live if not run.end and run.seconds < limit and not done(run)]
+            if not live:
+                break
+            run = min(live, key=lambda run: run.seconds)
+            run.advance(min(run.seconds + TURN, limit))
+            pace.step()
+
+    take_turns(runs, budget)
+    for run in runs:
+        run.look()
+    records = [run.record(pace.milliseconds) for run in runs if run.entry.lrs]
+    ours = [run for run in runs if not run.entry.lrs]
+    if ours:
+        targets = Targets.of(rivals or records, budget)
+
+        def reached(run: Run) -> bool:
+            return all(crossing(run.points, target) for target in (targets.loss, targets.adamw))
+
+        take_turns(ours, LEAD * budget, reached)
+        for run in ours:
+            run.look()
+    return [run.record(pace.milliseconds) for run in runs]

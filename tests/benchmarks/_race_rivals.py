@@ -16,6 +16,7 @@ import optimizers
 REST = 3e-3  # learning rate of AdamW for the parameters that SINGD has no rule for
 EVERY = 10  # steps between the decompositions of SOAP, Shampoo and the empirical KFAC
 MATRICES = (nn.Linear, nn.Conv2d)  # layers whose weight is a matrix; an embedding is not one of them
+HIDDEN = (*MATRICES, nn.RNNBase, nn.MultiheadAttention)  # layers whose matrices Muon trains
 Setting = dict[str, float]
 
 
@@ -155,7 +156,8 @@ def adamw(model: nn.Module, problem: Problem, lr: float) -> Steps:
 
 
 def muon(model: nn.Module, problem: Problem, lr: float) -> Steps:
-    matrices = [layer.weight for layer in model.modules() if isinstance(layer, MATRICES)]
+    layers = [layer for layer in model.modules() if isinstance(layer, HIDDEN)]
+    matrices = [p for layer in layers for p in layer.parameters(recurse=False) if p.ndim > 1]
     rest = others(model, matrices)
     return Together(Muon(matrices, lr), torch.optim.AdamW(rest, lr, weight_decay=0.0))
 

@@ -1,0 +1,163 @@
+"""Files, tables and the figure of the sixteen families."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _generality_scores import LEAD, TOLERANCE, Record, Score, geometric, score
+from _race_report import COLOURS
+from _race_rivals import ENTRIES
+
+
+@dataclass(frozen=True)
+class Result:
+    """The runs of one family, over all seeds."""
+
+    title: str
+    objective: str
+    metric: str
+    budget: float
+    machine: str
+    records: list[Record]
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> Result:
+        return cls(**{**saved, "records": [Record.read(record) for record in saved["records"]]})
+
+    def plain(self) -> dict[str, Any]:
+        return {**vars(self), "records": [record.plain() for record in self.records]}
+
+    def of(self, seed: int, ours: bool) -> list[Record]:
+        return [record for record in self.records if record.seed == seed and bool(record.setting) is not ours]
+
+    def scores(self) -> dict[str, list[Score]]:
+        """Ours by name, a score for each seed."""
+        found: dict[str, list[Score]] = {}
+        for seed in sorted({record.seed for record in self.records}):
+            for record in self.of(seed, ours=True):
+                found.setdefault(record.name, []).append(score(record, self.of(seed, ours=False), self.budget))
+        return found
+
+
+def said(value: float, bounded: bool, sign: str, form: str = ".2f") -> str:
+    return f"{sign if bounded else ''}{value:{form}}"
+
+
+def line(family: str, found: Score) -> str:
+    """For the terminal, when a seed is done."""
+    return (
+        f"{family:10s} {found.name:8s} seed {found.seed}: {said(found.speed, found.slower, '<')} times as fast as "
+        f"{found.rival}, {said(found.steps, found.more, '>')} of AdamW's steps, {found.loss:.3g} of the loss at equal "
+        f"time ({found.half:.3g} half-way), test {found.metric:.4g} ({found.rival_metric:.4g})"
+        + ("" if found.end == "stopped" else f"  {found.end}")
+    )
+
+
+def median(scores: Sequence[Score], what: str, bound: str, sign: str, least: bool) -> str:
+    """Median of the seeds, and the range where there are several; bounds are marked."""
+    values = sorted(scores, key=lambda found: getattr(found, what))
+    middle = values[(len(values) - 1) // 2 if least else len(values) // 2]
+    text = said(getattr(middle, what), getattr(middle, bound), sign)
+    if len(values) > 1:
+        text += f" ({said(getattr(values[0], what), getattr(values[0], bound), sign)} - "
+        text += f"{said(getattr(values[-1], what), getattr(values[-1], bound), sign)})"
+    return text
+
+
+def cells(result: Result, scores: Sequence[Score]) -> list[str]:
+    ends = {found.end for found in scores} - {"stopped"}
+    test = statistics.median(found.metric for found in scores)
+    rivals = statistics.median(found.rival_metric for found in scores)
+    names = ", ".join(sorted({ENTRIES[found.rival].label for found in scores}))
+    return [
+        result.title,
+        names,
+        f"{result.budget:g}",
+        median(scores, "speed", "slower", "<", least=True),
+        median(scores, "steps", "more", ">", least=False),
+        " / ".join(f"{found.loss:.2f}" if math.isfinite(found.loss) else "not finite" for found in scores),
+        f"{test:.4g}",
+        f"{rivals:.4g}",
+        "; ".join(sorted(ends)) or "yes",
+    ]
+
+
+def medians(scores: Mapping[str, Sequence[Score]], what: str) -> dict[str, float]:
+    return {family: statistics.median(getattr(found, what) for found in own) for family, own in scores.items()}
+
+
+def summary(scores: Mapping[str, Sequence[Score]]) -> str:
+    """Geometric means over families of the medians over seeds, and the worst case over all."""
+    every = [(found, family) for family, own in scores.items() for found in own]
+    speeds, steps, losses = (medians(scores, what) for what in ("speed", "steps", "loss"))
+    slowest, loser = min(every, key=lambda e: e[0].speed), max(every, key=lambda e: e[0].loss)
+    behind = [f"{family} seed {found.seed}" for found, family in every if not found.holds]
+    return (
+        f"Ahead in CPU seconds on {sum(speed > 1 for speed in speeds.values())} of {len(speeds)} families: "
+        f"{geometric(speeds.values()):.2f} times as fast in the geometric mean, at worst "
+        f"{said(slowest[0].speed, slowest[0].slower, '<')} ({slowest[1]}). Steps: {geometric(steps.values()):.2f} of "
+        f"AdamW's. Loss at equal time: {geometric(losses.values()):.2f} of the best rival's, at worst "
+        f"{loser[0].loss:.3g} ({loser[1]}). Not finite: {sum(found.end != 'stopped' for found, _ in every)} of "
+        f"{len(every)} runs. Behind by more than {TOLERANCE - 1:.0%}: {len(behind)}"
+        + (f" ({', '.join(behind)})." if behind else ".")
+    )
+
+
+def table(results: Mapping[str, Result], label: Callable[[str], str]) -> str:
+    """Markdown: for each of ours a table with a row for each family."""
+    scores = {family: result.scores() for family, result in results.items()}
+    names = list(dict.fromkeys(name for own in scores.values() for name in own))
+    head = ["family", "best rival", "budget, s", "times as fast", "steps to AdamW's loss, of its own",
+            "loss at equal time, of the best rival's, by seed", "test", "test, best rival", "finite"]  # fmt: skip
+    text = ""
+    for name in names:
+        own = {family: found[name] for family, found in scores.items() if name in found}
+        lines = [head, ["---"] * 2 + ["---:"] * 6 + ["---"]]
+        lines += [cells(results[family], found) for family, found in own.items()]
+        body = "\n".join("| " + " | ".join(row) + " |" for row in lines)
+        text += f"### {label(name)}\n\n{summary(own)}\n\n{body}\n\n"
+    machines = "; ".join(sorted({result.machine for result in results.values()}))
+    return text + f"{machines}; what did not come to its target after {LEAD:g} budgets counts as if it did then.\n"
+
+
+def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str]) -> None:
+    """Three panels of ratios, a row for each family: a dot for each seed, a bar for the median."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    scores = {family: result.scores() for family, result in results.items()}
+    names = list(dict.fromkeys(name for own in scores.values() for name in own))
+    panels = {
+        "speed": ("times as fast as the best rival", "> 1 is ahead", 1.0),
+        "steps": ("steps, of tuned AdamW's", "< 1 is ahead", 1.0),
+        "loss": ("loss at equal time, of the best rival's", "< 1.1 holds", TOLERANCE),
+    }
+    drawn, axes = plt.subplots(1, 3, figsize=(13, 1.6 + 0.36 * len(scores)), sharey=True)
+    for panel, (what, (title, note, mark)) in zip(axes, panels.items(), strict=True):
+        for shift, name in enumerate(names):
+            own = {family: found[name] for family, found in scores.items() if name in found}
+            for row, (family, found) in enumerate(own.items()):
+                y = list(scores).index(family) + 0.22 * (shift - (len(names) - 1) / 2)
+                values = [min(max(getattr(one, what), 1e-4), 1e4) for one in found]
+                style = {"color": COLOURS.get(name, "0.4"), "zorder": 3}
+                panel.plot(values, [y] * len(values), "o", ms=4, alpha=0.5, mew=0, **style)
+                panel.plot(
+                    statistics.median(values), y, "|", ms=11, mew=2.5, label=label(name) if not row else None, **style
+                )
+        panel.axvline(mark, color="0.3", lw=0.9, zorder=1)
+        panel.set(xscale="log", title=title, xlabel=note, ylim=(len(scores) - 0.4, -0.6))
+        panel.set_yticks(range(len(scores)), list(scores))
+        panel.grid(axis="x", which="major", color="0.88", lw=0.7)
+        panel.grid(axis="y", color="0.93", lw=0.7)
+        panel.set_axisbelow(True)
+    axes[0].legend(frameon=False, loc="best")
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=130)
+    plt.close(drawn)
