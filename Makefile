@@ -1,4 +1,4 @@
-# make demo | check | test | mutants | bench | race | lint | format | docs | clean
+# make demo | check | test | mutants | bench | race | generality | lint | format | docs | clean
 #
 # Each target makes the virtual environment .venv, installs what it needs at the versions of constraints.txt and runs.
 # A second run installs nothing. Options: PYTHON=python3.12, DEVICE=cuda (tests, demo and benchmarks read it),
@@ -6,8 +6,10 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist worksteal
-BENCHMARKS ?= $(filter-out tests/benchmarks/_% tests/benchmarks/race.py,$(wildcard tests/benchmarks/*.py))
+RACES := tests/benchmarks/race.py tests/benchmarks/generality.py
+BENCHMARKS ?= $(filter-out tests/benchmarks/_% $(RACES),$(wildcard tests/benchmarks/*.py))
 RACE_ARGS ?= --json out/race.json --table out/race.md --figure out/race.png
+GENERALITY_ARGS ?= --json out/generality.json --table out/generality.md --figure out/generality.png
 
 # Peers that ask for torchvision, see pyproject.toml.
 ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry
@@ -19,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --p
 # One thread per test process: two processes with a thread pool each would fight for the cores.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo check fast test mutants bench race lint format docs clean
+.PHONY: demo check fast test mutants bench race generality lint format docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -48,6 +50,11 @@ bench: .venv/bench.stamp
 race: .venv/bench.stamp
 	mkdir -p out
 	$(BIN)/python tests/benchmarks/race.py $(RACE_ARGS)
+
+# Sixteen families of problems, half an hour; settings of rivals as above, in generality_tuned.json.
+generality: .venv/bench.stamp
+	mkdir -p out
+	$(BIN)/python tests/benchmarks/generality.py $(GENERALITY_ARGS)
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _generality_scores import LEAD, TOLERANCE, Record, Score, geometric, score
+from _generality_scores import LEAD, TOLERANCE, Record, Score, geometric, level, score
 from _race_report import COLOURS
 from _race_rivals import ENTRIES
 
@@ -122,7 +122,22 @@ def table(results: Mapping[str, Result], label: Callable[[str], str]) -> str:
         body = "\n".join("| " + " | ".join(row) + " |" for row in lines)
         text += f"### {label(name)}\n\n{summary(own)}\n\n{body}\n\n"
     machines = "; ".join(sorted({result.machine for result in results.values()}))
+    text += f"### Losses at the end of the budget\n\n{losses(results, label)}\n"
     return text + f"{machines}; what did not come to its target after {LEAD:g} budgets counts as if it did then.\n"
+
+
+def losses(results: Mapping[str, Result], label: Callable[[str], str]) -> str:
+    """Markdown: the loss of every contestant at the end of the budget, the median over seeds."""
+    names = list(dict.fromkeys(record.name for result in results.values() for record in result.records))
+    rows = [["family", "objective", *map(label, names)], ["---"] * 2 + ["---:"] * len(names)]
+    for family, result in results.items():
+        pace = {record.seed: record.pace for record in reversed(result.records)}  # that of the rivals, who are first
+        ends: dict[str, list[float]] = {name: [] for name in names}
+        for record in result.records:
+            ends[record.name].append(level(record.at_pace(pace[record.seed]).points, result.budget))
+        middle = [statistics.median(ends[name]) if ends[name] else math.nan for name in names]
+        rows.append([family, result.objective, *("-" if math.isnan(m) else f"{m:.3g}" for m in middle)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
 def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str]) -> None:

@@ -211,6 +211,7 @@ def test_tuned_raced_and_reported(generality: ModuleType, tmp_path: Path, capsys
     generality.main([*ours, "--seeds", "2", "--curves", *out])
     text = Path(files["md"]).read_text()
     assert "### KFAC" in text and "| softmax regression 196-10" in text and "Ahead in CPU seconds on " in text
+    assert "| softmax | cross-entropy, nats | " in text
     assert "softmax kfac seed 1: steps, seconds" in capsys.readouterr().out
     assert Path(files["png"]).read_bytes().startswith(b"\x89PNG")
     Path(files["md"]).unlink()
