@@ -169,7 +169,7 @@ def label_noise() -> Family:
         return model
 
     title = "fine-tuning an MLP 784-256-128-10 with 20 % of the labels at random, MNIST digits"
-    return supervised("noise", title, make, F.cross_entropy, noisy_digits(), batch=128, seen=2000)
+    return supervised("noise", title, make, F.cross_entropy, noisy_digits(), batch=128, budget=2.5, seen=2000)
 
 
 FAMILIES: dict[str, Callable[[], Family]] = {

@@ -58,7 +58,7 @@ def gan() -> Family:
 class Grid:
     """Go to the goal on a board of `side` x `side`; each step costs 1. States are (place, goal), moves four."""
 
-    def __init__(self, side: int = 6, horizon: int = 15) -> None:
+    def __init__(self, side: int = 8, horizon: int = 20) -> None:
         self.side, self.horizon, self.cells = side, horizon, side * side
         self.moves = torch.tensor([[0, 1], [0, -1], [1, 0], [-1, 0]])
         place = torch.arange(self.cells)
@@ -120,6 +120,6 @@ def policy_gradient() -> Family:
         return excess, -excess - grid.best
 
     return Family(
-        "policy", "policy gradient, MLP 72-64-64-4, a board of 6 x 6, 64 games", "steps above the fewest",
+        "policy", "policy gradient, MLP 128-64-64-4, a board of 8 x 8, 64 games", "steps above the fewest",
         "mean return", lambda: [mlp(2 * grid.cells, 64, 64, 4)], batches, train, evaluate, budget=3.0, growth=1.05,
     )  # fmt: skip
