@@ -94,7 +94,7 @@ def vae() -> Family:
     bound = {"objective": "negative bound, nats", "metric": "negative bound, nats", "measure": loss}
     parts = (x, x), (x_test, x_test)
     make = functools.partial(VAE, 256, 16)
-    return supervised("vae", "VAE 784-256-32 | 16-256-784, MNIST digits", make, loss, parts, batch=128, **bound)
+    return supervised("vae", "VAE 784-256-32, 16-256-784, MNIST digits", make, loss, parts, batch=128, **bound)
 
 
 def gaussian(outputs: Tensor, y: Tensor) -> Tensor:

@@ -13,6 +13,14 @@ from _generality_scores import LEAD, TOLERANCE, Record, Score, geometric, level,
 from _race_report import COLOURS
 from _race_rivals import ENTRIES
 
+PANELS = (  # what, whether it is a bound, title, below the axis, line
+    ("speed", "slower", "times as fast as the best rival", "above 1 is ahead; hollow: less than this", 1.0),
+    ("steps", "more", "steps, of tuned AdamW's", "below 1 is ahead; hollow: more than this", 1.0),
+    ("loss", "", "loss at equal time, of the best rival's", f"at most {TOLERANCE:g} holds", TOLERANCE),
+)
+TICKS = (0.001, 0.01, 0.03, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 100, 1000)
+FAR = 1e3  # ratios beyond are drawn there
+
 
 @dataclass(frozen=True)
 class Result:
@@ -96,15 +104,16 @@ def summary(scores: Mapping[str, Sequence[Score]]) -> str:
     every = [(found, family) for family, own in scores.items() for found in own]
     speeds, steps, losses = (medians(scores, what) for what in ("speed", "steps", "loss"))
     slowest, loser = min(every, key=lambda e: e[0].speed), max(every, key=lambda e: e[0].loss)
-    behind = [f"{family} seed {found.seed}" for found, family in every if not found.holds]
+    behind = {family: sum(not found.holds for found in own) for family, own in scores.items()}
+    named = ", ".join(f"{family} {count}" for family, count in behind.items() if count)
     return (
         f"Ahead in CPU seconds on {sum(speed > 1 for speed in speeds.values())} of {len(speeds)} families: "
         f"{geometric(speeds.values()):.2f} times as fast in the geometric mean, at worst "
         f"{said(slowest[0].speed, slowest[0].slower, '<')} ({slowest[1]}). Steps: {geometric(steps.values()):.2f} of "
         f"AdamW's. Loss at equal time: {geometric(losses.values()):.2f} of the best rival's, at worst "
         f"{loser[0].loss:.3g} ({loser[1]}). Not finite: {sum(found.end != 'stopped' for found, _ in every)} of "
-        f"{len(every)} runs. Behind by more than {TOLERANCE - 1:.0%}: {len(behind)}"
-        + (f" ({', '.join(behind)})." if behind else ".")
+        f"{len(every)} runs. Behind by more than {TOLERANCE - 1:.0%}: {sum(behind.values())}"
+        + (f" ({named})." if named else ".")
     )
 
 
@@ -141,7 +150,7 @@ def losses(results: Mapping[str, Result], label: Callable[[str], str]) -> str:
 
 
 def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str]) -> None:
-    """Three panels of ratios, a row for each family: a dot for each seed, a bar for the median."""
+    """Three panels of ratios, a row for each family: a dot for each seed, hollow where a bound, and the median."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -149,30 +158,31 @@ def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str
 
     scores = {family: result.scores() for family, result in results.items()}
     names = list(dict.fromkeys(name for own in scores.values() for name in own))
-    panels = {
-        "speed": ("times as fast as the best rival", "> 1 is ahead", 1.0),
-        "steps": ("steps, of tuned AdamW's", "< 1 is ahead", 1.0),
-        "loss": ("loss at equal time, of the best rival's", "< 1.1 holds", TOLERANCE),
-    }
     drawn, axes = plt.subplots(1, 3, figsize=(13, 1.6 + 0.36 * len(scores)), sharey=True)
-    for panel, (what, (title, note, mark)) in zip(axes, panels.items(), strict=True):
+    for panel, (what, bound, title, note, mark) in zip(axes, PANELS, strict=True):
         for shift, name in enumerate(names):
-            own = {family: found[name] for family, found in scores.items() if name in found}
-            for row, (family, found) in enumerate(own.items()):
-                y = list(scores).index(family) + 0.22 * (shift - (len(names) - 1) / 2)
-                values = [min(max(getattr(one, what), 1e-4), 1e4) for one in found]
-                style = {"color": COLOURS.get(name, "0.4"), "zorder": 3}
-                panel.plot(values, [y] * len(values), "o", ms=4, alpha=0.5, mew=0, **style)
-                panel.plot(
-                    statistics.median(values), y, "|", ms=11, mew=2.5, label=label(name) if not row else None, **style
-                )
+            style = {"color": COLOURS.get(name, "0.4"), "zorder": 3}
+            for row, found in enumerate(own.get(name, []) for own in scores.values()):
+                y = row + 0.26 * (shift - (len(names) - 1) / 2)
+                values = [min(max(getattr(one, what), 1 / FAR), FAR) for one in found]
+                for one, value in zip(found, values, strict=True):
+                    face = "white" if bound and getattr(one, bound) else style["color"]
+                    panel.plot(value, y, "o", ms=4, alpha=0.6, mew=0.9, mfc=face, **style)
+                if values:
+                    panel.plot(statistics.median(values), y, "|", ms=11, mew=2.5, **style)
+            panel.plot([], [], "|", ms=11, mew=2.5, label=label(name), **style)
         panel.axvline(mark, color="0.3", lw=0.9, zorder=1)
         panel.set(xscale="log", title=title, xlabel=note, ylim=(len(scores) - 0.4, -0.6))
         panel.set_yticks(range(len(scores)), list(scores))
-        panel.grid(axis="x", which="major", color="0.88", lw=0.7)
+        low, high = panel.get_xlim()
+        ticks = [t for t in TICKS if low <= t <= high]
+        panel.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        panel.minorticks_off()
+        panel.grid(axis="x", color="0.88", lw=0.7)
         panel.grid(axis="y", color="0.93", lw=0.7)
         panel.set_axisbelow(True)
-    axes[0].legend(frameon=False, loc="best")
-    drawn.tight_layout()
+    handles, labels = axes[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="lower center", ncols=len(names), frameon=False)
+    drawn.tight_layout(rect=(0, 0.04, 1, 1))
     drawn.savefig(path, dpi=130)
     plt.close(drawn)

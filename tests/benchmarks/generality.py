@@ -141,7 +141,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if options.json:
             save(options.json, {family: result.plain() for family, result in results.items()})
     if not options.tune:
-        report(options, results)
+        report(options, {name: results[name] for name in FAMILIES if name in results})
 
 
 if __name__ == "__main__":
