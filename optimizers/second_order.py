@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ from optimizers.recording.loss_backprops import LossBackprops
 from optimizers.recording.recorder import Recorder
 from optimizers.report import table
 from optimizers.schedule import Schedule
+from optimizers.steps.closure_checks import ClosureWatch
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
-from optimizers.steps.rule import Outcome, Scaling, StepContext, StepRule
+from optimizers.steps.rule import Evaluation, Outcome, Scaling, StepContext, StepRule
 from optimizers.steps.updates import Move, take
 
 
@@ -102,9 +104,9 @@ class SecondOrderOptimizer(ModelOptimizer):
             The loss before the step, if there is a closure.
 
         Raises:
-            RuntimeError: the model was never called with gradients enabled, so that its curvature is unknown.
-            TypeError: no closure where one is needed; it returns neither a loss nor residuals, or residuals after a
-                loss, or the other way round.
+            RuntimeError: the closure returns a loss and calls no ``backward``, where it has to.
+            TypeError: no closure where one is needed; it returns neither a loss nor residuals, residuals after a loss,
+                or the other way round; its loss differentiates the model.
             ValueError: residuals, and an argument that has no meaning for them.
         """
         value, move = self._prepare(closure)
@@ -128,16 +130,24 @@ class SecondOrderOptimizer(ModelOptimizer):
             TypeError: the closure returns no tensor, or a closure has returned a loss before.
             ValueError: it returns no vector; an argument of the constructor has no meaning for residuals.
         """
-        self._switch_to_residuals()
-        return self.step(closure)  # with the hooks of torch.optim
+        with self._taking_residuals():
+            return self.step(closure)  # with the hooks of torch.optim
 
-    def _switch_to_residuals(self) -> None:
+    @contextmanager
+    def _taking_residuals(self) -> Iterator[None]:
+        """Switch to `residual_rule`; back again after an exception, unless it was there before."""
+        before = self.residual_rule
         if self.takes_loss:
-            raise TypeError("KFAC.step: the closure returned residuals, and a loss before")
+            raise TypeError(f"{type(self).__name__}.step: the closure returned residuals, and a loss before")
         if self.residual_rule is None:
             refuse_sharded(self.model, "closure")
             self.residual_rule = ResidualStep(self.residual_solver())
-            self.recorder.stop()
+        try:
+            yield
+        except BaseException:
+            self.residual_rule = before
+            self.recorder.discard()
+            raise
 
     def residual_solver(self) -> ResidualSolver:
         """Make the solver for residuals.
@@ -206,7 +216,9 @@ class SecondOrderOptimizer(ModelOptimizer):
         """A step on a loss. If the first closure returns residuals, undo its side effects and step on them instead."""
         is_first = context.closure is not None and not self.takes_loss
         before = ModelState(self.model) if is_first else None
-        evaluation = self.rule.evaluate(context)
+        evaluation = self._first_evaluation(context) if is_first else self.rule.evaluate(context)
+        if self.takes_loss and evaluation.is_residuals and len(evaluation.value) == 1:
+            evaluation = replace(evaluation, value=evaluation.value[0])
         if not evaluation.is_residuals:
             # the closure may have renamed parameters, as spectral_norm does
             context = context if context.closure is None else self._context(context.closure)
@@ -216,12 +228,24 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.recorder.discard()
         if before is not None:
             before.restore()
-        self._switch_to_residuals()
-        return self._residual_step(context)
+        with self._taking_residuals():
+            return self._residual_step(context)
+
+    def _first_evaluation(self, context: StepContext) -> Evaluation:
+        """What the closure returns at its first call, which shows whether it is a loss with gradients, or residuals."""
+        with ClosureWatch(self.model) as watch:
+            evaluation = self.rule.evaluate(context)
+        found = replace(evaluation, value=watch.loss_or_residuals(evaluation.value))
+        if not found.is_residuals:
+            watch.check_loss(found.value)
+        return found
 
     def _residual_step(self, context: StepContext) -> Outcome:
         assert self.residual_rule is not None
-        return self.residual_rule.step(context, self.residual_rule.evaluate(context))
+        with self.recorder.paused():
+            outcome = self.residual_rule.step(context, self.residual_rule.evaluate(context))
+        self.recorder.stop()
+        return outcome
 
     @torch._disable_dynamo
     def _conclude(self, slope: Tensor) -> None:

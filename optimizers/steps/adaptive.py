@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from curvature.preconditioners import Block
+from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.quadratic_model import GROW, SHRINK, Quadratic, first_accepted, largest_curvature, next_damping
-from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule, checked_value
+from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
 from optimizers.steps.updates import are_finite, inner
 
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size

@@ -19,14 +19,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature import output_changes
-from curvature.recording import ModelState, map_tensors
+from curvature.recording import ModelState, map_tensors, warn_once
+from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
+
+# What torch says of functions that cannot be differentiated twice
+WITHOUT_SECOND_DERIVATIVE = "is not implemented", "Could not run"
 
 
 class WithoutBackward(TorchFunctionMode):
     """Makes ``loss.backward()`` do nothing, to compute only the value of a closure."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return None if func is Tensor.backward else func(*args, **(kwargs or {}))
+        return None if func in BACKWARD else func(*args, **(kwargs or {}))
 
 
 @dataclass
@@ -65,10 +69,15 @@ class Call:
         own = _floats(self.output)
         if self.is_changed or len(own) != len(outputs):
             return self.is_changed
-        _, reduced, dtype = self.precision
-        rough = max(torch.finfo(d).eps for d in [x.dtype for x in own] + [dtype] * reduced) ** 0.5
         rows = [x[::stride] if x.ndim else x for x in own]
+        rough = self.rounding**0.5
         return all(a.shape == b.shape and _close(a, b, rough) for a, b in zip(rows, outputs, strict=True))
+
+    @property
+    def rounding(self) -> float:
+        """The coarsest rounding of the output, and of autocast."""
+        _, reduced, dtype = self.precision
+        return max(torch.finfo(d).eps for d in [x.dtype for x in _floats(self.output)] + [dtype] * reduced)
 
 
 class Replay:
@@ -90,45 +99,35 @@ class Replay:
     ) -> None:
         self.model, self.closure, self.mean, self.unrecorded = model, closure, mean, unrecorded
         self.calls: list[Call] = []
+        self.value = torch.zeros(())  # the loss at the first call
         self.before = ModelState(model)
 
     def first(self) -> Tensor:
         """The loss, after a backward pass as in the user's own loop; if the closure returns residuals, just these.
 
         Raises:
-            TypeError: the closure returns no tensor.
-            RuntimeError: it does not call the model.
+            TypeError: the closure returns neither a loss nor residuals; the loss differentiates the model.
         """
         self.calls.clear()
-        old = {p: p.grad for p in self.model.parameters()}
-        sent_back: list[Tensor] = []
         hooks = [
-            p.register_post_accumulate_grad_hook(sent_back.append)
-            for p in old
-            if p.requires_grad and not nn.parameter.is_lazy(p)
-        ]
-        hooks += [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end),
         ]
         try:
-            with torch.enable_grad():
-                loss = self.closure()
-                if isinstance(loss, Tensor) and loss.ndim:
-                    return loss
-                if not isinstance(loss, Tensor):
-                    raise TypeError(
-                        f"closure: expected it to return the loss, a tensor of one entry, found {loss!r:.80}"
-                    )
-                if not sent_back and all(p.grad is None or p.grad is g for p, g in old.items()) and loss.requires_grad:
-                    _without_gradients(old)
-                    loss.backward()
+            with torch.enable_grad(), ClosureWatch(self.model) as watch:
+                loss = watch.loss_or_residuals(self.closure())
         finally:
             for hook in hooks:
                 hook.remove()
-        if not self.calls:
-            raise RuntimeError("closure: it did not call the model that the optimizer was given")
-        return self.mean(loss.detach())
+        if loss.ndim:
+            return loss
+        if watch.differentiates:
+            raise TypeError(DIFFERENTIATES)
+        self.value = loss.detach()
+        if loss.requires_grad and not watch.has_sent_back:
+            _without_gradients(self.model.parameters())
+            loss.backward()
+        return self.mean(self.value)
 
     def again(self) -> Tensor:
         """Call `first` again, after the parameters changed."""
@@ -173,13 +172,40 @@ class Replay:
     def curvatures(self, directions: Sequence[Mapping[str, Tensor]], stride: int) -> Tensor:
         """``d_i^T G d_j`` for all pairs of directions (k, k) in float64, G the Gauss-Newton matrix of the loss.
 
+        G is the Hessian where the loss is linear in the model's outputs (these are losses, or log-probabilities), or
+        where these are no floating point tensors, or the loss depends on more; zero where some function has no second
+        derivative.
+
         Args:
             directions: tensors of the shapes of parameters, by name.
             stride: use every stride-th sample; all of them, where they depend on each other or on random numbers.
 
         Raises:
-            RuntimeError: the model's outputs differ from those of the first call, or the loss depends on more.
+            RuntimeError: the model's outputs differ from those of the first call.
         """
+        try:
+            if all(_floats(call.output) and not _has_complex(call.output) for call in self.calls):
+                found = self._gauss_newton(directions, stride)
+                if found is not None and found.any():
+                    return found
+            return self._hessian(directions)
+        except RuntimeError as error:
+            if not any(phrase in str(error) for phrase in WITHOUT_SECOND_DERIVATIVE):
+                raise
+            warn_once("adaptive steps go by slopes alone: %s", str(error).split("\n")[0], logger="optimizers")
+            return torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
+
+    def _hessian(self, directions: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """``d_i^T H d_j``, with H the Hessian of the loss."""
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        direct = [[d.get(name) for name in parameters] for d in directions]
+        with self._as_first(), sdpa_kernel(SDPBackend.MATH), torch.enable_grad(), WithoutBackward():
+            nothing: list[list[Tensor]] = [[] for _ in directions]
+            own = _products(list(parameters.values()), self.closure(), nothing, direct, [1] * len(parameters))
+        return self.mean(own)
+
+    def _gauss_newton(self, directions: Sequence[Mapping[str, Tensor]], stride: int) -> Tensor | None:
+        """None where the closure computes its loss from more than the model's outputs, hidden features for example."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         changes: list[list[Tensor]] = [[] for _ in directions]
         leaves: list[Tensor] = []
@@ -196,8 +222,11 @@ class Replay:
                 strides += [step] * len(outputs)
         direct = [[d.get(name) for name in parameters] for d in directions]
         whole = [1] * len(parameters)
-        own = _products([*leaves, *parameters.values()], self._outside(shown), changes, direct, strides + whole)
-        return self.mean(own)
+        loss = self._outside(shown)
+        rough = max([torch.finfo(self.value.dtype).eps, *(call.rounding for call in self.calls)]) ** 0.5
+        if loss is None or not _close(self.value, loss, rough):
+            return None
+        return self.mean(_products([*leaves, *parameters.values()], loss, changes, direct, strides + whole))
 
     @torch.enable_grad()
     def _some(self, call: Call, stride: int) -> tuple[Any, int]:
@@ -220,19 +249,16 @@ class Replay:
             )
         return output, 1
 
-    def _outside(self, shown: Sequence[Any]) -> Tensor:
-        """The loss that the closure computes from given outputs, without running the model."""
+    def _outside(self, shown: Sequence[Any]) -> Tensor | None:
+        """The loss that the closure computes from given outputs, without running the model; None where it cannot."""
         own = self.model.__dict__.get("forward")
         try:
             with self._as_first(), torch.enable_grad(), WithoutBackward():
                 queue = iter([map_tensors(Tensor.clone, output) for output in shown])  # the closure may change them
                 self.model.forward = lambda *args, **kwargs: next(queue)
                 return self.closure()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "KFAC(adaptive=True): the closure could not compute its loss from the model's outputs alone; it may "
-                "not differentiate the model itself, and has to call loss.backward(), or no backward at all"
-            ) from error
+        except RuntimeError:
+            return None
         finally:
             self.model.__dict__.pop("forward", None)
             if own is not None:
@@ -246,6 +272,8 @@ def _products(
 
     The closure may add a penalty on the parameters, for example. Changes may cover every stride-th row only.
     """
+    if not loss.requires_grad:
+        raise TypeError("closure: it returned a loss without a graph; return the loss itself, not loss.detach()")
     found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
     total = torch.zeros(len(changes), len(changes), dtype=torch.float64, device="cpu")
@@ -280,6 +308,10 @@ def _leaf(x: Tensor) -> Tensor:
 
 def _floats(output: Any) -> list[Tensor]:
     return [x for x in _tensors(output) if x.is_floating_point()]
+
+
+def _has_complex(output: Any) -> bool:
+    return any(x.is_complex() for x in _tensors(output))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

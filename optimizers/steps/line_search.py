@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.descent import DescentRule
-from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule, checked_value
+from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule
 from optimizers.steps.updates import are_finite
 
 MOST_HALVINGS = 30  # of a step

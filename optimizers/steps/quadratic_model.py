@@ -37,13 +37,15 @@ class Quadratic:
         """The coefficients (k,) of the damped minimum; zero along directions that are zero.
 
         Combinations of directions of length one count as zero whose curvature is below `least` of the largest.
+        Negative curvature counts by its size (saddle-free Newton, arXiv:1406.2572).
         """
         matrix = self.curvature + damping * self.norms
         size = matrix.diagonal().abs()
         scale = torch.where(size > 0, size, 1.0).rsqrt()
         values, vectors = symmetric_eigh(scale[:, None] * matrix * scale)
+        values = values.abs()
         # directions that are the same to the precision of the products are not told apart
-        kept = values > least * values[-1].clamp(min=torch.finfo(values.dtype).tiny)
+        kept = values > least * values.max().clamp(min=torch.finfo(values.dtype).tiny)
         inverse = torch.where(kept, 1 / values, torch.zeros_like(values))
         return -scale * (vectors @ (inverse * (vectors.T @ (scale * self.slopes))))
 

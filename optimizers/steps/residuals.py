@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from curvature import Jacobian
 from curvature.functional import ExactNorms
 from curvature.preconditioners import ResidualBlock, residual_blocks
-from curvature.recording import ModelState
+from curvature.recording import ModelState, warn_once
 from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
 from optimizers.steps.adaptive import grouped, set_parameters
@@ -30,6 +30,10 @@ from optimizers.steps.updates import are_finite, inner
 DIRECTIONS = 4  # that the Kronecker factors give
 REMEMBERED = 3  # displacements that are directions again
 FIRST_DAMPING = 1e-3  # relative to the curvature along the gradient
+SINGLE_PRECISION = (
+    "%s: the residuals are %s; the square of their Jacobian's condition number decides how far the loss falls, so that "
+    "steps may soon stop helping: take double precision, model.double() and inputs of torch.float64"
+)
 SHRINK = 0.5  # of the damping after a good step: no noise in the batch calls for caution
 
 
@@ -45,7 +49,8 @@ def call_residuals(closure: Callable[[], Any]) -> Tensor:
     if not isinstance(residuals, Tensor):
         raise TypeError(f"closure: expected the residuals, a tensor (M,), found {type(residuals).__name__}")
     if residuals.ndim != 1 or not len(residuals):
-        raise ValueError(f"closure: expected the residuals (M,), found shape {tuple(residuals.shape)}")
+        is_loss = ", which is a loss: return the vector that it is the sum of squares of" if not residuals.ndim else ""
+        raise ValueError(f"closure: expected the residuals (M,), found shape {tuple(residuals.shape)}{is_loss}")
     return residuals
 
 
@@ -122,6 +127,8 @@ class ResidualStep(StepRule):
         assert context.closure is not None
         with context.monitor.timed("closure"):
             replay = ResidualReplay(context.model, context.closure, context.team.processes)
+        if torch.finfo(replay.values.dtype).bits < 64:
+            warn_once(SINGLE_PRECISION, context.owner, str(replay.values.dtype), logger="optimizers")
         loss = replay.values.square().sum() / 2
         if not bool(torch.isfinite(loss)):
             replay.before.restore_buffers()

@@ -15,6 +15,7 @@ from optimizers.monitor import Monitor, Undecided
 from optimizers.preconditioner import Options, Preconditioner, Renewal
 from optimizers.recording.output_scale import OutputScale
 from optimizers.recording.recorder import Recorder
+from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.finite_check import unscale_and_check_finite
 from optimizers.steps.updates import Move
@@ -22,7 +23,7 @@ from optimizers.steps.updates import Move
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
 
 Named = Mapping[str, Tensor]
-__all__ = ["Evaluation", "Named", "Options", "Outcome", "Scaling", "StepContext", "StepRule", "checked_value"]
+__all__ = ["Evaluation", "Named", "Options", "Outcome", "Scaling", "StepContext", "StepRule"]
 
 
 class Scaling(NamedTuple):
@@ -227,14 +228,3 @@ class StepRule:
             if isinstance(value, Mapping):
                 value = {k: v.to(trained[k]) if k in trained else v for k, v in value.items()}
             setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
-
-
-def checked_value(value: Any) -> Any:
-    """Return the value of a closure.
-
-    Raises:
-        TypeError: it is neither a loss nor residuals.
-    """
-    if isinstance(value, Tensor) and value.ndim > 1:
-        raise TypeError(f"closure: expected the loss, or residuals (M,), found shape {tuple(value.shape)}")
-    return value

@@ -23,6 +23,7 @@ MAKERS: dict[str, Callable[..., KFAC]] = {
     "KFAC-adaptive": functools.partial(KFAC, adaptive=True),
 }  # fmt: skip
 X, Y = torch.ones(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+POINTS = torch.eye(6, 4) + X
 
 NO_NUMBERS = ["1", [1.0], {}, True, 1j, torch.ones(2), torch.tensor(1), np.ones(2), np.bool_(True), object()]
 NO_WHOLE = ["1", 1.5, 1.0, True, [1], torch.tensor(1), math.nan]
@@ -51,6 +52,7 @@ CELLS = [(maker, name) for maker, table in OWN.items() for name in table]
 
 
 def network() -> nn.Sequential:
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
@@ -150,6 +152,100 @@ def test_parameter_groups(maker: str):
     assert opt.steps == 0 and all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
+def loss_of(model: nn.Module, opt: torch.optim.Optimizer, *, sends_back: bool = True) -> torch.Tensor:
+    opt.zero_grad()
+    loss = F.cross_entropy(model(POINTS), Y)
+    if sends_back:
+        loss.backward()
+    return loss
+
+
+def of_slopes(model: nn.Module, opt: torch.optim.Optimizer, *, sends_back: bool = True) -> torch.Tensor:
+    """A loss that differentiates the model, as one writes it for `torch.optim.LBFGS`."""
+    opt.zero_grad()
+    x = POINTS.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    loss = (slope - 1).square().mean()
+    if sends_back:
+        loss.backward()
+    return loss
+
+
+# What a closure may not return, and what the message says of it.
+WRONG_CLOSURES: dict[str, tuple[Callable[..., Any], str]] = {
+    "nothing": (lambda m, o: (loss_of(m, o), None)[1], "None: return the loss"),
+    "a tuple": (lambda m, o: (loss_of(m, o), 3), "a tuple of 2: return the loss alone"),
+    "a list": (lambda m, o: [m(X)[:, 0], m(X)[:, 1]], r"a list of 2: .*torch\.cat"),
+    "a number": (lambda m, o: loss_of(m, o).item(), r"\(float\): return the loss itself"),
+    "a string": (lambda m, o: "loss", r"'loss' \(str\)"),
+    "a matrix": (lambda m, o: m(X), r"shape \(6, 3\)"),
+    "a loss that differentiates": (of_slopes, r"return the residuals r \(M,\)"),
+    "the same before its gradient": (functools.partial(of_slopes, sends_back=False), "return the residuals r"),
+}
+
+
+@pytest.mark.parametrize("maker", ["KFAC", "EKFAC", "NaturalGradient"])
+def test_closures_without_backward(maker: str):
+    """Refused, also where there are gradients of an earlier step; not if the backward pass was before the step."""
+    model = network()
+    opt, before = MAKERS[maker](model), [p.detach().clone() for p in model.parameters()]
+    for forget in (lambda: loss_of(model, opt, sends_back=False), lambda: F.cross_entropy(model(X), Y)):
+        with pytest.raises(RuntimeError, match=r"^closure: it returned a loss \(.*call loss\.backward\(\)"):
+            opt.step(forget)
+        assert opt.steps == 0 and all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+        loss_of(model, opt)
+    loss = loss_of(model, opt)
+    assert opt.step(lambda: loss) is loss and opt.steps == 1
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_closures_that_are_accepted(maker: str):
+    """A loss of one entry, in whatever shape; a backward pass by function; one that reaches no parameter."""
+
+    def by_function(model: nn.Module, opt: torch.optim.Optimizer) -> torch.Tensor:
+        loss = loss_of(model, opt, sends_back=False)
+        torch.autograd.backward([loss])
+        return loss
+
+    model = network()
+    opt = MAKERS[maker](model)
+    for closure in (lambda: loss_of(model, opt)[None], lambda: by_function(model, opt)):
+        values = [opt.step(closure).item() for _ in range(3)]
+        assert values[-1] < values[0] and opt.residual_rule is None
+    other = torch.ones(3, requires_grad=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    model.zero_grad()
+    for each in (opt, MAKERS[maker](model)):
+
+        def elsewhere() -> torch.Tensor:
+            loss = other.sum()
+            loss.backward()
+            return loss
+
+        assert each.step(elsewhere).item() == 3
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("maker", ["KFAC", "NaturalGradient"])
+def test_a_loss_given_to_step_residuals(maker: str):
+    """Refused, and then a loss is what the optimizer takes, as before; likewise residuals without a graph."""
+    model = network()
+    opt = MAKERS[maker](model)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"closure: expected the residuals \(M,\), found shape \(\), which is a loss"
+        ):
+            opt.step_residuals(lambda: loss_of(model, opt))
+        with pytest.raises(ValueError, match="without gradients"):
+            opt.step(lambda: torch.ones(3))
+        assert opt.residual_rule is None and opt.steps == 0
+    values = [opt.step(lambda: loss_of(model, opt)).item() for _ in range(3)]
+    assert values[-1] < values[0] and opt.store.blocks
+    with pytest.raises(TypeError, match="residuals, and a loss before"):
+        opt.step_residuals(lambda: model(X)[:, 0])
+    assert opt.residual_rule is None
+
+
 @pytest.mark.parametrize("maker", MAKERS)
 def test_closures(maker: str):
     model = network()
@@ -157,8 +253,9 @@ def test_closures(maker: str):
     for value in (3, torch.ones(()), "loss"):
         with pytest.raises(TypeError, match="closure: expected a function that computes the loss, found"):
             opt.step(value)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"closure: expected the loss, or residuals \(M,\), found shape \(6, 3\)"):
-        opt.step(lambda: model(X))
+    for closure, found in WRONG_CLOSURES.values():
+        with pytest.raises((TypeError, RuntimeError), match=rf"^closure: .*{found}"):
+            opt.step(functools.partial(closure, model, opt))
     assert opt.steps == 0 and torch._C._len_torch_function_stack() == 0
 
 

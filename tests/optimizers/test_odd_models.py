@@ -27,6 +27,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
         f"NaturalGradient-{solver}": functools.partial(NaturalGradient, solver=solver)
         for solver in ("woodbury", "cg", "dense", "diagonal")
     },
+    "KFAC-adaptive": functools.partial(KFAC, adaptive=True),
+    "NaturalGradient-adaptive": functools.partial(NaturalGradient, adaptive=True),
+    "NaturalGradient-search": functools.partial(NaturalGradient, line_search=True),
 }
 INJECTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "default": lambda criterion: {},
@@ -78,6 +81,7 @@ CELLS = [
     (name, maker, inject)
     for name in ODD
     for maker in OPTIMIZERS
+    if ODD[name].closes or not ("adaptive" in maker or "search" in maker)
     for inject in (INJECTIONS if maker in ("KFAC", "NaturalGradient-woodbury") else ["default"])
 ]
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvature.recording import warn_once
 from optimizers import KFAC
 from optimizers.steps.closure_replay import Replay
 from support.cases.case import Raw, seeded
@@ -258,6 +259,58 @@ def test_autocast_in_the_closure():
     assert all(entry["accepted"] for entry in opt.history)
 
 
+def hessian_along(model: nn.Module, closure: Callable[[], Tensor]) -> float:
+    """d^T H d by differences of the loss."""
+    d, eps = along(model), 1e-4
+
+    def at(t: float) -> float:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.add_(t * d[name])
+        found = closure().item()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.sub_(t * d[name])
+        return found
+
+    return (at(eps) - 2 * at(0.0) + at(-eps)) / eps**2
+
+
+Y = torch.tensor([0, 1, 2, 1, 0, 2, 1, 1])
+entropy_of = lambda z: (z.logsumexp(1) - z.gather(1, Y[:, None])[:, 0]).mean()
+
+
+# Models whose outputs do not show the curvature of the loss.
+HESSIANS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Tensor]]] = {
+    "log-probabilities": (lambda m, x: m.net(x).log_softmax(1), lambda m, out: F.nll_loss(out, Y)),
+    "a loss": (lambda m, x: entropy_of(m.net(x)), lambda m, out: out),
+    "a complex output": (lambda m, x: torch.fft.fft(m.net(x)), lambda m, out: out.abs().square().mean()),
+    "a function": (lambda m, x: lambda: m.net(x), lambda m, out: out().square().mean()),
+    "hidden": (lambda m, x: (setattr(m, "kept", m.net[:2](x)), m.net(x))[1], lambda m, out: m.kept.square().mean()),
+}
+
+
+@pytest.mark.parametrize("name", HESSIANS)
+def test_the_hessian_stands_in_where_outputs_show_no_curvature(name: str):
+    run, loss = HESSIANS[name]
+    model, x = Raw(run, net=small()), data(8, 4)
+    closure = lambda: loss(model, model(x))
+    assert curvature(model, closure) == pytest.approx(hessian_along(model, closure), rel=1e-4)
+
+
+def test_without_second_derivatives_there_is_no_curvature(caplog: pytest.LogCaptureFixture):
+    """Steps then go by slopes, which the log says, and the loss falls all the same."""
+    warn_once.cache_clear()
+    with seeded(0):
+        model = nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 3)).double()
+    words = torch.arange(24).reshape(8, 3) % 5
+    assert curvature(model, lambda: F.cross_entropy(model(words), Y)) == 0
+    assert "go by slopes alone" in caplog.text and "is not implemented" in caplog.text
+    opt = KFAC(model, adaptive=True)
+    values = [opt.step(lambda: F.cross_entropy(model(words), Y)).item() for _ in range(8)]
+    assert values == sorted(values, reverse=True) and values[-1] < 0.9 * values[0]
+
+
 def test_a_closure_that_differentiates_the_model_is_refused():
     model, x = small(1), data(8, 4).requires_grad_()
     opt, before = KFAC(model, adaptive=True), copied(model)
@@ -266,6 +319,6 @@ def test_a_closure_that_differentiates_the_model_is_refused():
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         return slope.square().mean()
 
-    with pytest.raises(RuntimeError, match="not differentiate the model itself"):
+    with pytest.raises(TypeError, match="its loss differentiates the model .*return the residuals"):
         opt.step(closure)
     assert_same(copied(model), before)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature import empirical, plots
+from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.steps.quadratic_model import MOST_TRIES
 from optimizers.steps.residuals import DIRECTIONS, REMEMBERED
@@ -313,3 +314,13 @@ def test_parameters_may_be_frozen_and_thawed(optimizer: type[KFAC]):
     losses += train(opt, closure, 2)
     assert not torch.equal(model[0].weight, frozen)
     assert all(b <= a for a, b in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, NaturalGradient])
+def test_single_precision_is_warned_of_once(optimizer: type[KFAC], caplog: pytest.LogCaptureFixture):
+    for dtype, times in ((torch.float64, 0), (torch.float32, 1)):
+        warn_once.cache_clear()
+        caplog.clear()
+        model, x = nn.Linear(3, 1).to(dtype), torch.randn(12, 3, dtype=dtype)
+        train(optimizer(model), lambda: model(x)[:, 0] - 1, 3)  # noqa: B023
+        assert caplog.text.count("double precision, model.double()") == times

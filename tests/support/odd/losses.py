@@ -140,14 +140,12 @@ odd(
     "keeps_torch_loss",
     lambda: Raw(lambda m, x, y: setattr(m, "kept", F.cross_entropy(m.net(x), y)), net=net()),
     lambda m: (m(X, Y), m.kept)[1],
-    closes=False,
     classes=True,
 )
 odd(
     "keeps_own_loss",
     lambda: Raw(lambda m, x, y: setattr(m, "kept", by_hand(m.net(x), y)), net=net()),
     lambda m: (m(X, Y), m.kept)[1],
-    closes=False,
 )
 
 
@@ -245,8 +243,8 @@ hidden = lambda: Raw(
 
 odd("sum_of_outputs", lambda: nn.Sequential(net(), nn.Sigmoid()), lambda m: m(X).sum())
 odd("mean_of_outputs", lambda: nn.Sequential(net(), nn.Sigmoid()), lambda m: m(X).mean())
-odd("hidden_features", hidden, lambda m: (m(X), fit(m.kept))[1], closes=False)
-odd("hidden_beside", hidden, lambda m: entropy(m(X)) + m.kept.square().mean(), closes=False)
+odd("hidden_features", hidden, lambda m: (m(X), fit(m.kept))[1])
+odd("hidden_beside", hidden, lambda m: entropy(m(X)) + m.kept.square().mean())
 odd("penalty_beside", net, lambda m: entropy(m(X)) + 0.01 * sum(p.square().sum() for p in m.parameters()), classes=True)
 odd(
     "penalty_of_what_is_not_read",

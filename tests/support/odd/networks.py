@@ -41,7 +41,6 @@ odd(
     "sparse_embedding",
     lambda: Raw(lambda m, i: m.head(m.words(i).mean(1)), words=nn.Embedding(7, 5, sparse=True), head=nn.Linear(5, 3)),
     lambda m: entropy(m(WORDS)),
-    closes=False,
     classes=True,
 )
 odd(
@@ -198,8 +197,8 @@ odd(
 # -- types
 
 odd("double", lambda: net().double(), lambda m: entropy(m(X.double())), classes=True)
-odd("bfloat16", lambda: net().bfloat16(), lambda m: entropy(m(X.bfloat16()).float()), closes=False, classes=True)
-odd("float16", lambda: net().half(), lambda m: entropy(m(X.half()).float()), closes=False, classes=True)
+odd("bfloat16", lambda: net().bfloat16(), lambda m: entropy(m(X.bfloat16()).float()), classes=True)
+odd("float16", lambda: net().half(), lambda m: entropy(m(X.half()).float()), classes=True)
 odd(
     "mixed_types",
     lambda: Raw(lambda m, x: m.two(m.one(x).double()), one=nn.Linear(6, 5), two=nn.Linear(5, 3).double()),
@@ -213,7 +212,7 @@ def autocast(m: nn.Module) -> Tensor:
         return entropy(m(X))
 
 
-odd("autocast", net, autocast, closes=False, classes=True)
+odd("autocast", net, autocast, classes=True)
 odd("compiled", lambda: torch.compile(net(), backend="eager"), lambda m: entropy(m(X)), classes=True)
 
 # -- passes
@@ -226,14 +225,12 @@ odd(
     "checkpointed",
     lambda: Raw(lambda m, x: checkpoint(m.net, x, use_reentrant=False), net=net()),
     lambda m: entropy(m(X)),
-    closes=False,
     classes=True,
 )
 odd(
     "checkpointed_reentrant",
     lambda: Raw(lambda m, x: checkpoint(m.net, x, use_reentrant=True), net=net()),
     lambda m: entropy(m(X.clone().requires_grad_())),
-    closes=False,
     classes=True,
 )
 odd("input_needs_gradient", net, lambda m: entropy(m(X.clone().requires_grad_())), classes=True)

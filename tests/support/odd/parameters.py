@@ -50,7 +50,7 @@ odd("quadratic_of_scales", lambda: Raw(lambda m: (m.p**2 * 10.0 ** torch.arange(
 odd("torch_loss_of_parameters", lambda: Raw(lambda m: F.mse_loss(m.p, C), p=(5,)), lambda m: m())
 odd("saddle", lambda: Raw(lambda m: m.x**2 - m.y**2 + 0.1 * m.y**4, x=given(1.0), y=given(0.1)), lambda m: m())
 odd("absolute_values", lambda: Raw(lambda m: m.p.abs().sum(), p=(5,)), lambda m: m())
-odd("model_never_called", lambda: Raw(lambda m: m.p, p=(5,)), lambda m: (m.p - C).square().sum(), closes=False)
+odd("model_never_called", lambda: Raw(lambda m: m.p, p=(5,)), lambda m: (m.p - C).square().sum())
 odd("matrix_exponential", lambda: Raw(lambda m: X[:, :3] @ torch.matrix_exp(m.p - m.p.T), p=(3, 3)), lambda m: fit(m()))
 odd("expanded", lambda: Raw(lambda m, x: m.p.expand(len(x), 3), p=(3,)), lambda m: fit(m(X)))
 

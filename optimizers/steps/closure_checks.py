@@ -1,0 +1,109 @@
+"""What a closure may return: the loss, after a backward pass, or residuals. Everything else is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+BACKWARD = {Tensor.backward, torch.autograd.backward}
+EXPECTED = "closure: expected it to return the loss, a tensor of one entry, or residuals (M,)"
+DIFFERENTIATES = (
+    "closure: its loss differentiates the model (torch.autograd.grad with create_graph=True), and the curvature of the "
+    "outputs is not that of their derivatives; return the residuals r (M,), whose loss is 1/2 ||r||^2, and call no "
+    "backward(). Penalties on gradients go in a loop without a closure"
+)
+
+
+def checked_value(value: Any) -> Tensor:
+    """Return the value of a closure.
+
+    Raises:
+        TypeError: it is neither a loss nor residuals.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{EXPECTED}; found {_described(value)}")
+    if value.ndim > 1:
+        raise TypeError(f"{EXPECTED}; found shape {tuple(value.shape)}")
+    return value
+
+
+def _described(value: Any) -> str:
+    if value is None:
+        return "None: return the loss at its end"
+    if isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(x, Tensor) for x in value):
+        return f"a {type(value).__name__} of {len(value)}: return the loss alone, or the residuals by torch.cat"
+    return f"{value!r:.80} ({type(value).__name__}): return the loss itself"
+
+
+class ClosureWatch(TorchFunctionMode):
+    """Notes what a closure does while it is evaluated: backward passes, derivatives of the model, calls of the model.
+
+    Args:
+        model: what it is to call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.before: list[tuple[Tensor, Tensor | None, int]] = []  # gradients and their versions
+        self.calls_backward = self.calls_model = self.differentiates = False
+
+    def __enter__(self) -> ClosureWatch:
+        self.before = [(p, p.grad, _version(p.grad)) for p in self.model.parameters() if p.requires_grad]
+        self.hook = self.model.register_forward_pre_hook(self._note_call)
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.hook.remove()
+        super().__exit__(*exception)
+
+    def _note_call(self, module: nn.Module, args: Any) -> None:
+        self.calls_model = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.calls_backward |= func in BACKWARD
+        self.differentiates |= func is torch.autograd.grad and bool(kwargs.get("create_graph"))
+        return func(*args, **kwargs)
+
+    @property
+    def has_sent_back(self) -> bool:
+        """Whether there was a backward pass, or gradients are new, which zeroed ones are not."""
+        return self.calls_backward or any(_is_new(p.grad, g, version) for p, g, version in self.before)
+
+    def loss_or_residuals(self, value: Any) -> Tensor:
+        """The value of a closure, a loss () or residuals (M,); a loss of shape (1,) is told by its backward pass."""
+        value = checked_value(value)
+        return value[0] if value.shape == (1,) and self.has_sent_back else value
+
+    def check_loss(self, loss: Tensor) -> None:
+        """
+        Raises:
+            TypeError: the loss differentiates the model.
+            RuntimeError: it has a graph, and no backward pass has gone through it.
+        """
+        if self.differentiates:
+            raise TypeError(DIFFERENTIATES)
+        has_gradients = any(p.grad is not None for p, _, _ in self.before)
+        is_expected = (
+            self.calls_model or not has_gradients
+        )  # not if the loss comes from a backward pass before the step
+        if self.before and loss.requires_grad and not self.has_sent_back and is_expected:
+            found = f"a loss ({float(loss.detach()):.3g})"
+            raise RuntimeError(
+                f"closure: it returned {found} and has sent no gradient back; call loss.backward() in it"
+            )
+
+
+def _is_new(gradient: Tensor | None, before: Tensor | None, version: int) -> bool:
+    if gradient is None:
+        return False
+    return gradient is not before or (gradient._version != version and bool(gradient.to_dense().any()))
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
