@@ -70,7 +70,8 @@ class KFAC(SecondOrderOptimizer):
         damping: added to the curvature, in units of loss / parameter^2 for a loss of ``1/2 ||f||^2`` (as in
             `curvature.isotropic`). None: factored, 0.05 of the mean eigenvalue of each Kronecker factor.
         momentum: decay of the running mean of the gradients, 0 to 1; unused with `adaptive`, which finds its own.
-        weight_decay: decoupled, ``p -= lr * weight_decay * p`` at each step.
+        weight_decay: decoupled, in the units of recipes for AdamW: ``p -= 1e-3 * lr * weight_decay * p`` at each step,
+            1e-3 being AdamW's usual rate. So 0.01 or 0.1 shrinks parameters as much as there, and follows schedules.
         loss: the loss module; only injections other than `isotropic` need it.
         inject: the vectors to backpropagate (default `curvature.isotropic()`); `curvature.empirical()` takes the
             backprops of the training loop's own backward pass, for a loss that is a mean over the batch unless `loss`

@@ -56,7 +56,8 @@ class NaturalGradient(SecondOrderOptimizer):
             the shortest of all that solve the linear problem, eigenvalues below 50 eps of the largest left out; in a
             training loop 0.05 of the mean eigenvalue of G in the smaller of parameter and sample space.
         momentum: of the direction, 0 to 1: the step solves for what the last one leaves (SPRING, arXiv:2401.10190).
-        weight_decay: decoupled, ``p -= lr * weight_decay * p`` at each step.
+        weight_decay: decoupled, in the units of recipes for AdamW: ``p -= 1e-3 * lr * weight_decay * p`` at each step,
+            1e-3 being AdamW's usual rate. So 0.01 or 0.1 shrinks parameters as much as there, and follows schedules.
         solver: "woodbury" solves in sample space where that is smaller: the Gram matrix of the rows from activations
             and backprops; "cg" by conjugate gradients, preconditioned by KFAC, from the last solution on; "dense" keeps
             the running average of the whole matrix, "diagonal" that of its diagonal. Residuals take "woodbury".

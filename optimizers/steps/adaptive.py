@@ -14,7 +14,7 @@ from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.quadratic_model import GROW, SHRINK, Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
-from optimizers.steps.updates import are_finite, inner
+from optimizers.steps.updates import are_finite, inner, kept_by_decay
 
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
 SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
@@ -83,7 +83,7 @@ class AdaptiveStep(StepRule):
             entry = context.attempt(lambda: self.move(replay, loss, gradients, groups, rates))
         for name, group in context.options.items():
             if group["weight_decay"] and name in gradients and entry["accepted"]:
-                context.trained[name].mul_(1 - group["lr"] * group["weight_decay"])
+                context.trained[name].mul_(kept_by_decay(group))
         rollbacks += entry.pop("rollbacks")
         entry = {"renewed": renewal.renewed, "inverted": renewal.inverted} | entry
         return Outcome(loss, entry=entry, renewal=renewal, rollbacks=rollbacks)

@@ -14,7 +14,7 @@ from torch import Tensor
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.descent import DescentRule
 from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule
-from optimizers.steps.updates import are_finite
+from optimizers.steps.updates import are_finite, kept_by_decay
 
 MOST_HALVINGS = 30  # of a step
 
@@ -141,4 +141,4 @@ def accept(search: LineSearch, point: LinePoint, options: Options) -> None:
     search.move_to(point.displacement)
     for name, p in search.parameters.items():
         if point.step_size and options[name]["weight_decay"]:
-            p.mul_(1 - options[name]["lr"] * options[name]["weight_decay"])
+            p.mul_(kept_by_decay(options[name]))

@@ -25,7 +25,7 @@ from optimizers.model_optimizer import check_trained, shared_option
 from optimizers.steps.adaptive import grouped, set_parameters
 from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.updates import are_finite, inner
+from optimizers.steps.updates import are_finite, inner, kept_by_decay
 
 DIRECTIONS = 4  # that the Kronecker factors give
 REMEMBERED = 3  # displacements that are directions again
@@ -270,8 +270,7 @@ class SubspaceSolver:
             expected = loss - float((values + space.change(alpha, values)).double().square().sum()) / 2
             try:
                 for name, d in move.items():
-                    decay = options[name]["lr"] * options[name]["weight_decay"]
-                    parameters[name].copy_(start[name]).mul_(1 - decay).add_(d)
+                    parameters[name].copy_(start[name]).mul_(kept_by_decay(options[name])).add_(d)
                 return (loss - replay.loss()) / expected if expected > 0 else math.nan, (alpha, move)
             except BaseException:
                 set_parameters(parameters, start)

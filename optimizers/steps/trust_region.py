@@ -18,7 +18,7 @@ from optimizers.recording.output_scale import OutputScale
 from optimizers.steps.descent import Descent, DescentRule, GradientNorms, inner_products
 from optimizers.steps.finite_check import copy_to_host_async
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.updates import Move, adapted_step, adapted_trust, slope_ratio
+from optimizers.steps.updates import Move, adapted_step, adapted_trust, kept_by_decay, slope_ratio
 
 FIRST_OUTPUT_CHANGE = 0.1  # root mean square change of the output entries that the first step aims at
 ADAPTATION_RATE = 0.3  # how fast the step size follows the slopes
@@ -143,7 +143,7 @@ class TrustRegionStep(StepRule):
         # tensors, since torch.compile treats Python numbers as constants
         number = lambda x: torch.tensor(x, dtype=torch.float64, device="cpu")
         groups = {id(g): g for g in options.values()}
-        numbers = {k: (number(g["lr"]), number(1 - g["lr"] * g["weight_decay"])) for k, g in groups.items()}
+        numbers = {k: (number(g["lr"]), number(kept_by_decay(g))) for k, g in groups.items()}
         owners = [id(options[name]) for name in names]
         is_spread = any(is_sharded(trained[name]) for name in directions)
         lengths, sizes = (inner_products(x, x, trained) if is_spread else {} for x in (directions, own))

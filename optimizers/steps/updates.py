@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# AdamW's usual learning rate, for which lr=1 stands in weight decay: lr multiplies the step here, and has no unit, so
+# that lr * weight_decay would be a thousand times the decay that recipes for AdamW mean.
+DECAY_RATE = 1e-3
+
+
+def kept_by_decay(options: Mapping[str, float]) -> float:
+    """What decoupled weight decay leaves of a parameter at a step, given the options of its group."""
+    return 1 - DECAY_RATE * options["lr"] * options["weight_decay"]
 
 
 def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def test_weight_decay_in_double_precision():
     """The factor is not rounded to single precision."""
     model, loss, x, y = small()
     model = model.double()
-    opt = KFAC(model, lr=1e-30, weight_decay=1e27)
+    opt = KFAC(model, lr=1e-30, weight_decay=1e30)
     before = copied(model)
     train(model, opt, loss, x.double(), y, 1)
     for k, p in copied(model).items():

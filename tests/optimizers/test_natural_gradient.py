@@ -260,7 +260,7 @@ def test_points_may_be_drawn_in_the_closure():
 
 def test_groups_frozen_parameters_and_decay():
     model, x, residual = problem("many parameters")
-    opt = NaturalGradient(model, damping=0.1, weight_decay=0.01)
+    opt = NaturalGradient(model, damping=0.1, weight_decay=10.0)
     first = opt.param_groups[0]["params"].pop(0)
     opt.add_param_group({"params": [first], "lr": 0.5, "weight_decay": 0.0})
     model[2].requires_grad_(False)

@@ -506,10 +506,10 @@ MUTANTS = [
     ),
     *broken(
         "optimizers/steps/trust_region.py",
-        "optimizers/steps/test_trust_region.py optimizers/test_kfac.py",
+        "optimizers/steps/test_trust_region.py optimizers/test_kfac.py optimizers/test_weight_decay.py",
         ("(energy / outputs.entries_per_sample).sqrt()", "energy.sqrt()"),
         ("OUTPUT_CHANGE_GROWTH * recent)", "recent)"),
-        ('number(1 - g["lr"] * g["weight_decay"])', 'number(1 - g["weight_decay"])'),
+        ("number(kept_by_decay(g))", 'number(1 - g["weight_decay"])'),
     ),
     *broken(
         "optimizers/steps/descent.py",

@@ -126,7 +126,7 @@ def test_weight_decay_is_decoupled():
     KFAC(model, damping=0.1).step(closure)
     moved = arranged(model) - before
     model.load_state_dict(state)
-    KFAC(model, damping=0.1, weight_decay=1e-3).step(closure)
+    KFAC(model, damping=0.1, weight_decay=1.0).step(closure)
     torch.testing.assert_close(arranged(model), before * (1 - 1e-3) + moved)
 
 

@@ -61,10 +61,10 @@ def split(opt: torch.optim.Optimizer, **options: float) -> None:
 
 @loop_habit
 def weight_decay_of_groups(make: Make) -> None:
-    """Decoupled: ``p -= lr * weight_decay * p``, in the group that says so."""
+    """Decoupled: ``p -= 1e-3 * lr * weight_decay * p``, in the group that says so."""
     models = [net(), net()]
     before = copied(models[0])
-    for model, decay in zip(models, (0.0, 0.1), strict=True):
+    for model, decay in zip(models, (0.0, 100.0), strict=True):
         opt = make(model, lr=0.5)
         split(opt, weight_decay=decay)
         train(model, opt, 1)

@@ -1,0 +1,90 @@
+"""Weight decay has the strength of recipes for AdamW at its usual rate, whatever makes the step."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import seeded
+from support.training import task, train
+
+pytestmark = pytest.mark.fast
+
+MAKERS: dict[str, Callable[..., Any]] = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
+CLOSURES = {
+    "adaptive": functools.partial(KFAC, adaptive=True),
+    "search": functools.partial(NaturalGradient, line_search=True),
+    "residuals": functools.partial(KFAC, damping=1.0),
+    "exact residuals": functools.partial(NaturalGradient, damping=1.0),
+}
+
+
+def adamw(model: nn.Module, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=weight_decay)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_parameters_without_gradient_shrink_as_with_adamw(maker: str) -> None:
+    """The same factor at every step of the same schedule."""
+    ends = []
+    for make in (MAKERS[maker], adamw):
+        with seeded(0):
+            model, x = nn.Linear(3, 2).double(), torch.randn(6, 3).double()
+        opt = make(model, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 40)
+        for _ in range(30):
+            opt.zero_grad()
+            (0 * model(x).sum()).backward()
+            opt.step()
+            schedule.step()
+        ends.append(flat(model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("decay", [0.1, 1.0])
+def test_weights_of_a_run_shrink_about_as_much_as_with_adamw(maker: str, decay: float) -> None:
+    """Their norm against that of the run without decay, after 100 steps of the same task."""
+    shrunk = []
+    for make in (MAKERS[maker], adamw):
+        norms = []
+        for own in (0.0, decay):
+            model, loss, x, y = task("mlp")
+            train(model, make(model, weight_decay=own), loss, x, y, 100)
+            norms.append(float(flat(model).norm()))
+        shrunk.append(math.log(norms[0] / norms[1]))
+    assert 0.3 < shrunk[0] / shrunk[1] < 3, shrunk
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+def test_decay_is_beside_the_step(name: str) -> None:
+    """Of one with a closure: what it makes of a model, with and without."""
+    ends, rate, decay = [], 0.5, 20.0
+    with seeded(0):
+        x, y = torch.randn(12, 3).double(), torch.randn(12).double()
+    for own in (0.0, decay):
+        with seeded(1):
+            model = nn.Linear(3, 1).double()
+        start = flat(model)
+        opt = CLOSURES[name](model, lr=rate, weight_decay=own)
+
+        def closure() -> Tensor:
+            r = model(x)[:, 0] - y  # noqa: B023
+            return r if "residuals" in name else r.square().mean()
+
+        opt.step(closure)
+        ends.append(flat(model))
+    share = 1e-3 * rate * decay
+    before, after = ends[0] - share * start, (1 - share) * ends[0]  # of the parameters at the start, or at the end
+    assert torch.allclose(ends[1], before, atol=1e-9) or torch.allclose(ends[1], after, atol=1e-9)
