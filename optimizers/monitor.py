@@ -92,6 +92,11 @@ class Monitor:
         self.started += 1
         self.undecided = undecided
 
+    @property
+    def was_accepted(self) -> bool:
+        """Whether the last step, which must be settled, was taken; true before the first."""
+        return not self.entries or self.entries[-1].get("accepted", True)
+
     # -- events and seconds
 
     @contextmanager
@@ -138,7 +143,11 @@ class Monitor:
     def summary(self) -> str:
         """One line on the last step and the run."""
         last = self.last()
-        shown = [f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None]
+        shown = [
+            f"{k} {last[k]:.3g}"
+            for k in ("loss", "damping", "ratio", "step_size", "overshoots")
+            if last.get(k) is not None
+        ]
         own = [f"step {self.steps}", *shown, f"{self.counts['rollbacks']} rollbacks", f"{self.skipped} skipped"]
         parts = " ".join(f"{k} {v:.1f} s" for k, v in self.seconds.items())
         return ", ".join([*own, parts] if parts else own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,6 @@ from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.model_optimizer import shared_option
 from optimizers.steps.rule import Named, StepContext
 from optimizers.steps.updates import inner, inners
-
-LONGEST_GRADIENT = 10.0  # gradients are clipped to this multiple of the longest of recent steps
-OUTLIER_FACTOR = 1e3  # a gradient longer than this multiple is ignored, but never two in a row
-NORM_DECAY = 0.9  # of the longest norm of recent steps
 
 
 @dataclass(frozen=True)
@@ -27,13 +23,11 @@ class Descent:
         directions: ``u`` by name; to be subtracted.
         slopes: inner products of gradient and direction, by name.
         energy: about ``u^T M u`` of all together.
-        is_outlier: whether this gradient is too long to count, a flag (); None: never.
     """
 
     directions: dict[str, Tensor]
     slopes: dict[str, Tensor]
     energy: Tensor
-    is_outlier: Tensor | None = None
 
 
 class DescentRule(Protocol):
@@ -46,28 +40,15 @@ class DescentRule(Protocol):
         """The state of a parameter before the first step."""
 
 
-class GradientNorms(NamedTuple):
-    """Attributes: the longest norm of recent gradients; whether the last gradient was an outlier, a flag ()."""
-
-    longest: Tensor | None = None
-    is_outlier: Tensor | None = None
-
-
 class MomentumDescent:
     """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients."""
 
-    def __init__(self) -> None:
-        self.norms = GradientNorms()
-
     def __call__(self, context: StepContext, gradients: Named, good: Tensor) -> Descent:
         options, trained = context.options, context.trained
-        clipped = self._clipped(gradients, trained)
-        is_outlier = self.norms.is_outlier
-        assert is_outlier is not None
         own = [trained[name] for name in gradients]
         decays = [options[name]["momentum"] for name in gradients]
         states = [context.states[name] for name in gradients]
-        means = dict(zip(gradients, running_means(states, own, clipped, decays, good & ~is_outlier), strict=True))
+        means = dict(zip(gradients, running_means(states, own, list(gradients.values()), decays, good), strict=True))
         found = context.solve(means)
         slopes = inner_products(found, means, trained)
         dampings = {name: options[name]["damping"] for name in found}
@@ -75,23 +56,7 @@ class MomentumDescent:
         squares = inner_products(found, found, trained) if is_damped else {}
         energies = [_energy(slopes[name], dampings[name], squares.get(name)) for name in found]
         total = torch.stack(energies).nan_to_num(0.0, 0.0, 0.0).sum()  # a direction that overflows is not taken
-        return Descent(found, slopes, total, is_outlier)
-
-    def _clipped(self, gradients: Named, trained: Named) -> Sequence[Tensor]:
-        """Gradients of bounded length: one batch far out of scale must not dominate the running mean."""
-        found = list(gradients.values())
-        squares = torch.stack([n.float() for n in torch._foreach_norm(found)]).square()
-        norm = sum_over_shards(squares, [trained[name] for name in gradients]).sum().sqrt()
-        longest, was_outlier = self.norms
-        if longest is None:
-            longest = norm
-        far = (norm > OUTLIER_FACTOR * longest) & (longest > 0)
-        most = torch.where(longest > 0, LONGEST_GRADIENT * longest, norm)
-        self.norms = GradientNorms(
-            torch.maximum(torch.minimum(norm, most), NORM_DECAY * longest),
-            far if was_outlier is None else far & ~was_outlier,
-        )
-        return torch._foreach_mul(found, (most / norm).clamp(max=1).nan_to_num(1.0))
+        return Descent(found, slopes, total)
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"momentum_buffer": torch.zeros_like(p), "weight": 0.0}

@@ -20,27 +20,6 @@ def kept_by_decay(options: Mapping[str, float]) -> float:
     return 1 - DECAY_RATE * options["lr"] * options["weight_decay"]
 
 
-def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:
-    """A look at the last step from its end, between -2 and 1; 0 where the prediction is zero or not finite.
-
-    Along the last displacement the loss fell with slope `predicted` at the start; `slope` is what is left of it now.
-    Their ratio is one where the step could have gone on for ever, zero at the minimum along the line, negative beyond.
-    """
-    ratio = torch.where(predicted != 0, slope / predicted, torch.zeros_like(slope))
-    return ratio.nan_to_num(0.0, 0.0, 0.0).clamp(-2, 1)
-
-
-def adapted_step(step: Tensor, ratio: Tensor, rate: float) -> Tensor:
-    """The step size after a look at the last step: ``step * exp(rate * ratio)``."""
-    # noise alone can shrink the step without end: it must stay able to grow back
-    return (step * (rate * ratio).exp()).clamp(min=1e-20)
-
-
-def adapted_trust(bound: Tensor, ratio: Tensor, least: float, most: float) -> Tensor:
-    """A bound on relative lengths: slowly wider while steps could go on for ever, quickly back to `least` otherwise."""
-    return (bound * torch.where(ratio > 0.95, 1.03, 0.8)).clamp(least, most)
-
-
 def within_trust(step: Tensor, length: Tensor, size: Tensor, relative: Tensor) -> Tensor:
     """The step size, cut back where the step would be longer than a fraction of what it changes.
 
@@ -66,6 +45,7 @@ class Move(NamedTuple):
         layers: how many parameters belong to each layer, in this order.
         step_size, trust: scalars; no layer moves by more than `trust` times its norm.
         good: a flag (); if it is false, nothing moves.
+        undo: a flag (); if it is true (and `good` is not), the last displacements are undone.
     """
 
     parameters: list[Tensor]
@@ -79,6 +59,7 @@ class Move(NamedTuple):
     step_size: Tensor
     trust: Tensor
     good: Tensor
+    undo: Tensor
 
 
 def take(move: Move) -> Tensor:
@@ -102,9 +83,12 @@ def take(move: Move) -> Tensor:
         displacement.nan_to_num_(0.0, 0.0, 0.0)
     torch._foreach_add_(move.parameters, move.directions)
     lasts = [(last, d) for last, d in zip(move.last, move.directions, strict=True) if last is not None]
-    if lasts:  # after a bad batch the displacements are zero
-        torch._foreach_mul_([last for last, _ in lasts], (~move.good).to(lasts[0][0].dtype))
-        torch._foreach_add_(*map(list, zip(*lasts, strict=True)))
+    if lasts:  # without a step the displacements are zero
+        old, new = map(list, zip(*lasts, strict=True))
+        moved = [p for p, last in zip(move.parameters, move.last, strict=True) if last is not None]
+        torch._foreach_sub_(moved, torch._foreach_mul(old, move.undo.to(old[0].dtype)))
+        torch._foreach_mul_(old, (~(move.good | move.undo)).to(old[0].dtype))
+        torch._foreach_add_(old, new)
     return -(rates * torch.stack(move.slopes)).nan_to_num(0.0, 0.0, 0.0).sum()
 
 

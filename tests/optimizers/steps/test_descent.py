@@ -5,22 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optimizers.steps.descent import LONGEST_GRADIENT, NORM_DECAY, OUTLIER_FACTOR, MomentumDescent, _energy
+from optimizers.steps.descent import _energy
 
 pytestmark = pytest.mark.fast
-
-
-def test_gradients_count_for_a_bounded_length():
-    """A longer one is cut; one far longer is an outlier, unless the last was so, too."""
-    descent, trained = MomentumDescent(), {"p": torch.zeros(2)}
-    longest = 1.0
-    for length, is_outlier in ((1.0, False), (0.5, False), (50.0, False), (1e6, True), (1e6, False)):
-        (found,) = descent._clipped({"p": torch.tensor([0.0, length])}, trained)
-        counted = min(length, LONGEST_GRADIENT * longest)
-        torch.testing.assert_close(found, torch.tensor([0.0, counted]))
-        longest = max(counted, NORM_DECAY * longest)
-        assert descent.norms.longest == pytest.approx(longest)
-        assert bool(descent.norms.is_outlier) == is_outlier, (length, OUTLIER_FACTOR)
 
 
 def test_energy_is_without_damping():

@@ -7,7 +7,8 @@ import torch
 
 from curvature.preconditioners.diagonal import DiagonalBlock
 from optimizers.recording.output_scale import OutputScale
-from optimizers.steps.trust_region import FIRST_TRUST, first_trust, output_change
+from optimizers.steps.step_size import FIRST_TRUST
+from optimizers.steps.trust_region import first_trust, output_change
 
 pytestmark = pytest.mark.fast
 

@@ -1,0 +1,173 @@
+"""How far to go: pure functions from slopes and predicted changes of the outputs to the next step size.
+
+Along the last displacement the loss falls with one slope at its start and another at its end. Their ratio says, at no
+extra cost, whether the displacement was too short or too long.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FIRST_OUTPUT_CHANGE = 0.3  # root mean square change of the output entries that the first step aims at
+# How the step size follows the slopes
+RATE = 0.3  # per step, where the loss falls as steeply as before
+POWER = 1.5  # of the mean ratio: noise around zero hardly makes the step size grow
+SHRINK = 0.5  # over the number of steps: batches without replacement make slopes negative however short the steps are
+SLOPE_DECAY = 0.9  # of the running means of slopes
+LOWEST_RATIO = -20.0  # that enters them
+STRAIGHT = 0.9  # a larger ratio of slopes says that the loss falls as steeply as before
+START = 40  # steps in which the step size may grow faster
+START_RATE = 0.4  # by how much faster at the first of them
+FLAT = 1e-5  # of the steepest slope: below, the loss is zero or slopes are rounding, and say nothing
+# Overshoots
+OVERSHOOT = 2.0  # a ratio of slopes below minus this, with a long gradient: the displacement is undone
+LEAST_SHRINK = 0.2  # of the step size after an overshoot
+# Bounds. A layer's is a fraction of its parameters' norm: changes of many layers add up like random ones.
+FIRST_TRUST = 0.15  # longest step of a layer, divided by the square root of the number of layers
+LARGEST_TRUST = 0.2  # after many steps that could have been longer
+SLACK = 2.0  # how far the step size may stay above the steps that the bounds on the layers allow
+CHANGE_FACTOR = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
+CHANGE_DECAY = 0.95  # of that running mean
+LEAST_OUTPUT_CHANGE = 0.01  # of the outputs' size, for the largest gradient: the step size shrinks no further ...
+LESS = 0.9  # ... but for this factor at each sign of instability
+MEMORY = 0.999  # decay of the steepest slope and of the largest change
+LONGEST_GRADIENT = 2.0  # gradients are clipped to this multiple of the running mean of their norms
+LONG_GRADIENT = 1.5  # a longer one is taken for a sign of instability
+NORM_DECAY = 0.9  # of that running mean
+
+
+class StepSize(NamedTuple):
+    """State of the step size; scalar tensors.
+
+    Attributes:
+        size: multiplies the direction.
+        trust: longest step of a layer, relative to the norm of its parameters.
+        slope: of the loss along the last displacement, at its start; zero if there is none.
+        uncut: what the slope would be without the bounds on the layers.
+        starts, ends: running means of the slopes at the start and at the end of displacements.
+        steepest: the largest absolute slope, slowly forgotten.
+        change: running root mean square of the outputs' predicted change for step size one.
+        largest_change: its largest value, slowly forgotten.
+        least_output_change: of the outputs' size, for the largest change: the step size shrinks no further.
+        norm: running mean of the gradients' norms, each clipped.
+        lr: the largest learning rate so far.
+        overshoots: how many displacements were undone.
+    """
+
+    size: Tensor
+    trust: Tensor
+    slope: Tensor
+    uncut: Tensor
+    starts: Tensor
+    ends: Tensor
+    steepest: Tensor
+    change: Tensor
+    largest_change: Tensor
+    least_output_change: Tensor
+    norm: Tensor
+    lr: Tensor
+    overshoots: Tensor
+
+    @property
+    def made(self) -> Tensor:
+        """The step size that the bounds on the layers have left of the last step."""
+        return self.size * (self.slope / self.uncut).nan_to_num(1.0, 1.0, 1.0)
+
+
+def started(change: Tensor, norm: Tensor, least_trust: float) -> StepSize:
+    """The state before the first step.
+
+    Args:
+        change: predicted root mean square change of the output entries for step size one.
+        norm: of the gradient.
+        least_trust: the first trust region.
+    """
+    zero = torch.zeros_like(change)
+    size = FIRST_OUTPUT_CHANGE / change.clamp(min=torch.finfo(change.dtype).tiny)
+    trust = torch.full_like(change, least_trust)
+    least = torch.full_like(change, LEAST_OUTPUT_CHANGE)
+    return StepSize(size, trust, zero, zero, zero, zero, zero, change, change, least, norm, zero, zero)
+
+
+def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:
+    """A look at the last step from its end, at most 1; 0 where nothing was predicted or the slope is not a number.
+
+    Along the last displacement the loss fell with slope `predicted` at the start; `slope` is what is left of it now.
+    Their ratio is one where the step could have gone on for ever, zero at the minimum along the line, negative beyond.
+    """
+    ratio = torch.where(predicted != 0, slope / predicted, torch.zeros_like(slope))
+    return ratio.nan_to_num(0.0, 1.0, -1e30).clamp(-1e30, 1)
+
+
+def is_overshoot(ratio: Tensor, norm: Tensor, mean: Tensor) -> Tensor:
+    """Whether a displacement went far too far: the loss rises steeply, and the gradient is long."""
+    return (ratio < -OVERSHOOT) & (norm > LONG_GRADIENT * mean)
+
+
+def longest_gradient(norm: Tensor, mean: Tensor) -> Tensor:
+    """The norm that a gradient of this norm is clipped to, given the running mean of norms."""
+    return torch.where(mean > 0, torch.minimum(norm, LONGEST_GRADIENT * mean), norm)
+
+
+def adapted(state: StepSize, ratio: Tensor, norm: Tensor, step: int, lr: float, least_trust: float) -> StepSize:
+    """The step size and the trust region after a look at the last displacement.
+
+    Args:
+        ratio: of slopes.
+        norm: of the gradient.
+        step: number of steps before.
+        lr: the largest of all groups. Below one the step size adapts proportionally slower; where a scheduler has
+            lowered it, short steps say nothing about long ones, and the step size does not grow.
+        least_trust: the trust region to fall back to.
+    """
+    starts = SLOPE_DECAY * state.starts + (1 - SLOPE_DECAY) * state.slope
+    ends = SLOPE_DECAY * state.ends + (1 - SLOPE_DECAY) * ratio.clamp(min=LOWEST_RATIO) * state.slope
+    steepest = torch.maximum(state.slope.abs(), MEMORY * state.steepest)
+    mean = slope_ratio(ends, starts)
+    growth = torch.where(mean > 0, RATE * mean.clamp(min=0) ** POWER, (RATE * mean).clamp(min=-SHRINK / (step + 1)))
+    is_unstable = (ratio < 0) & (norm > LONG_GRADIENT * state.norm)
+    growth = torch.where(is_unstable, RATE * ratio.clamp(min=-1), growth)
+    growth = growth + torch.where(ratio > STRAIGHT, max(0.0, START_RATE * (1 - step / START)), 0.0)
+    growth = torch.where(state.lr > lr, growth.clamp(max=0), growth) * min(1.0, lr)
+    growth = torch.where(state.slope.abs() < FLAT * steepest, 0.0, growth)
+    # far above the steps that the bounds on the layers allow, the step size would shrink without effect
+    size = torch.where(growth < 0, torch.minimum(state.size, SLACK * state.made), state.size) * growth.exp()
+    trust = (state.trust * torch.where(ratio > STRAIGHT, 1.1, 0.8)).clamp(least_trust, LARGEST_TRUST)
+    known = state.norm.lerp(longest_gradient(norm, state.norm), max(1 - NORM_DECAY, 1 / (step + 1)))
+    least = state.least_output_change * torch.where(is_unstable, LESS, 1.0)
+    return state._replace(
+        size=size, trust=trust, starts=starts, ends=ends, steepest=steepest, least_output_change=least, norm=known,
+        lr=state.lr.clamp(min=lr),
+    )  # fmt: skip
+
+
+def undone(state: StepSize, ratio: Tensor) -> StepSize:
+    """The state after the last displacement was undone: the secant's step size for its ratio of slopes."""
+    zero = torch.zeros_like(state.slope)
+    size = state.made * (1 / (1 - ratio)).clamp(LEAST_SHRINK, 1)
+    least = LESS * state.least_output_change
+    return state._replace(size=size, slope=zero, uncut=zero, least_output_change=least, overshoots=state.overshoots + 1)
+
+
+def bounded(state: StepSize, change: Tensor, output_rms: Tensor) -> tuple[StepSize, Tensor]:
+    """The step size within bounds, and that of this step, which a gradient out of scale does not make long.
+
+    Args:
+        change: predicted root mean square change of the output entries for step size one.
+        output_rms: root mean square of the output entries.
+    """
+    tiny, reach = torch.finfo(change.dtype).tiny, 1 + output_rms
+    counted = torch.where(state.change > 0, torch.minimum(change, CHANGE_FACTOR * state.change), change)
+    mean = (CHANGE_DECAY * state.change.square() + (1 - CHANGE_DECAY) * counted.square()).sqrt()
+    largest = torch.maximum(mean, MEMORY * state.largest_change)
+    least = torch.where(largest > 0, state.least_output_change * reach / largest.clamp(min=tiny), 0.0)
+    size = torch.minimum(torch.maximum(state.size, least), reach / counted.clamp(min=tiny))
+    return state._replace(size=size, change=mean, largest_change=largest), size * (counted / change).nan_to_num(1.0)
+
+
+def chosen(flag: Tensor, one: StepSize, other: StepSize) -> StepSize:
+    """`one` where a flag () is true, else `other`."""
+    return StepSize(*(torch.where(flag, x, y) for x, y in zip(one, other, strict=True)))
