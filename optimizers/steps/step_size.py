@@ -14,7 +14,6 @@ from torch import Tensor
 FIRST_OUTPUT_CHANGE = 0.3  # root mean square change of the output entries that the first step aims at
 # How the step size follows the slopes
 RATE = 0.3  # per step, where the loss falls as steeply as before
-POWER = 1.5  # of the mean ratio: noise around zero hardly makes the step size grow
 SHRINK = 0.5  # over the number of steps: batches without replacement make slopes negative however short the steps are
 SLOPE_DECAY = 0.9  # of the running means of slopes
 LOWEST_RATIO = -20.0  # that enters them
@@ -127,7 +126,7 @@ def adapted(state: StepSize, ratio: Tensor, norm: Tensor, step: int, lr: float, 
     ends = SLOPE_DECAY * state.ends + (1 - SLOPE_DECAY) * ratio.clamp(min=LOWEST_RATIO) * state.slope
     steepest = torch.maximum(state.slope.abs(), MEMORY * state.steepest)
     mean = slope_ratio(ends, starts)
-    growth = torch.where(mean > 0, RATE * mean.clamp(min=0) ** POWER, (RATE * mean).clamp(min=-SHRINK / (step + 1)))
+    growth = torch.where(mean > 0, RATE * mean, (RATE * mean).clamp(min=-SHRINK / (step + 1)))
     is_unstable = (ratio < 0) & (norm > LONG_GRADIENT * state.norm)
     growth = torch.where(is_unstable, RATE * ratio.clamp(min=-1), growth)
     growth = growth + torch.where(ratio > STRAIGHT, max(0.0, START_RATE * (1 - step / START)), 0.0)

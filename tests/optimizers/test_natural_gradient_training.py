@@ -343,20 +343,23 @@ def test_a_search_halves_until_the_loss_stops_falling():
 
 
 def test_it_learns_digits():
-    """Ten passes over 500 digits in batches."""
+    """Ten passes over 500 digits in batches, AdamW at its usual rate beside it."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
     x, y = torch.tensor(data.data[:700]).float() / 16, torch.tensor(data.target[:700])
-    with seeded(0):
-        model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-        order = torch.cat([torch.randperm(500) for _ in range(10)])
-    opt = NaturalGradient(model)
-    for batch in order.split(100):
-        opt.zero_grad()
-        F.cross_entropy(model(x[batch]), y[batch]).backward()
-        opt.step()
-    assert (model(x[500:]).argmax(1) == y[500:]).float().mean() > 0.85
+    found = []
+    for make in (NaturalGradient, lambda m: torch.optim.AdamW(m.parameters(), 1e-3)):
+        with seeded(0):
+            model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+            order = torch.cat([torch.randperm(500) for _ in range(10)])
+        opt = make(model)
+        for batch in order.split(100):
+            opt.zero_grad()
+            F.cross_entropy(model(x[batch]), y[batch]).backward()
+            opt.step()
+        found.append((model(x[500:]).argmax(1) == y[500:]).float().mean())
+    assert found[0] > max(0.8, found[1] + 0.03), found
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
