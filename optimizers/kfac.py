@@ -13,8 +13,8 @@ from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.recording.loss_backprops import LayerBackprops
 from optimizers.second_order import SecondOrderOptimizer, checked_model
-from optimizers.steps.adaptive import AdaptiveStep
 from optimizers.steps.descent import MomentumDescent
+from optimizers.steps.hand_over import HandOverStep
 from optimizers.steps.residuals import SubspaceSolver
 from optimizers.steps.rule import StepRule
 from optimizers.steps.trust_region import TrustRegionStep
@@ -22,6 +22,11 @@ from optimizers.steps.trust_region import TrustRegionStep
 PLAIN_INTERVALS = 10, 10  # steps between renewals of the factors, and between inversions of a block
 ADAPTIVE_INTERVALS = 3, 3  # the same with `adaptive`, whose steps are few and long
 ADAPTIVE_VECTORS = 2  # backpropagated at a renewal with `adaptive`
+
+
+def _intervals(given: tuple[int | None, int | None], usual: tuple[int, int]) -> tuple[int, int]:
+    renewal, inversion = (one if other is None else other for one, other in zip(usual, given, strict=True))
+    return renewal, inversion
 
 
 class KFAC(SecondOrderOptimizer):
@@ -32,7 +37,7 @@ class KFAC(SecondOrderOptimizer):
         for x, y in loader:
             opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); opt.step()
 
-    or, with step size, momentum and damping from an exact model of each batch, for large batches:
+    or, with step size, momentum and damping from an exact model of each batch, as long as batches are large enough:
         opt = KFAC(model, adaptive=True)
         for x, y in loader:
             def closure():
@@ -51,8 +56,9 @@ class KFAC(SecondOrderOptimizer):
     With `adaptive` the layers' directions and the last displacement span the exact damped quadratic model of the loss
     of the batch, and its minimum is the step (arXiv:1503.05671, sections 6.4 to 7, there with one direction for all
     layers). Damping follows the reduction ratio (Levenberg-Marquardt); a step that raises the loss or makes it not
-    finite is rolled back and retried with more damping. Where the next batch disagrees with a step, later ones are
-    shorter.
+    finite is rolled back and retried with more damping. Once the next batch confirms less than half of the progress on
+    the last one, the steps are those without `adaptive` from then on: the log, `report()` and ``stats()["plain_from"]``
+    say so. On full batches that never happens.
 
     A closure that returns residuals r (M,) in place of a loss means ``1/2 ||r||^2``, as for `NaturalGradient`; it may
     differentiate the model, and calls no ``backward``:
@@ -69,7 +75,7 @@ class KFAC(SecondOrderOptimizer):
         lr: multiplies the step, without unit; for schedulers. Below one, the step size adapts proportionally slower.
         damping: added to the curvature, in units of loss / parameter^2 for a loss of ``1/2 ||f||^2`` (as in
             `curvature.isotropic`). None: factored, 0.05 of the mean eigenvalue of each Kronecker factor.
-        momentum: decay of the running mean of the gradients, 0 to 1; unused with `adaptive`, which finds its own.
+        momentum: decay of the running mean of the gradients, 0 to 1; `adaptive` steps find their own.
         weight_decay: decoupled, in the units of recipes for AdamW: ``p -= 1e-3 * lr * weight_decay * p`` at each step,
             1e-3 being AdamW's usual rate. So 0.01 or 0.1 shrinks parameters as much as there, and follows schedules.
         loss: the loss module; only injections other than `isotropic` need it.
@@ -107,19 +113,20 @@ class KFAC(SecondOrderOptimizer):
         if adaptive:
             refuse_sharded(model, "adaptive")
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
-        intervals = ADAPTIVE_INTERVALS if adaptive else PLAIN_INTERVALS
+        given = factor_every, decompose_every
+        plain, first = _intervals(given, PLAIN_INTERVALS), _intervals(given, ADAPTIVE_INTERVALS)
+        intervals = first if adaptive else plain
         arguments = {
             "loss": loss, "inject": isotropic(ADAPTIVE_VECTORS if adaptive else 1) if inject is None else inject,
             "sharing": sharing, "adaptive": adaptive,
-            "factor_decay": factor_decay, "factor_every": intervals[0] if factor_every is None else factor_every,
-            "decompose_every": intervals[1] if decompose_every is None else decompose_every,
+            "factor_decay": factor_decay, "factor_every": intervals[0], "decompose_every": intervals[1],
             "max_overhead": max_overhead, "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
         own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
+        rule: StepRule = TrustRegionStep(MomentumDescent())
         super().__init__(
             own, options, arguments, config=config, store=BlockDiagonalCurvature(sharing, self.structure),
-            rule=step_rule or (AdaptiveStep() if adaptive else TrustRegionStep(MomentumDescent())),
-            backprops=LayerBackprops,
+            rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip
 
     def residual_solver(self) -> SubspaceSolver:

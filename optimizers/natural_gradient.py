@@ -15,9 +15,9 @@ from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option
 from optimizers.recording.loss_backprops import LossRows
 from optimizers.second_order import SecondOrderOptimizer, checked_model
-from optimizers.steps.adaptive import AdaptiveStep
 from optimizers.steps.descent import SpringDescent
 from optimizers.steps.gauss_newton import GaussNewton
+from optimizers.steps.hand_over import HandOverStep
 from optimizers.steps.line_search import LineSearchStep
 from optimizers.steps.rule import StepContext, StepRule
 from optimizers.steps.trust_region import TrustRegionStep
@@ -131,5 +131,5 @@ class NaturalGradient(SecondOrderOptimizer):
 
 def _step_rule(adaptive: bool, line_search: bool) -> StepRule:
     if adaptive:
-        return AdaptiveStep()
+        return HandOverStep(TrustRegionStep(SpringDescent()))
     return LineSearchStep(SpringDescent()) if line_search else TrustRegionStep(SpringDescent())

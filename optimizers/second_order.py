@@ -266,7 +266,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         if self.residual_rule is not None:
             return self.residual_rule.solver.report(self.model)
         lines = table(self.store.blocks, self.model, self.trained(), self.param_groups, bool(self.monitor.started))
-        return "\n".join([*lines, self.recorder.substitute] if self.recorder.substitute else lines)
+        return "\n".join([*lines, *filter(None, (self.recorder.substitute, self.rule.report()))])
 
     def stats(self) -> dict[str, Any]:
         """The last step's numbers, counts of events, seconds by part, and condition numbers of the blocks.
@@ -277,7 +277,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         intervals = {"factor_every": schedule.factor_every, "decompose_every": schedule.decompose_every}
         conditions = {b.names[0]: b.condition() for b in self.store.blocks if b.is_ready}
         outliers = sum(block.outliers for block in self.store.blocks)
-        return super().stats() | intervals | {"outliers": outliers, "conditions": conditions}
+        return super().stats() | intervals | {"outliers": outliers, "conditions": conditions} | self.rule.stats()
 
     def kind(self) -> dict[str, Any]:
         """The choices that a state must share with the optimizer that loads it."""

@@ -12,15 +12,16 @@ from torch import Tensor
 from curvature.preconditioners import Block
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
-from optimizers.steps.quadratic_model import GROW, SHRINK, Quadratic, first_accepted, largest_curvature, next_damping
+from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
 from optimizers.steps.updates import are_finite, inner, kept_by_decay
 
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
 SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
-FRESH_DECAY = 0.8  # of the running averages of slope and curvature on fresh data
-LEAST_PART = 0.2  # shortest step, as a fraction of the model's own
-HOLD, RAISE = 0.75, 0.6  # fractions approved by fresh data below which damping stops falling, and rises
+LEAST_RATIO = 0.1  # reduction ratio of a step that is taken: far beyond the minimum other batches suffer
+CONFIRMED_DECAY = 0.7  # of the running mean of what the next batch confirms of a step's progress
+PRIOR_BATCHES = 2  # that would have confirmed all of it
+RESOLVED = 1e-5  # progress relative to the loss that is not rounding
 
 Named = Mapping[str, Tensor]
 
@@ -29,16 +30,15 @@ class AdaptiveStep(StepRule):
     """Minimizes the exact damped quadratic model of the batch's loss over layerwise directions and the last step.
 
     See arXiv:1503.05671, sections 6.4 to 7, there with one direction for all layers. Damping follows the reduction
-    ratio; a step that raises the loss is rolled back and retried with more damping. The next batch tells what fraction
-    of a step fresh data approve.
+    ratio; a step that raises the loss is rolled back and retried with more damping. The next batch tells how much of
+    the progress is more than a fit to the last one.
 
     Attributes:
         damping: negative while unknown.
         last, start: the last displacement, and the parameters before it.
-        part: fraction of the model's own step that fresh data approve.
-        slope, bend: running averages of slope and curvature along the last step on fresh data, relative to the model's.
-        taken: length of the last step as a fraction of the model's own.
-        predicted: decrease of its own batch's loss that the model predicted for the full step.
+        progress: how far it lowered the loss of its own batch.
+        confirmed: running mean of the fraction of `progress` that the next batch sees, too; -1 to 1.
+        batches: how many have told.
     """
 
     needs_closure = True
@@ -48,10 +48,8 @@ class AdaptiveStep(StepRule):
         self.damping = -1.0
         self.last: dict[str, Tensor] = {}
         self.start: dict[str, Tensor] = {}
-        self.part = 1.0
-        self.slope, self.bend = 1.0, 1.0
-        self.taken = 1.0
-        self.predicted = 0.0
+        self.progress = 0.0
+        self.confirmed, self.batches = 1.0, 0
 
     def evaluate(self, context: StepContext) -> Evaluation:
         """
@@ -75,6 +73,8 @@ class AdaptiveStep(StepRule):
             return Outcome(loss, rollbacks=rollbacks)
         if not are_finite([loss, *gradients.values()]) or context.knows_nothing():
             return Outcome(loss, is_skipped=True, rollbacks=rollbacks)
+        with context.monitor.timed("model"):
+            self._look_back(replay, float(loss))
         renewal = context.renew(gradients)
         with context.monitor.timed("direction"):
             groups = grouped_by_layer(context.solve(gradients), context.preconditioner.blocks)
@@ -103,6 +103,23 @@ class AdaptiveStep(StepRule):
         self.redo(parameters, there)  # it was the batch
         return again, 0
 
+    def _look_back(self, replay: Replay, loss: float) -> None:
+        """Ask a new batch, whose loss is given, how much the last step has lowered its loss, too."""
+        if not self.last or self.progress < RESOLVED * abs(loss):
+            return
+        parameters = dict(replay.model.named_parameters())
+        here = {name: parameters[name].detach().clone() for name in self.start}
+        set_parameters(parameters, self.start)
+        try:
+            before = float(replay.loss())
+        finally:
+            set_parameters(parameters, here)
+        found = (before - loss) / self.progress
+        if math.isfinite(found):
+            self.batches += 1
+            weight = max(1 - CONFIRMED_DECAY, 1 / (PRIOR_BATCHES + self.batches))
+            self.confirmed += weight * (min(1.0, max(-1.0, found)) - self.confirmed)
+
     def move(
         self, replay: Replay, loss: Tensor, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float]
     ) -> dict[str, Any]:
@@ -116,7 +133,7 @@ class AdaptiveStep(StepRule):
             The entry for the history.
         """
         lr = max(rates.values())
-        entry: dict[str, Any] = {"loss": float(loss), "part": self.part, "accepted": False, "rollbacks": 0}
+        entry: dict[str, Any] = {"loss": float(loss), "confirmed": self.confirmed, "accepted": False, "rollbacks": 0}
         entry |= {"damping": self.damping if self.damping >= 0 else math.nan, "ratio": math.nan}
         if lr == 0:  # a schedule that starts at zero
             self.forget()
@@ -132,11 +149,9 @@ class AdaptiveStep(StepRule):
         if not model.is_finite:
             self.forget()
             return entry
-        if last.keys() == self.last.keys() and last:
-            self._learn(float(model.slopes[-1]), float(model.curvature[-1, -1]))
         if self.damping < 0:
             self.damping = model.first_damping()
-        if self.damping < 0 or not model.value(self.part * lr * model.minimum(self.damping), 0.0) < 0:
+        if self.damping < 0 or not model.value(lr * model.minimum(self.damping), 0.0) < 0:
             self.forget()  # nothing left to do for this batch
             return entry | {"accepted": True, "step_size": 0.0}
         return entry | self._first_accepted(replay, model, directions, len(groups), lr, entry["loss"])
@@ -146,33 +161,33 @@ class AdaptiveStep(StepRule):
     ) -> dict[str, Any]:
         """Take the step with the least of the tried dampings for which the loss falls."""
         parameters = dict(replay.model.named_parameters())
-        taken = self.part * lr
         start = {name: parameters[name].detach().clone() for d in directions for name in d}
 
-        def attempt(damping: float) -> tuple[float, tuple[Tensor, Named]]:
-            alpha = model.minimum(damping)
-            expected = model.value(taken * alpha, 0.0)
-            step = _combined(directions, (taken * alpha).tolist())
-            set_parameters(parameters, start)
+        def attempt(damping: float) -> tuple[float, tuple[Tensor, Named, float]]:
+            alpha = lr * model.minimum(damping)
+            expected = model.value(alpha, 0.0)
             try:
+                step = _combined(directions, alpha.tolist())
+                set_parameters(parameters, start)
                 add_to_parameters(parameters, step)
-                return (float(replay.loss()) - loss) / expected if expected < 0 else math.nan, (alpha, step)
+                progress = loss - float(replay.loss())
             except BaseException:
                 set_parameters(parameters, start)
                 raise
+            return -progress / expected if expected < 0 else math.nan, (alpha, step, progress)
 
-        trial, largest = first_accepted(attempt, self.damping), largest_curvature(model.curvature, model.norms)
+        trial = first_accepted(attempt, self.damping, LEAST_RATIO)
+        largest = largest_curvature(model.curvature, model.norms)
         entry = {"ratio": trial.ratio, "rollbacks": trial.rollbacks, "accepted": trial.is_accepted}
         if not trial.is_accepted:
             set_parameters(parameters, start)
             self.damping = trial.damping_after_failure(largest)
             self.forget()
             return entry | {"damping": self.damping}
-        alpha, self.last = trial.step
-        self.start, self.taken = start, taken
-        self.predicted = -float(model.slopes @ alpha)
-        self.damping = self._bounded(trial.damping, next_damping(trial.damping, trial.ratio, largest))
-        return entry | {"step_size": float(alpha[:groups].mean()), "damping": trial.damping}
+        alpha, self.last, self.progress = trial.step
+        self.start = start
+        self.damping = next_damping(trial.damping, trial.ratio, largest)
+        return entry | {"step_size": float(alpha[:groups].mean()) / lr, "damping": trial.damping}
 
     def undo(self, parameters: Named) -> dict[str, Tensor]:
         """Roll back the last step and raise the damping; returns the argument of `redo`."""
@@ -189,22 +204,6 @@ class AdaptiveStep(StepRule):
     def forget(self) -> None:
         """Drop the last displacement: it is not a useful direction."""
         self.last, self.start = {}, {}
-
-    def _bounded(self, damping: float, wanted: float) -> float:
-        """The next damping: a single batch asks for ever less, which fits noise where fresh data disagree."""
-        approved = self.slope / self.bend
-        if approved < RAISE:
-            return max(wanted, damping / SHRINK)
-        return max(wanted, damping) if approved < HOLD else wanted
-
-    def _learn(self, slope: float, bend: float) -> None:
-        """Compare the model of the last step with slope and curvature along it on a fresh batch."""
-        if bend <= 0 or self.predicted <= 0:
-            return
-        start = bend - slope  # how steeply the loss of this batch fell where the step began
-        self.slope = FRESH_DECAY * self.slope + (1 - FRESH_DECAY) * start / self.taken / self.predicted
-        self.bend = FRESH_DECAY * self.bend + (1 - FRESH_DECAY) * bend / self.taken**2 / self.predicted
-        self.part = min(1.0, max(LEAST_PART, self.slope / self.bend))
 
 
 def grouped_by_layer(directions: Named, blocks: Sequence[Block]) -> list[dict[str, Tensor]]:

@@ -119,20 +119,21 @@ class Trial:
         return max(self.first, min(self.first * GROW, MOST_DAMPING * largest))
 
 
-def first_accepted(attempt: Callable[[float], tuple[float, Any]], damping: float) -> Trial:
+def first_accepted(attempt: Callable[[float], tuple[float, Any]], damping: float, least_ratio: float = 0.0) -> Trial:
     """Try ever more damping until the loss falls, or until it does not change at all: then it cannot tell.
 
     Args:
         attempt: makes the step with the damping given, and returns its reduction ratio (actual decrease of the loss
             over the expected one) and the step.
         damping: of the first try.
+        least_ratio: that is accepted.
     """
     first = damping
     for rollbacks in range(MOST_TRIES):
         if rollbacks:
             damping *= GROW
         ratio, step = attempt(damping)
-        if math.isfinite(ratio) and ratio > 0:
+        if math.isfinite(ratio) and ratio > least_ratio:
             return Trial(first, damping, ratio, rollbacks, True, step)
         if ratio == 0:
             break

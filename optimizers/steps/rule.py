@@ -214,6 +214,14 @@ class StepRule:
     def after_move(self, slope: Tensor) -> None:
         """Called after a `move` with the slope of the loss along its displacement, a scalar: negative for descent."""
 
+    def report(self) -> str:
+        """A line for the optimizer's `report()`; empty if there is nothing to say."""
+        return ""
+
+    def stats(self) -> dict[str, Any]:
+        """What the optimizer's `stats()` has about the rule itself."""
+        return {}
+
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state of a parameter before the first step, given the parameter groups."""
         return {}

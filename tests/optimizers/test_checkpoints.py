@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
-from optimizers.steps.adaptive import AdaptiveStep
+from optimizers.steps.hand_over import HandOverStep
 
 with torch.random.fork_rng():
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def train(name: str, model: nn.Module, opt: KFAC, steps: int) -> None:
         return loss
 
     for _ in range(steps):
-        if isinstance(opt.rule, AdaptiveStep) or "residuals" in name or name == "search":
+        if isinstance(opt.rule, HandOverStep) or "residuals" in name or name == "search":
             opt.step(closure)
         else:
             closure()

@@ -110,22 +110,3 @@ def trained_on_batches(optimizer: type[KFAC], adaptive: bool, size: int, reducti
                 closure()
                 opt.step()
     return F.cross_entropy(model(x), y).item()
-
-
-def test_adaptive_steps_are_safe_where_batches_are_noise():
-    """32 samples a step: the loss over all data falls, though each batch would have the steps far too long.
-
-    The median of seeds: where a run of 40 such steps ends is chance, from 0.2 to 1.5 of 2.3.
-    """
-    x, y = digits()
-    losses, parts = [], []
-    for seed in range(5):
-        with seeded(0):
-            model = mlp()
-            opt = KFAC(model, adaptive=True, seed=seed)
-            for _ in range(40):
-                rows = torch.randint(len(x), (32,))
-                opt.step(closure_of(model, opt, F.cross_entropy, x[rows], y[rows]))
-        losses.append(F.cross_entropy(model(x), y).item())
-        parts.append(opt.history[-1]["part"])
-    assert statistics.median(losses) < 1.0 and statistics.median(parts) < 0.75, (losses, parts)

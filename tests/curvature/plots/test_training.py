@@ -34,7 +34,7 @@ def history_of(count=12, scale=1.0):
             "damping": scale * 0.1 * 0.8**k,
             "step_size": scale * (0.5 + 0.01 * k),
             "ratio": 0.1 * k,
-            "part": 0.9,
+            "confirmed": 0.9,
             "accepted": k not in (3, 7),
             "renewed": k % 4 == 0,
             "inverted": 2 if k == 8 else 0,

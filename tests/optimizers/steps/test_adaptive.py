@@ -234,7 +234,7 @@ def test_learning_rates_multiply_the_step():
         model, loss, x, y = task("mlp")
         start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
         opt = KFAC(model, lr, adaptive=True)
-        opt.rule.damping = 10.0  # so that the first try is taken
+        opt.rule.first.damping = 10.0  # so that the first try is taken
         train_by_closure(model, opt, loss, x, y, 1)
         ends.append(nn.utils.parameters_to_vector(model.parameters()) - start)
     assert 0 < ends[1].norm() < ends[0].norm() and ends[2].norm() == 0

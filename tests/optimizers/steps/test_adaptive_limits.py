@@ -56,7 +56,7 @@ def test_long_runs_into_zero_loss(optimizer: str, dtype: torch.dtype):
     assert all(b <= a for a, b in zip(losses, losses[1:], strict=False))
     assert losses[-1] < 10 * torch.finfo(dtype).eps
     dampings = [entry["damping"] for entry in opt.history if entry["accepted"]]
-    assert opt.rule.damping <= max(dampings[1:]) and opt.rule.damping > 0
+    assert opt.rule.first.damping <= max(dampings[1:]) and opt.rule.first.damping > 0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -68,9 +68,9 @@ def test_batches_of_zero_loss_do_not_matter(factor: float, optimizer: str):
         model, x, y = readme_example()
         opt = OPTIMIZERS[optimizer](model)
         train_by_closure(model, opt, F.cross_entropy, x, y, 4)
-        damping = opt.rule.damping
+        damping = opt.rule.first.damping
         train_by_closure(model, opt, lambda out, y: factor * F.cross_entropy(out, y), x, y, pause)
-        assert damping / 4 < opt.rule.damping < 4 * damping
+        assert damping / 4 < opt.rule.first.damping < 4 * damping
         ends.append(train_by_closure(model, opt, F.cross_entropy, x, y, 8)[-1])
     assert ends[1] < 3 * ends[0]
 

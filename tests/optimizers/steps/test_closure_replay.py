@@ -204,17 +204,6 @@ def test_groups_have_their_learning_rates():
     assert all(0.3 < entry["ratio"] < 3 for entry in opt.history[1:])
 
 
-def test_learning_from_fresh_data_knows_the_rate():
-    """Half the step on a quadratic, where the same data come again: the whole step would have been right."""
-    with seeded(0):
-        model = nn.Linear(4, 1).double()
-    x = data(16, 4).repeat_interleave(2, 0)  # every second sample knows all
-    opt = KFAC(model, 0.5, adaptive=True)
-    for _ in range(6):
-        opt.step(lambda: F.mse_loss(model(x), x[:, :1]))
-    assert opt.rule.slope / opt.rule.bend == pytest.approx(1.0, rel=0.05)
-
-
 def test_curvature_that_is_not_finite_is_a_failure_not_an_error():
     """The second derivative of sqrt|f| at 0 is infinite."""
     model, x = small(), data(8, 4)
@@ -229,7 +218,7 @@ def test_curvature_that_is_not_finite_is_a_failure_not_an_error():
 
     opt.step(closure)
     assert_same(copied(model), before)
-    assert opt.stats()["failures"] == 1 and math.isfinite(opt.rule.damping)
+    assert opt.stats()["failures"] == 1 and math.isfinite(opt.rule.first.damping)
 
 
 def test_a_skipped_batch_does_not_change_the_time_of_the_step_before():

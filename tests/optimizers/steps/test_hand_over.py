@@ -1,0 +1,183 @@
+"""Adaptive steps on batches that are too small for them: the plain step takes over, and says so."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimizers import EKFAC, KFAC, NaturalGradient
+from optimizers.steps.adaptive import CONFIRMED_DECAY, PRIOR_BATCHES
+from support.cases.case import seeded
+from support.training import assert_same, closure_of, copied, digits, task, train_by_closure
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
+
+
+def batches(size: int, count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    x, y = digits()
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        chosen = torch.randperm(len(x), generator=generator)[:size]
+        yield x[chosen].flatten(1), y[chosen]
+
+
+def perceptron(width: int = 32, dtype: torch.dtype = torch.float32) -> nn.Module:
+    with seeded(0):
+        return nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10)).to(dtype)
+
+
+def train(opt: Any, model: nn.Module, size: int, count: int, seed: int = 0) -> None:
+    for x, y in batches(size, count, seed):
+        opt.step(closure_of(model, opt, F.cross_entropy, x, y))
+
+
+def whole_loss(model: nn.Module) -> float:
+    x, y = digits()
+    with torch.no_grad():
+        return F.cross_entropy(model(x.flatten(1)), y).item()
+
+
+def noisy_losses(model: nn.Module, opt: Any, count: int) -> None:
+    """Steps on labels at random, none of whose progress the next batch confirms."""
+    for k, (x, y) in enumerate(batches(16, count)):
+        drawn = torch.randint(10, y.shape, generator=torch.Generator().manual_seed(k))
+        opt.step(closure_of(model, opt, F.cross_entropy, x, drawn))
+
+
+# -- when
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_small_batches_are_left_to_the_plain_step(optimizer: str, caplog: pytest.LogCaptureFixture):
+    model = perceptron()
+    opt = OPTIMIZERS[optimizer](model, adaptive=True)
+    assert opt.stats()["plain_from"] is None and "adaptive" not in opt.report()
+    with caplog.at_level(logging.WARNING, "optimizers"):
+        train(opt, model, 32, 40)
+    start = opt.stats()["plain_from"]
+    assert 2 < start < 30
+    said = [r.getMessage() for r in caplog.records if "plain steps" in r.getMessage()]
+    assert len(said) == 1 and f"step {start} on" in said[0] and said[0].startswith(f"{optimizer}: adaptive=True")
+    assert said[0].removeprefix(f"{optimizer}: ") in opt.report()
+    ratios = [entry["ratio"] is not None for entry in opt.history]
+    assert ratios == [True] * start + [False] * (40 - start)
+    assert opt.steps == 40 and all(math.isfinite(entry["loss"]) for entry in opt.history)
+    assert "step_size" in opt.summary() and opt.stats()["damping"] is None
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_small_batches_get_as_far_as_with_plain_steps(size: int):
+    losses = []
+    for adaptive in (False, True):
+        model = perceptron()
+        opt = KFAC(model, adaptive=adaptive)
+        if adaptive:
+            train(opt, model, size, 60)
+        else:
+            for x, y in batches(size, 60):
+                closure_of(model, opt, F.cross_entropy, x, y)()
+                opt.step()
+        losses.append(whole_loss(model))
+    assert losses[1] < 1.3 * losses[0] and losses[1] < 0.2, losses
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "vit", "lstm"])
+def test_full_batches_keep_adaptive_steps(name: str):
+    """What one step brings the next one sees, to the last digit; also with BatchNorm."""
+    model, loss, x, y = task(name)
+    opt = KFAC(model, adaptive=True)
+    train_by_closure(model, opt, loss, x, y, 40)
+    assert opt.stats()["plain_from"] is None
+    assert all(entry["confirmed"] == pytest.approx(1.0, abs=1e-3) for entry in opt.history)
+
+
+def test_what_the_next_batch_confirms():
+    """Two losses on one output, of which the second falls by a third of the first's progress."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    x = torch.ones(2, 1).double()
+    opt = KFAC(model, adaptive=True)
+    opt.step(closure_of(model, opt, lambda out, _: out.square().mean(), x, x))
+    progress = 1 - model.weight.item() ** 2
+    before = model.weight.item()
+    opt.step(closure_of(model, opt, lambda out, _: out.square().mean() / 3, x, x))
+    weight = max(1 - CONFIRMED_DECAY, 1 / (PRIOR_BATCHES + 1))
+    assert opt.history[-1]["confirmed"] == pytest.approx(1 - weight * 2 / 3)
+    assert progress > 0 and abs(model.weight.item()) < abs(before)
+
+
+def test_looking_back_leaves_no_trace():
+    """Parameters, buffers, random numbers and gradients at the second step are those of its closure alone."""
+    model, loss, x, y = task("cnn")
+    opt = KFAC(model, adaptive=True)
+    opt.step(closure_of(model, opt, loss, x, y))
+    other = copy.deepcopy(model)
+    opt.param_groups[0]["lr"] = 0.0  # look, but do not move
+    opt.step(closure_of(model, opt, loss, x, y))
+    loss(other(x), y).backward()
+    assert_same(copied(model), copied(other))
+
+
+# -- afterwards
+
+
+def test_the_intervals_are_those_of_plain_steps():
+    found = []
+    for options in ({}, {"factor_every": 2}, {"decompose_every": 7}):
+        model = perceptron()
+        opt = KFAC(model, adaptive=True, **options)
+        noisy_losses(model, opt, 12)
+        assert opt.stats()["plain_from"] is not None
+        found.append((opt.stats()["factor_every"], opt.stats()["decompose_every"]))
+    assert found == [(10, 10), (2, 10), (10, 7)]
+
+
+def test_a_closure_without_backward_still_does():
+    model = perceptron()
+    opt = KFAC(model, adaptive=True)
+    noisy_losses(model, opt, 12)
+    assert opt.stats()["plain_from"] is not None
+    before = whole_loss(model)
+    for x, y in batches(128, 20):
+        opt.step(lambda x=x, y=y: (opt.zero_grad(), F.cross_entropy(model(x), y))[1])
+    assert whole_loss(model) < 0.7 * before
+
+
+def test_bad_batches_are_skipped():
+    model = perceptron()
+    opt = KFAC(model, adaptive=True)
+    noisy_losses(model, opt, 12)
+    before = copied(model)
+    x, y = next(batches(32, 1))
+    opt.step(closure_of(model, opt, F.cross_entropy, x * math.nan, y))
+    assert_same(copied(model), before)
+    assert opt.skipped == 1
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [1, 12])
+def test_checkpoints_and_copies_go_on_alike(steps: int, optimizer: str):
+    """Before the change and after it."""
+    model = perceptron()
+    opt = OPTIMIZERS[optimizer](model, adaptive=True)
+    noisy_losses(model, opt, steps)
+    assert (opt.stats()["plain_from"] is None) == (steps == 1)
+    again, copied_opt = copy.deepcopy((model, opt))
+    other = perceptron()
+    other.load_state_dict(model.state_dict())
+    loaded = OPTIMIZERS[optimizer](other, adaptive=True)
+    loaded.load_state_dict(opt.state_dict())
+    for own, mine in ((model, opt), (again, copied_opt), (other, loaded)):
+        train(mine, own, 32, 25, seed=1)
+    assert_same(copied(model), copied(other))
+    assert_same(copied(model), copied(again))
+    assert opt.stats()["plain_from"] == loaded.stats()["plain_from"] == copied_opt.stats()["plain_from"] is not None
+    assert opt.stats()["factor_every"] == copied_opt.stats()["factor_every"]
