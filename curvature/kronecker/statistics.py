@@ -5,7 +5,7 @@ The builders accumulate them over a data set, the optimizers over the batches of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,21 @@ class KroneckerStatistics:
                 for reading, moment in self.backprops.items()
             ]
         )
+
+    def parts(self, schemes: Sequence[Scheme]) -> list[Any]:
+        """The statistics of layers of one layout that were measured as the groups of one."""
+        of = lambda tensor: tensor.chunk(len(schemes))
+        activations = {key: (of(moment), number) for key, (moment, number) in self.activations.items()}
+        backprops = {key: of(moment) for key, moment in self.backprops.items()}
+        return [
+            type(self)(
+                scheme,
+                self.samples,
+                {key: (moments[k], number) for key, (moments, number) in activations.items()},
+                {key: moments[k] for key, moments in backprops.items()},
+            )
+            for k, scheme in enumerate(schemes)
+        ]
 
     def tensors(self) -> list[Tensor]:
         numbers = [number for _, number in self.activations.values() if isinstance(number, Tensor)]

@@ -75,6 +75,13 @@ class Block:
         """
         raise NotImplementedError
 
+    @staticmethod
+    def measure_all(
+        blocks: Sequence[Any], terms: Sequence[Sequence[Term]], samples: float, rank: int = 0, world_size: int = 1
+    ) -> list[Any]:
+        """`measure` with several blocks of this class, given the terms of each."""
+        return [block.measure(own, samples, rank, world_size) for block, own in zip(blocks, terms, strict=True)]
+
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
         """Statistics of all processes from their all-reduced `sums`."""
         raise NotImplementedError
@@ -82,6 +89,12 @@ class Block:
     def update_average(self, statistics: Any, decay: float) -> None:
         """Update the running average."""
         raise NotImplementedError
+
+    @staticmethod
+    def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
+        """`update_average` of several blocks of this class."""
+        for block, own in zip(blocks, statistics, strict=True):
+            block.update_average(own, decay)
 
     def decompose(self, damping: float) -> None:
         """Prepare `solve` for the current running average plus ``damping I``."""

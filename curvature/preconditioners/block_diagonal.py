@@ -233,16 +233,29 @@ class BlockDiagonalCurvature(CurvatureStore):
         seen = [block for block in self.blocks if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
         with full_precision():
-            measured = {leaf.names[0]: leaf.measure(own, count, rank, world_size) for leaf, own in split}
-        found = {name: own for name, own in measured.items() if own is not None}
+            measured = _measured(split, count, rank, world_size)
+        found = {leaf.names[0]: own for (leaf, _), own in zip(split, measured, strict=True) if own is not None}
         are_finite = _are_finite([own.tensors() for own in found.values()])
         return CurvatureStatistics(dict(itertools.compress(found.items(), are_finite)))
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
-        for leaf in (leaf for block in self.blocks for leaf in block.leaves):
-            if leaf.names[0] in statistics.blocks:
-                leaf.update_average(statistics.blocks[leaf.names[0]], decay)
+        leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
+        for kind in dict.fromkeys(type(leaf) for leaf in leaves):
+            alike = [leaf for leaf in leaves if type(leaf) is kind]
+            kind.update_all(alike, [statistics.blocks[leaf.names[0]] for leaf in alike], decay)
+
+
+def _measured(
+    split: Sequence[tuple[Block, Sequence[Term]]], count: int, rank: int, world_size: int
+) -> list[BlockStatistics | None]:
+    """The statistics of leaves from their terms, those of one class together."""
+    found: dict[int, BlockStatistics | None] = {}
+    for kind in dict.fromkeys(type(leaf) for leaf, _ in split):
+        alike = [k for k, (leaf, _) in enumerate(split) if type(leaf) is kind]
+        leaves, terms = [split[k][0] for k in alike], [split[k][1] for k in alike]
+        found |= dict(zip(alike, kind.measure_all(leaves, terms, count, rank, world_size), strict=True))
+    return [found[k] for k in range(len(split))]
 
 
 def _are_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:

@@ -56,6 +56,13 @@ class EigenStatistics(KroneckerStatistics):
         super().scale_vectors_(times)
         self.squares_samples /= times**2
 
+    def parts(self, schemes: Sequence[Scheme]) -> list[Any]:
+        found = super().parts(schemes)
+        if self.squares is not None:
+            for part, squares in zip(found, self.squares.chunk(len(found)), strict=True):
+                part.squares, part.squares_samples = squares, self.squares_samples
+        return found
+
     def tensors(self) -> list[Tensor]:
         return super().tensors() + ([] if self.squares is None else [self.squares])
 
@@ -103,6 +110,26 @@ class EigenBlock(KroneckerBlock):
             found.basis, found.squares, found.squares_samples = self.basis, self._squares(terms, self.basis), samples
         return found
 
+    @staticmethod
+    def measure_all(
+        blocks: Sequence[Any], terms: Sequence[Sequence[Term]], samples: float, rank: int = 0, world_size: int = 1
+    ) -> list[Any]:
+        found = KroneckerBlock.measure_all(blocks, terms, samples, rank, world_size)
+        for block, own in zip(blocks, found, strict=True):
+            if own is not None:
+                own.basis = block.basis
+        return found
+
+    @property
+    def joint_form(self) -> Any:
+        return () if self.inverse is None else self.inverse.form
+
+    @staticmethod
+    def joined(blocks: Sequence[Any]) -> Any:
+        found = KroneckerBlock.joined(blocks)
+        found.inverse = None if blocks[0].inverse is None else KroneckerInverse.stacked([b.inverse for b in blocks])
+        return found
+
     def _squares(self, terms: Sequence[Term], sides: Sides) -> Tensor:
         """Sum over the batch's samples; terms with the same number of samples belong together."""
         basis = Basis(self.scheme, *(side if side.ndim == 3 else None for side in sides))
@@ -123,8 +150,13 @@ class EigenBlock(KroneckerBlock):
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
         return super().expected_bytes + (2 * self.dimension + values) * self.scheme.dtype.itemsize
 
-    def update_average(self, statistics: EigenStatistics, decay: float) -> None:
-        super().update_average(statistics, decay)
+    @staticmethod
+    def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
+        KroneckerBlock.update_all(blocks, statistics, decay)
+        for block, own in zip(blocks, statistics, strict=True):
+            block._update_values(own, decay)
+
+    def _update_values(self, statistics: EigenStatistics, decay: float) -> None:
         count, basis = statistics.squares_samples, self.basis
         if statistics.squares is not None and self.values is not None and basis is not None and count:
             w = self.gate.masked(self.debiased_weight(decay, self.seen), statistics.squares.dtype)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,10 @@ from curvature.kronecker import (
 )
 from curvature.linalg import average_moments, moment_diagonal
 from curvature.preconditioners.block import Block
-from curvature.terms import AffineLayout, Term
+from curvature.preconditioners.outliers import OutlierFilter
+from curvature.terms import AffineLayout, OuterProduct, Term
+
+MAX_JOINED = 1 << 16  # entries of a layer's activations and backprops, up to which copying them costs less than a call
 
 
 class KroneckerBlock(Block):
@@ -76,6 +79,39 @@ class KroneckerBlock(Block):
             found.backprops[reading] = self.scheme.backprops(parts)
         return found
 
+    @staticmethod
+    def measure_all(
+        blocks: Sequence[Any], terms: Sequence[Sequence[Term]], samples: float, rank: int = 0, world_size: int = 1
+    ) -> list[Any]:
+        """Small blocks of one layout are measured as the groups of one."""
+        found: dict[int, Any] = {}
+        for alike in grouped([_form(block, own) for block, own in zip(blocks, terms, strict=True)]):
+            if len(alike) == 1:
+                found[alike[0]] = blocks[alike[0]].measure(terms[alike[0]], samples, rank, world_size)
+                continue
+            own = [blocks[k] for k in alike]
+            joint = own[0].joined(own)
+            term = _side_by_side([terms[k][0] for k in alike], joint.scheme.arrangement.shapes[0])
+            whole = joint.measure([term], samples, rank, world_size)
+            parts = [None] * len(own) if whole is None else whole.parts([block.scheme for block in own])
+            for k, part in zip(alike, parts, strict=True):
+                found[k] = part
+        return [found[k] for k in range(len(blocks))]
+
+    @property
+    def joint_form(self) -> Any:
+        """What has to be equal for blocks to be `joined`, beside their schemes; None if this one cannot be."""
+        return ()
+
+    @staticmethod
+    def joined(blocks: Sequence[Any]) -> Any:
+        """A block without statistics whose groups are those of several blocks of one layout."""
+        first = blocks[0]
+        arrangement = first.scheme.arrangement.repeated(len(blocks))
+        return type(first)(
+            [name for block in blocks for name in block.names], replace(first.scheme, arrangement=arrangement)
+        )
+
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
         found = KroneckerStatistics(self.scheme)
         found.load_sums(sums)
@@ -92,12 +128,17 @@ class KroneckerBlock(Block):
         self.inverse = KroneckerInverse(**parts) if parts else None
 
     def update_average(self, statistics: Any, decay: float) -> None:
-        if not statistics.samples or not statistics.backprops:
-            return
-        rows, columns = statistics.factors(1 / statistics.samples)
-        w = self.gate.weight([(self.rows, rows), (self.columns, columns)], self.debiased_weight(decay))
-        self.rows, self.columns = average_moments(self.rows, rows, w), average_moments(self.columns, columns, w)
-        self.updates += 1
+        self.update_all([self], [statistics], decay)
+
+    @staticmethod
+    def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
+        seen = [(b, own) for b, own in zip(blocks, statistics, strict=True) if own.samples and own.backprops]
+        news = [own.factors(1 / own.samples) for _, own in seen]
+        pairs = [((b.rows, rows), (b.columns, columns)) for (b, _), (rows, columns) in zip(seen, news, strict=True)]
+        weights = OutlierFilter.weights([b.gate for b, _ in seen], pairs, [b.debiased_weight(decay) for b, _ in seen])
+        for (block, _), (rows, columns), w in zip(seen, news, weights, strict=True):
+            block.rows, block.columns = average_moments(block.rows, rows, w), average_moments(block.columns, columns, w)
+            block.updates += 1
 
     @property
     def is_ready(self) -> bool:
@@ -140,13 +181,12 @@ class KroneckerBlock(Block):
     @staticmethod
     def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Blocks of one layout are stacked, if their inverses can be."""
-        kinds: dict[Any, list[int]] = {}
-        for k, (block, own) in enumerate(zip(blocks, gradients, strict=True)):
-            form = block.inverse.form
-            kind = k if form is None else (block.scheme, form, *(g.dtype for g in own))
-            kinds.setdefault(kind, []).append(k)
+        forms = [
+            (block.scheme, form, *(g.dtype for g in own)) if (form := block.inverse.form) else None
+            for block, own in zip(blocks, gradients, strict=True)
+        ]
         found: dict[int, list[Tensor]] = {}
-        for alike in kinds.values():
+        for alike in grouped(forms):
             if len(alike) == 1:
                 found[alike[0]] = blocks[alike[0]].solve(gradients[alike[0]])
                 continue
@@ -195,3 +235,28 @@ class KroneckerBlock(Block):
             for s, rank in zip((self.rows, self.columns), ranks, strict=True)
         )
         return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
+
+
+def grouped(forms: Sequence[Any]) -> list[list[int]]:
+    """The places of equal forms together; None is a form of its own wherever it is."""
+    found: dict[Any, list[int]] = {}
+    for k, form in enumerate(forms):
+        found.setdefault((k, None) if form is None else form, []).append(k)
+    return list(found.values())
+
+
+def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:
+    """Equal for blocks and terms that can be measured side by side; None if these cannot, or need not."""
+    first = terms[0]
+    if len(terms) > 1 or not isinstance(first, OuterProduct) or first.order is not None:
+        return None
+    form = block.joint_form
+    is_plain = block.scheme.arrangement.order is None and not any(block.scheme.sketched) and form is not None
+    is_small = first.a.numel() + first.b.numel() <= MAX_JOINED
+    own = block.scheme, form, first.a.shape, first.b.shape, first.a.dtype, first.b.dtype
+    return own if is_plain and is_small else None
+
+
+def _side_by_side(terms: Sequence[Any], shape: tuple[int, ...]) -> OuterProduct:
+    """Terms of one layout as those of the groups of one layer."""
+    return OuterProduct(torch.cat([term.a for term in terms], 2), torch.cat([term.b for term in terms], 2), shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,15 +32,26 @@ class OutlierFilter:
             sides: pairs (old, new) of matrices, diagonals or sketches; old is None before the first update.
             weight: of the new sides in the average.
         """
-        traces = [(moment_diagonal(old).sum(), moment_diagonal(new).sum()) for old, new in sides if old is not None]
-        if not traces:
-            return weight
-        far = torch.stack([(new > OUTLIER_FACTOR * old) & (old > 0) for old, new in traces]).any()
-        if self.closed is not None:
-            far = far & ~self.closed
-        self.count = far.int() if self.count is None else self.count + far
-        self.closed = far
-        return self.masked(weight, traces[0][0].dtype)
+        return OutlierFilter.weights([self], [sides], [weight])[0]
+
+    @staticmethod
+    def weights(
+        filters: Sequence[OutlierFilter],
+        sides: Sequence[Sequence[tuple[Tensor | None, Tensor]]],
+        weights: Sequence[float],
+    ) -> list[Tensor | float]:
+        """The `weight` of each filter, given its sides, as many for each."""
+        found: list[Tensor | float] = list(weights)
+        old = [k for k, own in enumerate(sides) if all(before is not None for before, _ in own)]
+        place = lambda k: (sides[k][0][1].dtype, sides[k][0][1].device)
+        for where in dict.fromkeys(map(place, old)):
+            alike = [k for k in old if place(k) == where]
+            far = _are_far([filters[k] for k in alike], [sides[k] for k in alike])
+            kept = (~far).to(where[0]).unbind()
+            for k, is_far, weight in zip(alike, far.unbind(), kept, strict=True):
+                own, found[k] = filters[k], weight * weights[k]
+                own.closed, own.count = is_far, is_far.int() if own.count is None else own.count + is_far
+        return found
 
     def masked(self, weight: float, dtype: torch.dtype) -> Tensor | float:
         """`weight`, or zero if the last statistics were left out."""
@@ -54,3 +66,13 @@ class OutlierFilter:
         gate = OutlierFilter()
         vars(gate).update({name: flag.to(device, copy=True) for name, flag in state.items()})
         return gate
+
+
+def _are_far(filters: Sequence[OutlierFilter], sides: Sequence[Sequence[tuple[Any, Tensor]]]) -> Tensor:
+    """Whether a side of each is out of scale, unless the last was so (n,)."""
+    old, new = (
+        torch.stack([moment_diagonal(x).sum() for x in part])
+        for part in zip(*(pair for own in sides for pair in own), strict=True)
+    )
+    far = ((new > OUTLIER_FACTOR * old) & (old > 0)).view(len(filters), -1).any(1)
+    return far & ~torch.stack([torch.zeros_like(far[0]) if f.closed is None else f.closed for f in filters])

@@ -33,6 +33,17 @@ class AffineLayout:
         """Number of entries."""
         return sum(math.prod(shape) for shape in self.shapes)
 
+    def repeated(self, times: int) -> AffineLayout:
+        """The layout of several such layers as groups of one, their parameters one after the other.
+
+        Raises:
+            ValueError: the axes of the weight are permuted.
+        """
+        if self.order is not None:
+            raise ValueError("the groups of a permuted weight do not follow each other")
+        shapes = tuple((times * first, *rest) for first, *rest in self.shapes)
+        return AffineLayout(shapes, times * self.groups, self.outputs)
+
     def to_matrices(self, tensors: Sequence[Tensor]) -> Tensor:
         """Arrange tensors of shapes (*batch, *shape) as (*batch, g, o, i)."""
         weight = tensors[0]

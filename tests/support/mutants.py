@@ -475,7 +475,8 @@ MUTANTS = [
     *broken(
         "curvature/preconditioners/outliers.py",
         "optimizers/steps/test_nonfinite_batches.py curvature/preconditioners",
-        ("far = far & ~self.closed", "far = far & True"),
+        ("return far & ~torch.stack(", "return far | ~torch.stack("),
+        ("(sides[k][0][1].dtype, sides[k][0][1].device)", "(torch.float32, None)"),
     ),
     *broken(
         "curvature/preconditioners/inversion.py",

@@ -1,4 +1,4 @@
-"""Blocks of one layout are solved as a stack: the solutions are those of each block alone."""
+"""Blocks of one layout are measured and solved as a stack: what comes out is that of each block alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import curvature.preconditioners.kronecker
 from curvature.kronecker import KroneckerInverse
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
+from curvature.preconditioners.eigen import EigenBlock
+from curvature.preconditioners.kronecker import KroneckerBlock
 from support.cases.case import Raw, seeded
 from support.running_blocks import close, measure, normal_vectors
 
@@ -58,15 +61,22 @@ MODELS: dict[str, tuple[Make, Callable[[], Tensor], int]] = {  # with the number
 }
 
 
-def curvature_of(name: str, kind: str, damping: float | None, device: str) -> tuple[nn.Module, list[Block]]:
+JOINED = {"linear": 1, "norms": 1}  # measurements side by side; convolutions and look-ups are measured alone
+
+
+def built(name: str, device: str) -> tuple[nn.Module, Tensor]:
     make, inputs, _ = MODELS[name]
     with seeded(0):
         model, x = make().to(device, torch.float64), inputs().to(device)
-        x = x.double() if x.is_floating_point() else x
-        store = BlockDiagonalCurvature("expand", kind)
-        for _ in range(2):
-            store.update_average(measure(store, model, x, normal_vectors(2)), 0.9)
-            invert(store.blocks, 0.1, damping)
+    return model, x.double() if x.is_floating_point() else x
+
+
+def curvature_of(name: str, kind: str, damping: float | None, device: str) -> tuple[nn.Module, list[Block]]:
+    model, x = built(name, device)
+    store = BlockDiagonalCurvature("expand", kind)
+    for _ in range(2):
+        store.update_average(measure(store, model, x, normal_vectors(2)), 0.9)
+        invert(store.blocks, 0.1, damping)
     return model, store.blocks
 
 
@@ -86,15 +96,57 @@ def solved(model: nn.Module, blocks: list[Block], dtype: torch.dtype = torch.flo
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])
 @pytest.mark.parametrize("name", MODELS)
 def test_together_is_alone(name: str, kind: str, damping: float | None, device: str, monkeypatch):
+    model, blocks = curvature_of(name, kind, damping, device)
     sizes: list[int] = []
     stacked = KroneckerInverse.stacked
     monkeypatch.setattr(KroneckerInverse, "stacked", lambda parts: sizes.append(len(parts)) or stacked(parts))
-    model, blocks = curvature_of(name, kind, damping, device)
     for together, alone in solved(model, blocks):
         for one, other in zip(together, alone, strict=True):
             close(one, other, 1e-12)
             assert one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous()
     assert len(sizes) == MODELS[name][2]
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", [KroneckerBlock, EigenBlock])
+@pytest.mark.parametrize("name", MODELS)
+def test_measured_together_is_measured_alone(name: str, kind: type, sharing: str, device: str, monkeypatch):
+    """Before there is an inverse and in its basis; and statistics go on to add up."""
+    joined: list[int] = []
+    join = kind.joined
+    monkeypatch.setattr(kind, "joined", staticmethod(lambda blocks: joined.append(len(blocks)) or join(blocks)))
+    model, x = built(name, device)
+    found = []
+    for most in (1 << 16, 0):
+        monkeypatch.setattr(curvature.preconditioners.kronecker, "MAX_JOINED", most)
+        store = BlockDiagonalCurvature(sharing, kind.structure)
+        for seed in (1, 2):
+            total = measure(store, model, x, normal_vectors(2, seed))
+            total.add_(measure(store, model, x, normal_vectors(1, seed)))
+            store.update_average(total, 0.9)
+            invert(store.blocks, 0.1)
+        found.append({k: t for block in store.blocks for k, t in tensors_of(block).items()})
+    assert found[0].keys() == found[1].keys()
+    for key, tensor in found[0].items():
+        close(tensor, found[1][key], 1e-10)
+    assert len(joined) == 6 * JOINED.get(name, 0)
+
+
+def test_layers_of_several_precisions():
+    run = lambda m, x: m.second(m.first(x).tanh().double())
+    with seeded(0):
+        model, x = Raw(run, first=nn.Linear(4, 4), second=nn.Linear(4, 4).double()), torch.randn(6, 4)
+    store = BlockDiagonalCurvature()
+    for _ in range(3):
+        store.update_average(measure(store, model, x, normal_vectors(2)), 0.9)
+        invert(store.blocks, 0.1)
+    assert [block.rows.dtype for block in store.blocks] == [torch.float32, torch.float64]
+    assert [block.updates for block in store.blocks] == [3, 3] and not any(block.outliers for block in store.blocks)
+    assert len(solved(model, store.blocks)) == 2
+
+
+def tensors_of(block: Block) -> dict[str, Tensor]:
+    return {f"{block.names[0]} {k}": t for k, t in block.state().items() if isinstance(t, Tensor)}
 
 
 def test_solutions_have_the_precision_of_the_gradients():
