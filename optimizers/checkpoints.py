@@ -149,6 +149,12 @@ def _check_entry(name: str, p: Tensor, entry: State, kept: list[str]) -> None:
             raise ValueError(f"state_dict: damaged; {key} of {name} is not finite")
 
 
+def curvature_of(opt: ModelOptimizer, state: State) -> State:
+    """The state of a store of curvature in the precision that the parameters have now, by the first of each block."""
+    dtypes = {name: torch.promote_types(p.dtype, torch.float32) for name, p in opt.model.named_parameters()}
+    return {name: _in_precision(entry, dtypes[name]) if name in dtypes else entry for name, entry in state.items()}
+
+
 def _block(opt: ModelOptimizer, name: str, entry: State) -> State:
     """The curvature of some parameters in the precision that they have here."""
     shapes, problem = opt.shapes(), None

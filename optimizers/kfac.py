@@ -9,10 +9,11 @@ from torch import nn
 from curvature import Injection, isotropic
 from curvature.preconditioners import BlockDiagonalCurvature
 from optimizers.arguments import check_flag
+from optimizers.construction import checked_model
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.recording.loss_backprops import LayerBackprops
-from optimizers.second_order import SecondOrderOptimizer, checked_model
+from optimizers.second_order import SecondOrderOptimizer
 from optimizers.steps.descent import MomentumDescent
 from optimizers.steps.hand_over import HandOverStep
 from optimizers.steps.residuals import SubspaceSolver

@@ -10,11 +10,12 @@ from torch import nn
 from curvature import Injection, exact, isotropic
 from curvature.preconditioners import FullCurvature
 from optimizers.arguments import check_flag
+from optimizers.construction import checked_model
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option
 from optimizers.recording.loss_backprops import LossRows
-from optimizers.second_order import SecondOrderOptimizer, checked_model
+from optimizers.second_order import SecondOrderOptimizer
 from optimizers.steps.descent import SpringDescent
 from optimizers.steps.gauss_newton import GaussNewton
 from optimizers.steps.hand_over import HandOverStep

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Injection, empirical, isotropic
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager
-from optimizers.arguments import check_arguments, check_numbers, check_whole
-from optimizers.checkpoints import pack, unpack
-from optimizers.distributed.processes import Distributed, unwrap_data_parallel
+from optimizers.arguments import check_numbers
+from optimizers.checkpoints import curvature_of, pack, unpack
+from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded, to_local
 from optimizers.distributed.team import Teams
 from optimizers.model_optimizer import ModelOptimizer
@@ -71,7 +70,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.arguments, self.store, self.rule = arguments, store, rule
         self.residual_rule: ResidualStep | None = None
         self.takes_loss = False
-        present, passes = weakref.WeakMethod(self.present), Passes()
+        self.device, self.dtypes = next(self.model.parameters()).device, self._dtypes()
+        present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
         intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
         schedule = Schedule(*intervals, arguments["max_overhead"])
         is_sum = getattr(arguments["loss"], "reduction", "mean") == "sum"
@@ -177,6 +177,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _run(self, closure: Callable[[], Any] | None, step: Callable[[StepContext], Outcome]) -> Outcome:
         """Make a step by `step`, apply its displacement, and report it to monitor and schedule."""
         self.recorder.reset()
+        self._follow_parameters()
         if closure is not None and hasattr(self, "found_inf"):
             raise RuntimeError(
                 f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
@@ -299,6 +300,10 @@ class SecondOrderOptimizer(ModelOptimizer):
         state, parts = unpack(self, state_dict, self.kind(), self._parts())
         super().load_state_dict(state)
         self.recorder.discard()
+        self._load_parts(parts)
+
+    def _load_parts(self, parts: Mapping[str, Any]) -> None:
+        """Load the `_parts` of a state; moves tensors to the device of the parameters."""
         self.teams.forget_inverses()
         device, trained = next(p for group in self.param_groups for p in group["params"]).device, self.trained()
         schedule, residual = self.preconditioner.schedule, parts["residual_rule"]
@@ -324,6 +329,32 @@ class SecondOrderOptimizer(ModelOptimizer):
             "curvature": self.store.state_dict(),
         }
 
+    # -- parameters that change their precision or device, as by ``model.double()``
+
+    def _dtypes(self) -> dict[int, torch.dtype]:
+        return {id(p): p.dtype for group in self.param_groups for p in group["params"]}
+
+    def _recorded_parameters(self) -> dict[str, nn.Parameter]:
+        """`present`, for a forward pass that is recorded now."""
+        self._follow_parameters()
+        return self.present()
+
+    @torch.no_grad()
+    def _follow_parameters(self) -> None:
+        """Bring all state to the precision and device that the parameters have now."""
+        device, dtypes = next(p for group in self.param_groups for p in group["params"]).device, self._dtypes()
+        changed = device != self.device or any(self.dtypes.get(k, dtype) is not dtype for k, dtype in dtypes.items())
+        self.device, self.dtypes = device, dtypes
+        if not changed:
+            return
+        self.monitor.settle()
+        parts = self._parts()
+        self._load_parts(parts | {"curvature": curvature_of(self, parts["curvature"])})
+        for p, state in self.state.items():
+            if isinstance(p, Tensor):
+                state.update({k: x.to(p) for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape})
+        self.teams.move(device)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or pickle trains a copy of the model; copy or pickle both together for them to share it."""
         groups = [dict(group) for group in self.param_groups]
@@ -335,36 +366,3 @@ def _rebuild(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults:
     new.param_groups, new.defaults = groups, defaults
     new.load_state_dict(state)
     return new
-
-
-def checked_model(
-    owner: str, model: Any, arguments: Mapping[str, Any], why_replicated: str
-) -> tuple[nn.Module, Distributed]:
-    """Check all arguments; returns the user's own module and the processes that train it.
-
-    Args:
-        owner: name of the optimizer.
-        why_replicated: why every process needs all inverses; "" if it does not.
-
-    Raises:
-        TypeError, ValueError: an argument has the wrong type or is out of range; names it.
-    """
-    check_arguments(model, dict(arguments))
-    for name in ("factor_every", "decompose_every"):
-        check_whole(name, arguments[name], 1, 10**9)
-    check_whole("seed", arguments["seed"], -(2**63), 2**64 - 1)
-    inject, loss, rule = arguments["inject"], arguments["loss"], arguments["step_rule"]
-    if loss is not None and (isinstance(loss, type) or not callable(loss)):
-        raise TypeError(f"loss: expected a loss module as in nn.CrossEntropyLoss(), or a function, found {loss!r:.80}")
-    if not isinstance(inject, Injection):
-        raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
-    if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
-        raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
-    if rule is not None and not isinstance(rule, StepRule):
-        raise TypeError(f"step_rule: expected an optimizers.StepRule, found {rule!r:.80}")
-    if rule is not None and arguments["adaptive"]:
-        raise ValueError("step_rule: adaptive=True is a step rule, too; choose one of the two")
-    model, config = unwrap_data_parallel(model, arguments["distributed"])
-    if why_replicated and config.gradient_worker_fraction < 1:
-        raise ValueError(f"gradient_worker_fraction: expected 1, {owner} {why_replicated}")
-    return model, config

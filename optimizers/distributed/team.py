@@ -62,6 +62,11 @@ class Teams:
         if self.known is not None:
             self.known.statistics.discard()
 
+    def move(self, device: torch.device) -> None:
+        """The model is on another device now."""
+        if device != self.device:
+            self.device, self.known = device, None
+
     def forget_inverses(self) -> None:
         """After a state was loaded: the inverses of other processes are no longer valid."""
         if self.known is not None:
