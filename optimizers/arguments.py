@@ -55,7 +55,7 @@ def check_whole(name: str, value: Any, low: int, high: int) -> None:
 
 def check_range(name: str, value: Any, low: float, high: float, open_end: bool = False) -> None:
     """Refuse what is no number from low to high; a tensor of one entry is one."""
-    is_tensor = isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+    is_tensor = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
     if isinstance(value, bool) or not (is_tensor or isinstance(value, Real)):
         raise TypeError(f"{name}: expected a number, found {value!r:.80} ({type(value).__name__})")
     try:

@@ -38,7 +38,8 @@ def pack(opt: ModelOptimizer, kind: State, parts: State, empty_state: Callable[[
     kept = {opt.name_of(p): sorted(opt.state[p]) for p in parameters if p in opt.state}
     joint = parts | {"version": VERSION, "kind": kind, "shapes": opt.shapes(), "kept": kept}
     state = torch.optim.Optimizer.state_dict(opt)
-    entries = {key: dict(entry) for key, entry in state["state"].items()}
+    # hooks may have put in anything, beside the parameters
+    entries = {key: dict(own) if isinstance(own, Mapping) else own for key, own in state["state"].items()}
     trained = [(k, p) for k, p in enumerate(parameters) if p.requires_grad]
     for k, p in trained:
         entries[k] = empty_state(p) | entries.get(k, {})
@@ -76,7 +77,7 @@ def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[
     for name, entry in named.items():
         for key in entry.keys() - set(joint["kept"].get(name, [])):
             del entry[key]
-    state["state"] = {key: entry for key, entry in state["state"].items() if entry}
+    state["state"] = {key: entry for key, entry in state["state"].items() if entry != {}}
     return state, {name: joint[name] for name in parts}
 
 
@@ -112,9 +113,10 @@ def _separated(given: Mapping[str, Any]) -> tuple[State, State]:
     state = _own(dict(given))
     for key in [key for key in state["state"] if isinstance(key, str) and key.isdigit() and int(key) in state["state"]]:
         state["state"][int(key)] |= state["state"].pop(key)  # where torch.distributed.checkpoint puts what is no tensor
-    found = [entry.pop(JOINT) for entry in state["state"].values() if JOINT in entry]
+    entries = [entry for entry in state["state"].values() if isinstance(entry, dict)]
+    found = [entry.pop(JOINT) for entry in entries if JOINT in entry]
     if len(found) != 1 or not isinstance(found[0], tuple | list) or len(found[0]) != 1:
-        keys = sorted({str(key) for entry in state["state"].values() for key in entry})
+        keys = sorted({str(key) for entry in entries for key in entry})
         raise ValueError(
             f"state_dict: not of KFAC, EKFAC or NaturalGradient, or without their curvature; found {keys} by parameter"
         )

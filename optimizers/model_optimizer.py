@@ -48,8 +48,8 @@ class ModelOptimizer(torch.optim.Optimizer):
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
         self._names = {id(p): name for name, p in self.model.named_parameters()}
-        for entry in given:
-            p = entry[1] if isinstance(entry, tuple) else entry
+        given = [entry[1] if isinstance(entry, tuple) else entry for entry in given]  # their names are the model's
+        for p in given:
             if isinstance(p, Tensor) and id(p) not in self._names:
                 raise ValueError(
                     f"params: a parameter of shape {tuple(p.shape)} is none of the model's that the optimizer was "

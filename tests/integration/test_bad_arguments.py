@@ -72,7 +72,7 @@ def test_arguments(maker: str, name: str):
 
 
 GOOD: dict[str, list[Any]] = {
-    "lr": [0, 1, 0.5, np.float64(0.5), np.float32(0.5), np.int64(1), torch.tensor(0.5)],
+    "lr": [0, 1, 0.5, np.float64(0.5), np.float32(0.5), np.int64(1), torch.tensor(0.5), torch.tensor([0.5])],
     "damping": [None, 0.0, 1, np.float32(0.1)],
     "momentum": [0, 0.99, np.float64(0.5)],
     "seed": [0, -1, np.int64(3), 2**63],

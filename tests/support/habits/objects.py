@@ -180,6 +180,69 @@ def hooks_of_states(make: Make) -> None:
 
 
 @habit
+def hooks_that_write_in_states(make: Make) -> None:
+    """As those of torch's own tests: beside the parameters, in the optimizer, in a copy of what is loaded."""
+    model = net()
+    opt = make(model)
+    train(model, opt, 1)
+    opt.register_state_dict_pre_hook(lambda o: o.state.update(note=1))
+    opt.register_load_state_dict_pre_hook(lambda o, state: state["param_groups"][0].update(lr=0.25))
+    opt.register_load_state_dict_pre_hook(lambda o, state: copy.deepcopy(state))
+    opt.register_load_state_dict_post_hook(lambda o: o.state.update(loaded=True))
+    state = opt.state_dict()
+    assert state["state"]["note"] == 1
+    opt.load_state_dict(state)
+    assert opt.param_groups[0]["lr"] == 0.25 and opt.state["loaded"] and opt.state["note"] == 1
+    before = copied(model)
+    train(model, opt, 1)
+    assert moved(model, before) == set(before)
+
+
+@habit
+def rates_that_are_tensors(make: Make) -> None:
+    """Of one entry, in the constructor and in groups, which a schedule then changes in place; parameters with names."""
+    models = [net(), net()]
+    for model, made in zip(models, (float, lambda rate: torch.tensor([rate])), strict=True):
+        opt = make(model, lr=made(0.5))
+        (group,) = opt.param_groups
+        group["params"] = group["params"][:2]
+        opt.add_param_group({"params": list(model.named_parameters())[2:], "lr": made(0.25)})
+        schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+        for _ in range(2):
+            train(model, opt, 1)
+            schedule.step()
+    assert_same(*models)
+
+
+@habit
+def no_parameter_has_a_gradient(make: Make) -> None:
+    """A step is then none, as in torch.optim: before the first one, after it, and where all is frozen."""
+    model = net()
+    opt = make(model)
+    other = torch.ones(3, requires_grad=True)
+
+    def elsewhere() -> torch.Tensor:
+        opt.zero_grad()
+        loss = other.square().sum()
+        loss.backward()
+        return loss
+
+    for steps in (0, 2):
+        train(model, opt, steps)
+        before = flat(model)
+        opt.zero_grad()
+        for frozen in (False, True):
+            model.requires_grad_(not frozen)
+            assert opt.rule.needs_closure or opt.step() is None
+            assert opt.step(elsewhere).item() == 3
+            assert not frozen or opt.step(lambda: F.cross_entropy(model(X), Y)) > 0
+        model.requires_grad_(True)
+        assert torch.equal(flat(model), before) and opt.steps == steps
+    train(model, opt, 1)
+    assert not torch.equal(flat(model), before)
+
+
+@habit
 def averaged_models(make: Make) -> None:
     """A copy of the model is none of the optimizer's business, with gradients or without."""
     model = net()
