@@ -104,6 +104,8 @@ class Recorder:
 
     def record(self, tape: Tape, output: Any) -> None:
         """Measure a recorded forward pass that returned `output`, or wait for its backward pass."""
+        if not tape.parameters:  # all are frozen: a judge through which a generator is trained
+            return
         found = find_outputs(tape, output)
         outputs, count = found.tensors, found.count
         hidden = [name for name, node in tape.parameters.items() if not node.uses]
