@@ -118,12 +118,16 @@ class Scheme:
         return replace(scheme, diagonal=(large[0] or True in one_hot, large[1] or False in one_hot))
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """Number of outputs and of inputs of each group, the bias among the inputs."""
+        here = self.arrangement
+        return here.outputs, here.dimension // (here.groups * here.outputs)
+
+    @property
     def sides(self) -> tuple[int, int]:
         """Number of entries of the moments of outputs and of inputs."""
-        here = self.arrangement
-        widths = here.outputs, here.dimension // (here.groups * here.outputs)
-        each = zip(widths, self.sketched, self.diagonal, strict=True)
-        rows, columns = (d * (SKETCH_RANK + 1 if few else here.groups * (1 if flat else d)) for d, few, flat in each)
+        groups, each = self.arrangement.groups, zip(self.widths, self.sketched, self.diagonal, strict=True)
+        rows, columns = (d * (SKETCH_RANK + 1 if few else groups * (1 if flat else d)) for d, few, flat in each)
         return rows, columns
 
     def accepts(self, term: Term) -> bool:
@@ -273,9 +277,7 @@ class Scheme:
 
     def _empty(self, term: Whole, diagonal: bool, number: int) -> Tensor:
         """A moment of the inputs, zero but for the entry of the bias's constant 1."""
-        size = self.arrangement.dimension // (self.arrangement.groups * self.arrangement.outputs)
-        if self.reading(term).flipped:
-            size = self.arrangement.outputs
+        size = self.widths[0 if self.reading(term).flipped else 1]
         dims = [size] if diagonal else [size, size]
         moment = torch.zeros(term.groups, *dims, dtype=self.dtype, device=term.device)
         if len(self.arrangement.shapes) > 1:

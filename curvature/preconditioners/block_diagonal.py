@@ -25,6 +25,7 @@ from curvature.recording import ParameterNode, Tape
 from curvature.terms import DenseGradients, ElementwiseProduct, Term, name_of_rows, row_ranges
 
 MAX_SIDE = 2048  # a larger side is kept as a sketch
+MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, and the loss by step is no better
 
 LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}
 
@@ -65,7 +66,8 @@ def _kronecker_block(
     scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE)
     if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
         return None
-    is_large = any(scheme.sketched)
+    dense = [width for width, flat in zip(scheme.widths, scheme.diagonal, strict=True) if not flat]
+    is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
     block = LAYERS["kronecker" if is_large else kind](names, scheme)
     block.reason = "too large for an eigenbasis" if is_large and kind == "eigen" else ""
     return block

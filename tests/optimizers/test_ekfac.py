@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import curvature
+from curvature.preconditioners.block_diagonal import MAX_EIGEN_SIDE
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
 from support.training import TASKS, assert_same, closure_of, copied, digits, mlp, task, train
@@ -61,6 +62,23 @@ def test_resumes_bitwise(options: dict[str, Any], optimizer: type[KFAC], device,
         trained(again, resumed, loss, x, y, 8)
         assert resumed.steps == steps + 8
         assert_same(copied(again), copied(model))
+
+
+@pytest.mark.fast
+def test_a_large_side_has_no_eigenbasis():
+    """The side of an embedding's rows is a diagonal, which is its own."""
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(MAX_EIGEN_SIDE + 1, 3),
+        torch.nn.Linear(3, MAX_EIGEN_SIDE),
+        torch.nn.Tanh(),
+        torch.nn.Linear(MAX_EIGEN_SIDE, 2),
+    )
+    opt = EKFAC(model)
+    model(torch.arange(8))
+    kinds = {block.names[0]: (block.structure, block.reason) for block in opt.store.blocks}
+    fine, large = ("eigen", ""), ("kronecker", "too large for an eigenbasis")
+    assert kinds == {"0.weight": fine, "1.weight": fine, "3.weight": large}
+    assert large[1] in opt.report()
 
 
 def test_rescaling_changes_the_step():
