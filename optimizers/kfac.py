@@ -88,7 +88,8 @@ class KFAC(SecondOrderOptimizer):
         factor_decay: decay of the running averages of the factors, per renewal.
         factor_every: steps from one renewal of the factors to the next; 10, or 3 with `adaptive`. Shorter at first,
             growing by one step every ten steps.
-        decompose_every: steps from one inversion of a block to the next; likewise. Blocks take turns.
+        decompose_every: steps from one inversion of a block to the next; likewise, but at least three where a side has
+            about 256 rows or more. Blocks take turns.
         max_overhead: choose both intervals by timing, so that both together take at most this fraction of the rest of a
             step, such as 0.3. Runs are then not reproducible to the last bit.
         seed: of the random vectors; the global random state is not touched.

@@ -1,4 +1,7 @@
-"""When to renew factors and invert blocks: often at first, then rarely, and never all blocks at once."""
+"""When to renew factors and invert blocks: often at first, then rarely, and never all blocks at once.
+
+To renew or invert even more rarely in the first hundred steps costs more than it saves: the loss stays behind for good.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from torch import Tensor
 
 STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by at most one step every so many steps
 LONGEST_INTERVAL = 200  # that timing may choose
+LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model ...
+FIRST_OF_LARGE = 3  # ... and waits so many steps from the first
 
 
 @dataclass
@@ -34,12 +39,16 @@ class Schedule:
 
     def inverts(self, step: int, costs: Sequence[float]) -> list[bool]:
         """Which blocks to invert at this step, given their costs; spreads the work evenly over the interval."""
-        interval = min(self.decompose_every, 1 + step // STEPS_PER_INTERVAL)
-        found, before, total = [], 0.0, sum(costs) or 1.0
-        for cost in costs:
-            turn = math.floor(interval * before / total)
+        usual = 1 + step // STEPS_PER_INTERVAL
+        small, large = (min(self.decompose_every, x) for x in (usual, max(usual, FIRST_OF_LARGE)))
+        intervals = [large if cost > LARGE_COST else small for cost in costs]
+        totals, before, found = dict.fromkeys(intervals, 0.0), dict.fromkeys(intervals, 0.0), []
+        for interval, cost in zip(intervals, costs, strict=True):
+            totals[interval] += cost
+        for interval, cost in zip(intervals, costs, strict=True):
+            turn = math.floor(interval * before[interval] / (totals[interval] or 1.0))
             found.append(step % interval == min(turn, interval - 1))
-            before += cost
+            before[interval] += cost
         return found
 
     def note(self, what: str, seconds: float) -> None:

@@ -24,6 +24,21 @@ from curvature.terms import Term, sum_in_place
 Sides = tuple[Tensor, Tensor]  # U_B (g, o, o) and U_A (g, i, i), or ones (g, d) for the identity
 
 
+MIN_SAMPLES = 16  # whose squares stand for those of a batch, where gradients of samples have to be built
+
+
+def _some_squares(basis: Basis, count: int, terms: Sequence[Any]) -> Tensor:
+    """Sum over `count` samples of the squares of their gradients in a basis, estimated from fewer of many.
+
+    The running mean makes up for it: gradients of samples with several places cost as much as the backward pass.
+    """
+    stride = 1 if max(term.places for term in terms) == 1 else max(1, count // MIN_SAMPLES)
+    one_vector = [[term.samples(slice(None, None, stride)) for term in terms] if stride > 1 else terms]
+    number = -(-count // stride)
+    weights = torch.full((number,), count / number, dtype=basis.scheme.dtype, device=terms[0].device)
+    return basis.products(one_vector, one_vector, weights)
+
+
 @dataclass
 class EigenStatistics(KroneckerStatistics):
     """Moments, and squared per-sample gradients in the eigenbasis in which they were measured.
@@ -133,11 +148,10 @@ class EigenBlock(KroneckerBlock):
     def _squares(self, terms: Sequence[Term], sides: Sides) -> Tensor:
         """Sum over the batch's samples; terms with the same number of samples belong together."""
         basis = Basis(self.scheme, *(side if side.ndim == 3 else None for side in sides))
-        found: dict[int, list[Term]] = {}
+        found: dict[int, list[Any]] = {}
         for term in terms:
             found.setdefault(len(term), []).append(term)
-        alone = [[own] for own in found.values()]  # one vector
-        return sum_in_place(basis.products(v, v, sides[0].new_ones(n)) for n, v in zip(found, alone, strict=True))
+        return sum_in_place(_some_squares(basis, n, own) for n, own in found.items())
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
         found = EigenStatistics(self.scheme, basis=self.basis)

@@ -10,6 +10,7 @@ Indices: n sample, t place, g group, i input, o output.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,8 +46,9 @@ class KroneckerBlock(Block):
     """
 
     structure = "kronecker"
-    state_fields: tuple[str, ...] = ("rows", "columns")
+    state_fields: tuple[str, ...] = ("rows", "columns", "tried")
     layout_fields = ("scheme",)
+    tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names)
@@ -156,9 +158,9 @@ class KroneckerBlock(Block):
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         pairs, before = [(b.rows, b.columns) for b in blocks], [b.inverse for b in blocks]
-        anew = [
-            b.updates & (b.updates - 1) == 0 for b in blocks
-        ]  # at 1, 2, 4, 8, ...: ranks change more and more slowly
+        anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
+        for block in itertools.compress(blocks, anew):
+            block.tried = block.updates
         for block, found in zip(blocks, factored_inverses(pairs, share, before, anew), strict=True):
             block.inverse = found
 

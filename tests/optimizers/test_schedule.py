@@ -34,6 +34,15 @@ def test_every_block_has_its_turn_and_no_step_all_work(every: int):
     assert all(schedule.inverts(0, costs))
 
 
+def test_large_blocks_wait_for_some_steps_at_first():
+    """One after the other. Small ones have their turn at every step, and later all take turns."""
+    schedule, costs = Schedule(10, 10), [1e3, 1e8, 1e8, 1e8, 1e3]
+    for step in range(9):
+        assert schedule.inverts(step, costs) == [True, *(step % 3 == k for k in range(3)), True]
+    turns = torch.tensor([schedule.inverts(step, costs) for step in range(100, 110)])
+    assert turns.sum(0).tolist() == [1] * 5 and turns.sum(1).max() <= 2
+
+
 def test_overhead_is_what_was_asked_for():
     schedule = Schedule(10, 10, max_overhead=0.3)
     for what, seconds in (("renewal", 0.03), ("all", 0.09), ("rest", 0.1)):

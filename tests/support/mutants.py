@@ -425,12 +425,13 @@ MUTANTS = [
     ),
     *broken(
         "curvature/preconditioners/kronecker.py",
-        "curvature/preconditioners",
+        "curvature/preconditioners curvature/linalg/test_low_rank.py",
         (
             "dict(zip(alike, map(list, zip(*solved, strict=True)), strict=True))",
             "dict(zip(alike[::-1], map(list, zip(*solved, strict=True)), strict=True))",
         ),
         ("(block.scheme, form, *(g.dtype for g in own))", "(form, *(g.dtype for g in own))"),
+        ("b.updates >= 2 * b.tried", "b.updates == 2 * b.tried"),
     ),
     *broken(
         "curvature/preconditioners/diagonal.py",
@@ -442,6 +443,7 @@ MUTANTS = [
         "curvature/preconditioners/eigen.py",
         "curvature/preconditioners",
         ("+ share**2 * mean_a * mean_b", "+ share * mean_a * mean_b"),
+        ("count / number", "1.0"),
     ),
     *broken(
         "curvature/preconditioners/least_squares.py",
@@ -493,7 +495,8 @@ MUTANTS = [
     *broken(
         "optimizers/schedule.py",
         "optimizers/test_schedule.py",
-        ("math.floor(interval * before / total)", "math.floor(before / total)"),
+        ("math.floor(interval * before[interval]", "math.floor(before[interval]"),
+        ("max(usual, FIRST_OF_LARGE)", "usual"),
         ('self.max_overhead * self.seconds["rest"] / 2', 'self.max_overhead * self.seconds["rest"]'),
     ),
     *broken(

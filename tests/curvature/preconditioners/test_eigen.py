@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import curvature.kronecker.inverses
 import curvature.preconditioners.block_diagonal
+import curvature.preconditioners.eigen
 from curvature.kronecker.eigenbasis import Basis
 from curvature.preconditioners import Block, BlockDiagonalCurvature
 from curvature.preconditioners.diagonal import DiagonalBlock
@@ -132,6 +133,15 @@ def test_gradients_of_samples_are_not_built_where_squares_will_do(name: str, mon
         monkeypatch.setattr(owner, "_from_gradients", None)
     update(factors, model, y)
     close(block.values, exact(block, model, y))
+
+
+@pytest.mark.parametrize("name", ["linear", "places", "grouped_conv", "conv_twice"])
+def test_some_samples_stand_for_many_that_have_places(name: str, monkeypatch):
+    monkeypatch.setattr(curvature.preconditioners.eigen, "MIN_SAMPLES", 2)
+    model, (x, y) = built(name, 2)
+    factors, block = started(model, x)
+    update(factors, model, y)
+    close(block.values, exact(block, model, y if name == "linear" else y[:: N // 2]))
 
 
 @pytest.mark.parametrize("size", [1, 2])
