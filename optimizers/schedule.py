@@ -16,6 +16,7 @@ STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by at
 LONGEST_INTERVAL = 200  # that timing may choose
 LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model ...
 FIRST_OF_LARGE = 3  # ... and waits so many steps from the first
+LEAST_WORK = 1e8  # operations of one step: blocks that are inverted together share calls
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Schedule:
         return step % min(self.factor_every, 1 + step // STEPS_PER_INTERVAL) == 0
 
     def inverts(self, step: int, costs: Sequence[float]) -> list[bool]:
-        """Which blocks to invert at this step, given their costs; spreads the work evenly over the interval."""
+        """Which blocks to invert at this step, given their costs; much work is spread evenly over the interval."""
         usual = 1 + step // STEPS_PER_INTERVAL
         small, large = (min(self.decompose_every, x) for x in (usual, max(usual, FIRST_OF_LARGE)))
         intervals = [large if cost > LARGE_COST else small for cost in costs]
@@ -46,7 +47,7 @@ class Schedule:
         for interval, cost in zip(intervals, costs, strict=True):
             totals[interval] += cost
         for interval, cost in zip(intervals, costs, strict=True):
-            turn = math.floor(interval * before[interval] / (totals[interval] or 1.0))
+            turn = math.floor(before[interval] / max(totals[interval] / interval, LEAST_WORK))
             found.append(step % interval == min(turn, interval - 1))
             before[interval] += cost
         return found

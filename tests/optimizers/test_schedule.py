@@ -26,12 +26,20 @@ def test_intervals_grow_to_those_given():
 @pytest.mark.parametrize("every", [1, 3, 10])
 def test_every_block_has_its_turn_and_no_step_all_work(every: int):
     schedule = Schedule(10, every)
-    costs = [5.0, 1.0, 1.0, 3.0, 2.0]
+    costs = [5e9, 1e9, 1e9, 3e9, 2e9]
     turns = torch.tensor([schedule.inverts(step, costs) for step in range(200, 200 + every)]).double()
     assert torch.equal(turns.sum(0), torch.ones(5).double())
     work = turns @ torch.tensor(costs).double()
     assert work.max() <= sum(costs) / every + max(costs)
-    assert all(schedule.inverts(0, costs))
+
+
+def test_little_work_is_done_at_once():
+    """Many calls for small blocks cost more than one for all."""
+    schedule = Schedule(10, 10)
+    for step in (0, 1, 100):
+        assert all(schedule.inverts(step, [1e6] * 50))
+    assert not any(schedule.inverts(101, [1e6] * 50))
+    assert [sum(schedule.inverts(step, [1e6] * 250)) for step in range(100, 104)] == [100, 100, 50, 0]
 
 
 def test_large_blocks_wait_for_some_steps_at_first():

@@ -495,7 +495,8 @@ MUTANTS = [
     *broken(
         "optimizers/schedule.py",
         "optimizers/test_schedule.py",
-        ("math.floor(interval * before[interval]", "math.floor(before[interval]"),
+        ("max(totals[interval] / interval, LEAST_WORK)", "totals[interval]"),
+        ("/ interval, LEAST_WORK)", "/ interval, 1.0)"),
         ("max(usual, FIRST_OF_LARGE)", "usual"),
         ('self.max_overhead * self.seconds["rest"] / 2', 'self.max_overhead * self.seconds["rest"]'),
     ),
