@@ -27,15 +27,18 @@ Sides = tuple[Tensor, Tensor]  # U_B (g, o, o) and U_A (g, i, i), or ones (g, d)
 MIN_SAMPLES = 16  # whose squares stand for those of a batch, where gradients of samples have to be built
 
 
-def _some_squares(basis: Basis, count: int, terms: Sequence[Any]) -> Tensor:
+def _some_squares(basis: Basis, count: int, terms: Sequence[Any], rank: int, world_size: int) -> Tensor:
     """Sum over `count` samples of the squares of their gradients in a basis, estimated from fewer of many.
 
     The running mean makes up for it: gradients of samples with several places cost as much as the backward pass.
+    Processes together choose what one would choose from the whole batch, as in `subsample_samples`.
     """
-    stride = 1 if max(term.places for term in terms) == 1 else max(1, count // MIN_SAMPLES)
-    one_vector = [[term.samples(slice(None, None, stride)) for term in terms] if stride > 1 else terms]
-    number = -(-count // stride)
-    weights = torch.full((number,), count / number, dtype=basis.scheme.dtype, device=terms[0].device)
+    total = world_size * count
+    stride = 1 if max(term.places for term in terms) == 1 else max(1, min(total // MIN_SAMPLES, count))
+    chosen = slice(-rank * count % stride, None, stride)
+    one_vector = [[term.samples(chosen) for term in terms] if stride > 1 else terms]
+    each = total / max(1, -(-total // stride))
+    weights = torch.full((len(one_vector[0][0]),), each, dtype=basis.scheme.dtype, device=terms[0].device)
     return basis.products(one_vector, one_vector, weights)
 
 
@@ -122,7 +125,8 @@ class EigenBlock(KroneckerBlock):
             return None
         found = EigenStatistics(self.scheme, samples, found.activations, found.backprops)
         if self.basis is not None:
-            found.basis, found.squares, found.squares_samples = self.basis, self._squares(terms, self.basis), samples
+            found.squares = self._squares(terms, self.basis, rank, world_size)
+            found.basis, found.squares_samples = self.basis, samples
         return found
 
     @staticmethod
@@ -145,13 +149,13 @@ class EigenBlock(KroneckerBlock):
         found.inverse = None if blocks[0].inverse is None else KroneckerInverse.stacked([b.inverse for b in blocks])
         return found
 
-    def _squares(self, terms: Sequence[Term], sides: Sides) -> Tensor:
+    def _squares(self, terms: Sequence[Term], sides: Sides, rank: int, world_size: int) -> Tensor:
         """Sum over the batch's samples; terms with the same number of samples belong together."""
         basis = Basis(self.scheme, *(side if side.ndim == 3 else None for side in sides))
         found: dict[int, list[Any]] = {}
         for term in terms:
             found.setdefault(len(term), []).append(term)
-        return sum_in_place(_some_squares(basis, n, own) for n, own in found.items())
+        return sum_in_place(_some_squares(basis, n, own, rank, world_size) for n, own in found.items())
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
         found = EigenStatistics(self.scheme, basis=self.basis)

@@ -443,7 +443,8 @@ MUTANTS = [
         "curvature/preconditioners/eigen.py",
         "curvature/preconditioners",
         ("+ share**2 * mean_a * mean_b", "+ share * mean_a * mean_b"),
-        ("count / number", "1.0"),
+        ("each = total /", "each = 1.0 + 0 *"),
+        ("slice(-rank * count % stride", "slice(0"),
     ),
     *broken(
         "curvature/preconditioners/least_squares.py",
