@@ -62,7 +62,7 @@ def test_long_runs_into_zero_loss(optimizer: str, dtype: torch.dtype):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("factor", [0.0, 1e-20])
 def test_batches_of_zero_loss_do_not_matter(factor: float, optimizer: str):
-    """Those after them go on where the last one left off."""
+    """Those after them go on where the last one left off, at most two steps behind: factors are renewed more rarely."""
     ends = []
     for pause in (0, 8):
         model, x, y = readme_example()
@@ -71,8 +71,8 @@ def test_batches_of_zero_loss_do_not_matter(factor: float, optimizer: str):
         damping = opt.rule.first.damping
         train_by_closure(model, opt, lambda out, y: factor * F.cross_entropy(out, y), x, y, pause)
         assert damping / 4 < opt.rule.first.damping < 4 * damping
-        ends.append(train_by_closure(model, opt, F.cross_entropy, x, y, 8)[-1])
-    assert ends[1] < 3 * ends[0]
+        ends.append(train_by_closure(model, opt, F.cross_entropy, x, y, 8))
+    assert ends[1][-1] < ends[0][-3]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
