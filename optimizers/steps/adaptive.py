@@ -108,6 +108,8 @@ class AdaptiveStep(StepRule):
         if not self.last or self.progress < RESOLVED * abs(loss):
             return
         parameters = dict(replay.model.named_parameters())
+        if not self.start.keys() <= parameters.keys():  # renamed since
+            return
         here = {name: parameters[name].detach().clone() for name in self.start}
         set_parameters(parameters, self.start)
         try:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 FIRST_OUTPUT_CHANGE = 0.3  # root mean square change of the output entries that the first step aims at
 # How the step size follows the slopes
-RATE = 0.3  # per step, where the loss falls as steeply as before
-SHRINK = 0.5  # over the number of steps: batches without replacement make slopes negative however short the steps are
+RATE = 0.3  # per step, where the loss falls as steeply as before, in the first steps, or rises as steeply
+LATE_RATE = 0.05  # of growth, later: the slopes of a loss that others change, too, are positive at any step size
+SHRINK = 1.0  # over the number of steps: batches without replacement make slopes negative however short the steps are
 SLOPE_DECAY = 0.9  # of the running means of slopes
 LOWEST_RATIO = -20.0  # that enters them
 STRAIGHT = 0.9  # a larger ratio of slopes says that the loss falls as steeply as before
-START = 40  # steps in which the step size may grow faster
+START = 40  # steps in which the step size may grow faster, and after which it grows at half the rate, and slower
 START_RATE = 0.4  # by how much faster at the first of them
 FLAT = 1e-5  # of the steepest slope: below, the loss is zero or slopes are rounding, and say nothing
 # Overshoots
@@ -30,12 +31,12 @@ LARGEST_TRUST = 0.2  # after many steps that could have been longer
 SLACK = 2.0  # how far the step size may stay above the steps that the bounds on the layers allow
 CHANGE_FACTOR = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
 CHANGE_DECAY = 0.95  # of that running mean
-LEAST_OUTPUT_CHANGE = 0.01  # of the outputs' size, for the largest gradient: the step size shrinks no further ...
+LEAST_OUTPUT_CHANGE = 0.04  # of the outputs' size, for the largest gradient: the step size shrinks no further ...
 LESS = 0.9  # ... but for this factor at each sign of instability
 MEMORY = 0.999  # decay of the steepest slope and of the largest change
 LONGEST_GRADIENT = 2.0  # gradients are clipped to this multiple of the running mean of their norms
 LONG_GRADIENT = 1.5  # a longer one is taken for a sign of instability
-NORM_DECAY = 0.9  # of that running mean
+NORM_DECAY = 0.97  # of that running mean, which must not follow an instability that builds up over some steps
 
 
 class StepSize(NamedTuple):
@@ -126,7 +127,8 @@ def adapted(state: StepSize, ratio: Tensor, norm: Tensor, step: int, lr: float, 
     ends = SLOPE_DECAY * state.ends + (1 - SLOPE_DECAY) * ratio.clamp(min=LOWEST_RATIO) * state.slope
     steepest = torch.maximum(state.slope.abs(), MEMORY * state.steepest)
     mean = slope_ratio(ends, starts)
-    growth = torch.where(mean > 0, RATE * mean, (RATE * mean).clamp(min=-SHRINK / (step + 1)))
+    rate = max(LATE_RATE, RATE / (1 + step / START))
+    growth = torch.where(mean > 0, rate * mean, (RATE * mean).clamp(min=-SHRINK / (step + 1)))
     is_unstable = (ratio < 0) & (norm > LONG_GRADIENT * state.norm)
     growth = torch.where(is_unstable, RATE * ratio.clamp(min=-1), growth)
     growth = growth + torch.where(ratio > STRAIGHT, max(0.0, START_RATE * (1 - step / START)), 0.0)

@@ -185,9 +185,9 @@ def test_recurrent_language_model() -> None:
     assert means[-1] < 1.9 and all(later < earlier + 0.1 for earlier, later in itertools.pairwise(means))
 
 
-def test_adversarial_networks() -> None:
-    """A generator of points around (1, 1): the mean comes near."""
-    torch.manual_seed(0)
+def distance_of_means(seed: int) -> float:
+    """Of the points that a generator makes from those around (1, 1), over the last 100 of 400 steps."""
+    torch.manual_seed(seed)
     generator = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
     critic = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
     opts, distances = (KFAC(generator), KFAC(critic)), []
@@ -202,7 +202,12 @@ def test_adversarial_networks() -> None:
         opts[0].step()
         with torch.no_grad():
             distances.append((generator(torch.randn(256, 4)).mean(0) - 1).norm().item())
-    assert median(distances[-100:]) < 0.5
+    return median(distances[-100:])
+
+
+def test_adversarial_networks() -> None:
+    """The median of seeds: in about one of eight the critic outgrows the generator; with SGD at 0.05 in seven."""
+    assert median(distance_of_means(seed) for seed in range(5)) < 0.5
 
 
 def test_a_step_into_the_void_is_taken_back() -> None:

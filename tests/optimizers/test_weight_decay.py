@@ -53,7 +53,7 @@ def test_parameters_without_gradient_shrink_as_with_adamw(maker: str) -> None:
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("decay", [0.1, 1.0])
+@pytest.mark.parametrize("decay", [1.0, 3.0])  # of 0.1 runs differ more by chance than by what it does: 1 %
 def test_weights_of_a_run_shrink_about_as_much_as_with_adamw(maker: str, decay: float) -> None:
     """Their norm against that of the run without decay, after 100 steps of the same task."""
     shrunk = []

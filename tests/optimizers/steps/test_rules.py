@@ -18,7 +18,7 @@ from optimizers.preconditioner import Renewal
 from optimizers.steps.descent import Descent
 from optimizers.steps.quadratic_model import GROW, MOST_TRIES, Trial, first_accepted
 from optimizers.steps.rule import Evaluation
-from optimizers.steps.step_size import RATE, SHRINK, START, START_RATE
+from optimizers.steps.step_size import RATE, START, START_RATE
 from optimizers.steps.trust_region import TrustRegionStep
 from optimizers.steps.updates import take
 
@@ -68,7 +68,7 @@ def descend(rule: TrustRegionStep, slopes: list[float]) -> list[float]:
             monitor=SimpleNamespace(timed=lambda part: nullcontext(), was_accepted=True, started=len(sizes)),
             trained={"p": p}, states=states,
             options={"p": {"lr": 1.0, "weight_decay": 0.0}}, preconditioner=SimpleNamespace(blocks=[]),
-            outputs=SimpleNamespace(rms=torch.tensor(10.0), entries_per_sample=100.0),
+            outputs=SimpleNamespace(rms=torch.tensor(1.0), entries_per_sample=100.0),
         )  # fmt: skip
         outcome = rule.step(context, Evaluation())
         assert outcome.move is not None and outcome.entry is not None
@@ -85,9 +85,9 @@ def plain(context: StepContext, gradients: Any, good: Tensor) -> Descent:
 
 def test_the_step_size_follows_the_slopes() -> None:
     straight, back = descend(TrustRegionStep(plain), [1.0, 1.0, 1.0]), descend(TrustRegionStep(plain), [1.0, -1.0])
-    grown = [math.exp(RATE + START_RATE * (1 - step / START)) for step in (1, 2)]
+    grown = [math.exp(RATE / (1 + step / START) + START_RATE * (1 - step / START)) for step in (1, 2)]
     assert [b / a for a, b in zip(straight, straight[1:], strict=False)] == pytest.approx(grown)
-    assert back[1] / back[0] == pytest.approx(math.exp(-SHRINK / 2))
+    assert back[1] / back[0] == pytest.approx(math.exp(-RATE))
 
 
 # -- rules of one's own

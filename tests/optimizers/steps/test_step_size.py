@@ -30,7 +30,13 @@ LATER = 1000  # steps
 
 def state(**known: float) -> StepSize:
     values = {"size": 2.0, "trust": 0.1, "slope": -1.0, "uncut": -1.0, "starts": -1.0, "ends": 0.0, "steepest": 1.0}
-    values |= {"change": 0.5, "largest_change": 0.5, "least_output_change": 0.01, "norm": 1.0, "lr": 1.0}
+    values |= {
+        "change": 0.5,
+        "largest_change": 0.5,
+        "least_output_change": step_size.LEAST_OUTPUT_CHANGE,
+        "norm": 1.0,
+        "lr": 1.0,
+    }
     values |= {"overshoots": 0.0}
     return StepSize(**{name: one(value) for name, value in (values | known).items()})
 
@@ -47,16 +53,15 @@ def test_ratio_of_slopes():
 
 
 def test_straight_falls_make_the_step_grow_faster_at_the_start():
-    rate = step_size.RATE
-    assert look(state(ends=-1.0), 1.0).size == pytest.approx(2 * math.exp(rate))
-    early = rate + step_size.START_RATE * (1 - 10 / START)
+    assert look(state(ends=-1.0), 1.0).size == pytest.approx(2 * math.exp(step_size.LATE_RATE))
+    early = step_size.RATE / (1 + 10 / START) + step_size.START_RATE * (1 - 10 / START)
     assert look(state(ends=-1.0), 1.0, step=10).size == pytest.approx(2 * math.exp(early))
 
 
 def test_one_noisy_slope_counts_for_its_part_in_the_mean():
     """The mean ratio is 1/2 before, and 0.9 / 2 - 0.1 after one slope that rises as steeply as it fell."""
     grown = look(state(ends=-0.5), -1.0).size
-    assert grown == pytest.approx(2 * math.exp(step_size.RATE * 0.35))
+    assert grown == pytest.approx(2 * math.exp(step_size.LATE_RATE * 0.35))
 
 
 def test_negative_slopes_alone_shrink_the_step_ever_more_slowly():
@@ -70,8 +75,9 @@ def test_negative_slopes_alone_shrink_the_step_ever_more_slowly():
 
 def test_signs_of_instability_lower_the_floor():
     floors = [look(state(), ratio, norm).least_output_change for ratio, norm in ((-1.0, 1.6), (1.0, 1.6), (-1.0, 1.0))]
-    assert floors == pytest.approx([0.01 * step_size.LESS, 0.01, 0.01])
-    assert undone(state(), one(-3.0)).least_output_change == pytest.approx(0.01 * step_size.LESS)
+    least = step_size.LEAST_OUTPUT_CHANGE
+    assert floors == pytest.approx([least * step_size.LESS, least, least])
+    assert undone(state(), one(-3.0)).least_output_change == pytest.approx(least * step_size.LESS)
 
 
 def test_the_step_size_follows_what_the_bounds_have_left_of_it():
@@ -92,7 +98,7 @@ def test_a_lowered_learning_rate_does_not_make_the_step_size_grow():
     straight = state(ends=-1.0)
     assert look(straight, 1.0, lr=0.1).size == 2 and look(straight, 1.0, lr=1.0).size > 2
     low = look(state(ends=-1.0, lr=0.1), 1.0, lr=0.1)
-    assert low.size == pytest.approx(2 * math.exp(0.1 * step_size.RATE)) and low.lr == 0.1
+    assert low.size == pytest.approx(2 * math.exp(0.1 * step_size.LATE_RATE)) and low.lr == 0.1
     assert look(low, 1.0, lr=0.5).lr == 0.5
 
 
@@ -106,7 +112,7 @@ def test_trust_widens_while_the_loss_falls_straight():
 def test_gradients_count_for_a_bounded_length():
     assert [longest_gradient(one(norm), one(1.0)).item() for norm in (0.5, 1.5, 9.0)] == [0.5, 1.5, 2.0]
     assert longest_gradient(one(9.0), one(0.0)) == 9  # the first gradients were zero
-    assert look(state(), 0.0, norm=9.0).norm == pytest.approx(0.9 + 0.1 * 2.0)
+    assert look(state(), 0.0, norm=9.0).norm == pytest.approx(0.97 + 0.03 * 2.0)
     assert look(state(), 0.0, norm=9.0, step=1).norm == pytest.approx(1.5)
 
 
@@ -129,7 +135,7 @@ def test_bounds_on_the_predicted_change_of_the_outputs():
     after, size = bounded(state(), one(5.0), one(9.0))  # ten times the mean: only this step is shorter
     assert after.size == 2 and size == pytest.approx(2 * step_size.CHANGE_FACTOR / 10)
     assert after.change == pytest.approx((0.95 * 0.25 + 0.05 * 0.75**2) ** 0.5)
-    after, size = bounded(state(size=1e-9), one(0.5), one(1.0))
+    after, size = bounded(state(size=1e-9, least_output_change=step_size.LEAST_OUTPUT_CHANGE), one(0.5), one(1.0))
     assert size == pytest.approx(step_size.LEAST_OUTPUT_CHANGE * 2 / 0.5)
 
 
