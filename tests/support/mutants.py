@@ -527,7 +527,7 @@ MUTANTS = [
         ("self.size * (self.slope / self.uncut)", "self.size * (self.uncut / self.slope)"),
         ("(ratio < -OVERSHOOT) & (norm >", "(ratio < -OVERSHOOT) | (norm >"),
         ("LONGEST_GRADIENT * mean), norm)", "mean), norm)"),
-        ("torch.where(mean > 0, RATE * mean", "torch.where(mean > 0, -RATE * mean"),
+        ("torch.where(mean > 0, rate * mean", "torch.where(mean > 0, -rate * mean"),
         ("-SHRINK / (step + 1)", "-SHRINK"),
         ("state.slope.abs() < FLAT * steepest, 0.0", "state.slope.abs() < 0 * steepest, 0.0"),
         ("growth < 0, torch.minimum(state.size, SLACK * state.made)", "growth < 0, (state.size)"),
