@@ -207,7 +207,7 @@ def distance_of_means(seed: int) -> float:
 
 def test_adversarial_networks() -> None:
     """The median of seeds: in about one of eight the critic outgrows the generator; with SGD at 0.05 in seven."""
-    assert median(distance_of_means(seed) for seed in range(5)) < 0.5
+    assert median(distance_of_means(seed) for seed in range(7)) < 0.5
 
 
 def test_a_step_into_the_void_is_taken_back() -> None:

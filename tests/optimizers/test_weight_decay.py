@@ -53,18 +53,18 @@ def test_parameters_without_gradient_shrink_as_with_adamw(maker: str) -> None:
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("decay", [1.0, 3.0])  # of 0.1 runs differ more by chance than by what it does: 1 %
+@pytest.mark.parametrize("decay", [0.1, 1.0])
 def test_weights_of_a_run_shrink_about_as_much_as_with_adamw(maker: str, decay: float) -> None:
-    """Their norm against that of the run without decay, after 100 steps of the same task."""
+    """Their norm against that of the run without decay, after ten steps: later runs part by chance."""
     shrunk = []
     for make in (MAKERS[maker], adamw):
         norms = []
         for own in (0.0, decay):
             model, loss, x, y = task("mlp")
-            train(model, make(model, weight_decay=own), loss, x, y, 100)
+            train(model, make(model, weight_decay=own), loss, x, y, 10)
             norms.append(float(flat(model).norm()))
         shrunk.append(math.log(norms[0] / norms[1]))
-    assert 0.3 < shrunk[0] / shrunk[1] < 3, shrunk
+    assert 0.6 < shrunk[0] / shrunk[1] < 1.5, shrunk
 
 
 @pytest.mark.parametrize("name", CLOSURES)

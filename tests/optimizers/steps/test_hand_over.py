@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,18 +77,20 @@ def test_small_batches_are_left_to_the_plain_step(optimizer: str, caplog: pytest
 
 @pytest.mark.parametrize("size", [32, 128])
 def test_small_batches_get_as_far_as_with_plain_steps(size: int):
-    losses = []
-    for adaptive in (False, True):
+    """About: of 2.3 at the start plain steps leave 0.02, the median of three orders of the batches."""
+    losses: dict[bool, list[float]] = {False: [], True: []}
+    for adaptive, seed in itertools.product(losses, range(3)):
         model = perceptron()
         opt = KFAC(model, adaptive=adaptive)
         if adaptive:
-            train(opt, model, size, 60)
+            train(opt, model, size, 60, seed)
         else:
-            for x, y in batches(size, 60):
+            for x, y in batches(size, 60, seed):
                 closure_of(model, opt, F.cross_entropy, x, y)()
                 opt.step()
-        losses.append(whole_loss(model))
-    assert losses[1] < 1.3 * losses[0] and losses[1] < 0.2, losses
+        losses[adaptive].append(whole_loss(model))
+    plain, found = map(statistics.median, losses.values())
+    assert found < 2 * plain and found < 0.2, losses
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "vit", "lstm"])

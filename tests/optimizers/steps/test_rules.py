@@ -56,7 +56,7 @@ def test_a_loss_that_does_not_change_at_all_ends_the_ladder() -> None:
 # -- the trust region
 
 
-def descend(rule: TrustRegionStep, slopes: list[float]) -> list[float]:
+def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> list[float]:
     """Step sizes of a rule with the identity as preconditioner, along gradients that point one way or back."""
     p, states = torch.full((100,), 100.0, dtype=torch.float64), {"p": {}}
     sizes = []
@@ -68,7 +68,7 @@ def descend(rule: TrustRegionStep, slopes: list[float]) -> list[float]:
             monitor=SimpleNamespace(timed=lambda part: nullcontext(), was_accepted=True, started=len(sizes)),
             trained={"p": p}, states=states,
             options={"p": {"lr": 1.0, "weight_decay": 0.0}}, preconditioner=SimpleNamespace(blocks=[]),
-            outputs=SimpleNamespace(rms=torch.tensor(1.0), entries_per_sample=100.0),
+            outputs=SimpleNamespace(rms=torch.tensor(rms), entries_per_sample=100.0),
         )  # fmt: skip
         outcome = rule.step(context, Evaluation())
         assert outcome.move is not None and outcome.entry is not None
@@ -84,7 +84,7 @@ def plain(context: StepContext, gradients: Any, good: Tensor) -> Descent:
 
 
 def test_the_step_size_follows_the_slopes() -> None:
-    straight, back = descend(TrustRegionStep(plain), [1.0, 1.0, 1.0]), descend(TrustRegionStep(plain), [1.0, -1.0])
+    straight, back = descend(TrustRegionStep(plain), [1.0, 1.0, 1.0]), descend(TrustRegionStep(plain), [1.0, -1.0], 1.0)
     grown = [math.exp(RATE / (1 + step / START) + START_RATE * (1 - step / START)) for step in (1, 2)]
     assert [b / a for a, b in zip(straight, straight[1:], strict=False)] == pytest.approx(grown)
     assert back[1] / back[0] == pytest.approx(math.exp(-RATE))

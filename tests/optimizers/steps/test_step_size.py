@@ -128,10 +128,10 @@ def test_an_overshoot_is_steep_and_has_a_long_gradient():
 
 
 def test_bounds_on_the_predicted_change_of_the_outputs():
-    after, size = bounded(state(), one(0.5), one(1.0))
-    assert size == after.size == 2  # a change of 1, where 2 is allowed
+    after, size = bounded(state(size=0.5), one(0.5), one(1.0))
+    assert size == after.size == 0.5  # a change of 0.25, where 0.4 is allowed
     after, size = bounded(state(size=8.0), one(0.5), one(1.0))
-    assert size == after.size == 4
+    assert size == after.size == pytest.approx(step_size.LARGEST_OUTPUT_CHANGE * 2 / 0.5)
     after, size = bounded(state(), one(5.0), one(9.0))  # ten times the mean: only this step is shorter
     assert after.size == 2 and size == pytest.approx(2 * step_size.CHANGE_FACTOR / 10)
     assert after.change == pytest.approx((0.95 * 0.25 + 0.05 * 0.75**2) ** 0.5)
@@ -144,7 +144,7 @@ def test_gradients_that_are_zero_at_first():
     after, size = bounded(first, one(0.0), one(1.0))
     assert torch.isfinite(size) and after.change == 0
     after, size = bounded(after, one(0.5), one(1.0))
-    assert size == pytest.approx(4.0) and after.change > 0
+    assert size == pytest.approx(step_size.LARGEST_OUTPUT_CHANGE * 2 / 0.5) and after.change > 0
 
 
 def test_the_choice_is_on_the_device():
