@@ -36,7 +36,8 @@ LEAST_OUTPUT_CHANGE = 0.04  # of the outputs' size, for the largest gradient: th
 LESS = 0.9  # ... but for this factor at each sign of instability
 MEMORY = 0.999  # decay of the steepest slope and of the largest change
 LONGEST_GRADIENT = 2.0  # gradients are clipped to this multiple of the running mean of their norms
-LONG_GRADIENT = 1.5  # a longer one is taken for a sign of instability
+LONG_GRADIENT = 1.5  # a longer one is taken for a sign of instability ...
+SPREADS = 2.5  # ... if it is longer than the mean by this many standard deviations, too
 NORM_DECAY = 0.97  # of that running mean, which must not follow an instability that builds up over some steps
 
 
@@ -53,7 +54,7 @@ class StepSize(NamedTuple):
         change: running root mean square of the outputs' predicted change for step size one.
         largest_change: its largest value, slowly forgotten.
         least_output_change: of the outputs' size, for the largest change: the step size shrinks no further.
-        norm: running mean of the gradients' norms, each clipped.
+        norm, spread: running mean and standard deviation of the gradients' norms, each clipped.
         lr: the largest learning rate so far.
         overshoots: how many displacements were undone.
     """
@@ -69,6 +70,7 @@ class StepSize(NamedTuple):
     largest_change: Tensor
     least_output_change: Tensor
     norm: Tensor
+    spread: Tensor
     lr: Tensor
     overshoots: Tensor
 
@@ -90,7 +92,7 @@ def started(change: Tensor, norm: Tensor, least_trust: float) -> StepSize:
     size = FIRST_OUTPUT_CHANGE / change.clamp(min=torch.finfo(change.dtype).tiny)
     trust = torch.full_like(change, least_trust)
     least = torch.full_like(change, LEAST_OUTPUT_CHANGE)
-    return StepSize(size, trust, zero, zero, zero, zero, zero, change, change, least, norm, zero, zero)
+    return StepSize(size, trust, zero, zero, zero, zero, zero, change, change, least, norm, zero, zero, zero)
 
 
 def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:
@@ -130,7 +132,8 @@ def adapted(state: StepSize, ratio: Tensor, norm: Tensor, step: int, lr: float, 
     mean = slope_ratio(ends, starts)
     rate = max(LATE_RATE, RATE / (1 + step / START))
     growth = torch.where(mean > 0, rate * mean, (RATE * mean).clamp(min=-SHRINK / (step + 1)))
-    is_unstable = (ratio < 0) & (norm > LONG_GRADIENT * state.norm)
+    is_long = norm > torch.maximum(LONG_GRADIENT * state.norm, state.norm + SPREADS * state.spread)
+    is_unstable = (ratio < 0) & is_long
     growth = torch.where(is_unstable, RATE * ratio.clamp(min=-1), growth)
     growth = growth + torch.where(ratio > STRAIGHT, max(0.0, START_RATE * (1 - step / START)), 0.0)
     growth = torch.where(state.lr > lr, growth.clamp(max=0), growth) * min(1.0, lr)
@@ -138,11 +141,13 @@ def adapted(state: StepSize, ratio: Tensor, norm: Tensor, step: int, lr: float, 
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
     size = torch.where(growth < 0, torch.minimum(state.size, SLACK * state.made), state.size) * growth.exp()
     trust = (state.trust * torch.where(ratio > STRAIGHT, 1.1, 0.8)).clamp(least_trust, LARGEST_TRUST)
-    known = state.norm.lerp(longest_gradient(norm, state.norm), max(1 - NORM_DECAY, 1 / (step + 1)))
+    counted, weight = longest_gradient(norm, state.norm), max(1 - NORM_DECAY, 1 / (step + 1))
+    known = state.norm.lerp(counted, weight)
+    spread = state.spread.square().lerp((counted - state.norm).square(), weight).sqrt()
     least = state.least_output_change * torch.where(is_unstable, LESS, 1.0)
     return state._replace(
         size=size, trust=trust, starts=starts, ends=ends, steepest=steepest, least_output_change=least, norm=known,
-        lr=state.lr.clamp(min=lr),
+        spread=spread, lr=state.lr.clamp(min=lr),
     )  # fmt: skip
 
 

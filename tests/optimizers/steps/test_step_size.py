@@ -35,6 +35,7 @@ def state(**known: float) -> StepSize:
         "largest_change": 0.5,
         "least_output_change": step_size.LEAST_OUTPUT_CHANGE,
         "norm": 1.0,
+        "spread": 0.1,
         "lr": 1.0,
     }
     values |= {"overshoots": 0.0}
@@ -77,6 +78,7 @@ def test_signs_of_instability_lower_the_floor():
     floors = [look(state(), ratio, norm).least_output_change for ratio, norm in ((-1.0, 1.6), (1.0, 1.6), (-1.0, 1.0))]
     least = step_size.LEAST_OUTPUT_CHANGE
     assert floors == pytest.approx([least * step_size.LESS, least, least])
+    assert look(state(spread=0.5), -1.0, 1.6).least_output_change == least  # norms are as different as that
     assert undone(state(), one(-3.0)).least_output_change == pytest.approx(least * step_size.LESS)
 
 
@@ -114,6 +116,7 @@ def test_gradients_count_for_a_bounded_length():
     assert longest_gradient(one(9.0), one(0.0)) == 9  # the first gradients were zero
     assert look(state(), 0.0, norm=9.0).norm == pytest.approx(0.97 + 0.03 * 2.0)
     assert look(state(), 0.0, norm=9.0, step=1).norm == pytest.approx(1.5)
+    assert look(state(), 0.0, norm=9.0).spread == pytest.approx((0.97 * 0.1**2 + 0.03 * 1.0) ** 0.5)
 
 
 def test_an_overshoot_is_steep_and_has_a_long_gradient():
