@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from optimizers import EKFAC, KFAC, NaturalGradient
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # after the import: there are folders of the packages' names, too
+
 from support.training import cnn, curvature_of, digits
 
 BATCH = 64

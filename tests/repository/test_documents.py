@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,3 +69,9 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
 
 def test_text_without_blocks_gives_an_empty_script() -> None:
     assert not script_of("text\n```sh\nls\n```\n").strip()
+
+
+def test_a_benchmark_starts_beside_folders_of_the_packages_names():
+    """`tests` is on its path, where folders of the same names hide the installed packages."""
+    script = ROOT / "tests" / "benchmarks" / "faults.py"
+    subprocess.run([sys.executable, str(script), "--help"], check=True, capture_output=True)
