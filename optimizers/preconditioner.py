@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, optimistically
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
@@ -70,11 +71,8 @@ class Preconditioner:
     def blocks(self) -> Sequence[Block]:
         return self.store.blocks
 
-    def update_average(self, step: int, passes: Passes, gradients: Named, trained: Named) -> Measured:
-        """Add the statistics of all processes since the last step to the running averages.
-
-        Returns:
-            These statistics.
+    def gathered(self, step: int, passes: Passes, gradients: Named, trained: Named) -> Measured:
+        """The statistics of all processes since the last step.
 
         Raises:
             RuntimeError: no forward pass was recorded yet; gradients differ between processes.
@@ -92,8 +90,34 @@ class Preconditioner:
         if sums is not None:
             found.curvature.blocks = self.store.statistics_from(sums)
             found.outputs = {key: x for (name, key), x in sums.items() if not name}
-        self.store.update_average(found.curvature, self.decay)
         return found
+
+    def renew(self, step: int, found: Measured, options: Options, good: Tensor | None = None) -> Renewal | None:
+        """Update the running averages by statistics, and invert the blocks that are due.
+
+        The host waits once, at the end, for all that may have gone wrong; then everything is done again with care.
+
+        Args:
+            good: a flag (): whether the batch counts. Several processes know already that it does.
+
+        Returns:
+            What was done; None, and nothing has changed, if the batch does not count.
+        """
+        run, restore = partial(self._renewed, step, found, options), self.store.snapshot()
+        if self.teams.current().processes.size > 1:
+            return run()
+        renewal = optimistically(run, [] if good is None else [good])
+        if renewal is not None:
+            return renewal
+        restore()
+        return run() if good is None or bool(good) else None
+
+    def _renewed(self, step: int, found: Measured, options: Options) -> Renewal:
+        with self.monitor.timed("factors"):
+            self.store.update_average(found.curvature, self.decay)
+        with self.monitor.timed("inverses"):
+            inverted, share = self.invert_due(step, options)
+        return Renewal(self.schedule.renews(step), inverted, share)
 
     def invert_due(self, step: int, options: Options) -> tuple[int, float]:
         """Invert the blocks that are due; returns their number and their share of the work for all blocks."""

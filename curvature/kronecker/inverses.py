@@ -5,8 +5,9 @@ A side is (g, d, d), or its diagonal (g, d); matrices that an inverse is applied
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
+    LowRankInverse,
+    are_true,
     count_recovery,
     is_sketch,
     low_rank_inverse,
     matmul,
     moment_diagonal,
+    nonzero_columns,
     own_precision,
     psd_eigh,
     sketch_spectrum,
@@ -86,6 +90,19 @@ class KroneckerInverse:
         one, other = (s.amax(1) / s.amin(1) for s in sides)
         return float((one * other).max())
 
+    def needed_ranks(self) -> Tensor:
+        """Columns that are needed of V, of either side (2,); 0 where there is no V."""
+        sides = zip((self.rows, self.columns), self.shifts, strict=True)
+        return torch.stack(
+            [self.rows.new_zeros(()).long() if c is None else nonzero_columns(side[0]) for side, c in sides]
+        )
+
+    def trimmed(self, ranks: Sequence[int]) -> KroneckerInverse:
+        """The same with as many columns of V."""
+        sides = zip((self.rows, self.columns), self.shifts, ranks, strict=True)
+        rows, columns = (side if c is None else side[..., :count].contiguous() for side, c, count in sides)
+        return replace(self, rows=rows, columns=columns)
+
     @property
     def ranks(self) -> tuple[int | None, int | None]:
         """Rank of V for either side, None if there is none."""
@@ -116,17 +133,15 @@ def factored_inverses(
     are_thin = [
         side.ndim == 3 and side.shape[1] >= ROOT_ASPECT_RATIO * width for side, width in zip(sides, widths, strict=True)
     ]
-    last = [side for inverse in before for side in _parts(inverse)]
+    starts = dict(enumerate(side for inverse in before for side in _parts(inverse)))
     found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
         k: _of_sketch(side, share) for k, side in enumerate(sides) if is_sketch(side)
     }
-    for k, (start, shift) in enumerate(last):
-        is_large = (
-            sides[k].ndim == 3 and len(sides[k]) == 1 and sides[k].shape[1] >= LOW_RANK_MIN_SIZE and not are_thin[k]
-        )
-        if k not in found and is_large and (shift is not None or anew[k // 2]):
-            few = _by_largest(sides[k], share, None if shift is None else start)
-            found |= {} if few is None else {k: (few[0], False, few[1])}
+    large = [
+        k for k, side in enumerate(sides) if side.ndim == 3 and len(side) == 1 and side.shape[1] >= LOW_RANK_MIN_SIZE
+    ]
+    large = [k for k in large if k not in found and not are_thin[k] and (starts[k] is not None or anew[k // 2])]
+    found |= _by_largest({k: sides[k] for k in large}, share, starts)
     left = [k for k in range(len(sides)) if k not in found]
     kinds = {k: (sides[k].shape[1:], sides[k].dtype, sides[k].device, are_thin[k]) for k in left}
     for kind, alike in _grouped(kinds):
@@ -234,15 +249,29 @@ def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, bool, Tensor]:
     return (vectors * root)[None], False, 1 / (rest + damping)
 
 
-def _by_largest(side: Tensor, share: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """V and c of the damped inverse of one side (1, d, d), if few eigenvalues stand out."""
-    mean = _mean(side)
-    try:
-        found = low_rank_inverse(side[0] / mean, share, None if start is None else start[0])
-    except torch.linalg.LinAlgError:  # fall back to Cholesky
-        count_recovery("retried")
-        return None
-    return None if found is None else (found[0][None], found[1] / mean)
+def _by_largest(
+    sides: Mapping[int, Tensor], share: float, starts: Mapping[int, Tensor | None]
+) -> dict[int, tuple[Tensor, bool, Tensor]]:
+    """V and c of the damped inverses of sides (1, d, d), for those of which few eigenvalues stand out.
+
+    Where few did at the last time (`starts`), that is taken for granted until it is asked for.
+    """
+    means = {k: _mean(side) for k, side in sides.items()}
+    tried: dict[int, LowRankInverse] = {}
+    for k, side in sides.items():
+        start = starts[k]
+        try:
+            tried[k] = low_rank_inverse(side[0] / means[k], share, None if start is None else start[0])
+        except torch.linalg.LinAlgError:  # fall back to Cholesky
+            count_recovery("retried")
+    fits = {k: own.fits for k, own in tried.items()}
+    new, known = ([k for k in tried if (starts[k] is None) == is_new] for is_new in (True, False))
+    are_new = torch.stack([fits[k] for k in new]).tolist() if new else []
+    are_known = are_true(torch.stack([fits[k] for k in known])) if known else []
+    turned = [k for k, fine in zip(known, are_known, strict=True) if not fine]  # the subspace, too far
+    good = itertools.chain(itertools.compress(new, are_new), itertools.compress(known, are_known))
+    found = {k: (tried[k].vectors[None], False, tried[k].shift / means[k]) for k in good}
+    return found | (_by_largest({k: sides[k] for k in turned}, share, dict.fromkeys(turned)) if turned else {})
 
 
 def _mean(sides: Tensor) -> Tensor:
@@ -258,11 +287,12 @@ def nonzero_or_one(mean: Tensor) -> Tensor:
     return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
 
 
-def _parts(inverse: KroneckerInverse | None) -> Iterable[tuple[Tensor | None, Tensor | None]]:
-    """Each side with its shift."""
+def _parts(inverse: KroneckerInverse | None) -> Iterable[Tensor | None]:
+    """V of each side that has one."""
     if inverse is None:
-        return ((None, None), (None, None))
-    return zip((inverse.rows, inverse.columns), inverse.shifts, strict=True)
+        return None, None
+    sides = zip((inverse.rows, inverse.columns), inverse.shifts, strict=True)
+    return (None if shift is None else side for side, shift in sides)
 
 
 def _solved(side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: bool, own: bool) -> Tensor:

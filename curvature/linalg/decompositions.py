@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.linalg.outcomes import are_true, count_recovery, refute
+
 # Computed eigenvalues of singular matrices reach about 4 eps times the largest, at every size that we tried.
 ROUNDING_FACTOR = 10.0
 RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
-RECOVERIES: ContextVar[Counter[str] | None] = ContextVar("recoveries", default=None)
 IN_FULL_PRECISION: ContextVar[bool] = ContextVar("in_full_precision", default=False)  # within `full_precision`
 
 
@@ -39,28 +39,6 @@ class NotDefinite(ValueError):
             f"{what} is {state}{with_damping}: its least eigenvalue is {float(values.min()):.3g} without damping. "
             f"Use a damping above {needed:.3g}"
         )
-
-
-@contextmanager
-def recovery_counts() -> Iterator[Counter[str]]:
-    """Count the failures inside the context that were recovered from.
-
-    "retried": decompositions that needed more than one attempt. "kept": blocks that kept their previous inverse because
-    every attempt failed. "diagonal": blocks without a previous inverse, which got that of their diagonal.
-    """
-    counts: Counter[str] = Counter()
-    token = RECOVERIES.set(counts)
-    try:
-        yield counts
-    finally:
-        RECOVERIES.reset(token)
-
-
-def count_recovery(what: str) -> None:
-    """Add one to an entry of `recovery_counts`."""
-    counts = RECOVERIES.get()
-    if counts is not None:
-        counts[what] += 1
 
 
 @contextmanager
@@ -93,17 +71,24 @@ def own_precision(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def try_decompose(decompose: Callable[[], Any]) -> Any:
-    """The result, one tensor or several; None if the decomposition fails or a result is not finite."""
+    """The result, one tensor or several; None if the decomposition fails or a result is not finite.
+
+    Integers among the results are error codes, and have to be zero.
+    """
     try:
         found = decompose()
     except RuntimeError as error:
         if not isinstance(error, torch.linalg.LinAlgError) and "cusolver" not in str(error).lower():
             raise
+        refute()
         return None
     tensors = [found] if isinstance(found, Tensor) else list(found)
     # sums are quick, but those of finite entries may overflow
-    is_fine = bool(torch.stack([x.sum().isfinite() for x in tensors]).all())
-    return found if is_fine or bool(torch.stack([x.isfinite().all() for x in tensors]).all()) else None
+    for total in (torch.sum, lambda x: torch.sum(0 * x)):
+        fine = [total(x).isfinite() if x.is_floating_point() else ~x.any() for x in tensors]
+        if all(are_true(torch.stack(fine))):
+            return found
+    return None
 
 
 @full_precision()
@@ -153,7 +138,7 @@ def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def try_cholesky(matrix: Tensor) -> Tensor | None:
     """Cholesky factors of symmetric matrices (g, d, d); None if one of them is not positive definite."""
     found = try_decompose(partial(torch.linalg.cholesky_ex, matrix))
-    return None if found is None or bool(found[1].any()) else found[0]
+    return None if found is None else found[0]
 
 
 @full_precision()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,22 @@ MAX_SPREAD = 0.75  # of the rest: its standard deviation relative to its damped 
 EXTRA_DIRECTIONS = 16  # searched beyond 5/4 of those needed last time
 
 
-def low_rank_inverse(matrix: Tensor, damping: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """V (d, r) and c with ``c (I - V V^T)`` close to ``(M + damping I)^-1``; None if that needs a large r.
+class LowRankInverse(NamedTuple):
+    """``shift (I - V V^T)``, close to ``(M + damping I)^-1``.
+
+    Attributes:
+        vectors: V (d, r); columns of zeros at its end are not needed, see `nonzero_columns`.
+        shift: a number ().
+        fits: a flag (): it is close. Otherwise that needs more columns.
+    """
+
+    vectors: Tensor
+    shift: Tensor
+    fits: Tensor
+
+
+def low_rank_inverse(matrix: Tensor, damping: float, start: Tensor | None) -> LowRankInverse:
+    """``(M + damping I)^-1`` from the largest eigenvalues of M.
 
     Eigenvalues of M far above the rest are kept; the mean replaces all others. The rank follows from the trace and the
     Frobenius norm of the remainder, so directions that the subspace missed are accounted for.
@@ -23,14 +39,17 @@ def low_rank_inverse(matrix: Tensor, damping: float, start: Tensor | None) -> tu
     Args:
         matrix: M, symmetric (d, d).
         damping: in the units of M.
-        start: V of a similar matrix, to start from.
+        start: V of a similar matrix, to start from. Without, all columns are tried that pay off.
     """
     limit = len(matrix) // MAX_RANK_DIVISOR
     width = limit if start is None else min(limit, start.shape[1] * 5 // 4 + EXTRA_DIRECTIONS)
-    found = _truncate(matrix, damping, _ritz_pairs(matrix, _basis(matrix, start, width)))
-    if found is None and start is not None:  # the subspace has turned too far
-        found = _truncate(matrix, damping, _ritz_pairs(matrix, _basis(matrix, None, limit)))
-    return found
+    return _truncate(matrix, damping, *_ritz_pairs(matrix, _basis(matrix, start, width)))
+
+
+def nonzero_columns(vectors: Tensor) -> Tensor:
+    """Number of columns (..., d, r) up to the last that is not zero, (...)."""
+    places = torch.arange(1, vectors.shape[-1] + 1, device=vectors.device)
+    return ((vectors != 0).any(-2) * places).amax(-1)
 
 
 def _basis(matrix: Tensor, start: Tensor | None, width: int) -> Tensor:
@@ -50,20 +69,17 @@ def _ritz_pairs(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(0), matmul(basis, turn.flip(1))
 
 
-def _truncate(matrix: Tensor, damping: float, pairs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Keep the fewest eigenpairs whose remainder is flat enough; None if no number of them suffices."""
-    values, vectors = pairs
+def _truncate(matrix: Tensor, damping: float, values: Tensor, vectors: Tensor) -> LowRankInverse:
+    """Keep the fewest eigenpairs whose remainder is flat enough."""
     exact = values.double()
     before = lambda x: torch.cat([x.new_zeros(1), x.cumsum(0)])  # sums over the first 0, 1, ...
-    remaining = len(matrix) - torch.arange(len(values) + 1, device=matrix.device)
-    mean = (matrix.diagonal().double().sum() - before(exact)) / remaining
-    square = (matrix.square().sum().double() - before(exact.square())) / remaining
+    counts = torch.arange(len(values) + 1, device=matrix.device)
+    mean = (matrix.diagonal().double().sum() - before(exact)) / (len(matrix) - counts)
+    square = (matrix.square().sum().double() - before(exact.square())) / (len(matrix) - counts)
     following = torch.cat([exact, exact[-1:]])
     fits = (following + damping <= KEEP_FACTOR * (mean + damping)) & (mean >= 0)
     fits &= (square - mean.square()).clamp(min=0).sqrt() <= MAX_SPREAD * (mean + damping)
-    if not bool(fits.any()):
-        return None
-    rank = int(fits.int().argmax())
-    rest = mean[rank] + damping
-    scale = (1 - rest / (exact[:rank] + damping)).clamp(min=0).sqrt()
-    return vectors[:, :rank] * scale.to(vectors.dtype), (1 / rest).to(vectors.dtype)
+    fewest = fits.int().argmax()
+    rest = (mean + damping).gather(0, fewest[None])
+    scale = (1 - rest / (exact + damping)).clamp(min=0).sqrt() * (counts[:-1] < fewest)
+    return LowRankInverse(vectors * scale.to(vectors.dtype), (1 / rest[0]).to(vectors.dtype), fits.any())

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvature.linalg.decompositions import count_recovery, matmul, psd_eigh
+from curvature.linalg.decompositions import matmul, psd_eigh
+from curvature.linalg.outcomes import count_recovery
 
 SKETCH_RANK = 128  # directions kept
 # Rows kept of a batch; random signs mix more into these, which does not change the expected moment.
@@ -71,7 +72,7 @@ def scale_moment(side: Tensor, factor: float | Tensor) -> Tensor:
 def average_moments(old: Tensor | None, new: Tensor, weight: float | Tensor) -> Tensor:
     """``(1 - weight) old + weight new``, or `new` if there is no old moment."""
     if not is_sketch(new):
-        return new if old is None else old.lerp_(new, weight)
+        return new if old is None else old.lerp(new, weight)
     if old is not None:
         new = add_moments(scale_moment(old, 1 - weight), scale_moment(new, weight))
     return _compress_or(old, new)

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import full_precision
+from curvature.linalg import are_true, full_precision
 from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -149,6 +149,18 @@ class CurvatureStore:
         make = lambda state: own.get(state["names"][0]) or Block.restore(dict(state), device)
         self.blocks = [make(state) for state in states]
 
+    def snapshot(self) -> Callable[[], None]:
+        """A function that restores all blocks as they are now. Updates and inversions change no tensor in place."""
+        blocks = dict.fromkeys(leaf for block in (*self.blocks, *self.summed_blocks()) for leaf in block.leaves)
+        before = [(part, dict(vars(part))) for block in blocks for part in (block, block.gate)]
+
+        def restore() -> None:
+            for part, attributes in before:
+                vars(part).clear()
+                vars(part).update(attributes)
+
+        return restore
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Plain tensors, numbers and names, by the first parameter of each block."""
         return {block.names[0]: block.state() for block in self.blocks}
@@ -229,7 +241,7 @@ class BlockDiagonalCurvature(CurvatureStore):
     def measure_terms(
         self, tape: Tape, terms: dict[str, list[Term]], count: int, rank: int = 0, world_size: int = 1
     ) -> CurvatureStatistics:
-        """Statistics from the terms of one vector; leaves whose statistics are not finite are left out."""
+        """Statistics from the terms of one vector."""
         taken = {name for block in self.blocks for name in block.names}
         self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
@@ -237,15 +249,18 @@ class BlockDiagonalCurvature(CurvatureStore):
         with full_precision():
             measured = _measured(split, count, rank, world_size)
         found = {leaf.names[0]: own for (leaf, _), own in zip(split, measured, strict=True) if own is not None}
-        are_finite = _are_finite([own.tensors() for own in found.values()])
-        return CurvatureStatistics(dict(itertools.compress(found.items(), are_finite)))
+        return CurvatureStatistics(found)
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
+        """Update the running averages, but for those of leaves whose statistics are not finite."""
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
-        for kind in dict.fromkeys(type(leaf) for leaf in leaves):
-            alike = [leaf for leaf in leaves if type(leaf) is kind]
-            kind.update_all(alike, [statistics.blocks[leaf.names[0]] for leaf in alike], decay)
+        found = [statistics.blocks[leaf.names[0]] for leaf in leaves]
+        are_finite = _are_finite([own.tensors() for own in found])
+        pairs = list(itertools.compress(zip(leaves, found, strict=True), are_finite))
+        for kind in dict.fromkeys(type(leaf) for leaf, _ in pairs):
+            alike = [pair for pair in pairs if type(pair[0]) is kind]
+            kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
 
 
 def _measured(
@@ -261,9 +276,9 @@ def _measured(
 
 
 def _are_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
-    """Whether all tensors of each group are finite, with one transfer to the host."""
+    """Whether all tensors of each group are finite."""
     sums = [torch.stack([t.sum().double() for t in group]).sum() for group in groups]
-    return torch.stack(sums).isfinite().tolist() if sums else []
+    return are_true(torch.stack(sums).isfinite()) if sums else []
 
 
 def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from curvature.kronecker import (
     factored_inverses,
     subsample_samples,
 )
-from curvature.linalg import average_moments, moment_diagonal
+from curvature.linalg import average_moments, hand_over, moment_diagonal
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
@@ -163,6 +164,9 @@ class KroneckerBlock(Block):
             block.tried = block.updates
         for block, found in zip(blocks, factored_inverses(pairs, share, before, anew), strict=True):
             block.inverse = found
+        low = [block for block in blocks if block.inverse.shifts != (None, None)]
+        if low:
+            hand_over(torch.cat([block.inverse.needed_ranks() for block in low]), partial(_trim, low))
 
     @property
     def inverse_tensors(self) -> list[Tensor]:
@@ -237,6 +241,11 @@ class KroneckerBlock(Block):
             for s, rank in zip((self.rows, self.columns), ranks, strict=True)
         )
         return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
+
+
+def _trim(blocks: Sequence[Any], ranks: Sequence[int]) -> None:
+    for block, *own in zip(blocks, ranks[::2], ranks[1::2], strict=True):
+        block.inverse = block.inverse.trimmed(own)
 
 
 def grouped(forms: Sequence[Any]) -> list[list[int]]:

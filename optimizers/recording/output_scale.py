@@ -15,7 +15,7 @@ class OutputScale:
 
     def __init__(self) -> None:
         self.rms: Tensor | None = None  # root mean square of an output entry
-        self.entries_per_sample = 1.0
+        self.entries_per_sample: Tensor | float = 1.0
 
     @staticmethod
     @torch.no_grad()
@@ -24,13 +24,16 @@ class OutputScale:
         found = [x.detach().float().square() for x in outputs]
         entries = torch.stack([x.isfinite().sum() for x in found]).sum()
         squares = torch.stack([x.nan_to_num_(0.0, 0.0, 0.0).sum() for x in found]).sum()
-        return {"squares": squares, "numbers": torch.stack([squares.new_tensor(len(outputs[0])), entries])}
+        count = torch.full_like(
+            squares, len(outputs[0])
+        )  # to fill a tensor needs no wait, as a copy to the device does
+        return {"squares": squares, "numbers": torch.stack([count, entries])}
 
     def update(self, sums: Sums) -> None:
         """Replace both by those of a step's passes, if it had any."""
         if sums:
-            count, entries = sums["numbers"].tolist()
-            scale = (sums["squares"] / max(entries, 1)).sqrt()
+            count, entries = sums["numbers"].unbind()
+            scale = (sums["squares"] / entries.clamp(min=1)).sqrt()
             known = scale if self.rms is None else self.rms
             self.rms = torch.where(scale.isfinite() & (entries > 0), scale, known)
-            self.entries_per_sample = entries / count if entries else self.entries_per_sample
+            self.entries_per_sample = torch.where(entries > 0, entries / count, self.entries_per_sample)

@@ -113,16 +113,24 @@ class StepContext:
         Raises:
             torch.linalg.LinAlgError: a block could not be inverted, three times in a row.
         """
-        step = self.monitor.started
+        renewal = self.renew_if(gradients, None)
+        assert renewal is not None
+        return renewal
+
+    def renew_if(self, gradients: Named, good: Tensor | None) -> Renewal | None:
+        """`renew`, and None, with nothing changed, where the flag `good` () is false; asks the device once for all."""
+        step, part = self.monitor.started, self.preconditioner
+        if good is not None and self.team.processes.size > 1 and not bool(good):
+            return None  # processes wait for each other anyway
         with self.monitor.timed("factors"):
             self.recorder.settle(self._loss_scale)
-            found = self.preconditioner.update_average(step, self.recorder.passes, gradients, self.trained)
+            found = part.gathered(step, self.recorder.passes, gradients, self.trained)
+        renewal = part.renew(step, found, self.options, good)
+        if renewal is not None:
             self.outputs.update(found.outputs)
             if self.outputs.rms is None:  # no outputs are known
                 self.outputs.rms = torch.zeros((), device=next(iter(gradients.values())).device)
-        with self.monitor.timed("inverses"):
-            inverted, share = self.preconditioner.invert_due(step, self.options)
-        return Renewal(self.preconditioner.schedule.renews(step), inverted, share)
+        return renewal
 
     def solve(self, gradients: Named) -> dict[str, Tensor]:
         """``(M + damping I)^-1 gradients``, by name."""

@@ -54,12 +54,12 @@ class TrustRegionStep(StepRule):
             return Outcome(loss)
         good = context.unscale_and_check_finite(gradients)
         was_bad = not context.monitor.was_accepted and context.scaling.scale is None
-        is_idle, undo, renewal = context.is_idle() and not was_bad, None, Renewal()
-        if is_idle:  # the host does not wait: if the batch is bad, the device changes nothing
-            undo = self._undo(context)
-        elif bool(good) and not context.knows_nothing():
-            renewal = context.renew(gradients)
-        else:
+        undo, renewal = None, None
+        if context.is_idle() and not was_bad:  # the host does not wait: if the batch is bad, the device changes nothing
+            undo, renewal = self._undo(context), Renewal()
+        elif not context.knows_nothing():
+            renewal = context.renew_if(gradients, good)
+        if renewal is None:
             if was_bad and not bool(good):
                 self._go_back(context)
             return Outcome(loss, is_skipped=True)

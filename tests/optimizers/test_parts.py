@@ -14,7 +14,7 @@ from curvature.recording import warn_once
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor, Undecided
-from optimizers.preconditioner import Preconditioner
+from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.backward_passes import Measured, Passes
 from optimizers.schedule import Schedule
 
@@ -74,9 +74,9 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
     vectors = torch.eye(2, dtype=torch.float64)[:, None].expand(2, 5, 2)
     passes.total.add_(Measured(part.store.measure(tape, [output], [vectors], len(x))))
     gradients = {name: torch.randn_like(p) for name, p in trained.items()}
-    part.update_average(0, passes, gradients, trained)
+    measured = part.gathered(0, passes, gradients, trained)
     assert not passes.total.curvature  # it is taken once
-    assert part.invert_due(0, dict.fromkeys(trained, {"damping": 0.1})) == (1, 1.0)
+    assert part.renew(0, measured, dict.fromkeys(trained, {"damping": 0.1})) == Renewal(True, 1, 1.0)
     found = part.solve(gradients, trained)
 
     inputs = torch.cat([x, torch.ones(5, 1, dtype=torch.float64)], 1)
@@ -90,8 +90,8 @@ def test_without_a_pass_gradients_are_the_directions(caplog: pytest.LogCaptureFi
     part, passes = preconditioner()
     assert not part.is_idle(0) and part.knows_nothing(was_empty=True) and not part.knows_nothing(was_empty=False)
     warn_once.cache_clear()
-    part.update_average(0, passes, {}, {})
+    measured = part.gathered(0, passes, {}, {})
     assert "KFAC.step: no forward pass" in caplog.text
     gradients = {"weight": torch.randn(2, 3)}
-    assert part.invert_due(0, {}) == (0, 0.0)
+    assert part.renew(0, measured, {}) == Renewal(True)
     torch.testing.assert_close(part.solve(gradients, {"weight": torch.zeros(2, 3)}), gradients)

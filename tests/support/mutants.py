@@ -246,7 +246,15 @@ MUTANTS = [
     *broken(
         "curvature/linalg/low_rank.py",
         "curvature/linalg/test_low_rank.py",
-        ("rest = mean[rank] + damping", "rest = mean[0] + damping"),
+        ("rest = (mean + damping).gather(0, fewest[None])", "rest = (mean + damping)[:1]"),
+        ("* (counts[:-1] < fewest)", "* (counts[:-1] <= fewest)"),
+    ),
+    *broken(
+        "curvature/linalg/outcomes.py",
+        "curvature/linalg/test_outcomes.py",
+        ("if not all(found[:count]):", "if not any(found[:count]):"),
+        ("count += numbers.numel()", "count += 1"),
+        ("raise Refuted", "return"),
     ),
     *broken(
         "curvature/linalg/sketch.py",

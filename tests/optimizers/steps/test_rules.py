@@ -64,7 +64,7 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
         context: Any = SimpleNamespace(
             gradients=lambda slope=slope: {"p": torch.full_like(p, slope)},
             unscale_and_check_finite=lambda gradients: torch.tensor(True),
-            is_idle=lambda: False, knows_nothing=lambda: False, renew=lambda gradients: Renewal(True, 1, 1.0),
+            is_idle=lambda: False, knows_nothing=lambda: False, renew_if=lambda gradients, good: Renewal(True, 1, 1.0),
             monitor=SimpleNamespace(timed=lambda part: nullcontext(), was_accepted=True, started=len(sizes)),
             trained={"p": p}, states=states,
             options={"p": {"lr": 1.0, "weight_decay": 0.0}}, preconditioner=SimpleNamespace(blocks=[]),

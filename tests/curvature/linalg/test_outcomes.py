@@ -1,0 +1,85 @@
+"""Questions to the device that are asked together, at the end of what was done in good faith."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvature.linalg import are_true, count_recovery, hand_over, optimistically, recovery_counts
+from curvature.linalg.decompositions import spd_inverse, symmetric_eigh, try_cholesky
+from support.cases.case import seeded
+from support.host_waits import Waits
+
+pytestmark = pytest.mark.fast
+
+YES, NO = torch.tensor([True]), torch.tensor([False])
+
+
+def spd() -> Tensor:
+    with seeded(0):
+        rows = torch.randn(2, 5, 9)
+    return rows @ rows.mT
+
+
+def test_all_is_asked_at_the_end() -> None:
+    taken: list[Any] = []
+
+    def run() -> str:
+        assert are_true(torch.tensor([True, False])) == [True, True]
+        hand_over(torch.tensor([3, 4]), taken.append)
+        hand_over(torch.tensor([5]), taken.append)
+        assert not taken
+        return "found"
+
+    assert optimistically(run) is None and not taken
+    assert optimistically(lambda: hand_over(torch.tensor([3, 4]), taken.append) or 7, [YES, NO]) is None and not taken
+    found = optimistically(lambda: [hand_over(torch.tensor(x), taken.append) for x in ([3, 4], [5])], [YES])
+    assert found == [None, None] and taken == [[3, 4], [5]]
+    assert are_true(torch.tensor([True, False])) == [True, False]
+    hand_over(torch.tensor([6]), taken.append)
+    assert taken[-1] == [6]
+
+
+def test_decompositions_do_not_make_the_host_wait() -> None:
+    matrix = spd()
+    with Waits() as waits:
+        found = optimistically(lambda: (waits.count, spd_inverse(matrix), symmetric_eigh(matrix), waits.count))
+    assert found is not None and found[0] == found[3] == 0
+    torch.testing.assert_close(found[1], spd_inverse(matrix))
+    torch.testing.assert_close(found[2], symmetric_eigh(matrix))
+
+
+@pytest.mark.parametrize("bad", [-torch.eye(3)[None], torch.full((1, 3, 3), torch.nan)], ids=["indefinite", "nan"])
+def test_a_decomposition_that_has_failed(bad: Tensor) -> None:
+    assert try_cholesky(bad) is None
+    assert optimistically(lambda: spd_inverse(bad)) is None
+    assert optimistically(lambda: symmetric_eigh(bad)) is None or bad.isfinite().all()
+
+
+def test_an_error_that_comes_of_a_failure_is_none() -> None:
+    def fail(flag: Tensor) -> None:
+        are_true(flag)
+        raise ValueError("mine")
+
+    assert optimistically(lambda: fail(NO)) is None
+    with pytest.raises(ValueError, match="mine"):
+        optimistically(lambda: fail(YES))
+
+
+def test_events_count_once_it_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(matrix: Tensor) -> Any:
+        raise torch.linalg.LinAlgError("injected")
+
+    with recovery_counts() as counts:
+        assert optimistically(lambda: count_recovery("kept"), [NO]) is None
+        assert not counts
+        optimistically(lambda: count_recovery("kept"), [YES])
+        assert counts == {"kept": 1}
+        monkeypatch.setattr(torch.linalg, "cholesky_ex", failing)
+        assert optimistically(lambda: spd_inverse(spd())) is None
+        assert counts == {"kept": 1}
+        spd_inverse(spd())
+        assert counts == {"kept": 1, "retried": 1}
