@@ -76,6 +76,13 @@ class KroneckerInverse:
         values = [i.values for i in inverses if i.values is not None]
         return KroneckerInverse(rows, columns, torch.cat(values) if values else None)
 
+    def parts(self, count: int) -> list[KroneckerInverse]:
+        """What was `stacked`, in its memory."""
+        sides = [
+            [None] * count if side is None else side.chunk(count) for side in (self.rows, self.columns, self.values)
+        ]
+        return [KroneckerInverse(*own) for own in zip(*sides, strict=True)]
+
     @property
     def is_partial(self) -> bool:
         return self.values is not None and self.rows.ndim == 3 and self.values.shape[1] > self.rows.shape[2]

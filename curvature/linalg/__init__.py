@@ -38,6 +38,7 @@ from curvature.linalg.sketch import (
     sketch_spectrum,
     sum_slots,
 )
+from curvature.linalg.stacks import stacked
 from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
@@ -46,6 +47,6 @@ __all__ = [
     "damp_eigenvalues", "eigenvalue_rounding", "fill_slot", "full_precision", "hand_over", "is_sketch",
     "low_rank_inverse", "matmul", "moment_diagonal", "noise_floor", "nonzero_columns", "optimistically",
     "own_precision", "psd_eigh", "recovery_counts", "require_finite", "rounding_tolerance", "scale_moment",
-    "sketch_rows", "sketch_spectrum", "spd_inverse", "sum_slots", "symmetric_eigh", "symmetrize",
+    "sketch_rows", "sketch_spectrum", "spd_inverse", "stacked", "sum_slots", "symmetric_eigh", "symmetrize",
     "try_cholesky", "try_decompose",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from curvature.kronecker import (
     factored_inverses,
     subsample_samples,
 )
-from curvature.linalg import average_moments, hand_over, moment_diagonal
+from curvature.linalg import average_moments, hand_over, moment_diagonal, stacked
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
@@ -49,6 +49,7 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     state_fields: tuple[str, ...] = ("rows", "columns", "tried")
     layout_fields = ("scheme",)
+    joint: JointInverses | None = None  # of this and other blocks, as they were last solved with
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
@@ -187,17 +188,16 @@ class KroneckerBlock(Block):
     @staticmethod
     def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         """Blocks of one layout are stacked, if their inverses can be."""
-        forms = [
-            (block.scheme, form, *(g.dtype for g in own)) if (form := block.inverse.form) else None
-            for block, own in zip(blocks, gradients, strict=True)
-        ]
+        dtypes = [[g.dtype for g in own] for own in gradients]
+        known = blocks[0].joint
+        if known is None or not known.is_of(blocks, dtypes):
+            known = blocks[0].joint = JointInverses.of(blocks, dtypes)
         found: dict[int, list[Tensor]] = {}
-        for alike in grouped(forms):
+        for alike, inverse in known.groups:
             if len(alike) == 1:
                 found[alike[0]] = blocks[alike[0]].solve(gradients[alike[0]])
                 continue
-            together = [torch.stack(tensors) for tensors in zip(*(gradients[k] for k in alike), strict=True)]
-            inverse = KroneckerInverse.stacked([blocks[k].inverse for k in alike])
+            together = [stacked(tensors) for tensors in zip(*(gradients[k] for k in alike), strict=True)]
             solved = [x.unbind() for x in blocks[alike[0]]._solved(inverse, together)]
             found |= dict(zip(alike, map(list, zip(*solved, strict=True)), strict=True))
         return [found[k] for k in range(len(blocks))]
@@ -241,6 +241,42 @@ class KroneckerBlock(Block):
             for s, rank in zip((self.rows, self.columns), ranks, strict=True)
         )
         return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
+
+
+@dataclass(frozen=True)
+class JointInverses:
+    """The inverses of blocks, those of one form as one.
+
+    Attributes:
+        inverses, dtypes: of the blocks, and of their gradients.
+        groups: places of blocks of one form, and their inverse; None for a block alone.
+    """
+
+    inverses: list[KroneckerInverse]
+    dtypes: list[list[torch.dtype]]
+    groups: list[tuple[list[int], KroneckerInverse | None]]
+
+    @staticmethod
+    def of(blocks: Sequence[Any], dtypes: list[list[torch.dtype]]) -> JointInverses:
+        """From then on the blocks' inverses are parts of these, so that they take no memory of their own."""
+        forms = [
+            (block.scheme, form, *own) if (form := block.inverse.form) else None
+            for block, own in zip(blocks, dtypes, strict=True)
+        ]
+        groups: list[tuple[list[int], KroneckerInverse | None]] = []
+        for alike in grouped(forms):
+            whole = KroneckerInverse.stacked([blocks[k].inverse for k in alike]) if len(alike) > 1 else None
+            for k, part in zip(alike, whole.parts(len(alike)) if whole else [], strict=False):
+                blocks[k].inverse = part
+            groups.append((alike, whole))
+        return JointInverses([block.inverse for block in blocks], dtypes, groups)
+
+    def is_of(self, blocks: Sequence[Any], dtypes: list[list[torch.dtype]]) -> bool:
+        return (
+            len(blocks) == len(self.inverses)
+            and dtypes == self.dtypes
+            and all(block.inverse is own for block, own in zip(blocks, self.inverses, strict=True))
+        )
 
 
 def _trim(blocks: Sequence[Any], ranks: Sequence[int]) -> None:

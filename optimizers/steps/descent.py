@@ -9,10 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.model_optimizer import shared_option
-from optimizers.steps.rule import Named, StepContext
-from optimizers.steps.updates import inner, inners
+from optimizers.steps.rule import StepContext
+from optimizers.steps.stacks import Stack, row_products, row_squares
 
 
 @dataclass(frozen=True)
@@ -20,20 +19,20 @@ class Descent:
     """A direction for every parameter.
 
     Attributes:
-        directions: ``u`` by name; to be subtracted.
-        slopes: inner products of gradient and direction, by name.
+        directions: ``u``; to be subtracted.
+        slopes: inner products of gradient and direction, for each layer.
         energy: about ``u^T M u`` of all together.
     """
 
-    directions: dict[str, Tensor]
-    slopes: dict[str, Tensor]
+    directions: Stack
+    slopes: Tensor
     energy: Tensor
 
 
 class DescentRule(Protocol):
     """Computes directions; its attributes are state, like those of a step rule."""
 
-    def __call__(self, context: StepContext, gradients: Named, good: Tensor) -> Descent:
+    def __call__(self, context: StepContext, gradients: Stack, good: Tensor) -> Descent:
         """Directions for gradients; if the flag `good` is false, leave the running state unchanged."""
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -43,19 +42,12 @@ class DescentRule(Protocol):
 class MomentumDescent:
     """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients."""
 
-    def __call__(self, context: StepContext, gradients: Named, good: Tensor) -> Descent:
-        options, trained = context.options, context.trained
-        own = [trained[name] for name in gradients]
-        decays = [options[name]["momentum"] for name in gradients]
-        states = [context.states[name] for name in gradients]
-        means = dict(zip(gradients, running_means(states, own, list(gradients.values()), decays, good), strict=True))
-        found = context.solve(means)
-        slopes = inner_products(found, means, trained)
-        dampings = {name: options[name]["damping"] for name in found}
-        is_damped = any(damping is not None for damping in dampings.values())
-        squares = inner_products(found, found, trained) if is_damped else {}
-        energies = [_energy(slopes[name], dampings[name], squares.get(name)) for name in found]
-        total = torch.stack(energies).nan_to_num(0.0, 0.0, 0.0).sum()  # a direction that overflows is not taken
+    def __call__(self, context: StepContext, gradients: Stack, good: Tensor) -> Descent:
+        means = running_means(context, gradients, good)
+        found = gradients.like(context.solve(means))
+        slopes = context.over_shards(row_products(found.rows, means.rows), found.layers)
+        energies = _energies(context, found, slopes)
+        total = energies.nan_to_num(0.0, 0.0, 0.0).sum()  # a direction that overflows is not taken
         return Descent(found, slopes, total)
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -68,51 +60,48 @@ class SpringDescent:
     This is the minimum of ``1/2 u^T G u - g^T u + damping/2 ||u - momentum * last u||^2`` (SPRING, arXiv:2401.10190).
     """
 
-    def __call__(self, context: StepContext, gradients: Named, good: Tensor) -> Descent:
+    def __call__(self, context: StepContext, gradients: Stack, good: Tensor) -> Descent:
         blocks = context.preconditioner.blocks
         damping = (getattr(blocks[0], "damping", None) if blocks else None) or 0.0
         momentum = shared_option(context.options, "momentum")
-        right = dict(gradients)
+        right = gradients
         if momentum:
-            lasts = {name: context.states[name].get("direction") for name in gradients}
-            right |= {k: gradients[k] + damping * momentum * u for k, u in lasts.items() if u is not None}
-        solved = context.solve(right)
-        found = {name: solved[name] for name in gradients}
+            last = gradients.state("direction", context.states, context.trained)
+            right = Stack(gradients.families, torch._foreach_add(gradients.rows, last.rows, alpha=damping * momentum))
+        found = gradients.like(context.solve(right))
         if momentum:
-            for name, u in found.items():
-                context.states[name]["direction"] = u.clone()  # the step scales u in place
-        slopes = {name: inner(gradients[name], u).float() for name, u in found.items()}
-        energies = [inner(right[k], u).float() - damping * inner(u, u).float() for k, u in found.items()]
-        return Descent(found, slopes, torch.stack(energies).sum().clamp(min=0))
+            torch._foreach_copy_(last.rows, found.rows)  # the step scales u in place
+        squares, along = row_squares(found.rows), row_products(right.rows, found.rows)
+        energy = (along - damping * squares).sum().clamp(min=0)
+        return Descent(found, row_products(gradients.rows, found.rows), energy)
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"direction": torch.zeros_like(p)} if any(group["momentum"] for group in options) else {}
 
 
-def inner_products(ones: Named, others: Named, trained: Named) -> dict[str, Tensor]:
-    """Inner products by name, of shards summed over the processes that have the others."""
-    found = inners(list(ones.values()), [others[name] for name in ones])
-    return dict(zip(ones, sum_over_shards(found, [trained[name] for name in ones]).unbind(), strict=True))
-
-
-def running_means(
-    states: Sequence[dict[str, Any]],
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    decays: Sequence[float],
-    good: Tensor,
-) -> list[Tensor]:
-    """The debiased running means of parameters' gradients, kept in their states."""
+def running_means(context: StepContext, gradients: Stack, good: Tensor) -> Stack:
+    """The debiased running means of the gradients, kept in the states of their parameters."""
+    means = gradients.state("momentum_buffer", context.states, context.trained)
     weights = []
-    for state, p, decay in zip(states, parameters, decays, strict=True):
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"], state["weight"] = torch.zeros_like(p), 0.0
-        state["weight"] = decay * state["weight"] + (1 - decay)
-        weights.append((1 - decay) / state["weight"])
-    means = [to_local(state["momentum_buffer"]) for state in states]
-    taken = [torch.where(good, g, mean) for g, mean in zip(gradients, means, strict=True)]
-    torch._foreach_lerp_(means, taken, weights)
+    for family in means.families:
+        decay = context.options[family.names[0]]["momentum"]
+        for state in (context.states[name] for name in family.names):
+            state["weight"] = decay * state.get("weight", 0.0) + (1 - decay)
+        weights.append((1 - decay) / context.states[family.names[0]]["weight"])
+    taken = [torch.where(good, g, mean) for g, mean in zip(gradients.rows, means.rows, strict=True)]
+    torch._foreach_lerp_(means.rows, taken, weights)
     return means
+
+
+def _energies(context: StepContext, directions: Stack, slopes: Tensor) -> Tensor:
+    """``u^T M u`` of each layer."""
+    dampings = [context.options[family.names[0]]["damping"] for family in directions.families]
+    if all(damping is None for damping in dampings):
+        return slopes
+    squares = context.over_shards(row_squares(directions.rows), directions.layers)
+    counts = [len(rows) for rows in directions.rows]
+    parts = zip(slopes.split(counts), dampings, squares.split(counts), strict=True)
+    return torch.cat([_energy(*part) for part in parts])
 
 
 def _energy(slope: Tensor, damping: float | None, square: Tensor | None) -> Tensor:

@@ -112,7 +112,7 @@ class LineSearchStep(StepRule):
         renewal = context.renew(gradients)
         with context.monitor.timed("solve"):
             good = context.unscale_and_check_finite(gradients)
-            directions = self.descent(context, gradients, good).directions
+            directions = self.descent(context, context.stack(gradients), good).directions
         own = {name: context.trained[name] for name in directions}
         search = LineSearch(own, float(loss), lambda: (float(replay.loss()), None))
         step = -times_lr(directions, context.options)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from curvature.recording import is_sharded
 from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor, Undecided
@@ -18,6 +20,7 @@ from optimizers.recording.recorder import Recorder
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.finite_check import unscale_and_check_finite
+from optimizers.steps.stacks import Layer, Stack, families
 from optimizers.steps.updates import Move
 
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
@@ -79,13 +82,39 @@ class StepContext:
         """The gradients that the loop left in ``.grad``, by name; of sharded parameters, the local shard."""
         found = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         dense = {name: g.to_dense() if g.layout != torch.strided else g for name, g in found.items()}
-        return {name: to_local(g) for name, g in dense.items()}
+        return {name: to_local(g) for name, g in dense.items()} if self.is_spread else dense
+
+    @functools.cached_property
+    def is_spread(self) -> bool:
+        """Whether a parameter is spread over processes: decided once for all."""
+        return any(map(is_sharded, self.trained.values()))
+
+    def over_shards(self, numbers: Tensor, layers: Sequence[Layer]) -> Tensor:
+        """Numbers, one for each layer's local shards, summed over the processes that have its other shards."""
+        return sum_over_shards(numbers, [self.trained[layer[0]] for layer in layers]) if self.is_spread else numbers
+
+    def stack(self, gradients: Named) -> Stack:
+        """Gradients, those of layers of one form and with the same options together."""
+        parts = {
+            name: tuple(n for n in b.names if n in gradients) for b in self.preconditioner.blocks for name in b.names
+        }
+        layers = dict.fromkeys(parts.get(name, (name,)) for name in gradients)
+        return Stack.of(families(layers, gradients, self._kind), gradients)
+
+    def _kind(self, name: str) -> Hashable:
+        """What parameters must share to be moved together."""
+        options, p = self.options[name], self.trained[name]
+        shards = (p.device_mesh, p.placements) if self.is_spread and is_sharded(p) else None  # type: ignore[attr-defined]
+        weight = self.states[name].get("weight")
+        return options["lr"], options.get("momentum"), options.get("damping"), weight, shards
 
     def unscale_and_check_finite(self, gradients: Named) -> Tensor:
         """Divide gradients in place by the scale of the loss; returns a flag () on their device: all are finite."""
         good = unscale_and_check_finite(gradients.values(), self.scaling.scale)
         if self.scaling.found_inf is not None:
             good = good & (self.scaling.found_inf.to(good.device) == 0)
+        if not self.is_spread:
+            return good
         trained = list(self.trained.values())
         return sum_over_shards((~good).float().expand(len(trained)), trained).sum() == 0  # on all shards
 

@@ -177,4 +177,4 @@ def bounded(state: StepSize, change: Tensor, output_rms: Tensor) -> tuple[StepSi
 
 def chosen(flag: Tensor, one: StepSize, other: StepSize) -> StepSize:
     """`one` where a flag () is true, else `other`."""
-    return StepSize(*(torch.where(flag, x, y) for x, y in zip(one, other, strict=True)))
+    return StepSize(*torch.where(flag, torch.stack(one), torch.stack(other)).unbind())

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from curvature.preconditioners import Block
-from curvature.recording import is_sharded
-from optimizers.distributed.sharding import sum_over_shards, to_local, to_sharded
+from optimizers.distributed.sharding import to_local
 from optimizers.monitor import Undecided
 from optimizers.preconditioner import Renewal
 from optimizers.recording.output_scale import OutputScale
-from optimizers.steps.descent import Descent, DescentRule, inner_products
+from optimizers.steps.descent import Descent, DescentRule
 from optimizers.steps.finite_check import copy_to_host_async
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
+from optimizers.steps.stacks import Stack, products, row_squares
 from optimizers.steps.step_size import (
     FIRST_TRUST,
     StepSize,
@@ -64,7 +64,7 @@ class TrustRegionStep(StepRule):
                 self._go_back(context)
             return Outcome(loss, is_skipped=True)
         with context.monitor.timed("direction"):
-            move = self._found(context, gradients, good)
+            move = self._found(context, context.stack(gradients), good)
         assert self.state is not None
         entry = {"renewed": renewal.renewed, "inverted": renewal.inverted, "step_size": self.state.size}
         entry |= {"accepted": True, "overshoots": self.state.overshoots}
@@ -98,69 +98,72 @@ class TrustRegionStep(StepRule):
 
         return undo
 
-    def _found(self, context: StepContext, gradients: Named, good: Tensor) -> Move:
+    def _found(self, context: StepContext, gradients: Stack, good: Tensor) -> Move:
         """The next move; updates the state of the step size."""
         least, outputs, before = first_trust(context.preconditioner.blocks), context.outputs, self.state
-        ratio, norm = self._slope_ratio(context, gradients), _norm(gradients, context.trained)
+        last = self._last_rows(context, gradients)
+        ratio, norm = self._slope_ratio(context, gradients, last), _norm(context, gradients)
         mean = norm if before is None else before.norm
         is_far = is_overshoot(ratio, norm, mean)
         # one batch far out of scale must not dominate the running mean
-        clipped = torch._foreach_mul(list(gradients.values()), (longest_gradient(norm, mean) / norm).nan_to_num(1.0))
-        found = self.descent(context, dict(zip(gradients, clipped, strict=True)), good & ~is_far)
+        clipped = torch._foreach_mul(gradients.rows, (longest_gradient(norm, mean) / norm).nan_to_num(1.0))
+        found = self.descent(context, Stack(gradients.families, clipped), good & ~is_far)
         change, rms = output_change(found.energy, outputs), outputs.rms
         assert rms is not None
+        rates = [context.options[family.names[0]]["lr"] for family in gradients.families]
         lr = max(group["lr"] for group in context.options.values())
         first = started(change, norm, least) if before is None else before
         known = first if before is None else adapted(before, ratio, norm, context.monitor.started, lr, least)
         after, size = bounded(known, change, rms)
-        slopes = torch.stack([context.options[name]["lr"] * slope for name, slope in found.slopes.items()])
-        self.state = chosen(is_far, undone(first, ratio), after._replace(uncut=-size * slopes.sum()))
-        return self._move(context, found, size, good, is_far)
+        slopes = torch._foreach_mul(found.slopes.split([len(rows) for rows in gradients.rows]), rates)
+        self.state = chosen(is_far, undone(first, ratio), after._replace(uncut=-size * torch.cat(slopes).sum()))
+        return self._move(context, found, last, size, good, is_far)
 
     def _last(self, context: StepContext, names: Iterable[str]) -> dict[str, Tensor]:
         """The last displacements, by name."""
         kept = {name: context.states[name].get("displacement") for name in names if name in context.trained}
         return {name: to_local(d) for name, d in kept.items() if d is not None}
 
-    def _slope_ratio(self, context: StepContext, gradients: Named) -> Tensor:
-        """Ratio of the slope along the last displacement now to that at its start; 0 without a displacement."""
-        last = self._last(context, gradients)
-        if self.state is None or not last:
-            return torch.zeros((), device=next(iter(gradients.values())).device)
-        now = torch.stack(list(inner_products(last, gradients, context.trained).values()))
-        return slope_ratio(now.sum(), self.state.slope)
+    def _last_rows(self, context: StepContext, gradients: Stack) -> Stack:
+        """The last displacements, zeros where there were none; parameters that do not move now have none any more."""
+        for name in context.trained.keys() - gradients.keys():
+            context.states[name].pop("displacement", None)
+        return gradients.state("displacement", context.states, context.trained)
 
-    def _move(self, context: StepContext, found: Descent, size: Tensor, good: Tensor, is_far: Tensor) -> Move:
+    def _slope_ratio(self, context: StepContext, gradients: Stack, last: Stack) -> Tensor:
+        """Ratio of the slope along the last displacement now to that at its start; 0 without a displacement."""
+        now = context.over_shards(products(last.rows, gradients.rows), gradients.first_layers).sum()
+        return torch.zeros_like(now) if self.state is None else slope_ratio(now, self.state.slope)
+
+    def _move(
+        self, context: StepContext, found: Descent, last: Stack, size: Tensor, good: Tensor, is_far: Tensor
+    ) -> Move:
         """The step as a `Move`, whose directions become the displacements, in the memory of the last ones."""
-        options, trained, directions = context.options, context.trained, found.directions
+        options, directions = context.options, found.directions
         assert self.state is not None
-        last = {name: context.states[name].pop("displacement", None) for name in trained}
-        own = {name: to_local(trained[name]) for name in directions}
-        joint = {
-            k: tuple(n for n in b.names if n in directions) for b in context.preconditioner.blocks for k in b.names
-        }
-        layers = list(dict.fromkeys(joint.get(name, (name,)) for name in directions))
-        names = [name for layer in layers for name in layer]
+        own = {name: to_local(context.trained[name]) for name in directions}
         # tensors, since torch.compile treats Python numbers as constants
         number = lambda x: torch.tensor(x, dtype=torch.float64, device="cpu")
-        groups = {id(g): g for g in options.values()}
-        numbers = {k: (number(g["lr"]), number(kept_by_decay(g))) for k, g in groups.items()}
-        owners = [id(options[name]) for name in names]
-        is_spread = any(is_sharded(trained[name]) for name in directions)
-        lengths, sizes = (inner_products(x, x, trained) if is_spread else {} for x in (directions, own))
-        for name in names:
-            # if the batch is bad, `take` leaves the last displacement unchanged
-            kept = to_sharded(directions[name], trained[name]) if last[name] is None else last[name]
-            context.states[name]["displacement"] = kept
+        rates = [(options[family.names[0]]["lr"], len(family.layers)) for family in directions.families]
+        runs = [(lr, [count for _, count in same]) for lr, same in itertools.groupby(rates, lambda pair: pair[0])]
+        decays = {name: kept_by_decay(options[name]) for name in own if options[name]["weight_decay"]}
+        squares = None
+        if context.is_spread:
+            sizes = squared_norms(list(own.values()))
+            sizes = context.over_shards(sizes, [(name,) for name in own])
+            squares = context.over_shards(row_squares(directions.rows), directions.layers), sizes
         return Move(
-            parameters=[own[name] for name in names],
-            directions=[directions[name] for name in names],
-            last=[None if last[name] is None else to_local(last[name]) for name in names],
-            squares=[(lengths[name], sizes[name]) if is_spread else None for name in names],
-            slopes=[found.slopes[name] for name in names],
-            rates=[(numbers[owner][0], len(list(same))) for owner, same in itertools.groupby(owners)],
-            kept=[numbers[k][1] if options[n]["weight_decay"] else None for n, k in zip(names, owners, strict=True)],
-            layers=[len(layer) for layer in layers],
+            parameters=list(own.values()),
+            directions=directions.rows,
+            last=last.rows,
+            squares=squares,
+            slopes=found.slopes,
+            rates=[(number(lr), sum(counts)) for lr, counts in runs],
+            decayed=[
+                (number(kept), [own[name] for name, k in decays.items() if k == kept])
+                for kept in dict.fromkeys(decays.values())
+            ],
+            shapes=[family.shapes for family in directions.families],
             step_size=size,
             trust=self.state.trust,
             good=good & ~is_far,
@@ -181,10 +184,9 @@ class TrustRegionStep(StepRule):
         self.state = StepSize(**own) if own else None
 
 
-def _norm(gradients: Named, trained: Named) -> Tensor:
+def _norm(context: StepContext, gradients: Stack) -> Tensor:
     """The norm of all gradients together."""
-    squares = squared_norms(list(gradients.values()))
-    return sum_over_shards(squares, [trained[name] for name in gradients]).sum().sqrt()
+    return context.over_shards(squared_norms(gradients.rows), gradients.first_layers).sum().sqrt()
 
 
 def output_change(energy: Tensor, outputs: OutputScale) -> Tensor:

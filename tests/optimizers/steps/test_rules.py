@@ -18,6 +18,7 @@ from optimizers.preconditioner import Renewal
 from optimizers.steps.descent import Descent
 from optimizers.steps.quadratic_model import GROW, MOST_TRIES, Trial, first_accepted
 from optimizers.steps.rule import Evaluation
+from optimizers.steps.stacks import Stack, families, row_squares
 from optimizers.steps.step_size import RATE, START, START_RATE
 from optimizers.steps.trust_region import TrustRegionStep
 from optimizers.steps.updates import take
@@ -68,7 +69,9 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
             monitor=SimpleNamespace(timed=lambda part: nullcontext(), was_accepted=True, started=len(sizes)),
             trained={"p": p}, states=states,
             options={"p": {"lr": 1.0, "weight_decay": 0.0}}, preconditioner=SimpleNamespace(blocks=[]),
-            outputs=SimpleNamespace(rms=torch.tensor(rms), entries_per_sample=100.0),
+            outputs=SimpleNamespace(rms=torch.tensor(rms), entries_per_sample=100.0), is_spread=False,
+            stack=lambda found: Stack.of(families([("p",)], found, lambda name: None), found),
+            over_shards=lambda numbers, layers: numbers,
         )  # fmt: skip
         outcome = rule.step(context, Evaluation())
         assert outcome.move is not None and outcome.entry is not None
@@ -79,8 +82,9 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
 
 def plain(context: StepContext, gradients: Any, good: Tensor) -> Descent:
     """The gradient itself."""
-    squares = {name: g.square().sum().float() for name, g in gradients.items()}
-    return Descent({name: g.clone() for name, g in gradients.items()}, squares, torch.stack([*squares.values()]).sum())
+    found = gradients.like({name: g.clone() for name, g in gradients.items()})
+    squares = row_squares(found.rows)
+    return Descent(found, squares, squares.sum())
 
 
 def test_the_step_size_follows_the_slopes() -> None:

@@ -32,17 +32,17 @@ def test_a_step_of_two_layers(good: bool, undo: bool):
     """The first is cut back to a tenth of its length, the second decays and has a rate of its own."""
     one = functools.partial(torch.tensor, dtype=torch.float64)
     parameters, starts = [one([3.0, 4.0]), one([1.0, 0.0])], [one([3.0, 4.0]), one([1.0, 0.0])]
-    last = one([7.0, 7.0])
+    last = [one([[0.0, 0.0]]), one([[7.0, 7.0]])]
     slope = take(
         Move(
             parameters=parameters,
-            directions=[one([0.0, 10.0]), one([0.2, 0.0])],
-            last=[None, last],
-            squares=[None, None],
-            slopes=[one(2.0), one(3.0)],
+            directions=[one([[0.0, 10.0]]), one([[0.2, 0.0]])],
+            last=last,
+            squares=None,
+            slopes=one([2.0, 3.0]),
             rates=[(one(1.0), 1), (one(0.5), 1)],
-            kept=[None, one(0.9)],
-            layers=[1, 1],
+            decayed=[(one(0.9), parameters[1:])],
+            shapes=[((2,),), ((2,),)],
             step_size=one(0.2),
             trust=one(0.1),
             good=torch.tensor(good),
@@ -53,5 +53,32 @@ def test_a_step_of_two_layers(good: bool, undo: bool):
     kept = [1.0, 0.9 if good else 1.0]
     for p, start, k, d in zip(parameters, starts, kept, moved, strict=True):
         torch.testing.assert_close(p, k * start + d - (7.0 if undo and p is parameters[1] else 0.0))
-    torch.testing.assert_close(last, moved[1] if good else one([0.0, 0.0] if undo else [7.0, 7.0]))
+    torch.testing.assert_close(last[1][0], moved[1] if good else one([0.0, 0.0] if undo else [7.0, 7.0]))
     assert slope.item() == pytest.approx(-(0.05 * 2.0 + 0.2 * 0.5 * 3.0) if good else 0.0)
+
+
+def test_layers_of_one_form_are_cut_apart():
+    """Two layers of a weight and a bias: the first is short enough, the second is not; each lies next to the other."""
+    one = functools.partial(torch.tensor, dtype=torch.float64)
+    parameters = [one([[3.0, 0.0]]), one([4.0]), one([[0.0, 30.0]]), one([40.0])]
+    starts = [p.clone() for p in parameters]
+    slope = take(
+        Move(
+            parameters=parameters,
+            directions=[one([[30.0, 0.0, 40.0], [3.0, 0.0, 4.0]])],
+            last=[torch.zeros(2, 3).double()],
+            squares=None,
+            slopes=one([2.0, 3.0]),
+            rates=[(one(1.0), 2)],
+            decayed=[],
+            shapes=[((1, 2), (1,))],
+            step_size=one(0.5),
+            trust=one(0.1),
+            good=torch.tensor(True),
+            undo=torch.tensor(False),
+        )
+    )
+    assert slope.item() == pytest.approx(-(0.01 * 2.0 + 0.5 * 3.0))
+    steps = [one([[-0.3, 0.0]]), one([-0.4]), one([[-1.5, 0.0]]), one([-2.0])]
+    for p, start, step in zip(parameters, starts, steps, strict=True):
+        torch.testing.assert_close(p - start, step)
