@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -91,9 +92,10 @@ def take(move: Move) -> Tensor:
 
 def _by_layer(numbers: Tensor, move: Move) -> Tensor:
     """Sums over the parameters of each layer."""
-    lengths = [len(shapes) for shapes in move.shapes]
-    parts = numbers.split([len(rows) * count for rows, count in zip(move.directions, lengths, strict=True)])
-    return torch.cat([x.view(-1, count).sum(1) for x, count in zip(parts, lengths, strict=True)])
+    counts = [(len(shapes), len(rows)) for shapes, rows in zip(move.shapes, move.directions, strict=True)]
+    runs = [(k, sum(n for _, n in same)) for k, same in itertools.groupby(counts, lambda pair: pair[0])]
+    parts = zip(numbers.split([k * n for k, n in runs]), runs, strict=True)
+    return torch.cat([x.view(-1, k).sum(1) for x, (k, _) in parts])
 
 
 def squared_norms(tensors: list[Tensor]) -> Tensor:

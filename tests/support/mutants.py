@@ -521,7 +521,7 @@ MUTANTS = [
         ("relative * size / length.clamp(", "relative / length.clamp("),
         ("_foreach_add_(move.parameters, shifts)", "_foreach_sub_(move.parameters, shifts)"),
         ("-(rates * move.slopes)", "-(move.slopes)"),
-        ("numbers.split([len(rows) * count for", "numbers.flip(0).split([len(rows) * count for"),
+        ("numbers.split([k * n for", "numbers.flip(0).split([k * n for"),
         ("move.undo.to(", "move.good.to("),
     ),
     *broken(

@@ -1,0 +1,137 @@
+"""How much a plain step asks of host and device: launches do not grow with the layers, the host waits once at most."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimizers import EKFAC, KFAC
+from support.cases.case import seeded
+from support.launches import Launches
+
+SETTLED = 100  # a step at which intervals have their full length
+PER_FAMILY = {
+    KFAC: 15,
+    EKFAC: 18,
+}  # launches for layers of one form; a basis takes two products more, and a scaling
+OTHERS = 200  # that do not depend on the model, nearly all of single numbers
+
+
+def perceptron(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """All hidden layers but the first have one form."""
+    widths = [7, *[12] * depth]
+    hidden = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), nn.Tanh())]
+    return nn.Sequential(*hidden, nn.Linear(12, 3)), torch.randn(8, 7), torch.randint(3, (8,))
+
+
+class Block(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def residual(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """Blocks with a norm, whose two parameters have diagonals."""
+    blocks = [Block(6) for _ in range(depth)]
+    return nn.Sequential(nn.Linear(5, 6), *blocks, nn.Linear(6, 3)), torch.randn(8, 5), torch.randint(3, (8,))
+
+
+def convolutional(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
+    layers = [layer for _ in range(depth) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
+    return (
+        nn.Sequential(nn.Conv2d(1, 4, 3), *layers, *head),
+        torch.randn(8, 1, 6, 6),
+        torch.randint(3, (8,)),
+    )
+
+
+class LSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.recurrent, self.out = nn.Embedding(9, 6), nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.recurrent(self.embed(x))[0]).transpose(1, 2)
+
+
+def recurrent(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
+    return LSTM(), torch.randint(9, (4, 5)), torch.randint(9, (4, 5))
+
+
+Made = Callable[[int], tuple[nn.Module, Tensor, Tensor]]
+MODELS: dict[str, Made] = {"mlp": perceptron, "residual": residual, "cnn": convolutional, "lstm": recurrent}
+
+
+class Run:
+    """Training of a model with a number of layers."""
+
+    def __init__(self, optimizer: type[KFAC], make: Made, depth: int, device: str) -> None:
+        with seeded(0):
+            self.model, self.x, self.y = (part.to(device) for part in make(depth))
+        self.opt = optimizer(self.model, weight_decay=0.01)
+
+    def backward(self) -> None:
+        self.opt.zero_grad()
+        F.cross_entropy(self.model(self.x), self.y).backward()
+
+    def step(self) -> str:
+        """Returns the kind of the step."""
+        self.opt.step()
+        entry = self.opt.monitor.entries[-1]
+        return "renewing" if entry["renewed"] else "inverting" if entry["inverted"] else "ordinary"
+
+    def ordinary_launches(self) -> int:
+        """Of a step that neither renews nor inverts, when intervals have their full length."""
+        for _ in range(3):
+            self.backward()
+            self.step()
+        self.opt.monitor.started = SETTLED
+        while True:
+            self.backward()
+            with Launches() as launches:
+                kind = self.step()
+            if kind == "ordinary":
+                return launches.count
+
+    @property
+    def families(self) -> int:
+        return len(self.opt._context(None).stack({n: p.grad for n, p in self.opt.trained().items()}).families)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lstm"])
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_launches_do_not_grow_with_the_number_of_layers(optimizer: type[KFAC], name: str, device: str):
+    few, many = (Run(optimizer, MODELS[name], depth, device) for depth in (3, 9))
+    assert few.ordinary_launches() == many.ordinary_launches()
+    assert few.families == many.families
+    assert many.ordinary_launches() <= OTHERS + PER_FAMILY[optimizer] * many.families
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_the_host_waits_at_most_once(optimizer: type[KFAC], name: str, device: str):
+    """In a step and the forward pass before it, and not at all where nothing is renewed or inverted."""
+    if device != "sim":
+        pytest.skip("waits are counted on the simulated device: make test-device")
+    simdev: Any = importlib.import_module("support.simulated_device.simdev")
+    run, kinds = Run(optimizer, MODELS[name], 4, device), set()
+    for k in range(60):
+        with simdev.syncs() as found:
+            run.backward()
+            kind = run.step()
+        waits = found.count + found.uploads
+        if k > 1:
+            assert waits <= (kind != "ordinary"), (k, kind, found.places("/curvature/", "/optimizers/"))
+        kinds.add(kind)
+    assert kinds >= {"renewing", "ordinary"}

@@ -1,0 +1,29 @@
+"""Calls that start work on a device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# that do nothing on the device, beside views
+FREE = {f"aten::{name}" for name in ("_local_scalar_dense", "_unsafe_view", "empty", "empty_like", "empty_strided")}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that start a kernel on a GPU; a call for a list of tensors (`torch._foreach_add_`) is one, as there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    @property
+    def count(self) -> int:
+        return sum(self.by_name.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("aten::") and not func.is_view and name not in FREE:
+            self.by_name[name] += 1
+        return func(*args, **(kwargs or {}))
