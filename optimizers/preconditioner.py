@@ -158,7 +158,9 @@ class Preconditioner:
         Divides gradients of parameters without curvature by the mean eigenvalue of all blocks.
         """
         workers = self.teams.current().workers
-        right = self.store.right_hand_sides({k: to_full(g, trained[k]) for k, g in gradients.items()}, trained)
+        is_spread = any(map(is_sharded, trained.values()))
+        whole = {k: to_full(g, trained[k]) for k, g in gradients.items()} if is_spread else gradients
+        right = self.store.right_hand_sides(whole, trained)
         found: dict[str, Tensor] = {}
         ready = [b for b in self.blocks if workers.is_ready(b) and all(name in right for name in b.names)]
         kept = [b for b in ready if workers.keeps(b)]
@@ -171,7 +173,7 @@ class Preconditioner:
         if left:
             mean = mean_eigenvalue(ready)
             found |= {name: right[name] / mean.to(right[name].dtype) for name in left}
-        return {name: to_shard(found[name], trained[name]) for name in found if name in gradients}
+        return {k: to_shard(u, trained[k]) if is_spread else u for k, u in found.items() if k in gradients}
 
     def note_seconds(self, renewal: Renewal) -> None:
         """Tell the schedule how long renewal, inversion and the rest of this step took; it may adjust its intervals."""

@@ -12,7 +12,7 @@ FREE = {f"aten::{name}" for name in ("_local_scalar_dense", "_unsafe_view", "emp
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that start a kernel on a GPU; a call for a list of tensors (`torch._foreach_add_`) is one, as there."""
+    """Counts operators that start a kernel on a GPU, where a call for a list of tensors (`_foreach_add_`) is one."""
 
     def __init__(self) -> None:
         super().__init__()

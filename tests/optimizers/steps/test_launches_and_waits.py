@@ -130,7 +130,8 @@ def test_the_host_waits_at_most_once(optimizer: type[KFAC], name: str, device: s
         with simdev.syncs() as found:
             run.backward()
             kind = run.step()
-        waits = found.count + found.uploads
+        # `torch.linalg.eigh` itself asks for its error codes
+        waits = sum(s.kind != "event" and s.operator != "aten::_linalg_eigh" for s in found.all)
         if k > 1:
             assert waits <= (kind != "ordinary"), (k, kind, found.places("/curvature/", "/optimizers/"))
         kinds.add(kind)

@@ -1,0 +1,175 @@
+"""What a step costs beside the model's own passes: launches, waits of the host, CPU time; and mean steps to SGD's.
+
+    python tests/benchmarks/step_overhead.py [--only tanh gpt6] [--steps 100] [--places] [--races cnn gpt]
+
+Launches are operators that start a kernel on a GPU, where a call for a list of tensors is one. Waits are counted on the
+simulated device, which takes a C++ compiler. CPU time is that of one thread. `--races` compares whole steps of the
+race's problems with SGD's instead, counted from the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _race_problems import GPT, PROBLEMS, convolutional, deep, token_loss
+from torch import Tensor, nn
+
+from optimizers import KFAC
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for support
+Loss = Callable[[Tensor, Tensor], Tensor]
+KINDS = "ordinary", "inverting", "renewing"  # the last inverts, too
+
+
+class LSTM(nn.Module):
+    """Characters (N, T) to logits (N, T, vocabulary)."""
+
+    def __init__(self, vocabulary: int, d: int) -> None:
+        super().__init__()
+        self.embed, self.recurrent, self.out = nn.Embedding(vocabulary, d), nn.LSTM(d, d), nn.Linear(d, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.recurrent(self.embed(x))[0])
+
+
+def characters() -> tuple[Tensor, Tensor]:
+    x = torch.randint(50, (8, 33))
+    return x[:, :-1], x[:, 1:].contiguous()
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, Tensor], Loss]]] = {
+    "tanh": lambda: (deep(32, 12), (torch.randn(32, 64), torch.randint(10, (32,))), F.cross_entropy),
+    "cnn": lambda: (convolutional(8, 16), (torch.randn(16, 1, 28, 28), torch.randint(10, (16,))), F.cross_entropy),
+    "gpt2": lambda: (GPT(50, 32, 32, 2, 4), characters(), token_loss),
+    "gpt6": lambda: (GPT(50, 32, 32, 6, 4), characters(), token_loss),
+    "lstm": lambda: (LSTM(50, 48), characters(), token_loss),
+}
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def kind_of(opt: Any) -> str:
+    entry = opt.monitor.entries[-1] if isinstance(opt, KFAC) else {"renewed": False, "inverted": 0}
+    return "renewing" if entry["renewed"] else "inverting" if entry["inverted"] else "ordinary"
+
+
+class Seen:
+    """Numbers of steps, by kind."""
+
+    def __init__(self) -> None:
+        self.launches: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        self.milliseconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self.waits: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        self.places: Counter[Any] = Counter()
+
+    @property
+    def mean_waits(self) -> float:
+        return statistics.fmean(itertools.chain(*self.waits.values()))
+
+
+def measured(name: str, make: Callable[[nn.Module], Any], steps: int, simdev: Any) -> Seen:
+    """Launches and milliseconds on the CPU, then waits on the simulated device, if there is one."""
+    from support.launches import Launches
+
+    seen = Seen()
+    for device in ("cpu", *(("sim",) if simdev else ())):
+        torch.manual_seed(0)
+        model, batch, loss = CASES[name]()
+        x, y = (part.to(device) for part in batch)
+        opt = make(model.to(device))
+        for k in range(steps):
+            if device == "sim":
+                with simdev.syncs() as found:
+                    loss(model(x), y).backward()
+                    opt.step()
+                seen.waits[kind_of(opt)].append(found.count + found.uploads)
+                seen.places += found.places("/curvature/", "/optimizers/")
+            else:
+                loss(model(x), y).backward()
+                start = time.thread_time()
+                if k % 2:  # to count takes time
+                    with Launches() as launches:
+                        opt.step()
+                    seen.launches[kind_of(opt)].append(launches.count)
+                else:
+                    opt.step()
+                    seen.milliseconds[kind_of(opt)].append(1e3 * (time.thread_time() - start))
+            opt.zero_grad()
+    return seen
+
+
+def row(name: str, optimizer: str, seen: Seen) -> str:
+    cells = [name, optimizer]
+    for kind in KINDS:
+        numbers = {".0f": seen.launches[kind], ".2f": seen.milliseconds[kind], ".1f": seen.waits[kind]}
+        cells += [f"{statistics.median(own):{form}}" if own else "-" for form, own in numbers.items()]
+    return " | ".join([*cells, f"{seen.mean_waits:.2f}" if any(seen.waits.values()) else "-"])
+
+
+def race_cost(name: str, steps: int) -> str:
+    """CPU milliseconds of whole steps, forward and backward pass included, from the first; the two take turns."""
+    problem, runs = PROBLEMS[name](), []
+    for make in (sgd, KFAC):
+        torch.manual_seed(0)
+        model = problem.make()
+        runs.append((model, make(model), problem.batches(1), []))
+    for _ in range(steps):
+        for model, opt, batches, times in runs:
+            x, y = next(batches)
+            start = time.thread_time()
+            opt.zero_grad()
+            problem.loss(model(x), y).backward()
+            opt.step()
+            times.append(1e3 * (time.thread_time() - start))
+    plain, ours = (statistics.fmean(times) for *_, times in runs)
+    late = statistics.median(runs[1][-1]) / statistics.median(runs[0][-1])
+    return f"{name} | {plain:.2f} | {ours:.2f} | {ours / plain:.2f} | {late:.2f}"
+
+
+def simulated_device() -> Any:
+    try:
+        from support.simulated_device import simdev
+    except ImportError as error:
+        print(f"waits are not counted: {error}")
+        return None
+    return simdev
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--places", action="store_true", help="where the host waits, in all steps together")
+    parser.add_argument("--races", nargs="*", choices=PROBLEMS, help="mean steps of these problems to SGD's instead")
+    chosen = parser.parse_args(args)
+    torch.set_num_threads(1)
+    if chosen.races is not None:
+        print("problem | SGD, ms | KFAC, ms | mean to SGD's | median to SGD's")
+        for name in chosen.races or PROBLEMS:
+            print(race_cost(name, chosen.steps), flush=True)
+        return
+    simdev = simulated_device()
+    print("model | optimizer", *(f"{kind}: launches | ms | waits" for kind in KINDS), "waits of a step", sep=" | ")
+    for name in chosen.only:
+        for optimizer, make in {"SGD": sgd, "KFAC": KFAC}.items():
+            seen = measured(name, make, chosen.steps, simdev)
+            print(row(name, optimizer, seen), flush=True)
+            if chosen.places:
+                for place, count in seen.places.most_common():
+                    print("   ", f"{count / chosen.steps:.2f}", *place)
+
+
+if __name__ == "__main__":
+    main()
