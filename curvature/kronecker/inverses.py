@@ -5,9 +5,8 @@ A side is (g, d, d), or its diagonal (g, d); matrices that an inverse is applied
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +14,11 @@ from torch import Tensor
 
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
-    LowRankInverse,
-    are_true,
     count_recovery,
     is_sketch,
-    low_rank_inverse,
+    low_rank_inverses,
     matmul,
     moment_diagonal,
-    nonzero_columns,
     own_precision,
     psd_eigh,
     sketch_spectrum,
@@ -96,19 +92,6 @@ class KroneckerInverse:
         sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.roots, self.shifts, strict=True)]
         one, other = (s.amax(1) / s.amin(1) for s in sides)
         return float((one * other).max())
-
-    def needed_ranks(self) -> Tensor:
-        """Columns that are needed of V, of either side (2,); 0 where there is no V."""
-        sides = zip((self.rows, self.columns), self.shifts, strict=True)
-        return torch.stack(
-            [self.rows.new_zeros(()).long() if c is None else nonzero_columns(side[0]) for side, c in sides]
-        )
-
-    def trimmed(self, ranks: Sequence[int]) -> KroneckerInverse:
-        """The same with as many columns of V."""
-        sides = zip((self.rows, self.columns), self.shifts, ranks, strict=True)
-        rows, columns = (side if c is None else side[..., :count].contiguous() for side, c, count in sides)
-        return replace(self, rows=rows, columns=columns)
 
     @property
     def ranks(self) -> tuple[int | None, int | None]:
@@ -259,26 +242,15 @@ def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, bool, Tensor]:
 def _by_largest(
     sides: Mapping[int, Tensor], share: float, starts: Mapping[int, Tensor | None]
 ) -> dict[int, tuple[Tensor, bool, Tensor]]:
-    """V and c of the damped inverses of sides (1, d, d), for those of which few eigenvalues stand out.
-
-    Where few did at the last time (`starts`), that is taken for granted until it is asked for.
-    """
+    """V and c of the damped inverses of sides (1, d, d), for those of which few eigenvalues stand out."""
     means = {k: _mean(side) for k, side in sides.items()}
-    tried: dict[int, LowRankInverse] = {}
-    for k, side in sides.items():
-        start = starts[k]
-        try:
-            tried[k] = low_rank_inverse(side[0] / means[k], share, None if start is None else start[0])
-        except torch.linalg.LinAlgError:  # fall back to Cholesky
-            count_recovery("retried")
-    fits = {k: own.fits for k, own in tried.items()}
-    new, known = ([k for k in tried if (starts[k] is None) == is_new] for is_new in (True, False))
-    are_new = torch.stack([fits[k] for k in new]).tolist() if new else []
-    are_known = are_true(torch.stack([fits[k] for k in known])) if known else []
-    turned = [k for k, fine in zip(known, are_known, strict=True) if not fine]  # the subspace, too far
-    good = itertools.chain(itertools.compress(new, are_new), itertools.compress(known, are_known))
-    found = {k: (tried[k].vectors[None], False, tried[k].shift / means[k]) for k in good}
-    return found | (_by_largest({k: sides[k] for k in turned}, share, dict.fromkeys(turned)) if turned else {})
+    firsts = [None if (start := starts[k]) is None else start[0] for k in sides]
+    try:
+        found = low_rank_inverses([side[0] / means[k] for k, side in sides.items()], share, firsts)
+    except torch.linalg.LinAlgError:  # fall back to Cholesky
+        count_recovery("retried")
+        return {}
+    return {k: (own[0][None], False, own[1] / means[k]) for k, own in zip(sides, found, strict=True) if own}
 
 
 def _mean(sides: Tensor) -> Tensor:

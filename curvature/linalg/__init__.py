@@ -22,8 +22,8 @@ from curvature.linalg.decompositions import (
     try_cholesky,
     try_decompose,
 )
-from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, LowRankInverse, low_rank_inverse, nonzero_columns
-from curvature.linalg.outcomes import are_true, count_recovery, hand_over, optimistically, recovery_counts
+from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
+from curvature.linalg.outcomes import are_true, count_recovery, optimistically, recovery_counts
 from curvature.linalg.sketch import (
     MAX_DENSE_SIDE,
     SKETCH_RANK,
@@ -42,10 +42,10 @@ from curvature.linalg.stacks import stacked
 from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
-    "LOW_RANK_MIN_SIZE", "LowRankInverse", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments",
+    "LOW_RANK_MIN_SIZE", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments",
     "add_moments_", "are_true", "average_moments", "cholesky", "cholesky_with_jitter", "count_recovery",
-    "damp_eigenvalues", "eigenvalue_rounding", "fill_slot", "full_precision", "hand_over", "is_sketch",
-    "low_rank_inverse", "matmul", "moment_diagonal", "noise_floor", "nonzero_columns", "optimistically",
+    "damp_eigenvalues", "eigenvalue_rounding", "fill_slot", "full_precision", "is_sketch",
+    "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "optimistically",
     "own_precision", "psd_eigh", "recovery_counts", "require_finite", "rounding_tolerance", "scale_moment",
     "sketch_rows", "sketch_spectrum", "spd_inverse", "stacked", "sum_slots", "symmetric_eigh", "symmetrize",
     "try_cholesky", "try_decompose",

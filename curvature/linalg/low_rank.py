@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,47 +13,43 @@ LOW_RANK_MIN_SIZE = 256  # rows from which it pays off
 MAX_RANK_DIVISOR = 3  # with more than a third of the directions, the inverse itself costs no more
 KEEP_FACTOR = 3.0  # keep damped eigenvalues above this multiple of the mean of the rest
 MAX_SPREAD = 0.75  # of the rest: its standard deviation relative to its damped mean
+WIDTH_STEP = 64  # small matrices are filled up to a multiple of this, to be decomposed together
 EXTRA_DIRECTIONS = 16  # searched beyond 5/4 of those needed last time
 
 
-class LowRankInverse(NamedTuple):
-    """``shift (I - V V^T)``, close to ``(M + damping I)^-1``.
-
-    Attributes:
-        vectors: V (d, r); columns of zeros at its end are not needed, see `nonzero_columns`.
-        shift: a number ().
-        fits: a flag (): it is close. Otherwise that needs more columns.
-    """
-
-    vectors: Tensor
-    shift: Tensor
-    fits: Tensor
-
-
-def low_rank_inverse(matrix: Tensor, damping: float, start: Tensor | None) -> LowRankInverse:
-    """``(M + damping I)^-1`` from the largest eigenvalues of M.
+def low_rank_inverses(
+    matrices: Sequence[Tensor], damping: float, starts: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor] | None]:
+    """V (d, r) and c with ``c (I - V V^T)`` close to ``(M + damping I)^-1`` for each M; None where r is large.
 
     Eigenvalues of M far above the rest are kept; the mean replaces all others. The rank follows from the trace and the
-    Frobenius norm of the remainder, so directions that the subspace missed are accounted for.
+    Frobenius norm of the remainder, so directions that the subspace missed are accounted for. The host waits once for
+    the ranks of all.
 
     Args:
-        matrix: M, symmetric (d, d).
+        matrices: M, symmetric (d, d), on one device.
         damping: in the units of M.
-        start: V of a similar matrix, to start from. Without, all columns are tried that pay off.
+        starts: V of similar matrices, to start from.
     """
+    bases = [_basis(matrix, start) for matrix, start in zip(matrices, starts, strict=True)]
+    pairs = _ritz_pairs(matrices, bases)
+    kept = [_truncated(matrix, damping, *pair) for matrix, pair in zip(matrices, pairs, strict=True)]
+    ranks = torch.stack([rank for *_, rank in kept]).tolist() if kept else []
+    found = [
+        None if rank < 0 else (vectors[:, :rank].contiguous(), shift)
+        for (vectors, shift, _), rank in zip(kept, ranks, strict=True)
+    ]
+    turned = [k for k, start in enumerate(starts) if found[k] is None and start is not None]  # the subspace, too far
+    anew = low_rank_inverses([matrices[k] for k in turned], damping, [None] * len(turned)) if turned else []
+    for k, own in zip(turned, anew, strict=True):
+        found[k] = own
+    return found
+
+
+def _basis(matrix: Tensor, start: Tensor | None) -> Tensor:
+    """An orthonormal basis (d, width) close to the dominant subspace, by subspace iteration."""
     limit = len(matrix) // MAX_RANK_DIVISOR
     width = limit if start is None else min(limit, start.shape[1] * 5 // 4 + EXTRA_DIRECTIONS)
-    return _truncate(matrix, damping, *_ritz_pairs(matrix, _basis(matrix, start, width)))
-
-
-def nonzero_columns(vectors: Tensor) -> Tensor:
-    """Number of columns (..., d, r) up to the last that is not zero, (...)."""
-    places = torch.arange(1, vectors.shape[-1] + 1, device=vectors.device)
-    return ((vectors != 0).any(-2) * places).amax(-1)
-
-
-def _basis(matrix: Tensor, start: Tensor | None, width: int) -> Tensor:
-    """An orthonormal basis (d, width) close to the dominant subspace, by subspace iteration."""
     generator = torch.Generator(matrix.device).manual_seed(0)
     known = 0 if start is None else start.shape[1]
     fresh = matrix.new_empty(len(matrix), width - known).normal_(generator=generator)
@@ -63,23 +59,39 @@ def _basis(matrix: Tensor, start: Tensor | None, width: int) -> Tensor:
     return found
 
 
-def _ritz_pairs(matrix: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Ritz values, descending, and vectors (d, k)."""
-    values, turn = psd_eigh(matmul(basis.mT, matmul(matrix, basis)))
-    return values.flip(0), matmul(basis, turn.flip(1))
+def _ritz_pairs(matrices: Sequence[Tensor], bases: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Ritz values, descending, and vectors (d, k) of each. Those of about one size are decomposed together."""
+    sizes = [-(-basis.shape[1] // WIDTH_STEP) * WIDTH_STEP for basis in bases]
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for size in dict.fromkeys(sizes):
+        alike = [k for k, own in enumerate(sizes) if own == size]
+        inner = [matmul(bases[k].mT, matmul(matrices[k], bases[k])) for k in alike]
+        # negative numbers beyond the end come first among the eigenvalues, and have no part in the others
+        padded = torch.stack([_padded(x, size) for x in inner])
+        values, turns = psd_eigh(padded)
+        for k, own, turn in zip(alike, values.flip(1), turns.flip(2), strict=True):
+            width = bases[k].shape[1]
+            found[k] = own[:width], matmul(bases[k], turn[:width, :width])
+    return [found[k] for k in range(len(bases))]
 
 
-def _truncate(matrix: Tensor, damping: float, values: Tensor, vectors: Tensor) -> LowRankInverse:
-    """Keep the fewest eigenpairs whose remainder is flat enough."""
+def _padded(x: Tensor, size: int) -> Tensor:
+    whole = torch.diag_embed(x.new_full((size,), -1.0))
+    whole[: len(x), : len(x)] = x
+    return whole
+
+
+def _truncated(matrix: Tensor, damping: float, values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """V with too many columns, c, and the fewest columns whose remainder is flat enough; -1 if no number suffices."""
     exact = values.double()
     before = lambda x: torch.cat([x.new_zeros(1), x.cumsum(0)])  # sums over the first 0, 1, ...
-    counts = torch.arange(len(values) + 1, device=matrix.device)
-    mean = (matrix.diagonal().double().sum() - before(exact)) / (len(matrix) - counts)
-    square = (matrix.square().sum().double() - before(exact.square())) / (len(matrix) - counts)
+    remaining = len(matrix) - torch.arange(len(values) + 1, device=matrix.device)
+    mean = (matrix.diagonal().double().sum() - before(exact)) / remaining
+    square = (matrix.square().sum().double() - before(exact.square())) / remaining
     following = torch.cat([exact, exact[-1:]])
     fits = (following + damping <= KEEP_FACTOR * (mean + damping)) & (mean >= 0)
     fits &= (square - mean.square()).clamp(min=0).sqrt() <= MAX_SPREAD * (mean + damping)
-    fewest = fits.int().argmax()
-    rest = (mean + damping).gather(0, fewest[None])
-    scale = (1 - rest / (exact + damping)).clamp(min=0).sqrt() * (counts[:-1] < fewest)
-    return LowRankInverse(vectors * scale.to(vectors.dtype), (1 / rest[0]).to(vectors.dtype), fits.any())
+    rank = fits.int().argmax()
+    rest = (mean + damping).gather(0, rank[None])
+    scale = (1 - rest / (exact + damping)).clamp(min=0).sqrt()
+    return vectors * scale.to(vectors.dtype), (1 / rest[0]).to(vectors.dtype), torch.where(fits.any(), rank, -1)

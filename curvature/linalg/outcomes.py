@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -19,35 +18,8 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 
-@dataclass
-class Questions:
-    """What has yet to be asked.
-
-    Attributes:
-        flags: that have to be true.
-        numbers: with the functions that take them.
-    """
-
-    flags: list[Tensor] = field(default_factory=list)
-    numbers: list[tuple[Tensor, Callable[[list[int]], None]]] = field(default_factory=list)
-
-    def ask(self) -> bool:
-        """Whether all flags are true, with one transfer to the host; if so, the numbers go to their functions."""
-        asked = [*self.flags, *(numbers for numbers, _ in self.numbers)]
-        if not asked:
-            return True
-        found = torch.cat([x.reshape(-1).to(asked[0].device, torch.float32) for x in asked]).tolist()
-        count = sum(flag.numel() for flag in self.flags)
-        if not all(found[:count]):
-            return False
-        for numbers, take in self.numbers:
-            take([int(x) for x in found[count : count + numbers.numel()]])
-            count += numbers.numel()
-        return True
-
-
 RECOVERIES: ContextVar[Counter[str] | None] = ContextVar("recoveries", default=None)
-QUESTIONS: ContextVar[Questions | None] = ContextVar("questions", default=None)
+QUESTIONS: ContextVar[list[Tensor] | None] = ContextVar("questions", default=None)
 
 
 class Refuted(Exception):
@@ -81,7 +53,7 @@ def optimistically(run: Callable[[], Result], flags: Sequence[Tensor] = ()) -> R
 
     None if the answer to one of them is no. What `run` has changed is then for the caller to restore.
     """
-    questions = Questions(list(flags))
+    questions = list(flags)
     token = QUESTIONS.set(questions)
     try:
         with recovery_counts() as counts:
@@ -89,12 +61,12 @@ def optimistically(run: Callable[[], Result], flags: Sequence[Tensor] = ()) -> R
     except Refuted:
         return None
     except (RuntimeError, ValueError):  # of LinAlgError the former is the base
-        if questions.ask():
+        if _all_true(questions):
             raise
         return None  # it comes of what was wrong
     finally:
         QUESTIONS.reset(token)
-    if not questions.ask():
+    if not _all_true(questions):
         return None
     for what, number in counts.items():
         for _ in range(number):
@@ -102,22 +74,18 @@ def optimistically(run: Callable[[], Result], flags: Sequence[Tensor] = ()) -> R
     return found
 
 
+def _all_true(flags: Sequence[Tensor]) -> bool:
+    """Whether all flags are true, with one transfer to the host."""
+    return not flags or bool(torch.cat([x.reshape(-1).to(flags[0].device) for x in flags]).all())
+
+
 def are_true(flags: Tensor) -> list[bool]:
     """Flags (n,) on the host; inside `optimistically` all true, until they are asked for at its end."""
     questions = QUESTIONS.get()
     if questions is None:
         return flags.tolist()
-    questions.flags.append(flags)
+    questions.append(flags)
     return [True] * len(flags)
-
-
-def hand_over(numbers: Tensor, take: Callable[[list[int]], None]) -> None:
-    """Call `take` with integers (n,) on the host; inside `optimistically`, at its end."""
-    questions = QUESTIONS.get()
-    if questions is None:
-        take(numbers.tolist())
-    else:
-        questions.numbers.append((numbers, take))
 
 
 def refute() -> None:

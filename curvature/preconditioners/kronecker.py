@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from curvature.kronecker import (
     factored_inverses,
     subsample_samples,
 )
-from curvature.linalg import average_moments, hand_over, moment_diagonal, stacked
+from curvature.linalg import average_moments, moment_diagonal, stacked
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
@@ -165,9 +164,6 @@ class KroneckerBlock(Block):
             block.tried = block.updates
         for block, found in zip(blocks, factored_inverses(pairs, share, before, anew), strict=True):
             block.inverse = found
-        low = [block for block in blocks if block.inverse.shifts != (None, None)]
-        if low:
-            hand_over(torch.cat([block.inverse.needed_ranks() for block in low]), partial(_trim, low))
 
     @property
     def inverse_tensors(self) -> list[Tensor]:
@@ -277,11 +273,6 @@ class JointInverses:
             and dtypes == self.dtypes
             and all(block.inverse is own for block, own in zip(blocks, self.inverses, strict=True))
         )
-
-
-def _trim(blocks: Sequence[Any], ranks: Sequence[int]) -> None:
-    for block, *own in zip(blocks, ranks[::2], ranks[1::2], strict=True):
-        block.inverse = block.inverse.trimmed(own)
 
 
 def grouped(forms: Sequence[Any]) -> list[list[int]]:

@@ -20,7 +20,7 @@ from _race_problems import PROBLEMS
 from torch import Tensor
 
 import optimizers
-from curvature.linalg.low_rank import low_rank_inverse, nonzero_columns
+from curvature.linalg.low_rank import low_rank_inverses
 from curvature.preconditioners.kronecker import KroneckerBlock
 
 SHARE, STEPS, ITERATIONS = 0.05, 30, 40
@@ -54,18 +54,12 @@ def schulz(matrix: Tensor, start: Tensor) -> tuple[Tensor, int]:
     return found, ITERATIONS
 
 
-def largest_eigenvalues(matrix: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """V with the columns that are needed, and c; None if too many eigenvalues stand out."""
-    vectors, shift, fits = low_rank_inverse(matrix, SHARE, start)
-    return (vectors[:, : int(nonzero_columns(vectors))].contiguous(), shift) if fits else None
-
-
 def ways(matrix: Tensor, before: Tensor) -> dict[str, Callable[[], Callable[[Tensor], Tensor]]]:
     """Preparation of each way; what it returns is applied to a gradient (o, i) from the right."""
     unit = lambda m: m / (m.trace() / len(m))
     damped = lambda m: unit(m) + SHARE * torch.eye(len(m))
     old = torch.cholesky_inverse(torch.linalg.cholesky(damped(before)))
-    start = largest_eigenvalues(unit(before), None)
+    (start,) = low_rank_inverses([unit(before)], SHARE, [None])
     bound = torch.linalg.matrix_norm(damped(matrix), 1)
 
     def cholesky() -> Callable[[Tensor], Tensor]:
@@ -77,7 +71,7 @@ def ways(matrix: Tensor, before: Tensor) -> dict[str, Callable[[], Callable[[Ten
         return lambda g: (g @ vectors / values) @ vectors.mT
 
     def largest(first: Tensor | None) -> Callable[[Tensor], Tensor]:
-        found = largest_eigenvalues(unit(matrix), first)
+        (found,) = low_rank_inverses([unit(matrix)], SHARE, [first])
         if found is None:
             raise ValueError("too many stand out")
         return lambda g: (g - (g @ found[0]) @ found[0].mT) * found[1]

@@ -246,13 +246,13 @@ MUTANTS = [
     *broken(
         "curvature/linalg/low_rank.py",
         "curvature/linalg/test_low_rank.py",
-        ("rest = (mean + damping).gather(0, fewest[None])", "rest = (mean + damping)[:1]"),
+        ("rest = (mean + damping).gather(0, rank[None])", "rest = (mean + damping)[:1]"),
+        ("x.new_full((size,), -1.0)", "x.new_full((size,), 1.0)"),
     ),
     *broken(
         "curvature/linalg/outcomes.py",
         "curvature/linalg/test_outcomes.py",
-        ("if not all(found[:count]):", "if not any(found[:count]):"),
-        ("count += numbers.numel()", "count += 1"),
+        ("for x in flags]).all())", "for x in flags]).any())"),
         ("raise Refuted", "return"),
     ),
     *broken(

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from torch import Tensor
 
 from curvature.kronecker.inverses import KroneckerInverse, factored_inverses
-from curvature.linalg import optimistically
-from curvature.linalg.low_rank import (
-    KEEP_FACTOR,
-    LOW_RANK_MIN_SIZE,
-    MAX_RANK_DIVISOR,
-    low_rank_inverse,
-    nonzero_columns,
-)
+from curvature.linalg.low_rank import KEEP_FACTOR, LOW_RANK_MIN_SIZE, MAX_RANK_DIVISOR, low_rank_inverses
 from curvature.preconditioners import invert
 from optimizers import KFAC
 from support.cases.case import seeded
@@ -51,24 +42,20 @@ def relative(found: tuple[Tensor, Tensor], matrix: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(root.mT @ (shift * (torch.eye(len(matrix)).double() - vectors @ vectors.mT)) @ root)
 
 
-def truncated(matrix: Tensor, damping: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """V with the columns that are needed, and c; None if they do not suffice."""
-    found = low_rank_inverse(matrix, damping, start)
-    count = int(nonzero_columns(found.vectors))
-    assert not found.vectors[:, count:].any() and (not count or found.vectors[:, count - 1].any())
-    return (found.vectors[:, :count], found.shift) if found.fits else None
+def low_rank_inverse(matrix: Tensor, damping: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return low_rank_inverses([matrix], damping, [start])[0]
 
 
 @pytest.mark.parametrize("values", [power_law(1), power_law(2), sampled_identity()], ids=["1/k", "1/k^2", "identity"])
 def test_within_a_factor_of_the_inverse(values: Tensor):
     matrix = with_values(values)
-    found = truncated(matrix, DAMPING, None)
+    found = low_rank_inverse(matrix, DAMPING, None)
     assert found is not None and found[0].shape[1] <= SIZE / MAX_RANK_DIVISOR
     assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * KEEP_FACTOR
 
 
 def test_nothing_stands_out_of_an_identity():
-    found = truncated(with_values(sampled_identity()), DAMPING, None)
+    found = low_rank_inverse(with_values(sampled_identity()), DAMPING, None)
     assert found is not None and found[0].shape[1] == 0
     assert found[1].item() == pytest.approx(1 / (1 + DAMPING))
 
@@ -77,9 +64,9 @@ def test_exact_where_the_rest_is_alike():
     values = torch.ones(SIZE, dtype=torch.float64)
     values[:5] = torch.tensor([100.0, 50.0, 30.0, 20.0, 10.0])
     matrix = with_values(values)
-    first = truncated(matrix, DAMPING, None)
+    first = low_rank_inverse(matrix, DAMPING, None)
     assert first is not None and first[0].shape[1] == 5
-    found = truncated(matrix, DAMPING, first[0])
+    found = low_rank_inverse(matrix, DAMPING, first[0])
     assert found is not None and found[0].shape[1] == 5
     # subspace iteration: the fifth value is 10 times the rest, and this is the fourth product
     torch.testing.assert_close(relative(found, matrix), torch.ones(SIZE).double(), rtol=0.01, atol=0)
@@ -89,30 +76,34 @@ def test_refused_where_many_stand_out():
     """A third and a half of the values are ten, the others zero."""
     for one_in in (2, 3):
         values = (torch.arange(SIZE) % one_in == 0).double() * 10
-        assert truncated(with_values(values), DAMPING, None) is None
+        assert low_rank_inverse(with_values(values), DAMPING, None) is None
 
 
 def test_follows_a_matrix_that_turns():
     """One pass from the last basis is enough after a small turn, and what it misses counts in the rest."""
     one, other = with_values(power_law(1.5)), with_values(power_law(1.5), seed=1)
-    first = truncated(one, DAMPING, None)
+    first = low_rank_inverse(one, DAMPING, None)
     assert first is not None
     moved = 0.9 * one + 0.1 * other
-    found = truncated(moved, DAMPING, first[0])
-    assert found is not None
-    assert relative(found, moved).min() > 0.3 and relative(found, moved).max() < 1.1 * KEEP_FACTOR
+    for matrix in (moved, other):
+        found = low_rank_inverse(matrix, DAMPING, first[0])
+        assert found is not None
+        assert relative(found, matrix).min() > 0.3 and relative(found, matrix).max() < 1.1 * KEEP_FACTOR
 
 
-def test_begins_anew_where_a_matrix_has_turned_too_far():
-    """What was of low rank is taken to be so again, until that is asked for."""
-    one, other = with_values(power_law(1.5))[None], with_values(power_law(1.5), seed=1)[None]
-    narrow = torch.eye(20).double()[None]
-    (before,) = factored_inverses([(one, narrow)], DAMPING, [None], [True])
-    run = functools.partial(factored_inverses, [(other, narrow)], DAMPING, [before], [False])
-    assert optimistically(run) is None
-    (found,), (anew,) = run(), factored_inverses([(other, narrow)], DAMPING, [None], [True])
-    torch.testing.assert_close(found.rows, anew.rows)
-    assert optimistically(functools.partial(factored_inverses, [(one, narrow)], DAMPING, [before], [False])) is not None
+def test_several_are_as_each_alone():
+    """Of different widths, with and without a start, refused ones among them."""
+    matrices = [with_values(values) for values in (power_law(1.5), power_law(1), (torch.arange(SIZE) % 2).double())]
+    start = low_rank_inverse(matrices[0], DAMPING, None)
+    assert start is not None
+    starts = [start[0], None, None]
+    found = low_rank_inverses(matrices, DAMPING, starts)
+    assert [own is None for own in found] == [False, False, True]
+    for own, matrix, first in zip(found[:2], matrices, starts, strict=False):
+        alone = low_rank_inverse(matrix, DAMPING, first)
+        assert own is not None and alone is not None and own[0].shape == alone[0].shape
+        torch.testing.assert_close(own[0] @ own[0].mT, alone[0] @ alone[0].mT)
+        torch.testing.assert_close(own[1], alone[1])
 
 
 def test_sides_of_an_inverse():
@@ -123,11 +114,10 @@ def test_sides_of_an_inverse():
     (first,) = factored_inverses([(rows, columns)], DAMPING, [None], [True])
     (found,) = factored_inverses([(rows, columns)], DAMPING, [first], [False])
     (whole,) = factored_inverses([(rows, columns)], DAMPING, [None], [False])
-    first, found = (inverse.trimmed(inverse.needed_ranks().tolist()) for inverse in (first, found))
     assert first.ranks[0] == found.ranks[0] and found.ranks[1] is None and whole.ranks == (None, None)
     x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
     columns = columns + DAMPING * columns[0].trace() / 20 * torch.eye(20)
-    vectors, shift = truncated(rows[0], DAMPING, None) or (x, x)
+    vectors, shift = low_rank_inverse(rows[0], DAMPING, None) or (x, x)
     expected = (shift * (torch.eye(SIZE).double() - vectors @ vectors.mT)) @ x[0] @ torch.linalg.inv(columns[0])
     torch.testing.assert_close(first(x)[0], expected)
     mirrored = KroneckerInverse(first.columns, first.rows, None, first.roots[::-1], first.shifts[::-1])
