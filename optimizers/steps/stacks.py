@@ -41,11 +41,11 @@ class Family:
         return [math.prod(shape) for shape in self.shapes]
 
     def rows(self, tensors: Named) -> Tensor:
-        """One row (n, d) for each layer: the memory that the tensors are `views` of, or a copy."""
+        """One row (n, d) for each layer: in the memory that the tensors are `views` of, or a copy."""
         found = [tensors[name] for name in self.names]
         whole = found[0]._base
         if whole is None or not self._fill(whole, found):
-            whole = torch.cat([x.reshape(-1) for x in found])
+            whole = torch.cat([x.reshape(-1) for x in found]) if len(found) > 1 else found[0].reshape(-1)
         return whole.view(len(self.layers), -1)
 
     def _fill(self, whole: Tensor, tensors: Sequence[Tensor]) -> bool:
