@@ -20,7 +20,7 @@ from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
-from optimizers.recording.backward_passes import Measured, Passes
+from optimizers.recording.backward_passes import ALONG, Measured, Passes
 from optimizers.schedule import Schedule
 
 WITHOUT_CURVATURE = (
@@ -88,6 +88,8 @@ class Preconditioner:
             warn_once(f"{self.owner}.step: {WITHOUT_CURVATURE}", logger="optimizers")
         found = passes.take()
         if sums is not None:
+            found.curvature.along = {name: x for (name, key), x in sums.items() if key == ALONG}
+            sums = {pair: x for pair, x in sums.items() if pair[1] != ALONG}
             found.curvature.blocks = self.store.statistics_from(sums)
             found.outputs = {key: x for (name, key), x in sums.items() if not name}
         return found

@@ -72,12 +72,14 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.takes_loss = False
         self.device, self.dtypes = next(self.model.parameters()).device, self._dtypes()
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
+        last = weakref.WeakMethod(self._last_displacement)
         intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
         schedule = Schedule(*intervals, arguments["max_overhead"])
         is_sum = getattr(arguments["loss"], "reduction", "mean") == "sum"
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes.pop_sums)
         self.recorder = Recorder(
             model, lambda: present()(),  # type: ignore[misc]  # the recorder does not outlive the optimizer
+            lambda: last()(),  # type: ignore[misc]
             store, passes, inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]),
             schedule=schedule, monitor=self.monitor, teams=self.teams,
             loss_backprops=backprops(store, passes, self.teams, is_sum), owner=name,
@@ -111,7 +113,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         """
         value, move = self._prepare(closure)
         if move is not None:
-            self._conclude(take(move))  # `take` is what torch.compile(opt.step) compiles
+            self._conclude(*take(move))  # `take` is what torch.compile(opt.step) compiles
         return value
 
     def step_residuals(self, closure: Callable[[], Any]) -> Any:
@@ -249,8 +251,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         return outcome
 
     @torch._disable_dynamo
-    def _conclude(self, slope: Tensor) -> None:
-        self.rule.after_move(slope)
+    def _conclude(self, rates: Tensor, slope: Tensor) -> None:
+        self.rule.after_move(rates, slope)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
@@ -338,6 +340,10 @@ class SecondOrderOptimizer(ModelOptimizer):
         """`present`, for a forward pass that is recorded now."""
         self._follow_parameters()
         return self.present()
+
+    def _last_displacement(self) -> Mapping[str, Tensor]:
+        trained = self.trained()
+        return self.rule.last_displacement({name: self.state[p] for name, p in trained.items() if p in self.state})
 
     @torch.no_grad()
     def _follow_parameters(self) -> None:

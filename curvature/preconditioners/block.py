@@ -38,9 +38,12 @@ class Block:
         names: of the parameters.
         reason: why the block is no better approximation; "" where it is the best there is.
         updates: how often the average was updated.
+        energies: decayed sums (2,) of the energy ``u^T M u`` of steps u, as measured and as M says; None before any.
     """
 
     structure = ""
+    has_separate_rows = False  # whether M says nothing of one row of a parameter together with another
+    energies: Tensor | None = None
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
         self.names = tuple(names)
@@ -131,7 +134,7 @@ class Block:
     @property
     def bytes(self) -> int:
         """Memory of the tensors of `state`."""
-        found = pytree.tree_leaves({key: value for key, value in self.state().items() if key != "gate"})
+        found = pytree.tree_leaves({k: value for k, value in self.state().items() if k not in ("gate", "energies")})
         return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
 
     @property
@@ -195,7 +198,8 @@ class Block:
     def state(self) -> dict[str, Any]:
         """The checkpoint: plain tensors, numbers and names."""
         fields = ("names", "reason", "updates", *self.layout_fields, *self.state_fields)
-        return {"structure": self.structure, "gate": self.gate.state(), **{k: getattr(self, k) for k in fields}}
+        own = {"structure": self.structure, "gate": self.gate.state(), "energies": self.energies}
+        return own | {k: getattr(self, k) for k in fields}
 
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:

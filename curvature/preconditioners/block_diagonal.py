@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,10 +23,21 @@ from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.row_ranges import RowRange, RowRangeBlock
 from curvature.preconditioners.statistics import CurvatureStatistics
 from curvature.recording import ParameterNode, Tape
-from curvature.terms import DenseGradients, ElementwiseProduct, Term, name_of_rows, row_ranges
+from curvature.terms import (
+    DenseGradients,
+    ElementwiseProduct,
+    Term,
+    contractions,
+    name_of_rows,
+    row_ranges,
+    sum_in_place,
+)
 
 MAX_SIDE = 2048  # a larger side is kept as a sketch
 MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, and the loss by step is no better
+
+Named = Mapping[str, Tensor]
+NOTHING: Named = MappingProxyType({})
 
 LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}
 
@@ -109,6 +121,7 @@ class CurvatureStore:
         count: int,
         rank: int = 0,
         world_size: int = 1,
+        displacement: Named = NOTHING,
     ) -> CurvatureStatistics:
         """Statistics of a recorded pass.
 
@@ -116,6 +129,7 @@ class CurvatureStore:
             vectors: (k, *shape), sent back from each of the outputs.
             count: number of samples in the pass.
             rank, world_size: this process, and the number of processes that share the batch.
+            displacement: of parameters, by name, along which to measure changes, too.
         """
         raise NotImplementedError
 
@@ -194,6 +208,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         count: int,
         rank: int = 0,
         world_size: int = 1,
+        displacement: Named = NOTHING,
     ) -> CurvatureStatistics:
         total = CurvatureStatistics()
         for k in range(len(vectors[0])):
@@ -203,7 +218,20 @@ class BlockDiagonalCurvature(CurvatureStore):
             unseen = {name for name, own in terms.items() if not own}  # read in a scripted module, or without data
             terms |= self._plain(tape, outputs, sent, sorted(failed | unseen))
             total.add_(self.measure_terms(tape, terms, count if k == 0 else 0, rank, world_size))
+            total.add_(CurvatureStatistics(along=self._along(terms, displacement, count)))
         return total
+
+    def _along(self, terms: Mapping[str, Sequence[Term]], displacement: Named, count: int) -> dict[str, Tensor]:
+        """`CurvatureStatistics.along` of one vector, of the blocks whose terms tell samples apart."""
+        found: dict[str, Tensor] = {}
+        for block in self.blocks if displacement else ():
+            names = [name for name in block.names if terms.get(name) and name in displacement]
+            if names and all(len(term) == count for name in names for term in terms[name]):
+                pairs = ((terms[name], displacement[name]) for name in names)
+                found[block.names[0]] = sum_in_place(contractions.inner_products(*pair) for pair in pairs)
+        if found:
+            found[""] = torch.stack(list(found.values())).sum(0)
+        return {name: change.square().sum() for name, change in found.items()}
 
     def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
         """Gradients of the whole batch, for parameters without per-sample terms."""
@@ -219,6 +247,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         whole: Mapping[str, Tensor],
         rank: int = 0,
         world_size: int = 1,
+        displacement: Named = NOTHING,
     ) -> CurvatureStatistics:
         """Statistics of a pass whose graph is gone, from the backprops of the loss's own backward pass.
 
@@ -227,7 +256,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         """
         terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), set(whole))
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
-        return self.measure_terms(tape, terms, count, rank, world_size)
+        found = self.measure_terms(tape, terms, count, rank, world_size)
+        found.along = self._along(terms, displacement, count)
+        return found
 
     def weighted_gradients(
         self, tape: Tape, node: ParameterNode, backprops: Sequence[Tensor | None], weights: Tensor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from curvature.gradients import Jacobian
 from curvature.linalg import full_precision
 from curvature.preconditioners.block import Block
-from curvature.preconditioners.block_diagonal import CurvatureStore
+from curvature.preconditioners.block_diagonal import NOTHING, CurvatureStore, Named
 from curvature.preconditioners.full import DenseFullBlock, DiagonalFullBlock, FullBlock
 from curvature.preconditioners.statistics import CurvatureStatistics, RowStatistics
 from curvature.preconditioners.truncated_cg import ConjugateGradientBlock
@@ -44,8 +44,9 @@ class FullCurvature(CurvatureStore):
         count: int,
         rank: int = 0,
         world_size: int = 1,
+        displacement: Named = NOTHING,
     ) -> CurvatureStatistics:
-        """The rows of a recorded pass, arguments as for `CurvatureStore.measure`."""
+        """The rows of a recorded pass, arguments as for `CurvatureStore.measure`. Rows need no `displacement`."""
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
         block = self._block_of(jacobian.shapes)
         found = CurvatureStatistics(rows=RowStatistics([jacobian], count))

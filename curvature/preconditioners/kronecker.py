@@ -102,6 +102,10 @@ class KroneckerBlock(Block):
         return [found[k] for k in range(len(blocks))]
 
     @property
+    def has_separate_rows(self) -> bool:  # type: ignore[override]
+        return self.scheme.has_separate_rows
+
+    @property
     def joint_form(self) -> Any:
         """What has to be equal for blocks to be `joined`, beside their schemes; None if this one cannot be."""
         return ()

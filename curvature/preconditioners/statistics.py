@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from curvature.gradients import Jacobian
 from curvature.preconditioners.block import BlockStatistics
 
@@ -40,10 +42,13 @@ class CurvatureStatistics:
     Attributes:
         blocks: sums over samples, by the first parameter of each leaf. They add up over processes, too.
         rows: processes gather these, which do not add up.
+        along: squared changes ``(v^T J u)^2`` of what vectors v saw along a displacement u, summed over samples and
+            vectors; of each block alone by its first parameter, of all together by "".
     """
 
     blocks: dict[str, BlockStatistics] = field(default_factory=dict)
     rows: RowStatistics | None = None
+    along: dict[str, Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.blocks) or self.rows is not None
@@ -61,6 +66,8 @@ class CurvatureStatistics:
                 self.blocks[name].add_(block)
             else:
                 self.blocks[name] = block
+        for name, square in other.along.items():
+            self.along[name] = self.along[name] + square if name in self.along else square
 
     def scale_vectors_(self, times: float) -> None:
         """Rescale as if the vectors had been `times` as long."""
@@ -68,3 +75,4 @@ class CurvatureStatistics:
             block.scale_vectors_(times)
         if self.rows is not None:
             self.rows.times *= times
+        self.along = {name: times**2 * square for name, square in self.along.items()}

@@ -69,8 +69,10 @@ class OuterProduct:
         return self.assemble(b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3))
 
     def inner_products(self, vector: Tensor) -> Tensor:
-        """Inner products (N,) of the gradients with a tensor of their shape, axes not permuted."""
+        """Inner products (N,) of the gradients with a tensor of their shape."""
         g, o = self.b.shape[2:]
+        if self.sizes is not None and self.order is not None:
+            vector = vector.reshape([self.sizes[k] for k in self.order]).permute(*torch.tensor(self.order).argsort())
         moved = self.a.permute(2, 0, 1, 3).flatten(1, 2) @ vector.to(self.a.dtype).reshape(g, o, -1).mT
         return (moved.unflatten(1, self.b.shape[:2]).permute(1, 2, 0, 3) * self.b).sum((1, 2, 3))
 
@@ -147,6 +149,10 @@ class IndexedRows:
         values = (self.values * weights.to(self.values.dtype)[:, None, None]).flatten(0, 1)
         return values.new_zeros(self.shape).index_add_(0, self.index.flatten(), values)
 
+    def inner_products(self, vector: Tensor) -> Tensor:
+        """Inner products (N,) of the gradients with a tensor of their shape."""
+        return (self.values * vector.to(self.values.dtype).view(self.shape)[self.index]).sum((1, 2))
+
     def gradients(self) -> Tensor:
         n = len(self.index)
         rows, width = self.shape
@@ -183,6 +189,10 @@ class DenseGradients:
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return torch.tensordot(weights.to(self.values.dtype), self.values, 1)
 
+    def inner_products(self, vector: Tensor) -> Tensor:
+        """Inner products (N,) of the gradients with a tensor of their shape."""
+        return self.values.flatten(1) @ vector.to(self.values.dtype).flatten()
+
     def gradients(self) -> Tensor:
         return self.values
 
@@ -208,6 +218,10 @@ class WithDirectForm:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return cast(Tensor, self.direct.weighted_sum(weights))
+
+    def inner_products(self, vector: Tensor) -> Tensor:
+        """Inner products (N,) of the gradients with a tensor of their shape."""
+        return cast(Tensor, self.direct.inner_products(vector))
 
     def gradients(self) -> Tensor:
         return cast(Tensor, self.direct.gradients())

@@ -145,10 +145,7 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
 
 def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     """Inner products (N,) of the per-sample gradients with a tensor of the parameter's shape."""
-    reads = merge_terms(terms)
-    if all(isinstance(u, OuterProduct) and u.order is None for u in reads):  # one product for all places
-        return sum_in_place(u.inner_products(vector) for u in reads if isinstance(u, OuterProduct))
-    return torch.cat([g.reshape(len(g), -1) @ vector.flatten().to(g.dtype) for g in _gradient_chunks(terms)])
+    return sum_in_place(u.inner_products(vector) for u in _direct_forms(terms))
 
 
 def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:

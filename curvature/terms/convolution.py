@@ -52,6 +52,16 @@ class Convolution:
         b = self.b * weights.to(self.b.dtype).reshape(-1, *[1] * (self.b.ndim - 1))
         return replace(self, x=self.x.flatten(0, 1)[None], b=b.flatten(0, 1)[None]).gradients()[0]
 
+    def inner_products(self, vector: Tensor) -> Tensor:
+        """Inner products (N,) of the gradients with a tensor of their shape."""
+        x, dims = self.x.flatten(0, 1), len(self.stride)
+        weight = vector.to(x.dtype).view(self.shape)
+        zeros = [0] * dims
+        moved = torch.convolution(x, weight, None, self.stride, zeros, self.dilation, False, zeros, self.groups)
+        for axis, size in enumerate(self.b.shape[3:], 2):  # the stride may leave some of the input
+            moved = moved.narrow(axis, 0, size)
+        return (moved.reshape(self.b.shape) * self.b).flatten(1).sum(1)
+
     def gradients(self) -> Tensor:
         n, dims = len(self.x), len(self.stride)
         x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (self.x, self.b))

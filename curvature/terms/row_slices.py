@@ -42,6 +42,10 @@ class RowSlice:
         out[slice(*self.rows)] = inner
         return out
 
+    def inner_products(self, vector: Tensor) -> Tensor:
+        """Inner products (N,) of the gradients with a tensor of the parameter's shape."""
+        return self.term.inner_products(vector.view(self.shape)[slice(*self.rows)])
+
     def gradients(self) -> Tensor:
         inner = self.term.gradients()
         out = inner.new_zeros(len(inner), *self.shape)

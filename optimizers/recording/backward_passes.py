@@ -12,6 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from curvature.preconditioners import CurvatureStatistics
 from optimizers.recording.output_scale import Sums as OutputSums
 
+ALONG = "along"  # name of the sums `CurvatureStatistics.along`
+
 
 @dataclass
 class Measured:
@@ -30,7 +32,8 @@ class Measured:
         """Return and remove the sums to all-reduce, by name of the block ("" for the outputs) and of the sum."""
         found = {(name, k): x for name, own in self.curvature.blocks.items() for k, x in own.sums(rank, size).items()}
         found |= {("", k): x for k, x in self.outputs.items()}
-        self.curvature.blocks, self.outputs = {}, {}
+        found |= {(name, ALONG): x for name, x in self.curvature.along.items()}
+        self.curvature.blocks, self.curvature.along, self.outputs = {}, {}, {}
         return found
 
 

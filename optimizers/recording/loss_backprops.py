@@ -31,7 +31,7 @@ SHARED_UNIT = 256.0  # of rows that several processes with batches of different 
 class RecordedPass:
     """A recorded forward pass over `count` samples, the tensors that its loss is made of, and their sizes.
 
-    `signs` draws a random sign (count,) for each sample.
+    `signs` draws a random sign (count,) for each sample; `displacement` is the last one, by name.
     """
 
     tape: Tape
@@ -39,6 +39,7 @@ class RecordedPass:
     output_sums: Sums
     count: int
     signs: Callable[[], Tensor]
+    displacement: Mapping[str, Tensor]
 
 
 class LossBackprops(Protocol):
@@ -182,6 +183,7 @@ class LayerBackprops:
                 {name: g * each for name, g in own.sums().items()},
                 processes.rank,
                 processes.size,
+                own.found.displacement,
             )
             self.passes.total.add_(Measured(measured, own.found.output_sums))
         self.discard()

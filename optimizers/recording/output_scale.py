@@ -11,11 +11,18 @@ Sums = Mapping[str, Tensor]
 
 
 class OutputScale:
-    """Root mean square and number of the output entries of the last batch."""
+    """Root mean square and number of the output entries of the last batch.
+
+    Attributes:
+        rms: root mean square of an output entry.
+        entries_per_sample: their number.
+        along: `CurvatureStatistics.along` of the last renewal, means over samples; empty if nothing was measured.
+    """
 
     def __init__(self) -> None:
-        self.rms: Tensor | None = None  # root mean square of an output entry
+        self.rms: Tensor | None = None
         self.entries_per_sample: Tensor | float = 1.0
+        self.along: Sums = {}
 
     @staticmethod
     @torch.no_grad()
@@ -29,11 +36,13 @@ class OutputScale:
         )  # to fill a tensor needs no wait, as a copy to the device does
         return {"squares": squares, "numbers": torch.stack([count, entries])}
 
-    def update(self, sums: Sums) -> None:
-        """Replace both by those of a step's passes, if it had any."""
+    def update(self, sums: Sums, along: Sums) -> None:
+        """Replace all by those of a step's passes, if it had any."""
+        self.along = {}
         if sums:
             count, entries = sums["numbers"].unbind()
             scale = (sums["squares"] / entries.clamp(min=1)).sqrt()
             known = scale if self.rms is None else self.rms
             self.rms = torch.where(scale.isfinite() & (entries > 0), scale, known)
             self.entries_per_sample = torch.where(entries > 0, entries / count, self.entries_per_sample)
+            self.along = {name: square / count for name, square in along.items()}

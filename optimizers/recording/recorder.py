@@ -23,10 +23,11 @@ from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
-from optimizers.recording.output_scale import OutputScale
+from optimizers.recording.output_scale import OutputScale, Sums
 from optimizers.schedule import Schedule
 
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
+Named = Mapping[str, Tensor]
 
 
 class Recorder:
@@ -39,6 +40,7 @@ class Recorder:
     Args:
         model: the module that the training loop calls.
         parameters: returns the parameters that are trained now, by name.
+        displacement: returns the last displacement by name, along which to measure how outputs change.
         store: measures recorded passes.
         passes: collects the passes since the last step.
         inject, loss: which vectors to backpropagate.
@@ -55,11 +57,11 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Parameters, store: CurvatureStore, passes: Passes, *, inject: Injection,
-        loss: Any, seed: int, schedule: Schedule, monitor: Monitor, teams: Teams, loss_backprops: LossBackprops,
-        owner: str,
+        self, model: nn.Module, parameters: Parameters, displacement: Callable[[], Named], store: CurvatureStore,
+        passes: Passes, *, inject: Injection, loss: Any, seed: int, schedule: Schedule, monitor: Monitor, teams: Teams,
+        loss_backprops: LossBackprops, owner: str,
     ) -> None:  # fmt: skip
-        self.model, self.parameters = unwrap_compiled(model), parameters
+        self.model, self.parameters, self.displacement = unwrap_compiled(model), parameters, displacement
         self.store, self.passes, self.loss_backprops = store, passes, loss_backprops
         self.outputs = OutputScale()
         self.inject, self.loss, self.seed = inject, loss, seed
@@ -122,14 +124,12 @@ class Recorder:
         if not outputs:
             self._substitute(empirical(), SUBSTITUTE)
             output_sums = OutputScale.of([next(iter(tape.parameters.values())).tensor.new_ones(count)])
-            self.loss_backprops.listen(RecordedPass(tape, [], output_sums, count, lambda: self._signs(count)))
+            self._listen(tape, [], output_sums, count)
         elif found.gradients:
             self._substitute(empirical(), SUBSTITUTE)
             self._send_back(tape, found, self._loss_vectors(found))
         elif self.inject == empirical():
-            self.loss_backprops.listen(
-                RecordedPass(tape, found.sources, OutputScale.of(outputs), count, lambda: self._signs(count))
-            )
+            self._listen(tape, found.sources, OutputScale.of(outputs), count)
         elif len(outputs) > 1 and self.loss is not None:
             why = f"the model returned {len(outputs)} tensors, and loss= is of one: curvature by isotropic()"
             self._substitute(isotropic(), why)
@@ -137,6 +137,10 @@ class Recorder:
         else:
             both = zip(outputs, found.targets, strict=True)
             self._send_back(tape, found, [self._vectors(self.inject, self.loss, x.detach(), y) for x, y in both])
+
+    def _listen(self, tape: Tape, outputs: Sequence[Tensor], sums: Sums, count: int) -> None:
+        signs = lambda: self._signs(count)
+        self.loss_backprops.listen(RecordedPass(tape, outputs, sums, count, signs, self.displacement()))
 
     def _substitute(self, inject: Injection, why: str) -> None:
         """Note that another injection takes the place of the one that was asked for, if it is another kind."""
@@ -149,7 +153,7 @@ class Recorder:
         scales = outputs if found.scale is None else [found.scale.expand(found.count)]
         rank, size = team.processes.rank, team.processes.size
         with torch.autocast(outputs[0].device.type, enabled=False):
-            measured = self.store.measure(tape, outputs, vectors, found.count, rank, size)
+            measured = self.store.measure(tape, outputs, vectors, found.count, rank, size, self.displacement())
         self.passes.wait(Measured(measured, OutputScale.of(scales)), found.sources, team.statistics.discard)
         if size > 1:
             for x in found.sources:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optimizers.model_optimizer import shared_option
+from optimizers.steps.calibration import scales
 from optimizers.steps.rule import StepContext
 from optimizers.steps.stacks import Stack, row_products, row_squares
 
@@ -21,12 +22,12 @@ class Descent:
     Attributes:
         directions: ``u``; to be subtracted.
         slopes: inner products of gradient and direction, for each layer.
-        energy: about ``u^T M u`` of all together.
+        energies: about ``u^T M u``, of each layer; of all together (1,) where M is that of all.
     """
 
     directions: Stack
     slopes: Tensor
-    energy: Tensor
+    energies: Tensor
 
 
 class DescentRule(Protocol):
@@ -46,9 +47,13 @@ class MomentumDescent:
         means = running_means(context, gradients, good)
         found = gradients.like(context.solve(means))
         slopes = context.over_shards(row_products(found.rows, means.rows), found.layers)
-        energies = _energies(context, found, slopes)
-        total = energies.nan_to_num(0.0, 0.0, 0.0).sum()  # a direction that overflows is not taken
-        return Descent(found, slopes, total)
+        energies = _energies(context, found, slopes).nan_to_num(0.0, 0.0, 0.0)  # what overflows is not taken
+        scale = scales([context.block_of(layer[0]) for layer in found.layers])
+        if scale is not None:
+            for rows, own in zip(found.rows, scale.split([len(rows) for rows in found.rows]), strict=True):
+                rows.mul_(own[:, None])
+            slopes, energies = slopes * scale, energies * scale.square()
+        return Descent(found, slopes, energies)
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"momentum_buffer": torch.zeros_like(p), "weight": 0.0}
@@ -73,7 +78,7 @@ class SpringDescent:
             torch._foreach_copy_(last.rows, found.rows)  # the step scales u in place
         squares, along = row_squares(found.rows), row_products(right.rows, found.rows)
         energy = (along - damping * squares).sum().clamp(min=0)
-        return Descent(found, row_products(gradients.rows, found.rows), energy)
+        return Descent(found, row_products(gradients.rows, found.rows), energy[None])
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"direction": torch.zeros_like(p)} if any(group["momentum"] for group in options) else {}

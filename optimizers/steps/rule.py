@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from curvature.preconditioners import Block
 from curvature.recording import is_sharded
 from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.distributed.team import Team
@@ -93,6 +94,14 @@ class StepContext:
         """Numbers, one for each layer's local shards, summed over the processes that have its other shards."""
         return sum_over_shards(numbers, [self.trained[layer[0]] for layer in layers]) if self.is_spread else numbers
 
+    def block_of(self, name: str) -> Block | None:
+        """The block of a parameter, if it has one."""
+        return self._blocks.get(name)
+
+    @functools.cached_property
+    def _blocks(self) -> dict[str, Block]:
+        return {name: block for block in self.preconditioner.blocks for name in block.names}
+
     def stack(self, gradients: Named) -> Stack:
         """Gradients, those of layers of one form and with the same options together."""
         parts = {
@@ -156,7 +165,7 @@ class StepContext:
             found = part.gathered(step, self.recorder.passes, gradients, self.trained)
         renewal = part.renew(step, found, self.options, good)
         if renewal is not None:
-            self.outputs.update(found.outputs)
+            self.outputs.update(found.outputs, found.curvature.along)
             if self.outputs.rms is None:  # no outputs are known
                 self.outputs.rms = torch.zeros((), device=next(iter(gradients.values())).device)
         return renewal
@@ -248,8 +257,17 @@ class StepRule:
         """One step; gradients are in ``context.gradients()``."""
         raise NotImplementedError
 
-    def after_move(self, slope: Tensor) -> None:
-        """Called after a `move` with the slope of the loss along its displacement, a scalar: negative for descent."""
+    def after_move(self, rates: Tensor, slope: Tensor) -> None:
+        """Called after a `move`.
+
+        Args:
+            rates: what the directions of its layers were multiplied by.
+            slope: of the loss along the displacement, a scalar: negative for descent.
+        """
+
+    def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
+        """The last displacement by name, if changes of the outputs along it are to be measured at the next renewal."""
+        return {}
 
     def report(self) -> str:
         """A line for the optimizer's `report()`; empty if there is nothing to say."""

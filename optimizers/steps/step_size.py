@@ -32,7 +32,7 @@ SLACK = 2.0  # how far the step size may stay above the steps that the bounds on
 CHANGE_FACTOR = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
 CHANGE_DECAY = 0.95  # of that running mean
 LARGEST_OUTPUT_CHANGE = 0.2  # of the outputs' size, for the gradient of the step
-LEAST_OUTPUT_CHANGE = 0.04  # of the outputs' size, for the largest gradient: the step size shrinks no further ...
+LEAST_OUTPUT_CHANGE = 0.08  # of the outputs' size, for the largest gradient: the step size shrinks no further ...
 LESS = 0.9  # ... but for this factor at each sign of instability
 MEMORY = 0.999  # decay of the steepest slope and of the largest change
 LONGEST_GRADIENT = 2.0  # gradients are clipped to this multiple of the running mean of their norms
@@ -57,6 +57,7 @@ class StepSize(NamedTuple):
         norm, spread: running mean and standard deviation of the gradients' norms, each clipped.
         lr: the largest learning rate so far.
         overshoots: how many displacements were undone.
+        measured, predicted: decayed sums of the energies of steps, of all layers together.
     """
 
     size: Tensor
@@ -73,6 +74,8 @@ class StepSize(NamedTuple):
     spread: Tensor
     lr: Tensor
     overshoots: Tensor
+    measured: Tensor
+    predicted: Tensor
 
     @property
     def made(self) -> Tensor:
@@ -92,7 +95,9 @@ def started(change: Tensor, norm: Tensor, least_trust: float) -> StepSize:
     size = FIRST_OUTPUT_CHANGE / change.clamp(min=torch.finfo(change.dtype).tiny)
     trust = torch.full_like(change, least_trust)
     least = torch.full_like(change, LEAST_OUTPUT_CHANGE)
-    return StepSize(size, trust, zero, zero, zero, zero, zero, change, change, least, norm, zero, zero, zero)
+    return StepSize(
+        size, trust, zero, zero, zero, zero, zero, change, change, least, norm, zero, zero, zero, zero, zero
+    )
 
 
 def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from curvature.preconditioners import Block
+from curvature.recording import is_sharded
 from optimizers.distributed.sharding import to_local
 from optimizers.monitor import Undecided
 from optimizers.preconditioner import Renewal
 from optimizers.recording.output_scale import OutputScale
+from optimizers.steps.calibration import calibrate, underestimate
 from optimizers.steps.descent import Descent, DescentRule
 from optimizers.steps.finite_check import copy_to_host_async
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
@@ -47,6 +49,7 @@ class TrustRegionStep(StepRule):
     def __init__(self, descent: DescentRule) -> None:
         self.descent = descent
         self.state: StepSize | None = None
+        self.energies: dict[str, Tensor] = {}  # predicted for the last displacement, by the first parameter of a layer
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         gradients, loss = context.gradients(), evaluation.value
@@ -59,6 +62,8 @@ class TrustRegionStep(StepRule):
             undo, renewal = self._undo(context), Renewal()
         elif not context.knows_nothing():
             renewal = context.renew_if(gradients, good)
+            if renewal is not None:
+                self._calibrate(context)
         if renewal is None:
             if was_bad and not bool(good):
                 self._go_back(context)
@@ -71,9 +76,24 @@ class TrustRegionStep(StepRule):
         undecided = None if undo is None else Undecided(copy_to_host_async(good), undo)
         return Outcome(loss, move=move, entry=entry, renewal=renewal, undecided=undecided)
 
-    def after_move(self, slope: Tensor) -> None:
+    def after_move(self, rates: Tensor, slope: Tensor) -> None:
         assert self.state is not None
         self.state = self.state._replace(slope=slope)
+        if self.energies:
+            last = rates.square() * torch.stack(list(self.energies.values()))
+            self.energies = dict(zip(self.energies, last.unbind(), strict=True))
+
+    def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
+        found = {name: state.get("displacement") for name, state in states.items()} if self.energies else {}
+        return {name: d for name, d in found.items() if d is not None and not is_sharded(d)}
+
+    def _calibrate(self, context: StepContext) -> None:
+        """Compare what a renewal measured along the last displacement with what was predicted."""
+        along = context.outputs.along
+        if self.state is not None and along:
+            joint = torch.stack([self.state.measured, self.state.predicted])
+            measured, predicted = calibrate(context.preconditioner.blocks, along, self.energies, joint).unbind()
+            self.state = self.state._replace(measured=measured, predicted=predicted)
 
     def _go_back(self, context: StepContext) -> None:
         """Undo the last displacement: no batch since has been finite."""
@@ -108,7 +128,9 @@ class TrustRegionStep(StepRule):
         # one batch far out of scale must not dominate the running mean
         clipped = torch._foreach_mul(gradients.rows, (longest_gradient(norm, mean) / norm).nan_to_num(1.0))
         found = self.descent(context, Stack(gradients.families, clipped), good & ~is_far)
-        change, rms = output_change(found.energy, outputs), outputs.rms
+        energies, rms = found.energies, outputs.rms
+        change = output_change(energies.sum(), outputs)
+        change = change if before is None else change * underestimate(before.measured, before.predicted)
         assert rms is not None
         rates = [context.options[family.names[0]]["lr"] for family in gradients.families]
         lr = max(group["lr"] for group in context.options.values())
@@ -117,6 +139,8 @@ class TrustRegionStep(StepRule):
         after, size = bounded(known, change, rms)
         slopes = torch._foreach_mul(found.slopes.split([len(rows) for rows in gradients.rows]), rates)
         self.state = chosen(is_far, undone(first, ratio), after._replace(uncut=-size * torch.cat(slopes).sum()))
+        names = [layer[0] for layer in found.directions.layers]
+        self.energies = dict(zip(names, energies.unbind(), strict=True)) if len(energies) == len(names) else {}
         return self._move(context, found, last, size, good, is_far)
 
     def _last(self, context: StepContext, names: Iterable[str]) -> dict[str, Tensor]:
@@ -164,6 +188,11 @@ class TrustRegionStep(StepRule):
                 for kept in dict.fromkeys(decays.values())
             ],
             shapes=[family.shapes for family in directions.families],
+            tables=[
+                (k, directions[name], len(context.trained[name]))
+                for k, name in enumerate(directions)
+                if (block := context.block_of(name)) is not None and block.has_separate_rows
+            ],
             step_size=size,
             trust=self.state.trust,
             good=good & ~is_far,
@@ -176,12 +205,14 @@ class TrustRegionStep(StepRule):
         return self.descent.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
 
     def state_dict(self) -> dict[str, Any]:
-        return dict.fromkeys(StepSize._fields) if self.state is None else self.state._asdict()
+        own = dict.fromkeys(StepSize._fields) if self.state is None else self.state._asdict()
+        return own | {"energies": dict(self.energies)}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
         device = next(iter(trained.values())).device
-        own = {name: value.to(device) for name, value in state.items() if value is not None}
+        own = {name: state[name].to(device) for name in StepSize._fields if state[name] is not None}
         self.state = StepSize(**own) if own else None
+        self.energies = {name: energy.to(device) for name, energy in state["energies"].items()}
 
 
 def _norm(context: StepContext, gradients: Stack) -> Tensor:

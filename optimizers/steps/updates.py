@@ -45,6 +45,8 @@ class Move(NamedTuple):
         rates: lr, and the number of layers in a row that it is for.
         decayed: what weight decay leaves of some parameters, and these.
         shapes: of the parameters of a layer, for each family.
+        tables: parameters whose rows are layers of their own (embeddings): which of all it is, its direction, and the
+            number of its rows on all processes.
         step_size, trust: scalars; no layer moves by more than `trust` times its norm.
         good: a flag (); if it is false, nothing moves.
         undo: a flag (); if it is true (and `good` is not), the last displacements are undone.
@@ -58,20 +60,23 @@ class Move(NamedTuple):
     rates: list[tuple[Tensor, int]]
     decayed: list[tuple[Tensor, list[Tensor]]]
     shapes: list[tuple[tuple[int, ...], ...]]
+    tables: list[tuple[int, Tensor, int]]
     step_size: Tensor
     trust: Tensor
     good: Tensor
     undo: Tensor
 
 
-def take(move: Move) -> Tensor:
+def take(move: Move) -> tuple[Tensor, Tensor]:
     """Decay and move the parameters; the directions become displacements.
 
     Returns:
-        How steeply the loss falls along all displacements together, a scalar.
+        What the direction of each layer was multiplied by, and how steeply the loss falls along all displacements
+        together, a scalar.
     """
     size = torch.where(move.good, move.step_size, 0)
     lengths, sizes = move.squares or (row_squares(move.directions), squared_norms(move.parameters))
+    longest = [move.trust * _row_sizes(move.parameters[k], sizes[k] / rows) for k, _, rows in move.tables]
     sizes = _by_layer(sizes.clamp(min=1), move)  # so that tensors that start at zero can leave it
     cuts = within_trust(size, lengths.sqrt(), sizes.sqrt(), move.trust)
     parts = zip(cuts.split([count for _, count in move.rates]), move.rates, strict=True)
@@ -81,13 +86,21 @@ def take(move: Move) -> Tensor:
     counts = [len(rows) for rows in move.directions]
     for rows, rate in zip(move.directions, rates.neg().split(counts), strict=True):
         rows.mul_(rate[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+    for (_, table, _), length in zip(move.tables, longest, strict=True):
+        norms = torch.linalg.vector_norm(table, dim=1, dtype=length.dtype)
+        table.mul_((length / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)[:, None])
     # without a step the displacements are zero
     moved = torch._foreach_sub(move.directions, torch._foreach_mul(move.last, move.undo.to(move.last[0].dtype)))
     shifts = [x for rows, shapes in zip(moved, move.shapes, strict=True) for x in pieces(rows, shapes)]
     torch._foreach_add_(move.parameters, shifts)
     torch._foreach_mul_(move.last, (~(move.good | move.undo)).to(move.last[0].dtype))
     torch._foreach_add_(move.last, move.directions)
-    return -(rates * move.slopes).nan_to_num(0.0, 0.0, 0.0).sum()
+    return rates, -(rates * move.slopes).nan_to_num(0.0, 0.0, 0.0).sum()
+
+
+def _row_sizes(table: Tensor, square: Tensor) -> Tensor:
+    """Norms (rows,) of the rows of a table; of short ones the root of their mean `square`."""
+    return torch.linalg.vector_norm(table, dim=1, dtype=at_least_single([table])).clamp(min=square.sqrt())
 
 
 def _by_layer(numbers: Tensor, move: Move) -> Tensor:
