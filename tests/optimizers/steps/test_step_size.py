@@ -38,7 +38,7 @@ def state(**known: float) -> StepSize:
         "spread": 0.1,
         "lr": 1.0,
     }
-    values |= {"overshoots": 0.0}
+    values |= {"overshoots": 0.0, "measured": 0.0, "predicted": 0.0}
     return StepSize(**{name: one(value) for name, value in (values | known).items()})
 
 

@@ -33,7 +33,7 @@ def test_a_step_of_two_layers(good: bool, undo: bool):
     one = functools.partial(torch.tensor, dtype=torch.float64)
     parameters, starts = [one([3.0, 4.0]), one([1.0, 0.0])], [one([3.0, 4.0]), one([1.0, 0.0])]
     last = [one([[0.0, 0.0]]), one([[7.0, 7.0]])]
-    slope = take(
+    rates, slope = take(
         Move(
             parameters=parameters,
             directions=[one([[0.0, 10.0]]), one([[0.2, 0.0]])],
@@ -43,6 +43,7 @@ def test_a_step_of_two_layers(good: bool, undo: bool):
             rates=[(one(1.0), 1), (one(0.5), 1)],
             decayed=[(one(0.9), parameters[1:])],
             shapes=[((2,),), ((2,),)],
+            tables=[],
             step_size=one(0.2),
             trust=one(0.1),
             good=torch.tensor(good),
@@ -54,6 +55,7 @@ def test_a_step_of_two_layers(good: bool, undo: bool):
     for p, start, k, d in zip(parameters, starts, kept, moved, strict=True):
         torch.testing.assert_close(p, k * start + d - (7.0 if undo and p is parameters[1] else 0.0))
     torch.testing.assert_close(last[1][0], moved[1] if good else one([0.0, 0.0] if undo else [7.0, 7.0]))
+    assert rates.tolist() == pytest.approx([0.05, 0.1] if good else [0.0, 0.0])
     assert slope.item() == pytest.approx(-(0.05 * 2.0 + 0.2 * 0.5 * 3.0) if good else 0.0)
 
 
@@ -62,7 +64,7 @@ def test_layers_of_one_form_are_cut_apart():
     one = functools.partial(torch.tensor, dtype=torch.float64)
     parameters = [one([[3.0, 0.0]]), one([4.0]), one([[0.0, 30.0]]), one([40.0])]
     starts = [p.clone() for p in parameters]
-    slope = take(
+    rates, slope = take(
         Move(
             parameters=parameters,
             directions=[one([[30.0, 0.0, 40.0], [3.0, 0.0, 4.0]])],
@@ -72,13 +74,40 @@ def test_layers_of_one_form_are_cut_apart():
             rates=[(one(1.0), 2)],
             decayed=[],
             shapes=[((1, 2), (1,))],
+            tables=[],
             step_size=one(0.5),
             trust=one(0.1),
             good=torch.tensor(True),
             undo=torch.tensor(False),
         )
     )
-    assert slope.item() == pytest.approx(-(0.01 * 2.0 + 0.5 * 3.0))
+    assert slope.item() == pytest.approx(-(0.01 * 2.0 + 0.5 * 3.0)) and rates.tolist() == pytest.approx([0.01, 0.5])
     steps = [one([[-0.3, 0.0]]), one([-0.4]), one([[-1.5, 0.0]]), one([-2.0])]
     for p, start, step in zip(parameters, starts, steps, strict=True):
         torch.testing.assert_close(p - start, step)
+
+
+def test_each_row_of_a_table_is_cut():
+    """Rows of norm 5 and 1, whose root mean square is 3.6: no row moves by more than a tenth of the larger of both."""
+    one = functools.partial(torch.tensor, dtype=torch.float64)
+    table, rows = one([[3.0, 4.0], [0.0, 1.0]]), one([[0.0, 1.0, 0.0, 0.2]])
+    start = table.clone()
+    take(
+        Move(
+            parameters=[table],
+            directions=[rows],
+            last=[torch.zeros(1, 4).double()],
+            squares=None,
+            slopes=one([1.0]),
+            rates=[(one(1.0), 1)],
+            decayed=[],
+            shapes=[((2, 2),)],
+            tables=[(0, rows.view(2, 2), 2)],
+            step_size=one(1.0),
+            trust=one(0.1),
+            good=torch.tensor(True),
+            undo=torch.tensor(False),
+        )
+    )
+    whole = 0.1 * 26**0.5 / 1.04**0.5  # what the layer is cut to
+    torch.testing.assert_close(start - table, one([[0.0, min(whole, 0.5)], [0.0, min(0.2 * whole, 0.1 * 13**0.5)]]))
