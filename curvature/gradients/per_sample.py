@@ -11,10 +11,11 @@ from torch.overrides import TorchFunctionMode
 from curvature.gradients.batch import Batch
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.parameter_terms import Terms
-from curvature.gradients.plans import PLANS, Plan, per_sample_terms, plan_key
+from curvature.gradients.plans import PLANS, Plan, per_sample_terms, plan_key, record
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
+from curvature.linalg import full_precision
 from curvature.losses import Loss
-from curvature.recording import capture, preserve_state
+from curvature.recording import preserve_state
 from curvature.terms import DenseGradients, contractions
 
 
@@ -72,12 +73,14 @@ def per_sample_gram(
     return torch.stack([contractions.gram(parts) for parts in terms.values()]).sum(0)
 
 
+@full_precision()
 def check_gradients(
     model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
 ) -> None:
     """Compare `per_sample_gradients` with plain backward passes of single samples.
 
-    Every sample is run alone, so this costs N forward and backward passes. Arguments as for `per_sample_gradients`.
+    Every sample is run alone, so this costs N forward and backward passes, without TF32. Arguments as for
+    `per_sample_gradients`.
 
     Raises:
         RuntimeError: a gradient differs; names the parameter, the sample and both norms.
@@ -124,8 +127,8 @@ def _terms(batch: Batch) -> Terms:
     Records one forward pass, takes the samples' own losses, and sends them back.
     """
     with preserve_state(batch.model) as drew_random:
-        with capture(batch.model) as tape, RefuseDoubleBackward():
-            output = batch.output()
+        with RefuseDoubleBackward():
+            tape, output = record(batch)
         random, key = drew_random(), plan_key(batch)
         require_independent_samples(tape)
         if batch.count == 1:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvature.layers import Layout
-from curvature.linalg import noise_floor, rounding_tolerance
+from curvature.linalg import full_precision, noise_floor, rounding_tolerance
 from curvature.recording import Tape
 
 
@@ -45,6 +45,7 @@ def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0
     return fits[:1], len(fits) <= 1
 
 
+@full_precision()
 def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layout | None]:
     """The axis of samples in the output of each of `tape.uses`, found by two backward passes.
 

@@ -12,9 +12,6 @@ from curvature.linalg.decompositions import (
     count_recovery,
     damp_eigenvalues,
     eigenvalue_rounding,
-    full_precision,
-    matmul,
-    own_precision,
     psd_eigh,
     recovery_counts,
     require_finite,
@@ -25,6 +22,7 @@ from curvature.linalg.decompositions import (
     try_decompose,
 )
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverse
+from curvature.linalg.precision import full_precision, matmul, own_precision, product_rounding
 from curvature.linalg.sketch import (
     MAX_DENSE_SIDE,
     SKETCH_RANK,
@@ -45,7 +43,7 @@ __all__ = [
     "LOW_RANK_MIN_SIZE", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_",
     "average_moments", "cholesky", "cholesky_with_jitter", "count_recovery", "damp_eigenvalues",
     "eigenvalue_rounding", "fill_slot", "full_precision", "is_sketch", "low_rank_inverse", "matmul",
-    "moment_diagonal", "noise_floor", "own_precision", "psd_eigh", "recovery_counts", "require_finite",
-    "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse", "sum_slots",
-    "symmetric_eigh", "symmetrize", "try_cholesky", "try_decompose",
+    "moment_diagonal", "noise_floor", "own_precision", "product_rounding", "psd_eigh", "recovery_counts",
+    "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse",
+    "sum_slots", "symmetric_eigh", "symmetrize", "try_cholesky", "try_decompose",
 ]  # fmt: skip

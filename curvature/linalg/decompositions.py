@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.linalg.precision import full_precision, matmul
+
 # Computed eigenvalues of singular matrices reach about 4 eps times the largest, at every size that we tried.
 ROUNDING_FACTOR = 10.0
 RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
 RECOVERIES: ContextVar[Counter[str] | None] = ContextVar("recoveries", default=None)
-IN_FULL_PRECISION: ContextVar[bool] = ContextVar("in_full_precision", default=False)  # within `full_precision`
 
 
 class NotDefinite(ValueError):
@@ -61,35 +62,6 @@ def count_recovery(what: str) -> None:
     counts = RECOVERIES.get()
     if counts is not None:
         counts[what] += 1
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Switch off TF32 and bfloat16 products: they keep three digits, and damping is smaller than that."""
-    if IN_FULL_PRECISION.get():
-        yield
-        return
-    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    token = IN_FULL_PRECISION.set(True)
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        IN_FULL_PRECISION.reset(token)
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
-
-
-def own_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, products on the device of x have their factors' precision, whatever autocast and TF32 settings say."""
-    if IN_FULL_PRECISION.get() and not torch.is_autocast_enabled(x.device.type):
-        return nullcontext()  # to enter a context costs more than a small product
-    stack = ExitStack()
-    stack.enter_context(torch.autocast(x.device.type, enabled=False))
-    stack.enter_context(full_precision())
-    return stack
 
 
 def try_decompose(decompose: Callable[[], Any]) -> Any:
@@ -274,12 +246,6 @@ def _is_symmetric(matrix: Tensor) -> bool:
     difference = (matmul(matrix, probe) - matmul(matrix.mT, probe)).abs().amax((-2, -1))
     largest = torch.maximum(matrix.amax((-2, -1)), -matrix.amin((-2, -1)))
     return bool((difference <= 10 * torch.finfo(matrix.dtype).eps * size**0.5 * largest).all())
-
-
-def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` in their own precision, whatever autocast and TF32 settings say."""
-    with own_precision(left):
-        return left @ right
 
 
 def require_finite(number: float) -> float:

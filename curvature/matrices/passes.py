@@ -25,6 +25,7 @@ from curvature.gradients import (
     general_path_terms,
     learn_and_verify,
     plan_key,
+    record,
     require_independent_samples,
     single_sample_reference,
     terms_by_parameter,
@@ -33,7 +34,7 @@ from curvature.gradients import (
 from curvature.kronecker import at_least_float32
 from curvature.losses import Injection, Loss, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
-from curvature.recording import capture, map_tensors, preserve_state, unwrap_compiled
+from curvature.recording import map_tensors, preserve_state, unwrap_compiled
 from curvature.terms import DenseGradients, gradients
 
 BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
@@ -129,8 +130,7 @@ class RecordedBatch:
     """The recorded forward pass of one batch; sends vectors back from its output."""
 
     def __init__(self, batch: Batch, loss: Loss | None, drew_random: Callable[[], bool]) -> None:
-        with capture(batch.model) as tape:
-            output = batch.output()
+        tape, output = record(batch)
         self.batch, self.loss, self.tape, self.random = batch, loss, tape, drew_random()
         require_independent_samples(tape)
         if not isinstance(output, Tensor):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.gradients import batched_vjp
-from curvature.linalg import matmul
+from curvature.linalg import full_precision, matmul
 from curvature.losses import Injection
 from curvature.matrices.passes import DataSource, RecordedBatch, samples_first
 from curvature.operators import Space
@@ -148,6 +148,7 @@ def coarsest(model: nn.Module) -> float:
     return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
 
 
+@full_precision()
 def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
     """Refuse a product that is not symmetric: some of torch's second derivatives are wrong.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvature.layers import Layout, Unsupported
-from curvature.linalg import symmetric_eigh
+from curvature.linalg import full_precision, symmetric_eigh
 from curvature.losses import Injection
 from curvature.matrices.accumulators import Chunk, Terms
 from curvature.matrices.passes import RecordedBatch, samples_first
@@ -103,6 +103,7 @@ def _vectors(
         yield product(z), rest
 
 
+@full_precision()
 def _root(W: Tensor, product: Callable[[Tensor], Tensor], head: LastLayer, step: int) -> Tensor:
     """``Q L^(-1/2)`` (n, t, d, d) of ``W^T H W = Q L Q^T``; zero where L is zero."""
     rows = []
@@ -139,6 +140,7 @@ def _chunk(run: RecordedBatch, vectors: Tensor, names: frozenset[str], weights: 
     return Chunk(run.tape, terms, terms, weights, first)
 
 
+@full_precision()
 def find_last_layer(run: RecordedBatch) -> LastLayer | None:
     """The linear layer that ends the model: every entry of the output is one of its, and nothing bypasses it."""
     use = run.tape.uses[-1] if run.tape.uses else None

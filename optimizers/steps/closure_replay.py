@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature import output_changes
+from curvature.linalg import product_rounding
 from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
 
@@ -75,9 +76,11 @@ class Call:
 
     @property
     def rounding(self) -> float:
-        """The coarsest rounding of the output, and of autocast."""
+        """The coarsest rounding of the output, of autocast, and of products of single precision."""
         _, reduced, dtype = self.precision
-        return max(torch.finfo(d).eps for d in [x.dtype for x in _floats(self.output)] + [dtype] * reduced)
+        outputs = _floats(self.output)
+        kinds = [torch.finfo(d).eps for d in [x.dtype for x in outputs] + [dtype] * reduced]
+        return max(kinds + [product_rounding(x.device) for x in outputs if x.dtype == torch.float32])
 
 
 class Replay:
