@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def per_sample_norms(
     only where the inner products of activations and of backprops would cost more.
     """
     terms = _terms(Batch.of(model, loss, x, y, sample_dim))
-    return torch.stack([contractions.norms_squared(parts) for parts in terms.values()]).sum(0).sqrt()
+    return _sum(contractions.norms_squared(parts) for parts in terms.values()).sqrt()
 
 
 def per_sample_gram(
@@ -70,7 +71,7 @@ def per_sample_gram(
     the loss). Arguments and errors as for `per_sample_gradients`.
     """
     terms = _terms(Batch.of(model, loss, x, y, sample_dim))
-    return torch.stack([contractions.gram(parts) for parts in terms.values()]).sum(0)
+    return _sum(contractions.gram(parts) for parts in terms.values())
 
 
 @full_precision()
@@ -112,6 +113,12 @@ class RefuseDoubleBackward(TorchFunctionMode):
                 "*batch), where residual(model, *batch) gives each sample's loss (N,)"
             )
         return func(*args, **kwargs)
+
+
+def _sum(parts: Iterable[Tensor]) -> Tensor:
+    """The sum over parameters, on the device of the first of them."""
+    first, *others = parts
+    return torch.stack([first, *(part.to(first.device) for part in others)]).sum(0)
 
 
 def _is_random(batch: Batch) -> bool:

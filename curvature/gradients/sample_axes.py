@@ -39,7 +39,7 @@ def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0
     fits = []
     for layout in candidate_axes(tuple(b.shape), len(weights)):
         front, target = layout.front(b), layout.front(weighted)
-        expected = front * weights.to(b.dtype).reshape(-1, *[1] * (front.ndim - 1))
+        expected = front * weights.to(b).reshape(-1, *[1] * (front.ndim - 1))
         if (expected - target).norm() <= allowed:
             fits.append(layout)
     return fits[:1], len(fits) <= 1

@@ -33,12 +33,11 @@ def unscale_and_check_finite(gradients: Iterable[Tensor], scale: Tensor | None =
 
 def copy_to_host_async(flag: Tensor) -> Callable[[], bool]:
     """Send a flag to the host. To call what is returned waits for it, the first time."""
-    if not flag.is_cuda:
+    if flag.device.type in ("cpu", "mps"):  # memory that the host shares
         return functools.cache(lambda: bool(flag))
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
+    arrived = torch.accelerator.current_stream(flag.device).record_event()  # where the copy is, whatever is current
 
     def wait() -> bool:
         arrived.synchronize()
