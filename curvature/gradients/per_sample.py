@@ -14,7 +14,7 @@ from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import PLANS, Plan, per_sample_terms, plan_key, record
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
 from curvature.recording import preserve_state
 from curvature.terms import DenseGradients, contractions
@@ -117,8 +117,7 @@ class RefuseDoubleBackward(TorchFunctionMode):
 
 def _sum(parts: Iterable[Tensor]) -> Tensor:
     """The sum over parameters, on the device of the first of them."""
-    first, *others = parts
-    return torch.stack([first, *(part.to(first.device) for part in others)]).sum(0)
+    return stack(parts).sum(0)
 
 
 def _is_random(batch: Batch) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvature.layers import Layout
-from curvature.linalg import full_precision, noise_floor, rounding_tolerance
+from curvature.linalg import full_precision, noise_floor, rounding_tolerance, widest
 from curvature.recording import Tape
 
 
@@ -60,7 +60,8 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
     """
     count = output.shape[sample_dim]
     generator = torch.Generator(output.device).manual_seed(0)
-    vector = torch.randn(output.shape, generator=generator, dtype=torch.float64, device=output.device).to(output.dtype)
+    wide = widest(output.device.type)
+    vector = torch.randn(output.shape, generator=generator, dtype=wide, device=output.device).to(output.dtype)
     weights = (0.5 + torch.rand(count, generator=generator, device=output.device)).to(output.dtype)
     weighted = vector * weights.reshape([-1 if k == sample_dim % output.ndim else 1 for k in range(output.ndim)])
     pairs = list(zip(*(tape.gradients([output], [v]) for v in (vector, weighted)), strict=True))

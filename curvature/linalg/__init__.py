@@ -12,7 +12,9 @@ from curvature.linalg.decompositions import (
     count_recovery,
     damp_eigenvalues,
     eigenvalue_rounding,
+    eigenvalues_of,
     psd_eigh,
+    qr,
     recovery_counts,
     require_finite,
     spd_inverse,
@@ -21,6 +23,7 @@ from curvature.linalg.decompositions import (
     try_cholesky,
     try_decompose,
 )
+from curvature.linalg.devices import stack, widen, widest
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverse
 from curvature.linalg.precision import full_precision, matmul, own_precision, product_rounding
 from curvature.linalg.sketch import (
@@ -42,8 +45,8 @@ from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 __all__ = [
     "LOW_RANK_MIN_SIZE", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_",
     "average_moments", "cholesky", "cholesky_with_jitter", "count_recovery", "damp_eigenvalues",
-    "eigenvalue_rounding", "fill_slot", "full_precision", "is_sketch", "low_rank_inverse", "matmul",
-    "moment_diagonal", "noise_floor", "own_precision", "product_rounding", "psd_eigh", "recovery_counts",
-    "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse",
-    "sum_slots", "symmetric_eigh", "symmetrize", "try_cholesky", "try_decompose",
+    "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision", "is_sketch", "low_rank_inverse",
+    "matmul", "moment_diagonal", "noise_floor", "own_precision", "product_rounding", "psd_eigh", "qr",
+    "recovery_counts", "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse",
+    "stack", "sum_slots", "symmetric_eigh", "symmetrize", "try_cholesky", "try_decompose", "widen", "widest",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, stack, widen
 from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -262,8 +262,8 @@ def _measured(
 
 def _are_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
     """Whether all tensors of each group are finite, with one transfer to the host."""
-    sums = [torch.stack([t.sum().double() for t in group]).sum() for group in groups]
-    return torch.stack(sums).isfinite().tolist() if sums else []
+    sums = [stack(widen(t.sum()) for t in group).sum() for group in groups]
+    return stack(sums).isfinite().tolist() if sums else []
 
 
 def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:

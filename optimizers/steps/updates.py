@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvature.linalg import stack, widen
+
 # AdamW's usual learning rate, for which lr=1 stands in weight decay: lr multiplies the step here, and has no unit, so
 # that lr * weight_decay would be a thousand times the decay that recipes for AdamW mean.
 DECAY_RATE = 1e-3
@@ -139,6 +141,6 @@ def inners(ones: list[Tensor], others: list[Tensor]) -> Tensor:
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no entry is infinite or nan."""
     some = [t for t in tensors if t.numel()]
-    sums = torch.stack([t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).double() for t in some])
+    sums = stack(widen(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))) for t in some)
     # sums are quick, but those of finite entries may overflow
-    return bool(torch.isfinite(sums).all()) or bool(torch.stack([torch.isfinite(t).all() for t in some]).all())
+    return bool(torch.isfinite(sums).all()) or bool(stack(torch.isfinite(t).all() for t in some).all())

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC
-from support.cases.case import seeded
 from support.training import task
 
 pytestmark = pytest.mark.fast

@@ -141,6 +141,16 @@ def syncs() -> Iterator[Found]:
             kernels.listen(None)
 
 
+@contextmanager
+def without_float64() -> Iterator[None]:
+    """As on MPS, nothing is in double precision inside."""
+    kernels.set_double(False)
+    try:
+        yield
+    finally:
+        kernels.set_double(True)
+
+
 # -- cells of recurrent networks: torch has them fused, for CUDA alone
 def _lstm(igates, hgates, cx, b_i=None, b_h=None):
     gates = igates + hgates if b_i is None else igates + b_i + hgates + b_h
