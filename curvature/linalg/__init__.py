@@ -47,6 +47,7 @@ __all__ = [
     "average_moments", "cholesky", "cholesky_with_jitter", "count_recovery", "damp_eigenvalues",
     "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision", "is_sketch", "low_rank_inverse",
     "matmul", "moment_diagonal", "noise_floor", "own_precision", "product_rounding", "psd_eigh", "qr",
-    "recovery_counts", "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse",
-    "stack", "sum_slots", "symmetric_eigh", "symmetrize", "try_cholesky", "try_decompose", "widen", "widest",
+    "recovery_counts", "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum",
+    "spd_inverse", "stack", "sum_slots", "symmetric_eigh", "symmetrize", "try_cholesky", "try_decompose", "widen",
+    "widest",
 ]  # fmt: skip

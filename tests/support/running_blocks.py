@@ -130,7 +130,7 @@ def batches(*scales: float, device: str = "cpu") -> tuple[nn.Module, list[Tensor
 
 
 def evened(values: Tensor, block: Any) -> Tensor:
-    """A diagonal (g, o, i) in an eigenbasis, with its mean in the null space of a factor: the basis is arbitrary there."""
+    """A diagonal (g, o, i) in an eigenbasis, its mean in the null space of a factor, where that is arbitrary."""
     found = values.clone()
     for eigenvalues, rows in ((block.row_values, found), (block.column_values, found.mT)):
         for group, own in zip(rows, eigenvalues, strict=True):
