@@ -40,6 +40,7 @@ def copy_to_host_async(flag: Tensor) -> Callable[[], bool]:
     host.copy_(flag, non_blocking=True)
     arrived = torch.accelerator.current_stream(flag.device).record_event()  # where the copy is, whatever is current
 
+    @functools.cache
     def wait() -> bool:
         arrived.synchronize()
         return bool(host)
