@@ -1,4 +1,4 @@
-# make demo | check | test | mutants | bench | race | generality | lint | format | docs | clean
+# make demo | check | test | test-device | mutants | bench | race | generality | lint | format | docs | clean
 #
 # Each target makes the virtual environment .venv, installs what it needs at the versions of constraints.txt and runs.
 # A second run installs nothing. Options: PYTHON=python3.12, DEVICE=cuda (tests, demo and benchmarks read it),
@@ -21,7 +21,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --p
 # One thread per test process: two processes with a thread pool each would fight for the cores.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-.PHONY: demo check fast test mutants bench race generality lint format docs clean
+# What `make test` runs on the simulated accelerator; `make test-device` runs all tests that take a device.
+ON_DEVICE := $(addprefix tests/,repository/test_simulated_device.py curvature/layers/test_rules.py \
+	curvature/matrices/test_every_builder.py optimizers/test_every_optimizer.py integration/devices)
+SIMULATED := DEVICE=sim SIM_DEVICES=2 SIM_TF32=1
+
+.PHONY: demo check fast test test-device mutants bench race generality lint format docs clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -38,6 +43,12 @@ fast: .venv/test.stamp
 test: .venv/test.stamp
 	@$(MAKE) --no-print-directory -j2 lint .venv/bench.stamp
 	$(PYTEST)
+	$(SIMULATED) $(PYTEST) $(ON_DEVICE)
+
+# Everything that takes a device, on a simulated accelerator: two devices with CUDA's rules, and torch's own settings of
+# precision. The first run compiles it for about a minute; without a C++ compiler all is skipped.
+test-device: .venv/test.stamp
+	$(SIMULATED) $(PYTEST)
 
 # One line of code broken at a time: do the tests see it? MUTANTS="--only linear -n 2"
 mutants: .venv/test.stamp

@@ -208,12 +208,26 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         trained = self.trained()
+        self._require_one_device(trained)
         return StepContext(
             model=self.model, closure=closure, trained=trained, options=self.options(),
             states={name: self.state[p] for name, p in trained.items()}, recorder=self.recorder,
             preconditioner=self.preconditioner, monitor=self.monitor, owner=type(self).__name__,
             scaling=Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)),
         )  # fmt: skip
+
+    def _require_one_device(self, trained: Mapping[str, Tensor]) -> None:
+        """
+        Raises:
+            NotImplementedError: the parameters are on several devices; names one of each.
+        """
+        found = {p.device: name for name, p in trained.items()}
+        if len(found) > 1:
+            places = ", ".join(f"{name} on {device}" for device, name in found.items())
+            raise NotImplementedError(
+                f"{type(self).__name__}.step: parameters are on several devices ({places}), and the numbers of a "
+                "step on one; move the model to one device, or spread batches by DistributedDataParallel"
+            )
 
     def _loss_step(self, context: StepContext) -> Outcome:
         """A step on a loss. If the first closure returns residuals, undo its side effects and step on them instead."""

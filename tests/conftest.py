@@ -1,20 +1,35 @@
-"""Where every test gets its device from: the CPU, and CUDA where there is one; DEVICE names a single one."""
+"""Where every test gets its device from: the CPU, and CUDA where there is one; DEVICE names a single one.
+
+DEVICE=sim is the simulated accelerator (`make test-device`), on which only the tests run that take a device, with
+torch's own settings of precision.
+"""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from support.simulated_device.build import Unavailable
+
 AVAILABLE = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 DEVICES = [os.environ["DEVICE"]] if os.environ.get("DEVICE") else AVAILABLE
+SIMULATED = DEVICES == ["sim"]
+MISSING = ""  # why there is no simulated device
 
 # The models are tiny: threads cost more than they bring, and the workers of pytest-xdist have the cores already.
 torch.set_num_threads(1)
-torch.backends.cudnn.allow_tf32 = False
+if not SIMULATED:
+    torch.backends.cudnn.allow_tf32 = False
+else:
+    try:
+        importlib.import_module("support.simulated_device.simdev")  # registers it
+    except Unavailable as error:
+        MISSING = str(error)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +48,32 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that takes no device says nothing new on the simulated one."""
+    if SIMULATED:
+        others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
+    if MISSING:
+        pytest.skip(MISSING)
     return request.param
+
+
+@pytest.fixture
+def accelerator(device: str) -> str:
+    """A device that is not the CPU."""
+    if device == "cpu":
+        pytest.skip("no accelerator: make test-device runs this on a simulated one")
+    return device
+
+
+@pytest.fixture
+def two_devices(accelerator: str) -> tuple[str, str]:
+    """Two accelerators, the first of which is the current one."""
+    if torch.get_device_module(accelerator).device_count() < 2:
+        pytest.skip("one accelerator alone: make test-device has two simulated ones")
+    return f"{accelerator}:0", f"{accelerator}:1"

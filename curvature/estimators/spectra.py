@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvature.estimators.estimate import Estimate, mean_estimate
 from curvature.estimators.lanczos import lanczos_from_starts
-from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, symmetric_eigh
+from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, qr, symmetric_eigh
 from curvature.operators import Operator
 
 MAX_BASIS_ENTRIES = 2**28  # entries of the bases of starts that run together
@@ -61,7 +61,7 @@ def lanczos_eigenpairs(
         raise ValueError(f"a matrix with {size} rows has no {k} largest eigenvalues")
     rtol = torch.finfo(op.space.dtype).eps ** 0.5 if rtol is None else rtol
     most = min(size, max(300, 20 * k) if max_products is None else max_products)
-    block = torch.linalg.qr(op.space.normal(k, generator)).Q
+    block = qr(op.space.normal(k, generator))[0]
     basis = image = block[:, :0]
     core = basis.mT @ image
     while True:
@@ -106,7 +106,7 @@ def _next_block(basis: Tensor, image: Tensor) -> Tensor:
     """
     width = min(image.shape[1], len(basis) - basis.shape[1])
     for _ in range(2):
-        image = torch.linalg.qr(_orthogonalize(image, basis)).Q[:, :width]
+        image = qr(_orthogonalize(image, basis))[0][:, :width]
     return image
 
 

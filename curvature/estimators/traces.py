@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from curvature.estimators.estimate import Estimate, mean_estimate, products_per_part
+from curvature.linalg import qr
 from curvature.operators import Operator
 
 
@@ -45,7 +46,7 @@ def hutchpp_trace(op: Operator, k: int, generator: torch.Generator | None = None
         ValueError: k is too small.
     """
     third, generator = products_per_part(k, 3, hutchpp_trace), generator or op.space.generator()
-    basis = torch.linalg.qr(op @ op.space.signs(third, generator)).Q
+    basis = qr(op @ op.space.signs(third, generator))[0]
     z = op.space.signs(k - 2 * third, generator)
     z = z - basis @ (basis.mT @ z)
     rest = mean_estimate((z * (op @ z)).sum(0))
@@ -135,7 +136,7 @@ def _leave_one_out(image: Tensor) -> tuple[Tensor, Tensor]:
     s_k is the normalized k-th column of ``R^-T``. If the columns are dependent, R is singular: the others then span the
     range without column k, and any direction of Q from rounding serves as s_k.
     """
-    basis, root = torch.linalg.qr(image)
+    basis, root = qr(image)
     diagonal = root.diagonal()
     floor = (torch.finfo(root.dtype).eps * diagonal.abs().max()).clamp(min=math.sqrt(torch.finfo(root.dtype).tiny))
     small = diagonal.abs() < floor

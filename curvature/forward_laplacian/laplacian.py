@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded
 from curvature.forward_laplacian.mode import Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples
-from curvature.linalg import noise_floor, rounding_tolerance
+from curvature.linalg import full_precision, noise_floor, rounding_tolerance
 from curvature.recording import graph_leaves, logits, preserve_state, unwrap_compiled, warn_once
 
 log = logging.getLogger("curvature")
@@ -50,7 +51,9 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
     form, model = QuadraticForm(_check_weights(model, x, weights)), unwrap_compiled(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.enable_grad():
+    is_new = _is_new(model, module, x)
+    exactly = full_precision() if is_new else nullcontext()
+    with torch.inference_mode(False), torch.enable_grad(), exactly:
         given = x.clone() if x.is_inference() else x
         try:
             try:
@@ -66,7 +69,8 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
                     warn_once("laplacian: no rule for %s; computed exactly all the same, which is slower", reason)
         except MixesSamples as error:
             raise ValueError(_mixing_message(module, error)) from None
-        _compare(model, module, given, found[0])
+        if is_new:
+            _compare(model, module, given, found[0])
     return found if record else (found[0].detach(), found[1].detach(), found[2].detach())
 
 
@@ -149,17 +153,22 @@ def _gradient(values: Tensor, y: Tensor) -> Tensor:
     return found
 
 
+def _is_new(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> bool:
+    """Whether this is the first call at a shape, and there are samples to compare."""
+    seen = COMPARED.setdefault(model, set())
+    key = (x.shape, x.dtype, tuple(m.training for m in module.modules()))
+    if key in seen or len(x) == 1:
+        return False
+    seen.add(key)
+    return True
+
+
 def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Tensor) -> None:
-    """At the first call at a shape, run the first and the last sample alone and compare with the batch.
+    """Run the first and the last sample alone and compare with the batch.
 
     Raises:
         ValueError: the outputs differ, and the model draws no random numbers.
     """
-    seen = COMPARED.setdefault(model, set())
-    key = (x.shape, x.dtype, tuple(m.training for m in module.modules()))
-    if key in seen or len(x) == 1:
-        return
-    seen.add(key)
     for n in (0, len(x) - 1):
         with preserve_state(module) as drew_random, torch.no_grad():
             try:

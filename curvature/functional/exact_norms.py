@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from curvature.functional import formulas
+from curvature.functional.bags import Formulas, TwiceDifferentiable
 
 
 def batch_norm(
@@ -49,14 +49,11 @@ def _weights_first(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
-class ExactNorms(TorchFunctionMode):
-    """A context in which layer, batch and instance norms run as their formulas."""
+class ExactNorms(Formulas):
+    """A context in which layer, batch and instance norms run as their formulas, and bags of embeddings as theirs."""
 
     formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {
         F.layer_norm: formulas.layer_norm, torch.layer_norm: formulas.layer_norm, F.batch_norm: batch_norm,
         torch.batch_norm: _weights_first(batch_norm), F.instance_norm: instance_norm,
-        torch.instance_norm: _weights_first(instance_norm),
+        torch.instance_norm: _weights_first(instance_norm), **TwiceDifferentiable.formulas,
     }  # fmt: skip
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.formulas.get(func, func)(*args, **(kwargs or {}))

@@ -19,7 +19,7 @@ from curvature.gradients.parameter_terms import (
     weighted_gradients,
 )
 from curvature.gradients.per_sample import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
-from curvature.gradients.plans import Plan, find_plan, learn_and_verify, plan_key
+from curvature.gradients.plans import Plan, find_plan, learn_and_verify, plan_key, record
 from curvature.gradients.sample_axes import candidate_axes, sample_layouts
 from curvature.gradients.verification import require_independent_samples, single_sample_reference
 
@@ -27,6 +27,6 @@ __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "Plan", "Terms", "batched_vjp", "candidate_axes", "check_gradients",
     "computed_weights", "weighted_gradients",
     "find_plan", "general_path_terms", "joint_bias", "learn_and_verify", "output_changes", "per_sample_gradients",
-    "per_sample_gram", "per_sample_norms", "plan_key", "require_independent_samples", "residual_jacobian",
+    "per_sample_gram", "per_sample_norms", "plan_key", "record", "require_independent_samples", "residual_jacobian",
     "sample_layouts", "single_sample_reference", "terms_by_parameter", "validate_loss",
 ]  # fmt: skip

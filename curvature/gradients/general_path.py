@@ -17,6 +17,7 @@ from curvature.gradients.batch import Batch
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import Plan
 from curvature.gradients.verification import differences
+from curvature.linalg import full_precision
 from curvature.recording import call_model, logits, map_tensors
 from curvature.terms import DenseGradients
 
@@ -24,6 +25,7 @@ log = logging.getLogger("curvature")
 VMAP_ELEMENTS = 1 << 27  # entries of the per-sample gradients above which vmap takes a part of the batch at a time
 
 
+@full_precision()
 def general_path_terms(batch: Batch, plan: Plan, names: set[str], random: bool) -> Terms:
     """Terms of the parameters of these names, checked against one sample alone; the plan keeps which way was right."""
     found, plan.loop = general_gradients(batch, names, plan.loop)

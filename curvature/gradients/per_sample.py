@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 from curvature.gradients.batch import Batch
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.parameter_terms import Terms
-from curvature.gradients.plans import PLANS, Plan, per_sample_terms, plan_key
+from curvature.gradients.plans import PLANS, Plan, per_sample_terms, plan_key, record
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
+from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
-from curvature.recording import capture, preserve_state
+from curvature.recording import preserve_state
 from curvature.terms import DenseGradients, contractions
 
 
@@ -59,7 +61,7 @@ def per_sample_norms(
     only where the inner products of activations and of backprops would cost more.
     """
     terms = _terms(Batch.of(model, loss, x, y, sample_dim))
-    return torch.stack([contractions.norms_squared(parts) for parts in terms.values()]).sum(0).sqrt()
+    return _sum(contractions.norms_squared(parts) for parts in terms.values()).sqrt()
 
 
 def per_sample_gram(
@@ -69,15 +71,17 @@ def per_sample_gram(
     the loss). Arguments and errors as for `per_sample_gradients`.
     """
     terms = _terms(Batch.of(model, loss, x, y, sample_dim))
-    return torch.stack([contractions.gram(parts) for parts in terms.values()]).sum(0)
+    return _sum(contractions.gram(parts) for parts in terms.values())
 
 
+@full_precision()
 def check_gradients(
     model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
 ) -> None:
     """Compare `per_sample_gradients` with plain backward passes of single samples.
 
-    Every sample is run alone, so this costs N forward and backward passes. Arguments as for `per_sample_gradients`.
+    Every sample is run alone, so this costs N forward and backward passes, without TF32. Arguments as for
+    `per_sample_gradients`.
 
     Raises:
         RuntimeError: a gradient differs; names the parameter, the sample and both norms.
@@ -111,6 +115,11 @@ class RefuseDoubleBackward(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _sum(parts: Iterable[Tensor]) -> Tensor:
+    """The sum over parameters, on the device of the first of them."""
+    return stack(parts).sum(0)
+
+
 def _is_random(batch: Batch) -> bool:
     """Whether a forward pass moves the random state of the CPU or of the model's device."""
     with preserve_state(batch.model) as drew_random, torch.no_grad():
@@ -124,8 +133,8 @@ def _terms(batch: Batch) -> Terms:
     Records one forward pass, takes the samples' own losses, and sends them back.
     """
     with preserve_state(batch.model) as drew_random:
-        with capture(batch.model) as tape, RefuseDoubleBackward():
-            output = batch.output()
+        with RefuseDoubleBackward():
+            tape, output = record(batch)
         random, key = drew_random(), plan_key(batch)
         require_independent_samples(tape)
         if batch.count == 1:

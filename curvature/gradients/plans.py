@@ -7,6 +7,7 @@ the general path.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,8 +21,8 @@ from curvature.gradients.parameter_terms import Terms, terms_by_parameter
 from curvature.gradients.sample_axes import find_layout
 from curvature.gradients.verification import Reference, failures, note_general
 from curvature.layers import Layout
-from curvature.linalg import noise_floor
-from curvature.recording import Tape, tensors_in
+from curvature.linalg import full_precision, noise_floor
+from curvature.recording import ModelState, Tape, capture, tensors_in
 from curvature.terms import DenseGradients, promote
 
 
@@ -51,6 +52,22 @@ def tape_signature(tape: Tape) -> list[tuple[Any, ...]]:
     return [(use.function, use.shape, use.names) for use in tape.uses]
 
 
+def record(batch: Batch) -> tuple[Tape, Any]:
+    """The tape and the output of a forward pass, in full precision if the plan is to be learnt from it.
+
+    What is learnt compares passes that round differently in TF32. Once the plan is known, the settings in force hold.
+    """
+    model, state = batch.model, ModelState(batch.model)
+    plan = PLANS.get(model, {}).get(plan_key(batch))
+    with nullcontext() if plan else full_precision(), capture(model) as tape:
+        output = batch.output()
+    if plan and plan.signature and plan.signature != tape_signature(tape):  # a plan that no longer fits
+        state.restore()
+        with full_precision(), capture(model) as tape:
+            output = batch.output()
+    return tape, output
+
+
 def find_plan(model: nn.Module, key: Any, tape: Tape, learn: Callable[[], Learnt]) -> tuple[Plan, Terms | None]:
     """The plan kept for this model and key, if it fits the tape; else the one that `learn` returns.
 
@@ -69,6 +86,7 @@ def find_plan(model: nn.Module, key: Any, tape: Tape, learn: Callable[[], Learnt
     return plan, terms
 
 
+@full_precision()
 def learn_and_verify(tape: Tape, losses: Tensor, reference: Reference, edge: GradientEdge | None = None) -> Learnt:
     """Find the axis of samples at every use, then check the terms that follow from it in two ways.
 

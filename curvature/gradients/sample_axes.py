@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvature.layers import Layout
-from curvature.linalg import noise_floor, rounding_tolerance
+from curvature.linalg import full_precision, noise_floor, rounding_tolerance, widest
 from curvature.recording import Tape
 
 
@@ -39,12 +39,13 @@ def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0
     fits = []
     for layout in candidate_axes(tuple(b.shape), len(weights)):
         front, target = layout.front(b), layout.front(weighted)
-        expected = front * weights.to(b.dtype).reshape(-1, *[1] * (front.ndim - 1))
+        expected = front * weights.to(b).reshape(-1, *[1] * (front.ndim - 1))
         if (expected - target).norm() <= allowed:
             fits.append(layout)
     return fits[:1], len(fits) <= 1
 
 
+@full_precision()
 def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layout | None]:
     """The axis of samples in the output of each of `tape.uses`, found by two backward passes.
 
@@ -59,7 +60,8 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
     """
     count = output.shape[sample_dim]
     generator = torch.Generator(output.device).manual_seed(0)
-    vector = torch.randn(output.shape, generator=generator, dtype=torch.float64, device=output.device).to(output.dtype)
+    wide = widest(output.device.type)
+    vector = torch.randn(output.shape, generator=generator, dtype=wide, device=output.device).to(output.dtype)
     weights = (0.5 + torch.rand(count, generator=generator, device=output.device)).to(output.dtype)
     weighted = vector * weights.reshape([-1 if k == sample_dim % output.ndim else 1 for k in range(output.ndim)])
     pairs = list(zip(*(tape.gradients([output], [v]) for v in (vector, weighted)), strict=True))

@@ -75,7 +75,7 @@ def _sums_to(terms: list[Term], weights: Tensor, expected: Tensor, floor: float,
     """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses."""
     if not terms:
         return bool(expected.norm() <= floor)
-    weights = weights.to(expected.dtype)
+    weights = weights.to(expected)
     scale = (contractions.norms_squared(terms) * weights.square()).sum().sqrt()
     difference = (contractions.weighted_sum(terms, weights) - expected).norm()
     return bool(difference <= max(rounding_tolerance(expected), low) * scale + floor)

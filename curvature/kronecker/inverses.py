@@ -15,6 +15,7 @@ from torch import Tensor
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
     count_recovery,
+    eigenvalues_of,
     is_sketch,
     low_rank_inverses,
     matmul,
@@ -288,7 +289,7 @@ def _spectrum(side: Tensor, is_root: bool, shift: Tensor | None) -> Tensor:
     """Eigenvalues of the matrix that a side stands for, or of its inverse, (g, d)."""
     if shift is not None:
         return shift[:, None] * torch.cat([1 - side.square().sum(1), torch.ones_like(shift)[:, None]], 1)
-    return side if side.ndim == 2 else torch.linalg.eigvalsh(side @ side.mT if is_root else side)
+    return side if side.ndim == 2 else eigenvalues_of(side @ side.mT if is_root else side)
 
 
 def _left(side: Tensor, x: Tensor) -> Tensor:

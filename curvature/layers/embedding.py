@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvature.functional import chosen_rows, flat_bags
 from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, register
 from curvature.terms import DenseGradients, IndexedRows, Term
 
@@ -66,7 +67,8 @@ class EmbeddingBagRule(Rule):
         bags, width = call.shape
         number = torch.arange(bags, device=b.device)
         sample = number // layout.inner % layout.samples
-        index, bag = _flat_bags(args, bags)
+        given = args["input"], args.get("offsets")
+        index, bag = flat_bags(*given, bags, bool(args.get("include_last_offset")))
         if args.get("mode", "mean") == "max":
             return _maximum(args, b, sample, layout.samples)
         weights = self._weights(args, index, bag, bags, b)
@@ -94,35 +96,12 @@ class EmbeddingBagRule(Rule):
         return weights
 
 
-def _flat_bags(args: dict[str, Any], bags: int) -> tuple[Tensor, Tensor]:
-    """The looked-up rows and their bags, both (number of look-ups,)."""
-    index: Tensor = args["input"]
-    offsets: Any = args.get("offsets")
-    if index.ndim == 2:
-        return index.reshape(-1), torch.arange(bags, device=index.device).repeat_interleave(index.shape[1])
-    starts = offsets[:bags]
-    position = torch.arange(len(index), device=index.device)
-    bag = torch.searchsorted(starts.contiguous(), position, right=True) - 1
-    if args.get("include_last_offset"):
-        inside = position < offsets[-1]
-        return index[inside], bag[inside]
-    return index, bag
-
-
 def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> DenseGradients:
     """Each feature of a bag comes from the row that torch reports as the maximum."""
-    index, weight = args["input"], args["weight"].detach()
-    offsets: Any = args.get("offsets")
-    if index.ndim == 2:
-        offsets = torch.arange(0, index.numel(), index.shape[1], device=index.device)
-        index = index.reshape(-1)
-    _, _, sizes, chosen = torch.embedding_bag(
-        weight, index, offsets, False, 2, False, None, bool(args.get("include_last_offset")),
-        args.get("padding_idx"),
-    )  # fmt: skip
-    chosen = chosen[: len(b)]
-    b = b.masked_fill((sizes[: len(b)] == 0)[:, None], 0)
-    chosen = chosen.clamp(min=0)
+    weight, given = args["weight"], (args["input"], args.get("offsets"))
+    found = chosen_rows(weight, *given, bool(args.get("include_last_offset")), args.get("padding_idx"))
+    chosen, is_empty = (x[: len(b)] for x in found)
+    b = b.masked_fill(is_empty[:, None], 0)
     out = b.new_zeros(count, *weight.shape)
     feature = torch.arange(b.shape[1], device=b.device).expand_as(chosen)
     out.index_put_((sample[:, None].expand_as(chosen), chosen, feature), b, accumulate=True)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvature.linalg.devices import widen
 from curvature.linalg.outcomes import are_true, count_recovery, refute
+from curvature.linalg.precision import full_precision, matmul
 
 # Computed eigenvalues of singular matrices reach about 4 eps times the largest, at every size that we tried.
 ROUNDING_FACTOR = 10.0
+# as their errors name themselves; CUDA has the first three, ROCm the others but the last, XPU the last
+LIBRARIES = "cusolver", "cublas", "magma", "hipsolver", "rocsolver", "hipblas", "rocblas", "onemkl"
 RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
-IN_FULL_PRECISION: ContextVar[bool] = ContextVar("in_full_precision", default=False)  # within `full_precision`
 
 
 class NotDefinite(ValueError):
@@ -41,35 +42,6 @@ class NotDefinite(ValueError):
         )
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Switch off TF32 and bfloat16 products: they keep three digits, and damping is smaller than that."""
-    if IN_FULL_PRECISION.get():
-        yield
-        return
-    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
-    before = [backend.fp32_precision for backend in backends]
-    token = IN_FULL_PRECISION.set(True)
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        IN_FULL_PRECISION.reset(token)
-        for backend, precision in zip(backends, before, strict=True):
-            backend.fp32_precision = precision
-
-
-def own_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Inside, products on the device of x have their factors' precision, whatever autocast and TF32 settings say."""
-    if IN_FULL_PRECISION.get() and not torch.is_autocast_enabled(x.device.type):
-        return nullcontext()  # to enter a context costs more than a small product
-    stack = ExitStack()
-    stack.enter_context(torch.autocast(x.device.type, enabled=False))
-    stack.enter_context(full_precision())
-    return stack
-
-
 def try_decompose(decompose: Callable[[], Any]) -> Any:
     """The result, one tensor or several; None if the decomposition fails or a result is not finite.
 
@@ -78,7 +50,7 @@ def try_decompose(decompose: Callable[[], Any]) -> Any:
     try:
         found = decompose()
     except RuntimeError as error:
-        if not isinstance(error, torch.linalg.LinAlgError) and "cusolver" not in str(error).lower():
+        if not _is_of_a_library(error):
             raise
         refute()
         return None
@@ -89,6 +61,12 @@ def try_decompose(decompose: Callable[[], Any]) -> Any:
         if all(are_true(torch.stack(fine))):
             return found
     return None
+
+
+def _is_of_a_library(error: RuntimeError) -> bool:
+    """Whether an error says that a library of linear algebra failed, or has no such function for the device."""
+    known = isinstance(error, torch.linalg.LinAlgError | NotImplementedError)
+    return known or any(library in str(error).lower() for library in LIBRARIES)
 
 
 @full_precision()
@@ -111,10 +89,17 @@ def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return found[0].to(matrix.dtype), found[1].to(matrix.dtype)
 
 
+@full_precision()
+def eigenvalues_of(matrix: Tensor) -> Tensor:
+    """The eigenvalues alone, ascending: `symmetric_eigh` where the quicker way fails."""
+    found = try_decompose(partial(torch.linalg.eigvalsh, matrix))
+    return symmetric_eigh(matrix)[0] if found is None else found
+
+
 def _eigh_with_retries(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """`symmetric_eigh` of one matrix (d, d) after a first failure."""
-    double = matrix.double()
-    on_cpu = double.cpu()
+    double = widen(matrix)
+    on_cpu = matrix.cpu().double()
     jitter = on_cpu.diagonal().mean().abs() * torch.eye(len(on_cpu))
     attempts = [matrix, double, on_cpu, *(on_cpu + share * jitter for share in RELATIVE_JITTERS)]
     if bool(on_cpu.isfinite().all()):
@@ -126,6 +111,23 @@ def _eigh_with_retries(matrix: Tensor) -> tuple[Tensor, Tensor]:
                 return found[0].to(matrix), found[1].to(matrix)
     state = "also in float64, on the CPU and with jitter" if bool(on_cpu.isfinite().all()) else "for it is not finite"
     raise torch.linalg.LinAlgError(f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, {state}")
+
+
+@full_precision()
+def qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Q and R of (..., m, n); if that fails or is not finite, in float64, then on the CPU.
+
+    Raises:
+        torch.linalg.LinAlgError: every attempt failed.
+    """
+    attempts: list[Callable[[Tensor], Tensor]] = [lambda x: x, widen, lambda x: x.cpu().double()]
+    for k, attempt in enumerate(attempts):
+        found = try_decompose(partial(torch.linalg.qr, attempt(matrix)))
+        if found is not None:
+            if k:
+                count_recovery("retried")
+            return found[0].to(matrix), found[1].to(matrix)
+    raise torch.linalg.LinAlgError(f"QR of a {tuple(matrix.shape)} matrix failed, also in float64 and on the CPU")
 
 
 def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,7 +153,7 @@ def spd_inverse(matrix: Tensor) -> Tensor:
     root = try_cholesky(matrix)
     if root is None:
         count_recovery("retried")
-        double = try_cholesky((matrix + matrix.mT).double() / 2)
+        double = try_cholesky(widen(matrix + matrix.mT) / 2)
         if double is not None:
             return torch.cholesky_inverse(double).to(matrix.dtype)
         values, vectors = psd_eigh(matrix)
@@ -215,7 +217,7 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
 def cholesky_with_jitter(matrix: Tensor, what: str) -> Tensor:
     """The Cholesky factor of one positive definite matrix (d, d) after a first failure."""
     count_recovery("retried")
-    here = matrix.double().cpu()
+    here = matrix.cpu().double()
     here = (here + here.mT) / 2
     jitters = (share * here.diagonal().mean() * torch.eye(len(here)) for share in (0.0, *RELATIVE_JITTERS))
     roots = (try_cholesky(here + jitter) for jitter in jitters)
@@ -259,12 +261,6 @@ def _is_symmetric(matrix: Tensor) -> bool:
     difference = (matmul(matrix, probe) - matmul(matrix.mT, probe)).abs().amax((-2, -1))
     largest = torch.maximum(matrix.amax((-2, -1)), -matrix.amin((-2, -1)))
     return bool((difference <= 10 * torch.finfo(matrix.dtype).eps * size**0.5 * largest).all())
-
-
-def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right`` in their own precision, whatever autocast and TF32 settings say."""
-    with own_precision(left):
-        return left @ right
 
 
 def require_finite(number: float) -> float:

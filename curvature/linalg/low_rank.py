@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvature.linalg.decompositions import matmul, psd_eigh
+from curvature.linalg.decompositions import matmul, psd_eigh, qr
+from curvature.linalg.devices import widen
 
 LOW_RANK_MIN_SIZE = 256  # rows from which it pays off
 MAX_RANK_DIVISOR = 3  # with more than a third of the directions, the inverse itself costs no more
@@ -55,7 +56,7 @@ def _basis(matrix: Tensor, start: Tensor | None) -> Tensor:
     fresh = matrix.new_empty(len(matrix), width - known).normal_(generator=generator)
     found = fresh if start is None else torch.cat([start, fresh], 1)
     for _ in range(2 if start is None else 1):
-        found = torch.linalg.qr(matmul(matrix, found)).Q
+        found = qr(matmul(matrix, found))[0]
     return found
 
 
@@ -83,11 +84,11 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 def _truncated(matrix: Tensor, damping: float, values: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """V with too many columns, c, and the fewest columns whose remainder is flat enough; -1 if no number suffices."""
-    exact = values.double()
+    exact = widen(values)
     before = lambda x: torch.cat([x.new_zeros(1), x.cumsum(0)])  # sums over the first 0, 1, ...
     remaining = len(matrix) - torch.arange(len(values) + 1, device=matrix.device)
-    mean = (matrix.diagonal().double().sum() - before(exact)) / remaining
-    square = (matrix.square().sum().double() - before(exact.square())) / remaining
+    mean = (widen(matrix.diagonal()).sum() - before(exact)) / remaining
+    square = (widen(matrix.square().sum()) - before(exact.square())) / remaining
     following = torch.cat([exact, exact[-1:]])
     fits = (following + damping <= KEEP_FACTOR * (mean + damping)) & (mean >= 0)
     fits &= (square - mean.square()).clamp(min=0).sqrt() <= MAX_SPREAD * (mean + damping)

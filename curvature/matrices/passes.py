@@ -25,6 +25,7 @@ from curvature.gradients import (
     general_path_terms,
     learn_and_verify,
     plan_key,
+    record,
     require_independent_samples,
     single_sample_reference,
     terms_by_parameter,
@@ -33,7 +34,7 @@ from curvature.gradients import (
 from curvature.kronecker import at_least_float32
 from curvature.losses import Injection, Loss, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
-from curvature.recording import capture, map_tensors, preserve_state, unwrap_compiled
+from curvature.recording import RandomState, map_tensors, preserve_state, unwrap_compiled
 from curvature.terms import DenseGradients, gradients
 
 BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
@@ -64,8 +65,8 @@ class DataSource:
             TypeError: the data are neither a pair (x, y) nor an iterable of pairs.
         """
         seen = False
-        devices = {p.device for p in self.model.parameters() if p.device.type == "cuda"}
-        with torch.random.fork_rng(sorted(devices, key=str)):  # a DataLoader draws from the global random state
+        random = RandomState(self.model)  # a DataLoader draws from it
+        try:
             total = number_of_batches(self.data)
             for x, y in tqdm(pairs(self.data), total=total, unit="batch", leave=False, disable=not self.progress):
                 batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim)
@@ -76,6 +77,8 @@ class DataSource:
                         run.warn_if_coupled()
                     visit(run)
                 seen = True
+        finally:
+            random.restore()
         if not seen:
             raise ValueError("data: no batch; an iterator gives its batches once: pass a list or a DataLoader")
 
@@ -129,8 +132,7 @@ class RecordedBatch:
     """The recorded forward pass of one batch; sends vectors back from its output."""
 
     def __init__(self, batch: Batch, loss: Loss | None, drew_random: Callable[[], bool]) -> None:
-        with capture(batch.model) as tape:
-            output = batch.output()
+        tape, output = record(batch)
         self.batch, self.loss, self.tape, self.random = batch, loss, tape, drew_random()
         require_independent_samples(tape)
         if not isinstance(output, Tensor):

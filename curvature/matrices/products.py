@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.functional import TwiceDifferentiable
 from curvature.gradients import batched_vjp
-from curvature.linalg import matmul
+from curvature.linalg import full_precision, matmul, widen
 from curvature.losses import Injection
 from curvature.matrices.passes import DataSource, RecordedBatch, samples_first
 from curvature.operators import Space
@@ -60,10 +61,11 @@ class Repeated:
                     "model: the forward pass draws random numbers (dropout?), so every product would be of another "
                     "matrix; call model.eval()"
                 )
-            seen.append(sum(float(t.double().sum()) for t in tensors_in(run.batch.x, run.batch.y)))
+            seen.append(sum(float(widen(t).sum()) for t in tensors_in(run.batch.x, run.batch.y)))
             visit(run)
 
-        self.source.each(checked)
+        with TwiceDifferentiable():
+            self.source.each(checked)
         self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         self.seen = self.seen or seen
         known, found = (torch.tensor(x, dtype=torch.float64) for x in (self.seen, seen))
@@ -148,6 +150,7 @@ def coarsest(model: nn.Module) -> float:
     return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
 
 
+@full_precision()
 def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
     """Refuse a product that is not symmetric: some of torch's second derivatives are wrong.
 

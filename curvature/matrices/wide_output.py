@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvature.layers import Layout, Unsupported
-from curvature.linalg import symmetric_eigh
+from curvature.linalg import full_precision, qr, symmetric_eigh, widen, widest
 from curvature.losses import Injection
 from curvature.matrices.accumulators import Chunk, Terms
 from curvature.matrices.passes import RecordedBatch, samples_first
@@ -103,6 +103,7 @@ def _vectors(
         yield product(z), rest
 
 
+@full_precision()
 def _root(W: Tensor, product: Callable[[Tensor], Tensor], head: LastLayer, step: int) -> Tensor:
     """``Q L^(-1/2)`` (n, t, d, d) of ``W^T H W = Q L Q^T``; zero where L is zero."""
     rows = []
@@ -125,7 +126,8 @@ def _at_places(x: Tensor, places: Tensor) -> Tensor:
 def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
     """Whether the loss has curvature between two places."""
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(head.index.shape, generator=generator, dtype=torch.float64).to(head.index.device)
+    probe = torch.randn(head.index.shape, generator=generator, dtype=torch.float64)
+    probe = probe.to(head.index.device, widest(head.index.device.type))
     for t in range(head.places if head.places > 1 else 0):
         found = product(_at_places(probe, torch.tensor([t], device=probe.device)))
         found[:, :, t] = 0
@@ -139,6 +141,7 @@ def _chunk(run: RecordedBatch, vectors: Tensor, names: frozenset[str], weights: 
     return Chunk(run.tape, terms, terms, weights, first)
 
 
+@full_precision()
 def find_last_layer(run: RecordedBatch) -> LastLayer | None:
     """The linear layer that ends the model: every entry of the output is one of its, and nothing bypasses it."""
     use = run.tape.uses[-1] if run.tape.uses else None
@@ -204,8 +207,9 @@ def _is_only_way(run: RecordedBatch, head: LastLayer) -> bool:
     """Whether vectors in the null space of ``W^T`` reach no other parameter."""
     rest = [p for name, p in run.batch.parameters.items() if name not in head.names]
     generator = torch.Generator().manual_seed(0)
-    z = torch.randn(1, *head.index.shape, generator=generator, dtype=torch.float64).to(run.output.device)
-    basis = torch.linalg.qr(head.weight.double()).Q
+    z = torch.randn(1, *head.index.shape, generator=generator, dtype=torch.float64)
+    basis = qr(widen(head.weight))[0]
+    z = z.to(basis)
     norms = []
     for vector in (z, z - (z @ basis) @ basis.T):
         sent = head.to_output(vector).to(run.output.dtype)[0]

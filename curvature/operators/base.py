@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from curvature.linalg import NotDefinite, cholesky, full_precision, matmul, require_finite, symmetrize
+from curvature.linalg import NotDefinite, cholesky, eigenvalues_of, full_precision, matmul, require_finite, symmetrize
 from curvature.operators.export import scipy_operator, to_plain_data
 from curvature.operators.space import Space
 
@@ -269,9 +269,8 @@ class Dense(Operator):
     def materialise(self) -> Dense:
         return self
 
-    @full_precision()
     def eigenvalues(self) -> Tensor:
-        return torch.linalg.eigvalsh(self.matrix)
+        return eigenvalues_of(self.matrix)
 
     def _cholesky(self, damping: float) -> Tensor:
         if self._root is None or self._root[0] != damping:

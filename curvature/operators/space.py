@@ -53,7 +53,10 @@ class Space:
         """
         devices = {tensor.device for tensor in parameters.values()}
         if len(devices) > 1:
-            raise ValueError(f"the parameters are on several devices: {sorted(map(str, devices))}")
+            raise ValueError(
+                f"the parameters are on several devices: {sorted(map(str, devices))}; a matrix is over one vector "
+                "of all of them: move the model to one"
+            )
         widest = torch.float32
         for tensor in parameters.values():
             widest = torch.promote_types(widest, tensor.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import Scheme
 from curvature.layers import Layout
-from curvature.linalg import are_true, full_precision
+from curvature.linalg import are_true, full_precision, stack, widen
 from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -308,8 +308,8 @@ def _measured(
 
 def _are_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
     """Whether all tensors of each group are finite."""
-    sums = [torch.stack([t.sum().double() for t in group]).sum() for group in groups]
-    return are_true(torch.stack(sums).isfinite()) if sums else []
+    sums = [stack(widen(t.sum()) for t in group).sum() for group in groups]
+    return are_true(stack(sums).isfinite()) if sums else []
 
 
 def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:

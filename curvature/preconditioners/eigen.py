@@ -18,6 +18,7 @@ from curvature.kronecker import (
     eigenbases,
     nonzero_or_one,
 )
+from curvature.linalg import eigenvalue_rounding
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import Term, sum_in_place
 
@@ -178,7 +179,7 @@ class EigenBlock(KroneckerBlock):
         count, basis = statistics.squares_samples, self.basis
         if statistics.squares is not None and self.values is not None and basis is not None and count:
             w = self.gate.masked(self.debiased_weight(decay, self.seen), statistics.squares.dtype)
-            self.values = self.values.lerp(statistics.squares_in(basis) / count, w)
+            self.values = self.values.lerp(self._evened(statistics.squares_in(basis), basis) / count, w)
             self.seen += 1
 
     @staticmethod
@@ -197,10 +198,23 @@ class EigenBlock(KroneckerBlock):
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
-            self.values = carry_diagonal(self.values, self.basis, (rows, columns))
+            self.values = self._evened(carry_diagonal(self.values, self.basis, (rows, columns)), (rows, columns))
         if not self.seen:
             self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
         self.inverse = KroneckerInverse(rows, columns, self._inverted(damping, share))
+
+    def _evened(self, values: Tensor, basis: Sides) -> Tensor:
+        """Values with their mean over each factor's null space, where the basis is whatever rounding made of it.
+
+        Steps would depend on that: the mean is the same in all bases of the null space.
+        """
+        for dim, eigenvalues, side in ((1, self.row_values, basis[0]), (2, self.column_values, basis[1])):
+            if side.ndim == 3 and eigenvalues is not None:
+                is_null = eigenvalues <= eigenvalue_rounding(eigenvalues.amax(1, keepdim=True))
+                is_null = is_null.unsqueeze(3 - dim)
+                mean = (values * is_null).sum(dim, keepdim=True) / is_null.sum(dim, keepdim=True).clamp(min=1)
+                values = torch.where(is_null, mean, values)
+        return values
 
     def _inverted(self, damping: float, share: float) -> Tensor:
         assert self.values is not None and self.row_values is not None and self.column_values is not None

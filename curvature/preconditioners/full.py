@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.kronecker import at_least_float32
-from curvature.linalg import cholesky, full_precision, try_decompose
+from curvature.linalg import cholesky, full_precision, try_decompose, widen
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.statistics import CurvatureStatistics
 
@@ -123,7 +123,7 @@ class DenseFullBlock(FullBlock):
             )
 
     def summarize(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
-        rows = jacobian.to_dense().double()
+        rows = widen(jacobian.to_dense())
         return rows.mT @ rows, rows.square().sum()
 
     def absorb(self, new: Tensor, decay: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from curvature.linalg import are_true, count_recovery, full_precision
+from curvature.linalg import are_true, count_recovery, full_precision, stack, widen
 from curvature.preconditioners.block import Block
 
 MAX_FAILURES = 3  # consecutive failures of a block that raise
@@ -49,7 +49,7 @@ def _failing(kind: type[Block], blocks: Sequence[Block], share: float, damping: 
         else:
             kind.decompose_all(blocks, damping)
         used = [(k, t) for k, b in enumerate(blocks) for t in b.inverse_tensors]
-        fine = are_true(torch.stack([t.sum().double() for _, t in used]).isfinite()) if used else []
+        fine = are_true(stack(widen(t.sum()) for _, t in used).isfinite()) if used else []
         failed = {k for (k, _), is_fine in zip(used, fine, strict=True) if not is_fine}
     except torch.linalg.LinAlgError:
         failed = set(range(len(blocks)))

@@ -46,21 +46,45 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map(mapped, tree)
 
 
+class RandomState:
+    """The state of torch's random numbers on the CPU and on the devices of a model, to come back to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = {t.device for t in (*model.parameters(), *model.buffers())}
+        self.devices = sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
+        self.states = self._now()
+
+    def _now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(_of(d).get_rng_state(*_index(d)) for d in self.devices)]
+
+    def has_moved(self) -> bool:
+        return any(not torch.equal(a, b) for a, b in zip(self.states, self._now(), strict=True))
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.states[0])
+        for device, state in zip(self.devices, self.states[1:], strict=True):
+            _of(device).set_rng_state(state, *_index(device))
+
+
+def _of(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # torch.mps has one device, and no argument for it
+
+
 class ModelState:
     """The buffers of a model and the random state of its devices, to come back to."""
 
     def __init__(self, model: nn.Module) -> None:
         named = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
         self.buffers = [(module, name, b, None if b is None else b.clone()) for module, name, b in named]
-        self.devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-        self.random = self._random_states()
-
-    def _random_states(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
+        self.random = RandomState(model)
 
     def drew_random(self) -> bool:
         """Whether random numbers were drawn since, on the CPU or on the model's devices."""
-        return any(not torch.equal(a, b) for a, b in zip(self.random, self._random_states(), strict=True))
+        return self.random.has_moved()
 
     def is_unchanged(self) -> bool:
         """Whether no random number was drawn and no buffer changed since."""
@@ -71,9 +95,7 @@ class ModelState:
 
     def restore(self) -> None:
         self.restore_buffers()
-        torch.set_rng_state(self.random[0])
-        for device, state in zip(self.devices, self.random[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
+        self.random.restore()
 
     @torch.no_grad()
     def restore_buffers(self) -> None:

@@ -46,8 +46,8 @@ def sum_of_products(left: TermsByVector, right: TermsByVector, weights: Tensor) 
 
 def sum_of_squares(terms: Sequence[Term]) -> Tensor:
     """``sum_n g_n^2``, of the parameter's shape."""
-    vectors = [terms]
-    return sum_of_products(vectors, vectors, torch.ones(len(terms[0]), dtype=torch.float64, device=terms[0].device))
+    vectors, count = [terms], len(terms[0])
+    return sum_of_products(vectors, vectors, torch.ones(count, dtype=torch.float32, device=terms[0].device))
 
 
 def _from_dense(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
@@ -88,7 +88,9 @@ def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights:
     """Add up rows that a sample looks up several times first; build no table per sample."""
     first = left[0][0]
     assert isinstance(first, IndexedRows)
-    same = (first.index[:, :, None] == first.index[:, None, :]).to(weights.dtype)
+    wide = torch.promote_types(first.values.dtype, torch.float32)
+    same = (first.index[:, :, None] == first.index[:, None, :]).to(wide)
+    weights = weights.to(wide)
     shares = weights[:, None] / same.sum(2)  # share of each look-up in the product of its row
     out = first.values.new_zeros(first.shape)
     for (u,), (w,) in zip(left, right, strict=True):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from curvature import Injection
+from curvature.linalg import stack, widen, widest
 from curvature.recording import unwrap_compiled
 from optimizers.arguments import check_range
 
@@ -107,7 +108,7 @@ class Processes:
         return x if self.size == 1 else torch.cat([own.to(self.device) for own in self.all_gather_objects(x.cpu())])
 
     def all_reduce_max(self, numbers: Sequence[float]) -> list[float]:
-        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        found = torch.tensor(numbers, dtype=widest(torch.device(self.device).type), device=self.device)
         if self.size > 1:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return found.tolist()
@@ -139,7 +140,7 @@ class Processes:
         """
         if self.size == 1:
             return
-        own = float(torch.stack([g.detach().double().square().sum() for g in gradients.values()]).sum())
+        own = float(stack(widen(g.detach()).square().sum() for g in gradients.values()).sum())
         most, least = self.all_reduce_max([own, -own])
         if most + least > GRADIENT_TOLERANCE * most:
             raise RuntimeError(

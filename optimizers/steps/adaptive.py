@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.linalg import stack, widen
 from curvature.preconditioners import Block
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
@@ -262,4 +263,4 @@ def _norms(groups: Sequence[Named], last: Named) -> Tensor:
 
 def _inner(one: Named, other: Named) -> float:
     found = [inner(d, other[name]) for name, d in one.items() if name in other]
-    return float(torch.stack(found).double().sum()) if found else 0.0
+    return float(widen(stack(found)).sum()) if found else 0.0

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature import output_changes
+from curvature.functional import TwiceDifferentiable
+from curvature.linalg import product_rounding
 from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
 
@@ -75,9 +77,11 @@ class Call:
 
     @property
     def rounding(self) -> float:
-        """The coarsest rounding of the output, and of autocast."""
+        """The coarsest rounding of the output, of autocast, and of products of single precision."""
         _, reduced, dtype = self.precision
-        return max(torch.finfo(d).eps for d in [x.dtype for x in _floats(self.output)] + [dtype] * reduced)
+        outputs = _floats(self.output)
+        kinds = [torch.finfo(d).eps for d in [x.dtype for x in outputs] + [dtype] * reduced]
+        return max(kinds + [product_rounding(x.device) for x in outputs if x.dtype == torch.float32])
 
 
 class Replay:
@@ -199,7 +203,7 @@ class Replay:
         """``d_i^T H d_j``, with H the Hessian of the loss."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         direct = [[d.get(name) for name in parameters] for d in directions]
-        with self._as_first(), sdpa_kernel(SDPBackend.MATH), torch.enable_grad(), WithoutBackward():
+        with self._as_first(), _twice_differentiable(), torch.enable_grad(), WithoutBackward():
             nothing: list[list[Tensor]] = [[] for _ in directions]
             own = _products(list(parameters.values()), self.closure(), nothing, direct, [1] * len(parameters))
         return self.mean(own)
@@ -211,7 +215,7 @@ class Replay:
         leaves: list[Tensor] = []
         strides: list[int] = []
         shown: list[Any] = []
-        with self._as_first(), sdpa_kernel(SDPBackend.MATH):
+        with self._as_first(), _twice_differentiable():
             for call in self.calls:
                 output, step = self._some(call, stride)
                 outputs = _floats(output)
@@ -330,6 +334,13 @@ def _spread(change: Tensor | None, like: Tensor, stride: int) -> Tensor:
     return whole
 
 
+@contextmanager
+def _twice_differentiable() -> Iterator[None]:
+    """Attention and bags of embeddings run in a form that has second derivatives."""
+    with sdpa_kernel(SDPBackend.MATH), TwiceDifferentiable():
+        yield
+
+
 def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Tensor:
     """Inner products of one set of tensors with another, all of one shape; None is zero."""
     total = torch.zeros(len(rows), len(columns), dtype=torch.float64, device="cpu")
@@ -338,6 +349,6 @@ def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Te
         other = torch.stack([x.flatten() for x in columns if x is not None])
         own = torch.stack([x.flatten() for x in rows if x is not None])
         wide = torch.promote_types(other.dtype, torch.float32)
-        found = (own.to(wide) @ other.to(wide).T).double().cpu()
+        found = (own.to(wide) @ other.to(wide).T).cpu().double()
         total[torch.tensor(left, device="cpu")[:, None], torch.tensor(right, device="cpu")] = found
     return total

@@ -8,38 +8,39 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from curvature.linalg import stack, widen
+
 
 def unscale_and_check_finite(gradients: Iterable[Tensor], scale: Tensor | None = None) -> Tensor:
-    """Divide gradients by a scale, in place, and say whether all of them are finite: a flag () on their device.
+    """Divide gradients by a scale, in place, and say whether all are finite: a flag () on the device of the first.
 
     Args:
-        gradients: at least one, on one device.
+        gradients: at least one.
         scale: a positive scalar tensor; None: one.
     """
-    kinds: dict[torch.dtype, list[Tensor]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for g in gradients:
-        kinds.setdefault(g.dtype, []).append(g)
-    device = next(iter(kinds.values()))[0].device
-    bad = torch.zeros((), dtype=torch.float32, device=device)
-    inverse = (
-        torch.ones((), dtype=torch.float32, device=device)
-        if scale is None
-        else scale.double().reciprocal().float().to(device)
-    )
-    for alike in kinds.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, bad, inverse)
-    return bad == 0
+        kinds.setdefault((g.dtype, g.device), []).append(g)
+    devices = {device: torch.zeros((), dtype=torch.float32, device=device) for _, device in kinds}
+    for (_, device), alike in kinds.items():
+        inverse = (
+            torch.ones((), dtype=torch.float32, device=device)
+            if scale is None
+            else widen(scale).reciprocal().float().to(device)
+        )
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, devices[device], inverse)
+    return stack(devices.values()).sum() == 0
 
 
 def copy_to_host_async(flag: Tensor) -> Callable[[], bool]:
     """Send a flag to the host. To call what is returned waits for it, the first time."""
-    if not flag.is_cuda:
+    if flag.device.type in ("cpu", "mps"):  # memory that the host shares
         return functools.cache(lambda: bool(flag))
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
+    arrived = torch.accelerator.current_stream(flag.device).record_event()  # where the copy is, whatever is current
 
+    @functools.cache
     def wait() -> bool:
         arrived.synchronize()
         return bool(host)

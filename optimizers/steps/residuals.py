@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from curvature import Jacobian
 from curvature.functional import ExactNorms
+from curvature.linalg import stack, widen
 from curvature.preconditioners import ResidualBlock, residual_blocks
 from curvature.recording import ModelState, warn_once
 from optimizers.distributed.processes import Processes
@@ -173,7 +174,7 @@ class Subspace:
     def add(self, direction: Named) -> None:
         found = self.jacobian.columns(direction, self.groups)
         self.dtype = found.dtype
-        columns = found.double().cpu()
+        columns = found.cpu().double()
         both = torch.cat([self.columns, columns], 1)
         self.directions.append(direction)
         norms = [torch.diag(self._inner(direction, other)) for other in self.directions]
@@ -181,12 +182,12 @@ class Subspace:
         self.norms, self.columns = _bordered(self.norms, torch.cat(norms)), both
 
     def _inner(self, one: Named, other: Named) -> Tensor:
-        found = [torch.stack([inner(one[k], other[k]).double() for k in group]).sum() for group in self.groups]
-        return torch.stack(found).cpu()
+        found = [stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups]
+        return stack(found).cpu().double()
 
     def minimum(self, residuals: Tensor, damping: float) -> Tensor:
         """The coefficients of the damped minimum."""
-        model = Quadratic(self.columns.mT @ residuals.double().cpu(), self.curvature, self.norms)
+        model = Quadratic(self.columns.mT @ residuals.cpu().double(), self.curvature, self.norms)
         return model.minimum(damping, least=4 * torch.finfo(self.dtype).eps)
 
     def change(self, alpha: Tensor, like: Tensor) -> Tensor:
@@ -267,7 +268,7 @@ class SubspaceSolver:
         def attempt(damping: float) -> tuple[float, tuple[Tensor, Named]]:
             alpha = lr * space.minimum(values, damping)
             move = space.combined(alpha)
-            expected = loss - float((values + space.change(alpha, values)).double().square().sum()) / 2
+            expected = loss - float(widen(values + space.change(alpha, values)).square().sum()) / 2
             try:
                 for name, d in move.items():
                     parameters[name].copy_(start[name]).mul_(kept_by_decay(options[name])).add_(d)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvature.linalg import stack, widen
 from optimizers.steps.stacks import at_least_single, pieces, row_squares
 
 # AdamW's usual learning rate, for which lr=1 stands in weight decay: lr multiplies the step here, and has no unit, so
@@ -125,6 +126,6 @@ def inner(one: Tensor, other: Tensor) -> Tensor:
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no entry is infinite or nan."""
     some = [t for t in tensors if t.numel()]
-    sums = torch.stack([t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).double() for t in some])
+    sums = stack(widen(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))) for t in some)
     # sums are quick, but those of finite entries may overflow
-    return bool(torch.isfinite(sums).all()) or bool(torch.stack([torch.isfinite(t).all() for t in some]).all())
+    return bool(torch.isfinite(sums).all()) or bool(stack(torch.isfinite(t).all() for t in some).all())

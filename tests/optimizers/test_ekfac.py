@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import curvature
 from curvature.preconditioners.block_diagonal import MAX_EIGEN_SIDE
@@ -128,3 +129,23 @@ def trained_on_batches(optimizer: type[KFAC], adaptive: bool, size: int, reducti
                 closure()
                 opt.step()
     return F.cross_entropy(model(x), y).item()
+
+
+@pytest.mark.parametrize("samples", [4, 16])
+def test_steps_do_not_depend_on_the_basis_of_a_null_space(samples: int) -> None:
+    """Factors of fewer tokens than inputs have one, in which rounding alone decides on the eigenvectors."""
+    ends = []
+    for noise in (0.0, 1e-15):
+        with seeded(0):
+            model = nn.Sequential(nn.Embedding(11, 32), nn.Linear(32, 96), nn.Tanh(), nn.Linear(96, 11)).double()
+            words = torch.randint(11, (8, samples, 7))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1 + noise * torch.randn_like(p))
+        opt = EKFAC(model)
+        for x in words:
+            opt.zero_grad()
+            F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).backward()
+            opt.step()
+        ends.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert (ends[0] - ends[1]).norm() < 1e-11 * ends[0].norm()

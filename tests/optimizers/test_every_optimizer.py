@@ -32,13 +32,14 @@ def flat(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_step_points_to_the_minimum_of_a_linear_regression(optimizer: str) -> None:
+def test_a_step_points_to_the_minimum_of_a_linear_regression(optimizer: str, device: str) -> None:
     """There is one layer, and each sample reads it once: the curvature is exact, and diagonal for inputs that are."""
     with seeded(0):
         model, x, y = nn.Linear(3, 2, bias=False).double(), torch.randn(8, 3).double(), torch.randn(8, 2).double()
     if optimizer.endswith("diagonal"):
         x = torch.linalg.qr(x)[0] * torch.tensor([1.0, 2.0, 3.0])
-    minimum = torch.linalg.lstsq(x, y).solution.T.flatten()
+    minimum = torch.linalg.lstsq(x, y).solution.T.flatten().to(device)
+    model, x, y = model.to(device), x.to(device), y.to(device)
     before = flat(model)
     opt = OPTIMIZERS[optimizer](model, damping=1e-10, loss=nn.MSELoss(), inject=exact())
     train(model, opt, nn.MSELoss(), x, y, 1)
@@ -47,25 +48,25 @@ def test_a_step_points_to_the_minimum_of_a_linear_regression(optimizer: str) -> 
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if not name.endswith("dense")])
-def test_the_loss_falls(optimizer: str) -> None:
-    model, loss, x, y = task("mlp")
+def test_the_loss_falls(optimizer: str, device: str) -> None:
+    model, loss, x, y = task("mlp", device)
     values = train(model, OPTIMIZERS[optimizer](model, loss=nn.CrossEntropyLoss()), loss, x, y, 15)
     assert max(values[-3:]) < 0.9 * values[0]
 
 
 @pytest.mark.parametrize("optimizer", ["KFAC", "EKFAC", "NaturalGradient-woodbury"])
-def test_the_loss_falls_with_steps_that_set_themselves(optimizer: str) -> None:
-    model, loss, x, y = task("mlp")
+def test_the_loss_falls_with_steps_that_set_themselves(optimizer: str, device: str) -> None:
+    model, loss, x, y = task("mlp", device)
     opt = OPTIMIZERS[optimizer](model, loss=nn.CrossEntropyLoss(), adaptive=True)
     values = train_by_closure(model, opt, loss, x, y, 8)
     assert values == sorted(values, reverse=True) and values[-1] < 0.5 * values[0]
 
 
 @pytest.mark.parametrize("optimizer", ["KFAC", "NaturalGradient-woodbury"])
-def test_residuals_of_a_linear_model_vanish_in_one_step(optimizer: str) -> None:
+def test_residuals_of_a_linear_model_vanish_in_one_step(optimizer: str, device: str) -> None:
     with seeded(0):
-        model, x = nn.Linear(3, 1).double(), torch.randn(12, 3).double()
-        y = nn.Linear(3, 1).double()(x).detach()
+        model, x = nn.Linear(3, 1).double().to(device), torch.randn(12, 3).double().to(device)
+        y = nn.Linear(3, 1).double().to(device)(x).detach()
     opt = OPTIMIZERS[optimizer](model, damping=1e-12)
     opt.step(lambda: model(x)[:, 0] - y[:, 0])
     assert (model(x) - y).norm() < 1e-4 * y.norm()

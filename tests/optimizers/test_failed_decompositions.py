@@ -35,6 +35,15 @@ def crashing(found: Any) -> Any:
     raise RuntimeError("cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, injected")
 
 
+# what torch says of other libraries than LAPACK
+MESSAGES = {
+    "cublas": "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasDgetrfBatched(...)`",
+    "magma": "MAGMA error: internal error, error code: -112",
+    "rocsolver": "hipsolver error: HIPSOLVER_STATUS_INTERNAL_ERROR, when calling `hipsolverDnSsyevd(...)`",
+    "missing": "The operator 'aten::_linalg_eigh.eigenvalues' is not currently implemented for the MPS device",
+}
+
+
 def silent(found: Any) -> Any:
     """What is no number, and no error."""
     return tuple(x * math.nan if x.is_floating_point() else x for x in found)
@@ -93,6 +102,30 @@ def test_one_bad_matrix_of_a_batch_leaves_the_others(fault: Fault, faulty):
     assert torch.equal(values[::2], expected[0][::2]) and torch.equal(vectors[::2], expected[1][::2])
     torch.testing.assert_close(values[1], expected[0][1])
     assert counts == {"retried": 1}
+
+
+@pytest.mark.parametrize("library", MESSAGES)
+def test_errors_of_every_library_are_tried_again(library: str, faulty):
+    matrix = spd(6, 6)
+    kind = NotImplementedError if library == "missing" else RuntimeError
+
+    def fails(found: Any) -> Any:
+        raise kind(MESSAGES[library])
+
+    faulty(fails, 2)
+    torch.testing.assert_close(symmetric_eigh(matrix)[0], TRUE["eigh"](matrix)[0])
+    faulty(fails, 1)
+    torch.testing.assert_close(spd_inverse(matrix[None])[0], torch.linalg.inv(matrix), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("message", ["CUDA error: an illegal memory access was encountered", "injected"])
+def test_other_errors_pass(message: str, faulty):
+    def fails(found: Any) -> Any:
+        raise RuntimeError(message)
+
+    faulty(fails)
+    with pytest.raises(RuntimeError, match=message):
+        symmetric_eigh(spd(4, 4))
 
 
 def test_nothing_helps(faulty):

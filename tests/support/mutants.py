@@ -152,8 +152,8 @@ MUTANTS = [
         ("values = values / counts[..., None]", "values = values / counts[..., None].sqrt()"),
         (".clamp(min=1)[bag]", ".clamp(min=2)[bag]"),
         (
-            "b = b.masked_fill((sizes[: len(b)] == 0)[:, None], 0)",
-            "b = b.masked_fill((sizes[: len(b)] == 1)[:, None], 0)",
+            "b = b.masked_fill(is_empty[:, None], 0)",
+            "b = b.masked_fill(~is_empty[:, None], 0)",
         ),
     ),
     # -- losses and what is sent back from them

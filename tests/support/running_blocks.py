@@ -127,3 +127,14 @@ def batches(*scales: float, device: str = "cpu") -> tuple[nn.Module, list[Tensor
     with seeded(0):
         model = scaled().to(device, torch.float64)
         return model, [scale * torch.randn(N, 2, 3, dtype=torch.float64).to(device) for scale in scales]
+
+
+def evened(values: Tensor, block: Any) -> Tensor:
+    """A diagonal (g, o, i) in an eigenbasis, its mean in the null space of a factor, where that is arbitrary."""
+    found = values.clone()
+    for eigenvalues, rows in ((block.row_values, found), (block.column_values, found.mT)):
+        for group, own in zip(rows, eigenvalues, strict=True):
+            null = own < 1e-12 * own.max()
+            if null.any():
+                group[null] = group[null].mean(0)
+    return found

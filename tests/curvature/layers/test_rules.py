@@ -40,7 +40,7 @@ CASE_OF = {
 
 
 @pytest.mark.parametrize("rule", sorted({type(rule) for rule in RULES.values()}, key=lambda rule: rule.__name__))
-def test_rule(rule: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rule(rule: type, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def term(self: Any, *args: Any, of: Any = rule.term) -> Any:
@@ -49,7 +49,7 @@ def test_rule(rule: type, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(rule, "term", term)
     case = BY_ID[CASE_OF[rule.__name__]]
-    model, loss = case.build()
+    model, loss = case.build(device)
     x, y = case.batch(model)
     expected = oracle.per_sample_gradients(model, loss, x, y)
     close(curvature.per_sample_gradients(model, loss, x, y), expected)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import curvature
 from support.cases.case import seeded
 from support.comparisons import matches
-from support.moments import source, within_five_errors
+from support.moments import within_five_errors
 from support.oracles import brute_force as oracle
 from support.oracles.brute_force import Matrices
 from support.oracles.kronecker import affine_layers, kronecker
@@ -39,21 +39,25 @@ BUILDERS: dict[str, Callable[[Matrices], Tensor]] = {
 }
 
 
-def network() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def network(device: str = "cpu") -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     with seeded(0):
-        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)).double()
-        return model, (torch.randn(5, 2).double(), torch.randint(3, (5,)))
+        model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)).double().to(device)
+        return model, (torch.randn(5, 2).double().to(device), torch.randint(3, (5,)).to(device))
 
 
-def build(name: str, model: nn.Module, data: tuple[Tensor, Tensor], **options: object) -> Tensor:
+def build(name: str, device: str, **options: object) -> Tensor:
+    """The matrix or its diagonal, computed on the device; what is expected comes from the CPU."""
+    model, data = network(device)
     found = getattr(curvature, name)(model, LOSS, data, **options)
-    return torch.cat([part.flatten() for part in found.values()]) if isinstance(found, dict) else found.to_dense()
+    dense = torch.cat([part.flatten() for part in found.values()]) if isinstance(found, dict) else found.to_dense()
+    assert dense.device.type == torch.device(device).type
+    return dense.cpu()
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_builder(builder: str) -> None:
+def test_builder(builder: str, device: str) -> None:
     model, data = network()
-    matches(build(builder, model, data), BUILDERS[builder](Matrices(model, LOSS, data)), 1e-8)
+    matches(build(builder, device), BUILDERS[builder](Matrices(model, LOSS, data)), 1e-8)
 
 
 INJECTIONS: dict[str, Callable[[Matrices], Tensor]] = {
@@ -66,14 +70,14 @@ INJECTIONS: dict[str, Callable[[Matrices], Tensor]] = {
 
 
 @pytest.mark.parametrize("inject", INJECTIONS)
-def test_injection(inject: str) -> None:
+def test_injection(inject: str, device: str) -> None:
     """Random ones on average."""
     model, data = network()
     expected = INJECTIONS[inject](Matrices(model, LOSS, data))
     injection = getattr(curvature, inject)()
     if inject in ("exact", "empirical"):
-        matches(build("fisher", model, data, inject=injection), expected)
+        matches(build("fisher", device, inject=injection), expected)
         return
-    generator = source(3)
-    found = [build("fisher", model, data, inject=injection, generator=generator) for _ in range(60)]
+    generator = torch.Generator(device).manual_seed(3)
+    found = [build("fisher", device, inject=injection, generator=generator) for _ in range(60)]
     within_five_errors(torch.stack(found), expected)

@@ -93,7 +93,8 @@ def basis_of(block: Any) -> list[Tensor]:
 
 def exact(block: Any, model: nn.Module, x: Tensor) -> Tensor:
     j = [j.flatten(0, 1) for j in jacobians(model, x, block.names)]
-    return diagonals(block.scheme.arrangement.to_matrices(j), len(x), basis_of(block))
+    found = diagonals(block.scheme.arrangement.to_matrices(j), len(x), basis_of(block))
+    return running_blocks.evened(found, block)
 
 
 def gradients(block: Any, model: nn.Module) -> list[Tensor]:

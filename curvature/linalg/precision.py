@@ -1,0 +1,122 @@
+"""Products and convolutions in the precision of their factors, whatever TF32, bfloat16 and autocast are set to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INSIDE: ContextVar[bool] = ContextVar("inside_full_precision", default=False)  # of this thread
+
+
+CUDNN: Any = torch.backends.cudnn
+MKLDNN: Any = torch.backends.mkldnn
+# torch's switches, one for each operator and library
+OPERATORS = (torch.backends.cuda.matmul, CUDNN.conv, CUDNN.rnn, MKLDNN.matmul, MKLDNN.conv, MKLDNN.rnn)
+
+
+def _if_readable(read: Callable[[], Any]) -> Any:
+    """A setting of torch's older kind; None where it contradicts those of the newer kind, so that torch raises."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+@dataclass
+class Settings:
+    """Torch's settings of both kinds. If only one kind is set, reading the other raises."""
+
+    operators: list[str] = field(default_factory=lambda: [one.fp32_precision for one in OPERATORS])
+    products: str | None = field(default_factory=lambda: _if_readable(_older_precision_of_products))
+    cudnn: bool | None = field(default_factory=lambda: _if_readable(lambda: CUDNN.allow_tf32))
+
+    def apply(self) -> None:
+        if self.products is not None:
+            torch.set_float32_matmul_precision(self.products)
+        if self.cudnn is not None:
+            CUDNN.allow_tf32 = self.cudnn
+        for one, precision in zip(OPERATORS, self.operators, strict=True):
+            if one.fp32_precision != precision:
+                one.fp32_precision = precision
+
+    def exact(self) -> Settings:
+        """These without rounding; what cannot be read is not set either."""
+        lowest = lambda setting, exact: None if setting is None else exact
+        return Settings(["ieee"] * len(self.operators), lowest(self.products, "highest"), lowest(self.cudnn, False))
+
+
+def _older_precision_of_products() -> str:
+    return torch.get_float32_matmul_precision() if torch.backends.cuda.matmul.allow_tf32 is not None else ""
+
+
+@dataclass
+class Switch:
+    """The settings are the process's: the first thread that enters changes them, the last that leaves restores them."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    entered: int = 0
+    before: Settings | None = None
+
+    def enter(self) -> None:
+        with self.lock:
+            if not self.entered:
+                self.before = Settings()
+                self.before.exact().apply()
+            self.entered += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.entered -= 1
+            if not self.entered and self.before is not None:
+                self.before.apply()
+
+
+SWITCH = Switch()
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Switch off TF32 and bfloat16 products: they keep three digits, and damping is smaller than that.
+
+    Other threads compute in full precision meanwhile, too.
+    """
+    if INSIDE.get():
+        yield
+        return
+    SWITCH.enter()
+    token = INSIDE.set(True)
+    try:
+        yield
+    finally:
+        INSIDE.reset(token)
+        SWITCH.leave()
+
+
+def product_rounding(device: torch.device) -> float:
+    """The relative error of a product or convolution of single precision on a device, as the settings now are."""
+    operators = OPERATORS[3:] if device.type == "cpu" else OPERATORS[:3]
+    errors = {"tf32": 2.0**-10, "bf16": torch.finfo(torch.bfloat16).eps}
+    return max(errors.get(one.fp32_precision, torch.finfo(torch.float32).eps) for one in operators)
+
+
+def own_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Inside, products on the device of x have their factors' precision, whatever autocast and TF32 settings say."""
+    if INSIDE.get() and not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()  # to enter a context costs more than a small product
+    stack = ExitStack()
+    stack.enter_context(torch.autocast(x.device.type, enabled=False))
+    stack.enter_context(full_precision())
+    return stack
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in their own precision, whatever autocast and TF32 settings say."""
+    with own_precision(left):
+        return left @ right

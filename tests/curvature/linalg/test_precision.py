@@ -1,0 +1,86 @@
+"""Full precision: torch's settings of both kinds inside it, and that they are afterwards what they were."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from curvature.linalg import full_precision
+from support.architecture import ROOT
+
+SETTINGS = {
+    "nothing": "",
+    "high": "torch.set_float32_matmul_precision('high')",
+    "medium": "torch.set_float32_matmul_precision('medium')",
+    "old": "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True",
+    "old off": "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False",
+    "new": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "new convolutions": "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "new of cudnn": "torch.backends.cudnn.fp32_precision = 'tf32'",
+    "new of all": "torch.backends.fp32_precision = 'tf32'",
+    "mkldnn": "torch.backends.mkldnn.conv.fp32_precision = 'bf16'",
+}
+# A setting cannot be taken back to that of a fresh process: each runs in one of its own.
+SCRIPT = """
+import torch
+from curvature.linalg import full_precision
+
+def older(read):
+    try:
+        return read()
+    except RuntimeError:
+        return "raises"
+
+def found():
+    b = torch.backends
+    operators = b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul, b.mkldnn.conv, b.mkldnn.rnn
+    new = [one.fp32_precision for one in operators]
+    reads = (lambda: b.cuda.matmul.allow_tf32, lambda: b.cudnn.allow_tf32, torch.get_float32_matmul_precision)
+    return [*map(older, reads)], new, [b.fp32_precision, b.cudnn.fp32_precision, b.mkldnn.fp32_precision]
+
+SETTING
+before = found()
+with full_precision():
+    old, new, _ = found()
+    assert set(new) <= {"ieee", "none"}, new
+    for one, other, exact in zip(before[0], old, (False, False, "highest")):
+        assert other == exact or one == other == "raises", (before, old)
+assert found() == before, (before, found())
+"""
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_both_kinds(setting: str) -> None:
+    """Inside nothing rounds, and what could be read before can be read; afterwards all is as before."""
+    command = [sys.executable, "-W", "error", "-c", SCRIPT.replace("SETTING", SETTINGS[setting])]
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def test_two_threads() -> None:
+    """The first to leave does not take it from the other; the last restores what was."""
+    products = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with full_precision():
+            entered.set()
+            leave.wait(30)
+
+    try:
+        thread = threading.Thread(target=other)
+        with full_precision():
+            thread.start()
+            assert entered.wait(30)
+        assert products.fp32_precision == "ieee"
+        leave.set()
+        thread.join()
+        assert products.fp32_precision == "tf32"
+    finally:
+        leave.set()
+        torch.set_float32_matmul_precision(before)

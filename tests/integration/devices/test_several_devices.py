@@ -1,0 +1,87 @@
+"""Models on a device that is not the current one, and on several devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from curvature.gradients.plans import PLANS
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import seeded
+from support.training import task
+
+pytestmark = pytest.mark.fast
+LOSS = nn.CrossEntropyLoss()
+
+
+class Split(nn.Module):
+    """Its layers are on two devices."""
+
+    def __init__(self, devices: tuple[str, str]) -> None:
+        super().__init__()
+        with seeded(0):
+            self.first, self.second = nn.Linear(5, 7).double(), nn.Linear(7, 3).double()
+        self.devices = devices
+        self.first.to(devices[0])
+        self.second.to(devices[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)).to(self.devices[1]))
+
+
+def data(devices: tuple[str, str]) -> tuple[Tensor, Tensor]:
+    with seeded(1):
+        x, y = torch.randn(8, 5).double(), torch.randint(3, (8,))
+    return x.to(devices[0]), y.to(devices[1])
+
+
+@pytest.mark.parametrize("function", ["per_sample_gradients", "per_sample_norms", "per_sample_gram"])
+def test_gradients_of_samples_are_where_their_layers_are(function: str, two_devices: tuple[str, str]) -> None:
+    """What is joined over layers is with the first."""
+    found, expected = (
+        getattr(curvature, function)(Split(devices), LOSS, *data(devices)) for devices in (two_devices, ("cpu", "cpu"))
+    )
+    if isinstance(found, Tensor):
+        found, expected = {"first": found}, {"first": expected}
+    for name, g in found.items():
+        assert g.device == torch.device(two_devices[not name.startswith("first")])
+        torch.testing.assert_close(g.cpu(), expected[name], rtol=1e-9, atol=1e-11)
+
+
+def test_gradients_over_several_devices_are_checked(two_devices: tuple[str, str]) -> None:
+    model = Split(two_devices)
+    curvature.check_gradients(model, LOSS, *data(two_devices))
+    assert not any(plan.general for plan in PLANS[model].values())
+    rows = curvature.residual_jacobian(model, lambda m, x: m(x).sum(1), data(two_devices)[0])
+    assert {name: g.device for name, g in rows.items()} == {name: p.device for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+def test_optimizers_refuse_several_devices_by_name(kind: type[KFAC], two_devices: tuple[str, str]) -> None:
+    model, (x, y) = Split(two_devices), data(two_devices)
+    opt = kind(model)
+    LOSS(model(x), y).backward()
+    with pytest.raises(NotImplementedError, match=f"first.bias on {two_devices[0]}, second.bias on {two_devices[1]}"):
+        opt.step()
+
+
+@pytest.mark.parametrize("matrix", ["fisher_diagonal", "kfac", "hessian"])
+def test_matrices_refuse_several_devices_by_name(matrix: str, two_devices: tuple[str, str]) -> None:
+    """They are operators on one vector of all parameters."""
+    with pytest.raises(ValueError, match="several devices.*move the model to one"):
+        getattr(curvature, matrix)(Split(two_devices), LOSS, data(two_devices))
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_bad_batches_on_another_than_the_current_device(kind: type[KFAC], two_devices: tuple[str, str]) -> None:
+    """Every one of them is skipped, the last included, of which nobody has asked anything yet."""
+    model, loss, x, y = task("mlp", two_devices[1])
+    opt = kind(model)
+    for step in range(40):
+        bad = step > 20 and step % 4 == 0
+        opt.zero_grad()
+        loss(model(x * float("nan") if bad else x), y).backward()
+        opt.step()
+    assert opt.skipped == 4 and opt.steps == 36 and all(p.isfinite().all() for p in model.parameters())

@@ -1,0 +1,41 @@
+"""How often the host waits for the device in the plain loop, counted by the simulated one."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch.nn.functional as F
+
+from optimizers import EKFAC, KFAC
+from support.training import task
+
+pytestmark = pytest.mark.fast
+STEPS = 40
+# Waits in the first 40 steps with what holds now; a step that neither renews nor inverts has none.
+BOUNDS = {("KFAC", "mlp"): 220, ("KFAC", "cnn"): 280, ("EKFAC", "mlp"): 220, ("EKFAC", "cnn"): 280}
+
+
+@pytest.fixture
+def simdev(device: str) -> Any:
+    if device != "sim":
+        pytest.skip("the simulated device counts waits: make test-device")
+    return importlib.import_module("support.simulated_device.simdev")
+
+
+@pytest.mark.parametrize(("kind", "name"), BOUNDS)
+def test_waits_of_the_plain_loop(kind: str, name: str, simdev: Any, device: str) -> None:
+    model, _, x, y = task(name, device)
+    opt, total, ordinary = {"KFAC": KFAC, "EKFAC": EKFAC}[kind](model), 0, 0
+    for _ in range(STEPS):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        with simdev.syncs() as found:
+            opt.step()
+        entry = opt.monitor.entries[-1]
+        total += found.count
+        if not entry["renewed"] and not entry["inverted"]:
+            ordinary += 1
+            assert not found.count, found.places("/optimizers/", "/curvature/")
+    assert ordinary and total <= BOUNDS[kind, name], total
