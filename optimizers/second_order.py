@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from curvature.preconditioners import CurvatureStore
-from curvature.recording import ModelState, force_eager
+from curvature.recording import ModelState, force_eager, is_sharded
 from optimizers.arguments import check_numbers
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.distributed.processes import Distributed
-from optimizers.distributed.sharding import refuse_sharded, to_local
+from optimizers.distributed.sharding import refuse_sharded, to_full, to_local
 from optimizers.distributed.team import Teams
 from optimizers.model_optimizer import ModelOptimizer
 from optimizers.preconditioner import Preconditioner
@@ -70,6 +70,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.arguments, self.store, self.rule = arguments, store, rule
         self.residual_rule: ResidualStep | None = None
         self.takes_loss = False
+        self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
         self.device, self.dtypes = next(self.model.parameters()).device, self._dtypes()
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
         last = weakref.WeakMethod(self._last_displacement)
@@ -267,6 +268,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     @torch._disable_dynamo
     def _conclude(self, rates: Tensor, slope: Tensor) -> None:
         self.rule.after_move(rates, slope)
+        self._gather_displacement()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
@@ -332,6 +334,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             self.residual_rule.load_state_dict(residual, trained)
         self.recorder.load_state_dict(parts["recorder"], device, is_stopped=residual is not None)
         self.recorder.expect()
+        self._gather_displacement()
 
     def _parts(self) -> dict[str, Any]:
         """The states of the optimizer's parts, by name."""
@@ -356,8 +359,17 @@ class SecondOrderOptimizer(ModelOptimizer):
         return self.present()
 
     def _last_displacement(self) -> Mapping[str, Tensor]:
-        trained = self.trained()
-        return self.rule.last_displacement({name: self.state[p] for name, p in trained.items() if p in self.state})
+        """For the recorder, which is no place for processes to wait for each other."""
+        return {name: d for name, d in self._displacement().items() if not is_sharded(d)} | self.gathered
+
+    def _displacement(self) -> dict[str, Tensor]:
+        states = {name: self.state[p] for name, p in self.trained().items() if p in self.state}
+        return dict(self.rule.last_displacement(states))
+
+    def _gather_displacement(self) -> None:
+        """Have the whole of what is sharded at hand, if the next forward pass asks for it."""
+        found = self._displacement() if self.recorder.may_be_due() else {}
+        self.gathered = {name: to_full(to_local(d), d) for name, d in found.items() if is_sharded(d)}
 
     @torch.no_grad()
     def _follow_parameters(self) -> None:

@@ -191,7 +191,7 @@ class DenseGradients:
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""
-        return self.values.flatten(1) @ vector.to(self.values.dtype).flatten()
+        return self.values.reshape(len(self), -1) @ vector.to(self.values.dtype).flatten()
 
     def gradients(self) -> Tensor:
         return self.values

@@ -79,15 +79,15 @@ class Recorder:
     def is_due(self) -> bool:
         """Whether a forward pass now is recorded."""
         # `steps` waits for the device's verdict on the last batch: ask only if this pass would renew the factors
-        return torch.is_grad_enabled() and self._may_be_due() and self.schedule.renews(self.monitor.steps)
+        return torch.is_grad_enabled() and self.may_be_due() and self.schedule.renews(self.monitor.steps)
 
-    def _may_be_due(self) -> bool:
+    def may_be_due(self) -> bool:
         """Whether the next forward pass is recorded if the last batch was good."""
         return not self.is_paused and self.schedule.renews(self.monitor.started)
 
     def expect(self) -> None:
         """Make compiled models run eagerly until the next step, if that step may renew the curvature."""
-        self.listener.expect(self._may_be_due())
+        self.listener.expect(self.may_be_due())
 
     @contextmanager
     def paused(self) -> Iterator[None]:

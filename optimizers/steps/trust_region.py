@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from curvature.preconditioners import Block
-from curvature.recording import is_sharded
 from optimizers.distributed.sharding import to_local
 from optimizers.monitor import Undecided
 from optimizers.preconditioner import Renewal
@@ -85,7 +84,7 @@ class TrustRegionStep(StepRule):
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
         found = {name: state.get("displacement") for name, state in states.items()} if self.energies else {}
-        return {name: d for name, d in found.items() if d is not None and not is_sharded(d)}
+        return {name: d for name, d in found.items() if d is not None}
 
     def _calibrate(self, context: StepContext) -> None:
         """Compare what a renewal measured along the last displacement with what was predicted."""
