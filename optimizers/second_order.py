@@ -114,7 +114,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         """
         value, move = self._prepare(closure)
         if move is not None:
-            self._conclude(*take(move))  # `take` is what torch.compile(opt.step) compiles
+            rates, slope = take(move)  # what torch.compile(opt.step) compiles
+            self._conclude(rates, slope)
         return value
 
     def step_residuals(self, closure: Callable[[], Any]) -> Any:

@@ -96,10 +96,13 @@ class RowRangeBlock(Block):
 
     def state(self) -> dict[str, Any]:
         parts = {part.names[0]: part.state() for part in self.leaves}
-        return {"structure": self.structure, "names": self.names, "ranges": tuple(self.parts), "parts": parts}
+        own = {"structure": self.structure, "names": self.names, "energies": self.energies}
+        return own | {"ranges": tuple(self.parts), "parts": parts}
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
         parts = [Block.restore(part, device) for part in state["parts"].values()]
         ranges = [(start, stop) for start, stop in state["ranges"]]
-        return cls(state["names"], dict(zip(ranges, parts, strict=True)))
+        block = cls(state["names"], dict(zip(ranges, parts, strict=True)))
+        block.energies = None if state["energies"] is None else state["energies"].to(device, copy=True)
+        return block

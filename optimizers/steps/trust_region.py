@@ -192,11 +192,21 @@ class TrustRegionStep(StepRule):
                 for k, name in enumerate(directions)
                 if (block := context.block_of(name)) is not None and block.has_separate_rows
             ],
+            blocks=self._blocks(context, directions),
             step_size=size,
             trust=self.state.trust,
             good=good & ~is_far,
             undo=good & is_far,
         )
+
+    @staticmethod
+    def _blocks(context: StepContext, directions: Stack) -> Tensor | None:
+        """`Move.blocks`."""
+        owners = [context.block_of(layer[0]) or layer for layer in directions.layers]
+        numbers = {id(owner): k for k, owner in enumerate(owners)}
+        if len(numbers) == len(owners):
+            return None
+        return torch.tensor([numbers[id(owner)] for owner in owners], device=directions.rows[0].device)
 
     # -- checkpoints
 

@@ -48,6 +48,7 @@ class Move(NamedTuple):
         shapes: of the parameters of a layer, for each family.
         tables: parameters whose rows are layers of their own (embeddings): which of all it is, its direction, and the
             number of its rows on all processes.
+        blocks: number of the block of each layer, where parts of a block have options of their own; cut together.
         step_size, trust: scalars; no layer moves by more than `trust` times its norm.
         good: a flag (); if it is false, nothing moves.
         undo: a flag (); if it is true (and `good` is not), the last displacements are undone.
@@ -62,6 +63,7 @@ class Move(NamedTuple):
     decayed: list[tuple[Tensor, list[Tensor]]]
     shapes: list[tuple[tuple[int, ...], ...]]
     tables: list[tuple[int, Tensor, int]]
+    blocks: Tensor | None
     step_size: Tensor
     trust: Tensor
     good: Tensor
@@ -79,6 +81,9 @@ def take(move: Move) -> tuple[Tensor, Tensor]:
     lengths, sizes = move.squares or (row_squares(move.directions), squared_norms(move.parameters))
     longest = [move.trust * _row_sizes(move.parameters[k], sizes[k] / rows) for k, _, rows in move.tables]
     sizes = _by_layer(sizes.clamp(min=1), move)  # so that tensors that start at zero can leave it
+    if move.blocks is not None:
+        totals = torch.zeros_like(lengths)
+        lengths, sizes = (totals.index_add(0, move.blocks, x.to(totals))[move.blocks] for x in (lengths, sizes))
     cuts = within_trust(size, lengths.sqrt(), sizes.sqrt(), move.trust)
     parts = zip(cuts.split([count for _, count in move.rates]), move.rates, strict=True)
     rates = torch.cat([part * rate for part, (rate, _) in parts])

@@ -93,7 +93,7 @@ def test_small_batches_get_as_far_as_with_plain_steps(size: int):
                 opt.step()
         losses[adaptive].append(whole_loss(model))
     plain, found = map(statistics.median, losses.values())
-    assert found < 4 * plain and found < 0.1, losses
+    assert found < 4 * plain and found < 0.2, losses
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "vit", "lstm"])

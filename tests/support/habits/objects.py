@@ -48,7 +48,8 @@ def rates_of_groups(make: Make) -> None:
     for name in ("2.weight", "2.bias"):
         torch.testing.assert_close(steps[1][name], steps[0][name] / 2, rtol=1e-3, atol=1e-7)
         assert steps[0][name].any() and not steps[2][name].any()
-    assert torch.equal(steps[2]["0.weight"], steps[0]["0.weight"])
+    # to rounding: norms of layers in several groups are summed in another order
+    torch.testing.assert_close(steps[2]["0.weight"], steps[0]["0.weight"], rtol=1e-5, atol=1e-8)
 
 
 def split(opt: torch.optim.Optimizer, **options: float) -> None:
