@@ -130,12 +130,6 @@ class Scheme:
         rows, columns = (d * (SKETCH_RANK + 1 if few else groups * (1 if flat else d)) for d, few, flat in each)
         return rows, columns
 
-    @property
-    def has_separate_rows(self) -> bool:
-        """Whether the side of the weight's rows, as they are stored, is a diagonal, as that of an embedding is."""
-        is_matrix = len(self.arrangement.shapes[0]) == 2 and self.arrangement.groups == 1
-        return is_matrix and self.diagonal[1 if self.arrangement.order == (1, 0) else 0]
-
     def accepts(self, term: Term) -> bool:
         """Whether a term is a read of the weight in this arrangement, or of its transpose."""
         here = self.arrangement

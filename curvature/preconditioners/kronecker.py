@@ -103,7 +103,9 @@ class KroneckerBlock(Block):
 
     @property
     def has_separate_rows(self) -> bool:  # type: ignore[override]
-        return self.scheme.has_separate_rows
+        here = self.scheme.arrangement
+        is_matrix = len(here.shapes[0]) == 2 and here.groups == 1
+        return is_matrix and self.scheme.diagonal[1 if here.order == (1, 0) else 0]
 
     @property
     def joint_form(self) -> Any:
