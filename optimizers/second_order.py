@@ -114,8 +114,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         """
         value, move = self._prepare(closure)
         if move is not None:
-            rates, slope = take(move)  # what torch.compile(opt.step) compiles
-            self._conclude(rates, slope)
+            self._conclude(*take(move))  # `take` is what torch.compile(opt.step) compiles
         return value
 
     def step_residuals(self, closure: Callable[[], Any]) -> Any:
