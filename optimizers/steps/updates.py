@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -111,8 +110,11 @@ def _row_sizes(table: Tensor, square: Tensor) -> Tensor:
 
 def _by_layer(numbers: Tensor, move: Move) -> Tensor:
     """Sums over the parameters of each layer."""
-    counts = [(len(shapes), len(rows)) for shapes, rows in zip(move.shapes, move.directions, strict=True)]
-    runs = [(k, sum(n for _, n in same)) for k, same in itertools.groupby(counts, lambda pair: pair[0])]
+    runs: list[tuple[int, int]] = []  # torch.compile cannot follow itertools.groupby
+    for k, n in ((len(shapes), len(rows)) for shapes, rows in zip(move.shapes, move.directions, strict=True)):
+        if runs and runs[-1][0] == k:
+            n += runs.pop()[1]
+        runs.append((k, n))
     parts = zip(numbers.split([k * n for k, n in runs]), runs, strict=True)
     return torch.cat([x.view(-1, k).sum(1) for x, (k, _) in parts])
 
