@@ -516,6 +516,14 @@ MUTANTS = [
         ("-(rates * move.slopes)", "-(move.slopes)"),
         ("numbers.split([k * n for", "numbers.flip(0).split([k * n for"),
         ("move.undo.to(", "move.good.to("),
+        ("(length / norms.clamp(", "(1 / norms.clamp("),
+    ),
+    *broken(
+        "optimizers/steps/calibration.py",
+        "optimizers/steps/test_calibration.py",
+        ("DECAY * known + new", "known + new"),
+        ("(mean * predicted / measured)", "(mean * measured / predicted)"),
+        ("(measured / predicted).sqrt()", "(predicted / measured).sqrt()"),
     ),
     *broken(
         "optimizers/steps/stacks.py",
@@ -526,13 +534,16 @@ MUTANTS = [
     ),
     *broken(
         "optimizers/steps/trust_region.py",
-        "optimizers/steps/test_trust_region.py optimizers/test_kfac.py optimizers/test_weight_decay.py",
+        "optimizers/steps/test_trust_region.py optimizers/steps/test_calibration.py optimizers/test_weight_decay.py",
+        ("rates.square() * torch.stack", "rates * torch.stack"),
         ("(energy / outputs.entries_per_sample).sqrt()", "energy.sqrt()"),
         ("kept_by_decay(options[name])", '(1 - options[name]["weight_decay"])'),
     ),
     *broken(
         "optimizers/steps/descent.py",
-        "optimizers/steps/test_descent.py optimizers/test_natural_gradient_training.py",
+        "optimizers/steps/test_descent.py optimizers/steps/test_calibration.py "
+        "optimizers/test_natural_gradient_training.py",
+        ("energies * scale.square()", "energies * scale"),
         ("alpha=damping * momentum", "alpha=momentum"),
         ("torch.maximum(slope - damping * square,", "torch.maximum(slope + damping * square,"),
     ),

@@ -88,6 +88,28 @@ def test_energies_decay_and_bad_ones_do_not_count() -> None:
     assert calibrate([own], {}, {}, joint) is joint and underestimate(one(0.0), one(0.0)) == 1
 
 
+def test_a_longer_direction_is_steeper_and_has_more_energy() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    opt = KFAC(model, momentum=0.0)
+    for _ in range(2):
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(torch.ones(5, 6).double()), torch.arange(5) % 3).backward()
+        opt.step()
+    context, found = opt._context(None), []
+    for energies in ([8.0, 8.0], [16.0, 4.0]):  # as measured; four each as predicted
+        for own, measured in zip(opt.store.blocks, energies, strict=True):
+            own.energies = one([measured, 4.0])
+        stack = context.stack(context.gradients())
+        found.append(opt.rule.descent(context, stack, torch.tensor(True)))
+    plain, scaled = found
+    scale = one([2.5 / 4, 2.5])
+    for name, u in scaled.directions.items():
+        torch.testing.assert_close(u, plain.directions[name] * scale[0 if name.startswith("0") else 1])
+    torch.testing.assert_close(scaled.slopes.double(), plain.slopes.double() * scale)
+    torch.testing.assert_close(scaled.energies.double(), plain.energies.double() * scale.square())
+
+
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
 def test_a_step_knows_what_it_changed(kind: type[KFAC]) -> None:
     """The energy that a linear layer predicts is what it measures; that of a layer read at many places is not."""

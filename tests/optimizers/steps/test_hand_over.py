@@ -75,11 +75,12 @@ def test_small_batches_are_left_to_the_plain_step(optimizer: str, caplog: pytest
     assert "step_size" in opt.summary() and opt.stats()["damping"] is None
 
 
-@pytest.mark.parametrize("size", [32, 128])
-def test_small_batches_get_as_far_as_with_plain_steps(size: int):
+@pytest.mark.parametrize(("size", "most"), [(32, 0.2), (128, 0.05)])
+def test_small_batches_get_as_far_as_with_plain_steps(size: int, most: float):
     """About: of 2.3 at the start plain steps leave 0.013, the median of three orders of the batches, adaptive 0.03.
 
-    These gave up at once, and lag by the steps in which plain ones learn what layers do to the outputs.
+    Plain steps have become three times better on batches of 128 since they measure what they do to the outputs;
+    adaptive ones hand over after three to six steps, and end where they did before.
     """
     losses: dict[bool, list[float]] = {False: [], True: []}
     for adaptive, seed in itertools.product(losses, range(3)):
@@ -93,7 +94,7 @@ def test_small_batches_get_as_far_as_with_plain_steps(size: int):
                 opt.step()
         losses[adaptive].append(whole_loss(model))
     plain, found = map(statistics.median, losses.values())
-    assert found < 4 * plain and found < 0.2, losses
+    assert found < 4 * plain and found < most, losses
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "vit", "lstm"])
