@@ -10,6 +10,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from curvature.terms.affine_layout import AffineLayout
+
 # Indices of some inputs of a layer (None: all) and their activations (N, t, g, i) at some places. A term yields each
 # place once, except places where every input is zero.
 Activations = tuple[Tensor | None, Tensor]
@@ -70,10 +72,9 @@ class OuterProduct:
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""
-        g, o = self.b.shape[2:]
-        if self.sizes is not None and self.order is not None:
-            vector = vector.reshape([self.sizes[k] for k in self.order]).permute(*torch.tensor(self.order).argsort())
-        moved = self.a.permute(2, 0, 1, 3).flatten(1, 2) @ vector.to(self.a.dtype).reshape(g, o, -1).mT
+        layout = AffineLayout((self.shape,), self.groups, self.outputs, self.sizes, self.order)
+        weight = layout.to_matrices([vector.to(self.a.dtype).reshape(self.shape)])
+        moved = self.a.permute(2, 0, 1, 3).flatten(1, 2) @ weight.mT
         return (moved.unflatten(1, self.b.shape[:2]).permute(1, 2, 0, 3) * self.b).sum((1, 2, 3))
 
     def transpose(self) -> OuterProduct:

@@ -222,6 +222,17 @@ def test_weighted_sum(family: str, device):
 
 
 @each_family
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_inner_products(family: str, is_contiguous: bool, device):
+    terms, rows = built(family, device)
+    with seeded(4):
+        vector = torch.randn(rows.shape[1:], dtype=torch.float64).to(device)
+    if not is_contiguous:
+        vector = vector.mT.contiguous().mT if vector.ndim > 1 else vector.repeat_interleave(2)[::2].view(vector.shape)
+    assert_equal(contractions.inner_products(terms, vector), rows.reshape(N, -1) @ vector.flatten())
+
+
+@each_family
 def test_samples(family: str, device):
     terms, rows = built(family, device)
     part = slice(1, 4)
