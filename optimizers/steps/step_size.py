@@ -167,6 +167,8 @@ def undone(state: StepSize, ratio: Tensor) -> StepSize:
 def bounded(state: StepSize, change: Tensor, output_rms: Tensor) -> tuple[StepSize, Tensor]:
     """The step size within bounds, and that of this step, which a gradient out of scale does not make long.
 
+    The step size itself may stay above: what cuts a few steps early would otherwise shorten all that follow.
+
     Args:
         change: predicted root mean square change of the output entries for step size one.
         output_rms: root mean square of the output entries.
