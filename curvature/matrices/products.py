@@ -22,7 +22,7 @@ from curvature.operators import Space
 from curvature.recording import tensors_in
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
-AddProduct = Callable[[Tensor, Tensor], None]  # add the product with (P, c) to a sum (c, P)
+AddProduct = Callable[[Tensor, Tensor], None]  # add the product with columns to a sum, both (c, P)
 
 
 @dataclass
@@ -64,8 +64,7 @@ class Repeated:
             seen.append(sum(float(widen(t).sum()) for t in tensors_in(run.batch.x, run.batch.y)))
             visit(run)
 
-        with TwiceDifferentiable():
-            self.source.each(checked)
+        self.source.each(checked, TwiceDifferentiable, again=bool(self.seen))
         self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         self.seen = self.seen or seen
         known, found = (torch.tensor(x, dtype=torch.float64) for x in (self.seen, seen))
@@ -86,14 +85,15 @@ class Repeated:
 
         `prepare` returns, for a batch, the function that adds its product, and its weight.
         """
-        total = matrix.new_zeros(matrix.shape[::-1])  # by columns, as the products come
+        columns = matrix.T.contiguous()
+        total = torch.zeros_like(columns)
         weight = 0.0
 
         def visit(run: RecordedBatch) -> None:
             nonlocal weight
             add, counts = prepare(run)
-            step = max(1, run.chunk_size // 4)  # J v holds the graph of a backward pass
-            for part, rows in zip(matrix.split(step, 1), total.split(step), strict=True):
+            step = max(1, run.pass_size // 4)  # J v holds the graph of a backward pass
+            for part, rows in zip(columns.split(step), total.split(step), strict=True):
                 add(part, rows)
             weight += counts
 
@@ -170,9 +170,9 @@ def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
         )
 
 
-def _split(matrix: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """(P, c) to (c, *shape) for each parameter, in its precision."""
-    parts = matrix.T.split([p.numel() for p in parameters], 1)
+def _split(columns: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """(c, P) to (c, *shape) for each parameter, in its precision."""
+    parts = columns.split([p.numel() for p in parameters], 1)
     return [part.reshape(-1, *p.shape).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
 
 

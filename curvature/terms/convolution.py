@@ -82,6 +82,12 @@ class Convolution:
         """(N, t, g, o)."""
         return _by_place(self.b, self.groups, len(self.stride))
 
+    def backprop_moment(self, other: Convolution, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``sum_n weights[n] sum_t b b'^T`` (g, o, o), b' that of `other`. Adds up samples last: nothing is moved."""
+        b, c = (t.b.to(dtype).flatten(3).unflatten(2, (self.groups, self.outputs)) for t in (self, other))
+        found = (b @ c.mT).sum(1)
+        return found.sum(0) if weights is None else torch.tensordot(weights.to(dtype), found, 1)
+
     def _input_patches(self) -> Tensor:
         patches = _patches(self.x, self.shape[2:], self.dilation, self.stride, self.b.shape[3:])
         return _by_place(patches, self.groups, len(self.stride))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-import curvature.kronecker.factors
+import curvature.kronecker.subsampling
 import curvature.linalg.sketch
 import curvature.preconditioners.block_diagonal
 from optimizers.schedule import Schedule
@@ -55,8 +55,8 @@ def test_sizes_are_those_of_the_package(model: ModuleType) -> None:
     assert model.LARGEST == curvature.preconditioners.block_diagonal.MAX_SIDE
     assert (model.RANK, model.ROWS) == (curvature.linalg.sketch.SKETCH_RANK, curvature.linalg.sketch.MAX_SKETCH_ROWS)
     assert (model.ROWS_PER_INPUT, model.MIN_SUBSAMPLE) == (
-        curvature.kronecker.factors.ROWS_PER_INPUT,
-        curvature.kronecker.factors.MIN_SUBSAMPLE,
+        curvature.kronecker.subsampling.ROWS_PER_INPUT,
+        curvature.kronecker.subsampling.MIN_SUBSAMPLE,
     )
 
 
