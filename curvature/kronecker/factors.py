@@ -180,22 +180,22 @@ class Scheme:
             self._add_second(found, a, None)
             return found, len(a)
         number = sum(len(term) * term.places for term in whole)
-        moment: Tensor | None = None
+        total: Tensor | None = None
         waiting: list[Tensor] = []
         for inputs, a in (x for term in whole for part in self._chunks([term]) for x in part[0].activations()):
             rows = a.flatten(0, 1).to(self.dtype)
             if inputs is None and _has_few_rows(rows):
                 waiting.append(rows)
                 continue
-            moment = self._empty(whole[0], diagonal, number) if moment is None else moment
-            self._add_second(moment, rows, inputs)
-        if waiting and moment is None and not diagonal:  # large: written once, together with the 1 of the bias
+            total = self._empty(whole[0], diagonal, number) if total is None else total
+            self._add_second(total, rows, inputs)
+        if waiting and total is None and not diagonal:  # large: written once, together with the 1 of the bias
             a = F.pad(torch.cat(waiting), (0, len(self.arrangement.shapes) - 1), value=1.0)
             return _second(a, a, diagonal), number
-        moment = self._empty(whole[0], diagonal, number) if moment is None else moment
+        total = self._empty(whole[0], diagonal, number) if total is None else total
         if waiting:
-            self._add_second(moment, torch.cat(waiting), None)
-        return moment, number
+            self._add_second(total, torch.cat(waiting), None)
+        return total, number
 
     def backprops(
         self,

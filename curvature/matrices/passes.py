@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -35,6 +34,7 @@ from curvature.gradients import (
 from curvature.kronecker import at_least_float32
 from curvature.losses import Injection, Loss, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
+from curvature.matrices.forward_mode import Recorded
 from curvature.recording import RandomState, map_tensors, preserve_state, unwrap_compiled
 from curvature.terms import DenseGradients, gradients
 
@@ -64,13 +64,13 @@ class DataSource:
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
-        forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch), None),
         again: bool = False,
     ) -> None:
         """Call `visit` on every batch, recorded. The state of the model and of random numbers is preserved.
 
         Args:
-            forward: makes a context for the forward passes.
+            forward: records a forward pass.
             again: whether this is a repetition of an earlier pass, which has given the warnings that there are.
 
         Raises:
@@ -85,8 +85,7 @@ class DataSource:
                 batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim)
                 # fused attention has no second derivatives and no batched backward pass
                 with preserve_state(batch.model) as drew_random, sdpa_kernel(SDPBackend.MATH):
-                    with forward():
-                        run = RecordedBatch(batch, self.loss, drew_random)
+                    run = RecordedBatch(batch, self.loss, drew_random, forward(batch))
                     if not seen and not again and self.loss is not None and batch.y is not None:
                         run.warn_if_coupled()
                     visit(run)
@@ -145,8 +144,8 @@ def number_of_batches(data: Any) -> int | None:
 class RecordedBatch:
     """The recorded forward pass of one batch; sends vectors back from its output."""
 
-    def __init__(self, batch: Batch, loss: Loss | None, drew_random: Callable[[], bool]) -> None:
-        tape, output = record(batch)
+    def __init__(self, batch: Batch, loss: Loss | None, drew_random: Callable[[], bool], recorded: Recorded) -> None:
+        tape, output, self.change = recorded
         self.batch, self.loss, self.tape, self.random = batch, loss, tape, drew_random()
         require_independent_samples(tape)
         if not isinstance(output, Tensor):

@@ -200,7 +200,7 @@ def test_kept_rows_are_those_of_the_package(model: ModuleType) -> None:
 
     for inputs, samples, places in ((5, 64, 32), (5, 15, 100), (40, 64, 1), (4, 41, 9)):
         a, b = torch.zeros(samples, places, 1, inputs), torch.zeros(samples, places, 1, 2)
-        (kept,) = curvature.kronecker.factors.subsample_samples([OuterProduct(a, b, (2, inputs))], "expand")
+        (kept,) = curvature.kronecker.subsampling.subsample_samples([OuterProduct(a, b, (2, inputs))], "expand")
         assert model.kept_rows(model.Layer(inputs, 2, places), samples) == len(kept) * places
 
 
