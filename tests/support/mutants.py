@@ -75,6 +75,7 @@ MUTANTS = [
         "curvature/terms/convolution.py",
         "curvature/layers curvature/kronecker/test_factors.py",
         ("[0] * dims, self.dilation, False", "[0] * dims, [1] * dims, False"),
+        ("torch.tensordot(weights.to(dtype), found, 1)", "found.sum(0)"),
         ("start, stop = phase.first - phase.step", "start, stop = phase.first + 0 * phase.step"),
     ),
     *broken(
@@ -281,6 +282,7 @@ MUTANTS = [
         ("b.sum(1, keepdim=True) for b in same", "b.mean(1, keepdim=True) for b in same"),
         ("pair[k] * t[1 - k].reshape", "pair[k] * t[k].reshape"),
         ("moment[:, some, -1] += total", "moment[:, some, -1] -= total"),
+        ("len(self.arrangement.shapes) - 1), value=1.0", "len(self.arrangement.shapes) - 1), value=2.0"),
     ),
     *broken(
         "curvature/kronecker/inverses.py",
@@ -418,11 +420,18 @@ MUTANTS = [
         ("value = (weights * losses)[weights != 0].sum()", "value = losses[weights != 0].sum()"),
     ),
     *broken(
+        "curvature/matrices/forward_mode.py",
+        "curvature/matrices/test_forward_mode.py",
+        ("difference <= ROUNDINGS * rounding * size", "difference <= size"),
+        ("if direction is None or not self.proved[key]", "if direction is None"),
+    ),
+    *broken(
         "curvature/matrices/accumulators.py",
         "curvature/matrices",
         ("self.sum.addmm_((u * chunk.weights", "self.sum.addmm_((u * chunk.weights.sqrt()"),
         ("rows, columns, scale * self.sum)", "rows, columns, self.sum)"),
-        ("sum_of_products(*found, chunk.weights)", "sum_of_products(*found, chunk.weights.square())"),
+        ("sum_of_products(*found, chunk.weights, chunk", "sum_of_products(*found, chunk.weights.square(), chunk"),
+        ("return None if bool((self.weights == 1).all())", "return None if bool((self.weights == 1).any())"),
     ),
     # -- running curvature
     *broken(
