@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -65,3 +65,20 @@ def check_range(name: str, value: Any, low: float, high: float, open_end: bool =
     if not low <= value <= high or value == math.inf or (open_end and value == high):
         is_open = open_end or high == math.inf
         raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if is_open else ''}, found {value}")
+
+
+def require_one_device(owner: str, trained: Mapping[str, Tensor], parts: Sequence[str]) -> None:
+    """
+    Args:
+        parts: what takes parameters of one device only; none if all may be spread.
+
+    Raises:
+        NotImplementedError: the parameters are on several devices; names one of each.
+    """
+    found = {p.device: name for name, p in trained.items()} if parts else {}
+    if len(found) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in found.items())
+        raise NotImplementedError(
+            f"{owner}.step: parameters are on several devices ({places}), and {parts[0]} takes them on one only; move "
+            "the model to one device, or use KFAC(model) or EKFAC(model) in a single process"
+        )

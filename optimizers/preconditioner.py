@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import full_precision, optimistically
+from curvature.linalg import full_precision, optimistically, stack
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
@@ -174,7 +174,7 @@ class Preconditioner:
         left = [name for name in gradients if name not in found]
         if left:
             mean = mean_eigenvalue(ready)
-            found |= {name: right[name] / mean.to(right[name].dtype) for name in left}
+            found |= {name: right[name] / mean.to(right[name]) for name in left}
         return {k: to_shard(u, trained[k]) if is_spread else u for k, u in found.items() if k in gradients}
 
     def note_seconds(self, renewal: Renewal) -> None:
@@ -200,5 +200,5 @@ def mean_eigenvalue(blocks: Sequence[Block]) -> Tensor:
     """The mean eigenvalue over all blocks, a scalar; 1 without blocks."""
     if not blocks:
         return torch.ones((), device="cpu")
-    traces = torch.stack([b.mean_eigenvalue.float() * b.dimension for b in blocks])
+    traces = stack(b.mean_eigenvalue.float() * b.dimension for b in blocks)
     return (traces.sum() / sum(b.dimension for b in blocks)).clamp(min=torch.finfo(torch.float32).tiny)

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded
-from optimizers.arguments import check_numbers
+from optimizers.arguments import check_numbers, require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded, to_full, to_local
@@ -39,6 +40,8 @@ from optimizers.steps.closure_checks import ClosureWatch
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
 from optimizers.steps.rule import Evaluation, Outcome, Scaling, StepContext, StepRule
 from optimizers.steps.updates import Move, take
+
+RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 
 
 class SecondOrderOptimizer(ModelOptimizer):
@@ -71,7 +74,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.residual_rule: ResidualStep | None = None
         self.takes_loss = False
         self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
-        self.device, self.dtypes = next(self.model.parameters()).device, self._dtypes()
+        self.forms = self._forms()
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
         last = weakref.WeakMethod(self._last_displacement)
         intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
@@ -209,26 +212,15 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         trained = self.trained()
-        self._require_one_device(trained)
+        parts = {type(part).__name__: part.takes_several_devices for part in (self.rule, self.store)}
+        parts |= {"several processes": self.teams.current().processes.size == 1}
+        require_one_device(type(self).__name__, trained, [name for name, is_fine in parts.items() if not is_fine])
         return StepContext(
             model=self.model, closure=closure, trained=trained, options=self.options(),
             states={name: self.state[p] for name, p in trained.items()}, recorder=self.recorder,
             preconditioner=self.preconditioner, monitor=self.monitor, owner=type(self).__name__,
             scaling=Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)),
         )  # fmt: skip
-
-    def _require_one_device(self, trained: Mapping[str, Tensor]) -> None:
-        """
-        Raises:
-            NotImplementedError: the parameters are on several devices; names one of each.
-        """
-        found = {p.device: name for name, p in trained.items()}
-        if len(found) > 1:
-            places = ", ".join(f"{name} on {device}" for device, name in found.items())
-            raise NotImplementedError(
-                f"{type(self).__name__}.step: parameters are on several devices ({places}), and the numbers of a "
-                "step on one; move the model to one device, or spread batches by DistributedDataParallel"
-            )
 
     def _loss_step(self, context: StepContext) -> Outcome:
         """A step on a loss. If the first closure returns residuals, undo its side effects and step on them instead."""
@@ -260,6 +252,7 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _residual_step(self, context: StepContext) -> Outcome:
         assert self.residual_rule is not None
+        require_one_device(type(self).__name__, context.trained, [type(self.residual_rule).__name__])
         with self.recorder.paused():
             outcome = self.residual_rule.step(context, self.residual_rule.evaluate(context))
         self.recorder.stop()
@@ -323,16 +316,18 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _load_parts(self, parts: Mapping[str, Any]) -> None:
         """Load the `_parts` of a state; moves tensors to the device of the parameters."""
         self.teams.forget_inverses()
-        device, trained = next(p for group in self.param_groups for p in group["params"]).device, self.trained()
+        home, trained = next(self.model.parameters()).device, self.trained()
+        parts = dict(parts) | pytree.tree_map_only(Tensor, lambda x: x.to(home), {k: parts[k] for k in RULES})
+        devices = {name: p.device for name, p in self.model.named_parameters()}
         schedule, residual = self.preconditioner.schedule, parts["residual_rule"]
         self.monitor.load_state_dict(parts["monitor"])
         schedule.factor_every, schedule.decompose_every = parts["intervals"]
-        self.store.load_state_dict(parts["curvature"], device)
+        self.store.load_state_dict(parts["curvature"], {name: devices.get(name, home) for name in parts["curvature"]})
         self.rule.load_state_dict(parts["rule"], trained)
         self.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
-        self.recorder.load_state_dict(parts["recorder"], device, is_stopped=residual is not None)
+        self.recorder.load_state_dict(parts["recorder"], home, is_stopped=residual is not None)
         self.recorder.expect()
         self._gather_displacement()
 
@@ -350,8 +345,8 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     # -- parameters that change their precision or device, as by ``model.double()``
 
-    def _dtypes(self) -> dict[int, torch.dtype]:
-        return {id(p): p.dtype for group in self.param_groups for p in group["params"]}
+    def _forms(self) -> dict[int, tuple[torch.dtype, torch.device]]:
+        return {id(p): (p.dtype, p.device) for group in self.param_groups for p in group["params"]}
 
     def _recorded_parameters(self) -> dict[str, nn.Parameter]:
         """`present`, for a forward pass that is recorded now."""
@@ -374,10 +369,8 @@ class SecondOrderOptimizer(ModelOptimizer):
     @torch.no_grad()
     def _follow_parameters(self) -> None:
         """Bring all state to the precision and device that the parameters have now."""
-        device, dtypes = next(p for group in self.param_groups for p in group["params"]).device, self._dtypes()
-        changed = device != self.device or any(self.dtypes.get(k, dtype) is not dtype for k, dtype in dtypes.items())
-        self.device, self.dtypes = device, dtypes
-        if not changed:
+        before, self.forms = self.forms, self._forms()
+        if all(before.get(k, form) == form for k, form in self.forms.items()):
             return
         self.monitor.settle()
         parts = self._parts()
@@ -385,7 +378,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         for p, state in self.state.items():
             if isinstance(p, Tensor):
                 state.update({k: x.to(p) for k, x in state.items() if isinstance(x, Tensor) and x.shape == p.shape})
-        self.teams.move(device)
+        self.teams.move(next(self.model.parameters()).device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or pickle trains a copy of the model; copy or pickle both together for them to share it."""

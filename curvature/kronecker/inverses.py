@@ -64,7 +64,7 @@ class KroneckerInverse:
         sides = (self.rows, self.columns) if self.values is None else (self.rows, self.columns, self.values)
         is_plain = not any(self.roots) and self.shifts == (None, None) and not self.is_partial
         is_small = max(self.rows.shape[-1], self.columns.shape[-1]) <= STACKED_MAX_SIDE
-        return tuple(side.shape for side in sides) if is_plain and is_small else None
+        return (self.rows.device, *(side.shape for side in sides)) if is_plain and is_small else None
 
     @staticmethod
     def stacked(inverses: Sequence[KroneckerInverse]) -> KroneckerInverse:

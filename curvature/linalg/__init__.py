@@ -21,7 +21,7 @@ from curvature.linalg.decompositions import (
     try_cholesky,
     try_decompose,
 )
-from curvature.linalg.devices import stack, widen, widest
+from curvature.linalg.devices import by_device, stack, widen, widest
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.outcomes import are_true, count_recovery, optimistically, recovery_counts
 from curvature.linalg.precision import full_precision, matmul, own_precision, product_rounding
@@ -44,7 +44,7 @@ from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
     "LOW_RANK_MIN_SIZE", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_", "are_true",
-    "average_moments", "cholesky", "cholesky_with_jitter", "count_recovery", "damp_eigenvalues",
+    "average_moments", "by_device", "cholesky", "cholesky_with_jitter", "count_recovery", "damp_eigenvalues",
     "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision", "is_sketch", "low_rank_inverses",
     "matmul", "moment_diagonal", "noise_floor", "optimistically", "own_precision", "product_rounding", "psd_eigh", "qr",
     "recovery_counts", "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum",

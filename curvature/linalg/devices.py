@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,16 @@ def stack(parts: Iterable[Tensor]) -> Tensor:
     """``torch.stack`` on the device of the first; those of layers on other devices come over to it."""
     first, *others = parts
     return torch.stack([first, *(part.to(first.device) for part in others)])
+
+
+def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors in runs of one device."""
+    runs: list[list[Tensor]] = []  # torch.compile cannot follow itertools.groupby
+    for x in tensors:
+        if not runs or runs[-1][0].device != x.device:
+            runs.append([])
+        runs[-1].append(x)
+    return runs
 
 
 @functools.cache

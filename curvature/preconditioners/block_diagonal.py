@@ -110,6 +110,8 @@ class CurvatureStore:
     `measure` leaves averages alone; it only creates the blocks of parameters that it meets for the first time.
     """
 
+    takes_several_devices = False  # whether parameters may be on several devices
+
     def __init__(self) -> None:
         self.blocks: list[Block] = []
 
@@ -179,8 +181,9 @@ class CurvatureStore:
         """Plain tensors, numbers and names, by the first parameter of each block."""
         return {block.names[0]: block.state() for block in self.blocks}
 
-    def load_state_dict(self, state: dict[str, dict[str, Any]], device: torch.device) -> None:
-        self.blocks = [Block.restore(entry, device) for entry in state.values()]
+    def load_state_dict(self, state: dict[str, dict[str, Any]], devices: Mapping[str, torch.device]) -> None:
+        """Load a `state_dict`, each block to the device of its parameters, given by name."""
+        self.blocks = [Block.restore(entry, devices[name]) for name, entry in state.items()]
 
 
 class BlockDiagonalCurvature(CurvatureStore):
@@ -191,6 +194,8 @@ class BlockDiagonalCurvature(CurvatureStore):
             and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
         kind: structure of the blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
     """
+
+    takes_several_devices = True  # blocks live where their layer lives
 
     def __init__(self, sharing: str = "expand", kind: str = "kronecker") -> None:
         if sharing not in ("expand", "reduce"):
@@ -230,7 +235,7 @@ class BlockDiagonalCurvature(CurvatureStore):
                 pairs = ((terms[name], displacement[name]) for name in names)
                 found[block.names[0]] = sum_in_place(contractions.inner_products(*pair) for pair in pairs)
         if found:
-            found[""] = torch.stack(list(found.values())).sum(0)
+            found[""] = stack(found.values()).sum(0)
         return {name: change.square().sum() for name, change in found.items()}
 
     def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:

@@ -297,7 +297,7 @@ def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:
     form = block.joint_form
     is_plain = block.scheme.arrangement.order is None and not any(block.scheme.sketched) and form is not None
     is_small = first.a.numel() + first.b.numel() <= MAX_JOINED
-    own = block.scheme, form, first.a.shape, first.b.shape, first.a.dtype, first.b.dtype
+    own = block.scheme, form, first.a.device, first.a.shape, first.b.shape, first.a.dtype, first.b.dtype
     return own if is_plain and is_small else None
 
 

@@ -93,4 +93,4 @@ class ConjugateGradientBlock(FullBlock):
         state: Any = self.factors
         self.factors = BlockDiagonalCurvature()
         device = torch.device("cpu") if self.last is None else self.last.device
-        self.factors.load_state_dict(state, device)
+        self.factors.load_state_dict(state, dict.fromkeys(state, device))

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from curvature.linalg import stack
+
 Sums = Mapping[str, Tensor]
 
 
@@ -29,20 +31,20 @@ class OutputScale:
     def of(outputs: Sequence[Tensor]) -> Sums:
         """The sums of one pass, given its outputs (N, ...). Entries that are not finite do not count."""
         found = [x.detach().float().square() for x in outputs]
-        entries = torch.stack([x.isfinite().sum() for x in found]).sum()
-        squares = torch.stack([x.nan_to_num_(0.0, 0.0, 0.0).sum() for x in found]).sum()
+        entries = stack(x.isfinite().sum() for x in found).sum()
+        squares = stack(x.nan_to_num_(0.0, 0.0, 0.0).sum() for x in found).sum()
         count = torch.full_like(
             squares, len(outputs[0])
         )  # to fill a tensor needs no wait, as a copy to the device does
         return {"squares": squares, "numbers": torch.stack([count, entries])}
 
-    def update(self, sums: Sums, along: Sums) -> None:
-        """Replace all by those of a step's passes, if it had any."""
+    def update(self, sums: Sums, along: Sums, home: torch.device) -> None:
+        """Replace all by those of a step's passes, if it had any; all numbers are on the device `home`."""
         self.along = {}
         if sums:
-            count, entries = sums["numbers"].unbind()
-            scale = (sums["squares"] / entries.clamp(min=1)).sqrt()
+            count, entries = sums["numbers"].to(home).unbind()
+            scale = (sums["squares"].to(home) / entries.clamp(min=1)).sqrt()
             known = scale if self.rms is None else self.rms
             self.rms = torch.where(scale.isfinite() & (entries > 0), scale, known)
             self.entries_per_sample = torch.where(entries > 0, entries / count, self.entries_per_sample)
-            self.along = {name: square / count for name, square in along.items()}
+            self.along = {name: square.to(home) / count for name, square in along.items()}

@@ -46,8 +46,8 @@ def calibrate(blocks: Sequence[Block], along: Named, predicted: Named, joint: Te
         return joint
     measured = torch.stack([along[block.names[0]] for block in found])
     own = torch.stack([torch.stack(of(block)).sum() for block in found]).to(measured)
-    known = [measured.new_zeros(2) if block.energies is None else block.energies for block in found]
-    for block, energies in zip(found, noted(torch.stack(known).to(measured), measured, own).unbind(), strict=True):
+    known = [measured.new_zeros(2) if block.energies is None else block.energies.to(measured) for block in found]
+    for block, energies in zip(found, noted(torch.stack(known), measured, own).unbind(), strict=True):
         block.energies = energies
     return noted(joint[None], along[""][None], own.sum()[None])[0]
 

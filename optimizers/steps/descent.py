@@ -46,12 +46,13 @@ class MomentumDescent:
     def __call__(self, context: StepContext, gradients: Stack, good: Tensor) -> Descent:
         means = running_means(context, gradients, good)
         found = gradients.like(context.solve(means))
-        slopes = context.over_shards(row_products(found.rows, means.rows), found.layers)
+        slopes = context.over_shards(row_products(found.rows, means.rows, context.home), found.layers)
         energies = _energies(context, found, slopes).nan_to_num(0.0, 0.0, 0.0)  # what overflows is not taken
         scale = scales([context.block_of(layer[0]) for layer in found.layers])
         if scale is not None:
+            scale = scale.to(slopes.device)
             for rows, own in zip(found.rows, scale.split([len(rows) for rows in found.rows]), strict=True):
-                rows.mul_(own[:, None])
+                rows.mul_(own.to(rows.device)[:, None])
             slopes, energies = slopes * scale, energies * scale.square()
         return Descent(found, slopes, energies)
 
@@ -76,9 +77,9 @@ class SpringDescent:
         found = gradients.like(context.solve(right))
         if momentum:
             torch._foreach_copy_(last.rows, found.rows)  # the step scales u in place
-        squares, along = row_squares(found.rows), row_products(right.rows, found.rows)
+        squares, along = row_squares(found.rows, context.home), row_products(right.rows, found.rows, context.home)
         energy = (along - damping * squares).sum().clamp(min=0)
-        return Descent(found, row_products(gradients.rows, found.rows), energy[None])
+        return Descent(found, row_products(gradients.rows, found.rows, context.home), energy[None])
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"direction": torch.zeros_like(p)} if any(group["momentum"] for group in options) else {}
@@ -93,7 +94,8 @@ def running_means(context: StepContext, gradients: Stack, good: Tensor) -> Stack
         for state in (context.states[name] for name in family.names):
             state["weight"] = decay * state.get("weight", 0.0) + (1 - decay)
         weights.append((1 - decay) / context.states[family.names[0]]["weight"])
-    taken = [torch.where(good, g, mean) for g, mean in zip(gradients.rows, means.rows, strict=True)]
+    pairs = zip(gradients.rows, means.rows, strict=True)
+    taken = [torch.where(good.to(g.device), g, mean) for g, mean in pairs]
     torch._foreach_lerp_(means.rows, taken, weights)
     return means
 
@@ -103,7 +105,7 @@ def _energies(context: StepContext, directions: Stack, slopes: Tensor) -> Tensor
     dampings = [context.options[family.names[0]]["damping"] for family in directions.families]
     if all(damping is None for damping in dampings):
         return slopes
-    squares = context.over_shards(row_squares(directions.rows), directions.layers)
+    squares = context.over_shards(row_squares(directions.rows, context.home), directions.layers)
     counts = [len(rows) for rows in directions.rows]
     parts = zip(slopes.split(counts), dampings, squares.split(counts), strict=True)
     return torch.cat([_energy(*part) for part in parts])

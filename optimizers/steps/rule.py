@@ -86,6 +86,11 @@ class StepContext:
         return {name: to_local(g) for name, g in dense.items()} if self.is_spread else dense
 
     @functools.cached_property
+    def home(self) -> torch.device:
+        """Where the numbers of a step are, if layers are on several devices."""
+        return next(self.model.parameters()).device
+
+    @functools.cached_property
     def is_spread(self) -> bool:
         """Whether a parameter is spread over processes: decided once for all."""
         return any(map(is_sharded, self.trained.values()))
@@ -118,8 +123,8 @@ class StepContext:
         return options["lr"], options.get("momentum"), options.get("damping"), weight, shards
 
     def unscale_and_check_finite(self, gradients: Named) -> Tensor:
-        """Divide gradients in place by the scale of the loss; returns a flag () on their device: all are finite."""
-        good = unscale_and_check_finite(gradients.values(), self.scaling.scale)
+        """Divide gradients in place by the scale of the loss; returns a flag (): all are finite."""
+        good = unscale_and_check_finite(gradients.values(), self.scaling.scale).to(self.home)
         if self.scaling.found_inf is not None:
             good = good & (self.scaling.found_inf.to(good.device) == 0)
         if not self.is_spread:
@@ -165,9 +170,9 @@ class StepContext:
             found = part.gathered(step, self.recorder.passes, gradients, self.trained)
         renewal = part.renew(step, found, self.options, good)
         if renewal is not None:
-            self.outputs.update(found.outputs, found.curvature.along)
+            self.outputs.update(found.outputs, found.curvature.along, self.home)
             if self.outputs.rms is None:  # no outputs are known
-                self.outputs.rms = torch.zeros((), device=next(iter(gradients.values())).device)
+                self.outputs.rms = torch.zeros((), device=self.home)
         return renewal
 
     def solve(self, gradients: Named) -> dict[str, Tensor]:
@@ -244,6 +249,7 @@ class StepRule:
     """
 
     needs_closure = False  # whether `step` requires a closure
+    takes_several_devices = False  # whether parameters may be on several devices
     differentiates_model = False  # whether it differentiates the closure twice, which compiled code does not allow
 
     def evaluate(self, context: StepContext) -> Evaluation:
@@ -285,9 +291,8 @@ class StepRule:
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        """Load a `state_dict`; moves tensors to the device of the parameters."""
-        device = next(iter(trained.values())).device if trained else torch.device("cpu")
+        """Load a `state_dict`, whose tensors are on the model's device; those by parameter go to that of theirs."""
         for name, value in state.items():
             if isinstance(value, Mapping):
                 value = {k: v.to(trained[k]) if k in trained else v for k, v in value.items()}
-            setattr(self, name, value.to(device) if isinstance(value, Tensor) else value)
+            setattr(self, name, value)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.linalg import by_device
 from optimizers.distributed.sharding import to_local, to_sharded
 
 Named = Mapping[str, Tensor]
@@ -123,7 +124,9 @@ def families(layers: Iterable[Layer], tensors: Named, kind: Callable[[str], Hash
         for own, names in itertools.groupby(whole, kinds.__getitem__):
             layer = tuple(names)
             found.setdefault((own, tuple(tuple(tensors[name].shape) for name in layer)), []).append(layer)
-    return [Family(tuple(own), shapes) for (_, shapes), own in found.items()]
+    made = [Family(tuple(own), shapes) for (_, shapes), own in found.items()]
+    devices = list(dict.fromkeys(tensors[family.names[0]].device for family in made))
+    return sorted(made, key=lambda family: devices.index(tensors[family.names[0]].device))  # in runs of one device
 
 
 def _state_rows(family: Family, key: str, states: Mapping[str, dict[str, Any]], trained: Named) -> Tensor:
@@ -136,23 +139,36 @@ def _state_rows(family: Family, key: str, states: Mapping[str, dict[str, Any]], 
     return rows
 
 
-# -- what a step asks of rows: one number for each
+# -- what a step asks of rows: one number for each, on the device `home`
 
 
-def row_squares(rows: Sequence[Tensor]) -> Tensor:
+def row_squares(rows: Sequence[Tensor], home: torch.device) -> Tensor:
     """The squared norm of each row, in single precision."""
-    return torch.cat([torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x])) for x in rows]).square().float()
+    norms = [torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x])) for x in rows]
+    return torch.cat([x.to(home) for x in norms]).square().float()
 
 
-def row_products(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+def row_products(ones: Sequence[Tensor], others: Sequence[Tensor], home: torch.device) -> Tensor:
     """The inner product of each row of one with that of the other, in single precision."""
-    return torch.cat([torch.linalg.vecdot(*_wide(*pair)).float() for pair in zip(ones, others, strict=True)])
+    found = [torch.linalg.vecdot(*_wide(*pair)) for pair in zip(ones, others, strict=True)]
+    return torch.cat([x.to(home, torch.float32) for x in found])
 
 
-def products(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+def products(ones: Sequence[Tensor], others: Sequence[Tensor], home: torch.device) -> Tensor:
     """The sum of the inner products of all rows of each family, in single precision."""
     pairs = ([x.view(-1) for x in _wide(*pair)] for pair in zip(ones, others, strict=True))
-    return torch.stack([torch.dot(*pair).float() for pair in pairs])
+    return torch.stack([torch.dot(*pair).to(home, torch.float32) for pair in pairs])
+
+
+def scaled(rows: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
+    """All rows times a scalar."""
+    return [x for own in by_device(rows) for x in torch._foreach_mul(own, factor.to(own[0]))]
+
+
+def scale_(rows: Sequence[Tensor], factor: Tensor) -> None:
+    """`scaled`, in place."""
+    for own in by_device(rows):
+        torch._foreach_mul_(own, factor.to(own[0]))
 
 
 def _wide(one: Tensor, other: Tensor) -> list[Tensor]:

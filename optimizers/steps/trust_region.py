@@ -18,7 +18,7 @@ from optimizers.steps.calibration import calibrate, underestimate
 from optimizers.steps.descent import Descent, DescentRule
 from optimizers.steps.finite_check import copy_to_host_async
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.stacks import Stack, products, row_squares
+from optimizers.steps.stacks import Stack, products, row_squares, scaled
 from optimizers.steps.step_size import (
     FIRST_TRUST,
     StepSize,
@@ -44,6 +44,8 @@ class TrustRegionStep(StepRule):
     Args:
         descent: computes the directions.
     """
+
+    takes_several_devices = True
 
     def __init__(self, descent: DescentRule) -> None:
         self.descent = descent
@@ -125,7 +127,7 @@ class TrustRegionStep(StepRule):
         mean = norm if before is None else before.norm
         is_far = is_overshoot(ratio, norm, mean)
         # one batch far out of scale must not dominate the running mean
-        clipped = torch._foreach_mul(gradients.rows, (longest_gradient(norm, mean) / norm).nan_to_num(1.0))
+        clipped = scaled(gradients.rows, (longest_gradient(norm, mean) / norm).nan_to_num(1.0))
         found = self.descent(context, Stack(gradients.families, clipped), good & ~is_far)
         energies, rms = found.energies, outputs.rms
         change = output_change(energies.sum(), outputs)
@@ -155,7 +157,7 @@ class TrustRegionStep(StepRule):
 
     def _slope_ratio(self, context: StepContext, gradients: Stack, last: Stack) -> Tensor:
         """Ratio of the slope along the last displacement now to that at its start; 0 without a displacement."""
-        now = context.over_shards(products(last.rows, gradients.rows), gradients.first_layers).sum()
+        now = context.over_shards(products(last.rows, gradients.rows, context.home), gradients.first_layers).sum()
         return torch.zeros_like(now) if self.state is None else slope_ratio(now, self.state.slope)
 
     def _move(
@@ -172,9 +174,8 @@ class TrustRegionStep(StepRule):
         decays = {name: kept_by_decay(options[name]) for name in own if options[name]["weight_decay"]}
         squares = None
         if context.is_spread:
-            sizes = squared_norms(list(own.values()))
-            sizes = context.over_shards(sizes, [(name,) for name in own])
-            squares = context.over_shards(row_squares(directions.rows), directions.layers), sizes
+            sizes = context.over_shards(squared_norms(list(own.values()), context.home), [(name,) for name in own])
+            squares = context.over_shards(row_squares(directions.rows, context.home), directions.layers), sizes
         return Move(
             parameters=list(own.values()),
             directions=directions.rows,
@@ -206,7 +207,7 @@ class TrustRegionStep(StepRule):
         numbers = {id(owner): k for k, owner in enumerate(owners)}
         if len(numbers) == len(owners):
             return None
-        return torch.tensor([numbers[id(owner)] for owner in owners], device=directions.rows[0].device)
+        return torch.tensor([numbers[id(owner)] for owner in owners], device=context.home)
 
     # -- checkpoints
 
@@ -218,15 +219,14 @@ class TrustRegionStep(StepRule):
         return own | {"energies": dict(self.energies)}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        device = next(iter(trained.values())).device
-        own = {name: state[name].to(device) for name in StepSize._fields if state[name] is not None}
+        own = {name: state[name] for name in StepSize._fields if state[name] is not None}
         self.state = StepSize(**own) if own else None
-        self.energies = {name: energy.to(device) for name, energy in state["energies"].items()}
+        self.energies = dict(state["energies"])
 
 
 def _norm(context: StepContext, gradients: Stack) -> Tensor:
     """The norm of all gradients together."""
-    return context.over_shards(squared_norms(gradients.rows), gradients.first_layers).sum().sqrt()
+    return context.over_shards(squared_norms(gradients.rows, context.home), gradients.first_layers).sum().sqrt()
 
 
 def output_change(energy: Tensor, outputs: OutputScale) -> Tensor:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvature.linalg import stack, widen
-from optimizers.steps.stacks import at_least_single, pieces, row_squares
+from curvature.linalg import by_device, stack, widen
+from optimizers.steps.stacks import at_least_single, pieces, row_squares, scale_, scaled
 
 # AdamW's usual learning rate, for which lr=1 stands in weight decay: lr multiplies the step here, and has no unit, so
 # that lr * weight_decay would be a thousand times the decay that recipes for AdamW mean.
@@ -35,6 +35,8 @@ def within_trust(step: Tensor, length: Tensor, size: Tensor, relative: Tensor) -
 
 class Move(NamedTuple):
     """A step of the parameters, by `take`. Rows are those of a family of layers (`optimizers.steps.stacks`).
+
+    Parameters and rows are where their layers are, and all numbers on one device.
 
     Attributes:
         parameters: of all families, layer by layer.
@@ -77,7 +79,8 @@ def take(move: Move) -> tuple[Tensor, Tensor]:
         together, a scalar.
     """
     size = torch.where(move.good, move.step_size, 0)
-    lengths, sizes = move.squares or (row_squares(move.directions), squared_norms(move.parameters))
+    home = size.device
+    lengths, sizes = move.squares or (row_squares(move.directions, home), squared_norms(move.parameters, home))
     longest = [move.trust * _row_sizes(move.parameters[k], sizes[k] / rows) for k, _, rows in move.tables]
     sizes = _by_layer(sizes.clamp(min=1), move)  # so that tensors that start at zero can leave it
     if move.blocks is not None:
@@ -87,25 +90,27 @@ def take(move: Move) -> tuple[Tensor, Tensor]:
     parts = zip(cuts.split([count for _, count in move.rates]), move.rates, strict=True)
     rates = torch.cat([part * rate for part, (rate, _) in parts])
     for kept, parameters in move.decayed:
-        torch._foreach_mul_(parameters, torch.where(move.good, kept.to(parameters[0].dtype), 1))
+        for own in by_device(parameters):
+            torch._foreach_mul_(own, torch.where(move.good.to(own[0].device), kept.to(own[0].dtype), 1))
     counts = [len(rows) for rows in move.directions]
     for rows, rate in zip(move.directions, rates.neg().split(counts), strict=True):
-        rows.mul_(rate[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+        rows.mul_(rate.to(rows.device)[:, None]).nan_to_num_(0.0, 0.0, 0.0)
     for (_, table, _), length in zip(move.tables, longest, strict=True):
         norms = torch.linalg.vector_norm(table, dim=1, dtype=length.dtype)
         table.mul_((length / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)[:, None])
     # without a step the displacements are zero
-    moved = torch._foreach_sub(move.directions, torch._foreach_mul(move.last, move.undo.to(move.last[0].dtype)))
+    moved = torch._foreach_sub(move.directions, scaled(move.last, move.undo))
     shifts = [x for rows, shapes in zip(moved, move.shapes, strict=True) for x in pieces(rows, shapes)]
     torch._foreach_add_(move.parameters, shifts)
-    torch._foreach_mul_(move.last, (~(move.good | move.undo)).to(move.last[0].dtype))
+    scale_(move.last, ~(move.good | move.undo))
     torch._foreach_add_(move.last, move.directions)
     return rates, -(rates * move.slopes).nan_to_num(0.0, 0.0, 0.0).sum()
 
 
 def _row_sizes(table: Tensor, square: Tensor) -> Tensor:
     """Norms (rows,) of the rows of a table; of short ones the root of their mean `square`."""
-    return torch.linalg.vector_norm(table, dim=1, dtype=at_least_single([table])).clamp(min=square.sqrt())
+    norms = torch.linalg.vector_norm(table, dim=1, dtype=at_least_single([table]))
+    return norms.clamp(min=square.sqrt().to(norms.device))
 
 
 def _by_layer(numbers: Tensor, move: Move) -> Tensor:
@@ -119,9 +124,10 @@ def _by_layer(numbers: Tensor, move: Move) -> Tensor:
     return torch.cat([x.view(-1, k).sum(1) for x, (k, _) in parts])
 
 
-def squared_norms(tensors: list[Tensor]) -> Tensor:
-    """The squared norm of each tensor (n,), in single precision."""
-    return torch.stack(torch._foreach_norm(tensors, 2, at_least_single(tensors))).square().float()
+def squared_norms(tensors: list[Tensor], home: torch.device) -> Tensor:
+    """The squared norm of each tensor (n,), in single precision, on the device `home`."""
+    norms = torch._foreach_norm(tensors, 2, at_least_single(tensors))
+    return torch.stack([x.to(home) for x in norms]).square().float()
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:

@@ -506,7 +506,7 @@ MUTANTS = [
     *broken(
         "optimizers/preconditioner.py",
         "optimizers/test_preconditioner.py optimizers/test_kfac.py",
-        ("right[name] / mean.to(right[name].dtype)", "right[name]"),
+        ("right[name] / mean.to(right[name])", "right[name]"),
         ("if turn or not workers.is_ready(b)]", "if turn]"),
     ),
     *broken(
@@ -524,7 +524,7 @@ MUTANTS = [
         ("_foreach_add_(move.parameters, shifts)", "_foreach_sub_(move.parameters, shifts)"),
         ("-(rates * move.slopes)", "-(move.slopes)"),
         ("numbers.split([k * n for", "numbers.flip(0).split([k * n for"),
-        ("move.undo.to(", "move.good.to("),
+        ("scaled(move.last, move.undo)", "scaled(move.last, move.good)"),
         ("(length / norms.clamp(", "(1 / norms.clamp("),
     ),
     *broken(
@@ -640,7 +640,7 @@ MUTANTS = [
     *broken(
         "optimizers/recording/output_scale.py",
         "optimizers",
-        ('(sums["squares"] / entries.clamp(min=1)).sqrt()', 'sums["squares"] / max(entries, 1)'),
+        ('(sums["squares"].to(home) / entries.clamp(min=1)).sqrt()', 'sums["squares"] / max(entries, 1)'),
     ),
     *broken(
         "curvature/recording/eager.py",

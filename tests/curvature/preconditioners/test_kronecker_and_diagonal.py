@@ -318,7 +318,7 @@ def test_statistics_add_up_over_processes(kind: str):
     start = factors.state_dict()
     found = []
     for parts, times in (((N,), 1.0), ((2, N - 2), 1.0), ((N,), 3.0)):
-        factors.load_state_dict(copy.deepcopy(start), y.device)
+        factors.load_state_dict(copy.deepcopy(start), dict.fromkeys(start, y.device))
         total: dict[tuple[str, str], Tensor] = {}
         for rank, part in enumerate(y.split(parts)):
             own = measure(factors, model, part, unit_vectors)

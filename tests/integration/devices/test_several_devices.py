@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -58,13 +61,78 @@ def test_gradients_over_several_devices_are_checked(two_devices: tuple[str, str]
     assert {name: g.device for name, g in rows.items()} == {name: p.device for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
-def test_optimizers_refuse_several_devices_by_name(kind: type[KFAC], two_devices: tuple[str, str]) -> None:
-    model, (x, y) = Split(two_devices), data(two_devices)
-    opt = kind(model)
-    LOSS(model(x), y).backward()
-    with pytest.raises(NotImplementedError, match=f"first.bias on {two_devices[0]}, second.bias on {two_devices[1]}"):
+def trained(make: Callable[[nn.Module], Any], devices: tuple[str, str], steps: int) -> tuple[nn.Module, Any]:
+    model, (x, y) = Split(devices), data(devices)
+    opt = make(model)
+    for step in range(steps):
+        opt.zero_grad()
+        bad = step == 3  # a batch that is skipped
+        LOSS(model(x * float("nan") if bad else x), y.to(devices[1])).backward()
         opt.step()
+    return model, opt
+
+
+def with_a_group(opt: KFAC, parameters: list[nn.Parameter]) -> KFAC:
+    for group in opt.param_groups:
+        group["params"] = [p for p in group["params"] if p.ndim > 1]
+    opt.add_param_group({"params": parameters, "lr": 0.5, "weight_decay": 0.0})
+    return opt
+
+
+MAKERS = {
+    "KFAC": KFAC,
+    "EKFAC": EKFAC,
+    "damping, decay": lambda model: KFAC(model, damping=0.1, weight_decay=0.1),
+    "groups": lambda model: with_a_group(KFAC(model, weight_decay=0.1), [p for p in model.parameters() if p.ndim == 1]),
+    "empirical": lambda model: KFAC(model, inject=curvature.empirical()),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_steps_over_several_devices_are_those_on_one(name: str, two_devices: tuple[str, str]) -> None:
+    (found, opt), (expected, other) = (trained(MAKERS[name], devices, 25) for devices in (two_devices, ("cpu", "cpu")))
+    assert opt.skipped == other.skipped == 1
+    for own, p in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own.cpu(), p, rtol=1e-6, atol=1e-8)
+    first, second = opt.store.blocks
+    assert first.rows.device == torch.device(two_devices[0]) and second.rows.device == torch.device(two_devices[1])
+
+
+def test_checkpoints_over_several_devices_go_on(two_devices: tuple[str, str]) -> None:
+    model, opt = trained(KFAC, two_devices, 8)
+    copy, other = trained(KFAC, two_devices, 0)
+    copy.load_state_dict(model.state_dict())
+    other.load_state_dict(opt.state_dict())
+    x, y = data(two_devices)
+    for _ in range(6):
+        for m, o in ((model, opt), (copy, other)):
+            o.zero_grad()
+            LOSS(m(x), y.to(two_devices[1])).backward()
+            o.step()
+    for own, p in zip(copy.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own, p, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "part"),
+    [(NaturalGradient, {}, "FullCurvature"), (KFAC, {"adaptive": True}, "HandOverStep"), (KFAC, {}, "ResidualStep")],
+)
+def test_what_takes_one_device_refuses_several_by_name(
+    kind: type[KFAC], options: dict[str, Any], part: str, two_devices: tuple[str, str]
+) -> None:
+    model, (x, y) = Split(two_devices), data(two_devices)
+    opt = kind(model, **options)
+
+    def closure() -> Tensor:
+        if part == "ResidualStep":
+            return model(x)[:, 0]
+        loss = LOSS(model(x), y.to(two_devices[1]))
+        loss.backward()
+        return loss
+
+    places = f"first.bias on {two_devices[0]}, second.bias on {two_devices[1]}"
+    with pytest.raises(NotImplementedError, match=rf"{places}\), and {part} takes them on one only"):
+        opt.step(closure)
 
 
 @pytest.mark.parametrize("matrix", ["fisher_diagonal", "kfac", "hessian"])

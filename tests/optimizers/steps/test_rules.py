@@ -70,6 +70,7 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
             trained={"p": p}, states=states,
             options={"p": {"lr": 1.0, "weight_decay": 0.0}}, preconditioner=SimpleNamespace(blocks=[]),
             outputs=SimpleNamespace(rms=torch.tensor(rms), entries_per_sample=100.0, along={}), is_spread=False,
+            home=p.device,
             block_of=lambda name: None,
             stack=lambda found: Stack.of(families([("p",)], found, lambda name: None), found),
             over_shards=lambda numbers, layers: numbers,
@@ -84,7 +85,7 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
 def plain(context: StepContext, gradients: Any, good: Tensor) -> Descent:
     """The gradient itself."""
     found = gradients.like({name: g.clone() for name, g in gradients.items()})
-    squares = row_squares(found.rows)
+    squares = row_squares(found.rows, torch.device("cpu"))
     return Descent(found, squares, squares)
 
 

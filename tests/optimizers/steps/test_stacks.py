@@ -75,10 +75,12 @@ def test_numbers_of_rows(dtype: torch.dtype):
     one, other = ([x.to(dtype) for x in Stack.of(made(), named(seed)).rows] for seed in (0, 1))
     wide = lambda rows: [x.double() for x in rows]
     close = lambda found, expected: torch.testing.assert_close(found, torch.cat(expected).float(), rtol=1e-5, atol=1e-5)
-    close(row_squares(one), [x.square().sum(1) for x in wide(one)])
-    close(row_products(one, other), [(x * y).sum(1) for x, y in zip(wide(one), wide(other), strict=True)])
-    close(products(one, other), [(x * y).sum()[None] for x, y in zip(wide(one), wide(other), strict=True)])
-    assert row_squares(one).dtype == row_products(one, other).dtype == products(one, other).dtype == torch.float32
+    cpu = torch.device("cpu")
+    squares, along, sums = row_squares(one, cpu), row_products(one, other, cpu), products(one, other, cpu)
+    close(squares, [x.square().sum(1) for x in wide(one)])
+    close(along, [(x * y).sum(1) for x, y in zip(wide(one), wide(other), strict=True)])
+    close(sums, [(x * y).sum()[None] for x, y in zip(wide(one), wide(other), strict=True)])
+    assert squares.dtype == along.dtype == sums.dtype == torch.float32
 
 
 def test_stacked_is_a_view_where_it_can_be():

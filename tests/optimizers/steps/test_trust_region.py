@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fast
 def test_output_change_is_that_of_one_entry():
     """Two samples of three entries each, which a step of energy 12 changes by 2 in the root mean square."""
     outputs = OutputScale()
-    outputs.update(OutputScale.of([torch.ones(2, 3)]), {})
+    outputs.update(OutputScale.of([torch.ones(2, 3)]), {}, torch.device("cpu"))
     assert output_change(torch.tensor(12.0), outputs) == 2 and outputs.rms == 1
 
 
