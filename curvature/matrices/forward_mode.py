@@ -2,7 +2,8 @@
 
 One forward pass gives the output with its graph and ``J v``, without the two backward passes that this takes otherwise.
 But functions may lack a forward derivative, or have a wrong one (in torch 2.13 layer norm's backward pass has), and a
-parameter may be read past its module. So the first pass at every shape is compared with two backward passes.
+parameter may be read past its module. So the first pass at every shape, and through other functions, is compared with
+two backward passes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.func import functional_call
 from curvature.functional import TwiceDifferentiable
 from curvature.gradients import Batch, output_changes, plan_key, record
 from curvature.linalg import full_precision
-from curvature.recording import Tape, capture
+from curvature.recording import Tape, capture, graph_functions
 
 log = logging.getLogger("curvature")
 ROUNDINGS = 100  # relative difference from two backward passes, in units of rounding
@@ -32,18 +33,33 @@ class ForwardMode:
     """Records forward passes, with ``J v`` where forward mode proved right.
 
     Attributes:
-        proved: by the key of a plan, whether it did.
+        proved: keys of plans, with the functions of the graph, for which it did.
+        refuted: keys of plans for which it did not.
     """
 
-    proved: dict[Any, bool] = field(default_factory=dict)
+    proved: set[Any] = field(default_factory=set)
+    refuted: set[Any] = field(default_factory=set)
 
     def record(self, batch: Batch, direction: Mapping[str, Tensor] | None) -> Recorded:
         """A recorded pass; without a direction, or where forward mode is wrong, ``J v`` is None."""
         with TwiceDifferentiable():
-            key = plan_key(batch)
-            if direction is not None and key not in self.proved:
-                self.proved[key] = _agrees(batch)
-            return (*record(batch), None) if direction is None or not self.proved[key] else along(batch, direction)
+            found = None if direction is None else self._along(batch, direction)
+            return (*record(batch), None) if found is None else found
+
+    def _along(self, batch: Batch, direction: Mapping[str, Tensor]) -> Recorded | None:
+        key = plan_key(batch)
+        if key in self.refuted:
+            return None
+        try:
+            found = along(batch, direction)
+            case = key, graph_functions(found[1])
+            if case in self.proved or _agrees(batch):
+                self.proved.add(case)
+                return found
+        except Exception as error:  # the general way follows, and shows what is wrong with the model itself
+            log.info("J v takes two backward passes: %s", str(error).split("\n")[0])
+        self.refuted.add(key)
+        return None
 
 
 def along(batch: Batch, direction: Mapping[str, Tensor]) -> Recorded:
@@ -63,12 +79,8 @@ def _agrees(batch: Batch) -> bool:
     direction = {
         name: torch.randn(p.shape, generator=drawn, dtype=torch.float64).to(p) for name, p in batch.parameters.items()
     }
-    try:
-        _, output, found = along(batch, direction)
-        ((expected,),) = output_changes([output], batch.parameters, [direction])
-    except Exception as error:  # the general way follows, and shows what is wrong with the model itself
-        log.info("J v takes two backward passes: %s", str(error).split("\n")[0])
-        return False
+    _, output, found = along(batch, direction)
+    ((expected,),) = output_changes([output], batch.parameters, [direction])
     assert found is not None
     difference, size = float((found - expected).norm()), float(expected.norm())
     # far less than one wrong layer of a deep model changes; below single precision rounding hides that

@@ -423,7 +423,8 @@ MUTANTS = [
         "curvature/matrices/forward_mode.py",
         "curvature/matrices/test_forward_mode.py",
         ("difference <= ROUNDINGS * rounding * size", "difference <= size"),
-        ("if direction is None or not self.proved[key]", "if direction is None"),
+        ("if case in self.proved or _agrees(batch)", "if True"),
+        ("case = key, graph_functions(found[1])", "case = key"),
     ),
     *broken(
         "curvature/matrices/accumulators.py",
