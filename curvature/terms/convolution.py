@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.terms.basic import Activations, OuterProduct, WithDirectForm
+from curvature.terms.basic import Activations, OuterProduct, Samples, WithDirectForm
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Convolution:
         )  # fmt: skip
         return found.reshape(n, *self.shape)
 
-    def samples(self, part: slice) -> Convolution:
+    def samples(self, part: Samples) -> Convolution:
         return replace(self, x=self.x[part], b=self.b[part])
 
     def activations(self) -> Iterator[Activations]:
@@ -164,7 +164,7 @@ class TransposedConvolution(WithDirectForm):
         inside: list[Any] = [slice(p, p + size) for p, size in zip(self.padding, self._out, strict=True)]
         return _by_place(self.direct.x[(..., *inside)], self.groups, len(inside))
 
-    def samples(self, part: slice) -> TransposedConvolution:
+    def samples(self, part: Samples) -> TransposedConvolution:
         return replace(self, direct=self.direct.samples(part))
 
 

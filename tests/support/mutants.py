@@ -58,10 +58,12 @@ MUTANTS = [
     *broken(
         "curvature/terms/contractions.py",
         "curvature/terms/test_contractions.py",
-        ("(1 if u is v else 2)", "(1 if u is v else 1)"),
+        ("1 if u is v else 2)", "1)"),
+        ("found < share * added", "found < 0 * added"),
+        ("found[where] = _by_gradients(terms, where, terms)", "pass"),
         ("((ua @ va.mT) * (ub @ vb.mT)).sum(0)", "((ua @ va.mT) * (ub @ vb.mT)).mean(0)"),
         ("(u.index[..., :, None] == v.index[..., None, :])", "(u.index[..., :, None] >= v.index[..., None, :])"),
-        ("u.a.square().sum(3) * u.b.square().sum(3)", "u.a.square().sum(3) * u.b.square().mean(3)"),
+        ("a.square().sum(3) * b.square().sum(3)", "a.square().sum(3) * b.square().mean(3)"),
         ("out[:, slice(*term.rows)] += g", "out[:, slice(*term.rows)] = g"),
     ),
     *broken(
