@@ -68,6 +68,8 @@ def batched_vjp(
             log.info("vectors go back one by one: %s", str(error).split("\n")[0])
     rows = [derive([v[k] for v in vectors]) for k in range(len(vectors[0]))]
     # an embedding may have sparse gradients
+    if len(rows) == 1:
+        return [None if g is None else g.to_dense()[None] for g in rows[0]]
     return [
         None if column[0] is None else torch.stack([g.to_dense() for g in column]) for column in zip(*rows, strict=True)
     ]

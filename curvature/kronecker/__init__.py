@@ -6,7 +6,7 @@ of products (`invert_kronecker_sum`). Nothing here averages over batches.
 """
 
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Reading, Scheme, at_least_float32, merge_products, subsample_samples
+from curvature.kronecker.factors import Affine, Reading, Scheme, at_least_float32, merge_products
 from curvature.kronecker.inverses import (
     KroneckerInverse,
     carry_diagonal,
@@ -16,10 +16,11 @@ from curvature.kronecker.inverses import (
     nonzero_or_one,
 )
 from curvature.kronecker.statistics import KroneckerStatistics
+from curvature.kronecker.subsampling import subsample_samples
 from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum
 
 __all__ = [
-    "Basis", "KroneckerInverse", "KroneckerStatistics", "KroneckerSumInverse", "Pair", "Reading", "Scheme",
+    "Affine", "Basis", "KroneckerInverse", "KroneckerStatistics", "KroneckerSumInverse", "Pair", "Reading", "Scheme",
     "at_least_float32", "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses",
     "invert_kronecker_sum", "merge_products", "nonzero_or_one", "subsample_samples",
 ]  # fmt: skip

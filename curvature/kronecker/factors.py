@@ -32,8 +32,6 @@ from curvature.terms import (
 )
 
 CHUNK_ELEMENTS = 1 << 24  # elements of unfolded activations at a time
-ROWS_PER_INPUT = 8  # rows of activations, per column of their moment, that a running mean needs
-MIN_SUBSAMPLE = 16  # samples that these rows come from, at least
 SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS = 256, 512  # size from which a symmetric product is computed in parts
 SYMMETRIC_PARTS = 4
 
@@ -178,40 +176,56 @@ class Scheme:
             return self._sketch(whole)
         if self.sharing == "reduce":
             a = torch.cat([self._mean_over_places(part) for same in _by_length(whole) for part in self._chunks(same)])
-            moment = self._empty(whole[0], diagonal, len(a))
-            self._add_second(moment, a, None)
-            return moment, len(a)
+            found = self._empty(whole[0], diagonal, len(a))
+            self._add_second(found, a, None)
+            return found, len(a)
         number = sum(len(term) * term.places for term in whole)
-        moment = self._empty(whole[0], diagonal, number)
+        total: Tensor | None = None
         waiting: list[Tensor] = []
         for inputs, a in (x for term in whole for part in self._chunks([term]) for x in part[0].activations()):
             rows = a.flatten(0, 1).to(self.dtype)
             if inputs is None and _has_few_rows(rows):
                 waiting.append(rows)
-            else:
-                self._add_second(moment, rows, inputs)
+                continue
+            total = self._empty(whole[0], diagonal, number) if total is None else total
+            self._add_second(total, rows, inputs)
+        if waiting and total is None and not diagonal:  # large: written once, together with the 1 of the bias
+            a = F.pad(torch.cat(waiting), (0, len(self.arrangement.shapes) - 1), value=1.0)
+            return _second(a, a, diagonal), number
+        total = self._empty(whole[0], diagonal, number) if total is None else total
         if waiting:
-            self._add_second(moment, torch.cat(waiting), None)
-        return moment, number
+            self._add_second(total, torch.cat(waiting), None)
+        return total, number
 
     def backprops(
-        self, left: Sequence[Affine], right: Sequence[Affine] | None = None, weights: Tensor | None = None
+        self,
+        left: Sequence[Sequence[Affine]],
+        right: Sequence[Sequence[Affine]] | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """``sum_n weights[n] sum_t b b^T`` ("expand") or the same of ``sum_t b`` ("reduce"), over one reading's terms.
 
         Args:
-            left, right: the terms for one vector sent back from the output, or for two (then ``b_left b_right^T``).
+            left: for each vector sent back from the output the terms.
+            right: those of as many other vectors (then ``b_left b_right^T``).
             weights: (N,); None: all one.
         """
         if self.sketched[0]:
             assert right is None and weights is None  # sketches take one vector and no weights
-            return functools.reduce(add_moments, (sketch_rows(b[:, 0]) for b in self._backprops(left, None)))
-        diagonal = self.diagonal[1 if self.reading(left[0]).flipped else 0]
+            found = (b for terms in left for b in self._backprops(terms, None))
+            return functools.reduce(add_moments, (sketch_rows(b[:, 0]) for b in found))
+        diagonal = self.diagonal[1 if self.reading(left[0][0]).flipped else 0]
+        if self.sharing == "expand" and not diagonal:
+            images = [term for terms in left for term in terms if isinstance(term, Convolution) and _is_wide(term)]
+            if len(images) == sum(map(len, left)):
+                others = images if right is None else [term for terms in right for term in terms]
+                pairs = [(b, c) for b, c in zip(images, others, strict=True) if isinstance(c, Convolution)]
+                return sum_in_place(b.backprop_moment(c, weights, self.dtype) for b, c in pairs)
         # the square root of the weights on both sides, so that equal factors share one copy
         root = None if weights is None else weights.to(self.dtype).sqrt()
-        lefts = self._backprops(left, root)
-        rights = lefts if right is None else self._backprops(right, root)
-        if len(lefts) > 1 and all(map(_has_few_rows, lefts)):  # a recurrent layer reads its weight at every time
+        lefts = [b for terms in left for b in self._backprops(terms, root)]
+        rights = lefts if right is None else [b for terms in right for b in self._backprops(terms, root)]
+        if len(lefts) > 1 and all(map(_has_few_rows, lefts)):  # several vectors; a recurrent layer's times
             whole = [torch.cat(lefts)]
             lefts, rights = whole, whole if right is None else [torch.cat(rights)]
         return sum_in_place(_second(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
@@ -322,25 +336,6 @@ class Scheme:
         return moment[None], number
 
 
-def subsample_samples(terms: Sequence[Any], sharing: str, rank: int = 0, world_size: int = 1) -> Sequence[Any]:
-    """Every k-th sample if there are many places for each input: the mean of `a a^T` needs no more.
-
-    The mean over a batch is an estimate anyway, and enters a running mean. With several processes, whose parts of the
-    batch are equal, the chosen samples together are those that one process would choose from the whole batch.
-    """
-    whole = [term for term in terms if not isinstance(term, IndexedRows)]
-    if not whole:
-        return terms
-    inputs = math.prod(whole[0].shape) // (whole[0].groups * whole[0].outputs)
-    rows = world_size * sum(len(term) * (term.places if sharing == "expand" else 1) for term in whole)
-    stride = rows // (ROWS_PER_INPUT * inputs)
-    stride = min([stride, *(world_size * len(term) // MIN_SUBSAMPLE for term in whole)])
-    if stride < 2:
-        return terms
-    some = lambda term: term.samples(slice(-rank * len(term) % stride, None, stride))
-    return [term if isinstance(term, IndexedRows) else some(term) for term in terms]
-
-
 def merge_products(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One pair for the sum of several Kronecker products (tied weights), with the same trace.
 
@@ -389,6 +384,11 @@ def _symmetric(left: Tensor, right: Tensor) -> Tensor:
 def _has_few_rows(rows: Tensor) -> bool:
     """Whether the second moment of rows (n, g, d) is larger than they are."""
     return len(rows) < rows.shape[2]
+
+
+def _is_wide(term: Convolution) -> bool:
+    """Whether a sample's backprops are more than their second moment."""
+    return math.prod(term.b.shape[3:]) >= term.outputs
 
 
 def _by_length(terms: Sequence[Read]) -> list[list[Read]]:

@@ -55,6 +55,14 @@ class KroneckerStatistics:
             ]
         )
 
+    def factors_(self, scale: float) -> tuple[Tensor, Tensor]:
+        """`factors` of moments that are no sketches, in their memory: the sums are used up."""
+        for reading, (moment, number) in self.activations.items():
+            moment.div_(number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1))
+            self.backprops[reading].mul_(scale)
+        pairs = {k: (b, self.activations[k][0]) for k, b in self.backprops.items()}
+        return merge_products([(a, b) if k.flipped else (b, a) for k, (b, a) in pairs.items()])
+
     def parts(self, schemes: Sequence[Scheme]) -> list[Any]:
         """The statistics of layers of one layout that were measured as the groups of one."""
         of = lambda tensor: tensor.chunk(len(schemes))

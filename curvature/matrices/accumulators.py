@@ -6,14 +6,15 @@ w_kn^T`` or an approximation of that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from curvature import operators
-from curvature.kronecker import Basis, KroneckerStatistics, Scheme
+from curvature.kronecker import Affine, Basis, KroneckerStatistics, Reading, Scheme
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
 from curvature.terms import Term, gradients, name_of_rows, row_ranges, sum_of_products
@@ -31,6 +32,7 @@ class Chunk:
             where these are the same. The matrix is ``sum_n weights[n] sum_k u_kn w_kn^T``.
         weights: (N,), what each sample counts for, not yet divided by their sum.
         first: whether this is the first chunk of its batch.
+        patches: unfolded activations by parameter, kept from one chunk of a batch to the next.
     """
 
     tape: Tape
@@ -38,6 +40,7 @@ class Chunk:
     right: list[Terms]
     weights: Tensor
     first: bool
+    patches: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def of(self, name: str) -> tuple[list[list[Term]], list[list[Term]]] | None:
         """Terms of one parameter by vector, left and right; None if no output depends on it."""
@@ -46,6 +49,11 @@ class Chunk:
             return (left, left) if left else None
         right = [terms[name] for terms in self.right if name in terms]
         return (left, right) if left and right else None
+
+    @cached_property
+    def scales(self) -> Tensor | None:
+        """The weights, or None if all are one."""
+        return None if bool((self.weights == 1).all()) else self.weights
 
 
 class Accumulator:
@@ -93,16 +101,19 @@ class DiagonalAccumulator(Accumulator):
 
     def __init__(self, space: Space) -> None:
         super().__init__(space)
-        self.sums = {name: torch.zeros(s, dtype=space.dtype, device=space.device) for name, s in self.entries()}
+        self.sums: dict[str, Tensor] = {}
 
     def add(self, chunk: Chunk) -> None:
         for name in self.names:
             found = chunk.of(name)
             if found is not None:
-                self.sums[name] += sum_of_products(*found, chunk.weights)
+                new = sum_of_products(*found, chunk.weights, chunk.patches.setdefault(name, [])).to(self.space.dtype)
+                self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
 
     def result(self, scale: float) -> Operator:
-        return Diagonal(self.space, scale * self.space.flatten(self.sums))
+        zeros = lambda shape: torch.zeros(shape, dtype=self.space.dtype, device=self.space.device)
+        sums = {name: self.sums[name] if name in self.sums else zeros(shape) for name, shape in self.entries()}
+        return Diagonal(self.space, self.space.flatten(sums).mul_(scale))
 
 
 class DenseAccumulator(Accumulator):
@@ -143,20 +154,28 @@ class KroneckerAccumulator(Accumulator):
         found = chunk.of(self.names[0])
         if found is None:
             return
-        scheme = self.total.scheme
-        for k, (left, right) in enumerate(zip(*found, strict=True)):
-            new, rights = KroneckerStatistics(scheme), scheme.readings(right)
-            for reading, terms in scheme.readings(left).items():
-                if chunk.first and k == 0:
-                    new.activations[reading] = scheme.activations(terms)
-                part = scheme.backprops(terms, None if right is left else rights[reading], chunk.weights)
-                if right is not left and part.ndim == 3:  # symmetric up to rounding of the right vectors
-                    part = (part + part.mT) / 2
-                new.backprops[reading] = part
-            self.total.add_(new)
+        new, same = KroneckerStatistics(self.total.scheme), chunk.right is chunk.left
+        left = self._readings(found[0])
+        right = left if same else self._readings(found[1])
+        for reading, vectors in left.items():
+            if chunk.first:
+                new.activations[reading] = new.scheme.activations(vectors[0])
+            part = new.scheme.backprops(vectors, None if same else right[reading], chunk.scales)
+            if not same and part.ndim == 3:  # symmetric up to rounding of the right vectors
+                part = (part + part.mT) / 2
+            new.backprops[reading] = part
+        self.total.add_(new)
+
+    def _readings(self, vectors: Sequence[Sequence[Term]]) -> dict[Reading, list[list[Affine]]]:
+        """The terms of each vector by their reading of the weight."""
+        found: dict[Reading, list[list[Affine]]] = {}
+        for terms in vectors:
+            for reading, own in self.total.scheme.readings(terms).items():
+                found.setdefault(reading, []).append(own)
+        return found
 
     def result(self, scale: float) -> Kronecker:
-        return Kronecker(self.space, self.total.scheme.arrangement, *self.total.factors(scale))
+        return Kronecker(self.space, self.total.scheme.arrangement, *self.total.factors_(scale))
 
     def refined(self, block: Operator) -> Accumulator:
         assert isinstance(block, Kronecker)

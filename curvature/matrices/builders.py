@@ -117,7 +117,7 @@ def fisher(
 
     def matmat(matrix: Tensor) -> Tensor:
         drawn = torch.Generator(space.device).manual_seed(seed)
-        return passes.times(lambda run: through_outputs(run, inject, drawn), matrix)
+        return passes.times(lambda run: through_outputs(run, inject, drawn), matrix, forward=True)
 
     def diagonal() -> Tensor:
         (found,) = collected(passes, inject, seed, space, lambda chunk: [DiagonalAccumulator(space)], diagonal_chunks)

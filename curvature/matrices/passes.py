@@ -34,10 +34,14 @@ from curvature.gradients import (
 from curvature.kronecker import at_least_float32
 from curvature.losses import Injection, Loss, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
+from curvature.matrices.forward_mode import Recorded
 from curvature.recording import RandomState, map_tensors, preserve_state, unwrap_compiled
 from curvature.terms import DenseGradients, gradients
 
 BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
+# On a CPU, where fresh memory costs more than a call:
+CACHED_ELEMENTS = 1 << 21  # entries that the backprops of one chunk hold at best
+BATCHED_ELEMENTS = 1 << 18  # entries of one vector's backprops from which each vector goes back alone
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,17 @@ class DataSource:
             validate_loss(self.loss)
         require_pairs(self.data)
 
-    def each(self, visit: Callable[[RecordedBatch], None]) -> None:
+    def each(
+        self,
+        visit: Callable[[RecordedBatch], None],
+        forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch), None),
+        again: bool = False,
+    ) -> None:
         """Call `visit` on every batch, recorded. The state of the model and of random numbers is preserved.
+
+        Args:
+            forward: records a forward pass.
+            again: whether this is a repetition of an earlier pass, which has given the warnings that there are.
 
         Raises:
             ValueError: there is no batch.
@@ -72,10 +85,11 @@ class DataSource:
                 batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim)
                 # fused attention has no second derivatives and no batched backward pass
                 with preserve_state(batch.model) as drew_random, sdpa_kernel(SDPBackend.MATH):
-                    run = RecordedBatch(batch, self.loss, drew_random)
-                    if not seen and self.loss is not None and batch.y is not None:
+                    run = RecordedBatch(batch, self.loss, drew_random, forward(batch))
+                    if not seen and not again and self.loss is not None and batch.y is not None:
                         run.warn_if_coupled()
                     visit(run)
+                    run.tape.release()
                 seen = True
         finally:
             random.restore()
@@ -131,13 +145,14 @@ def number_of_batches(data: Any) -> int | None:
 class RecordedBatch:
     """The recorded forward pass of one batch; sends vectors back from its output."""
 
-    def __init__(self, batch: Batch, loss: Loss | None, drew_random: Callable[[], bool]) -> None:
-        tape, output = record(batch)
+    def __init__(self, batch: Batch, loss: Loss | None, drew_random: Callable[[], bool], recorded: Recorded) -> None:
+        tape, output, self.change = recorded
         self.batch, self.loss, self.tape, self.random = batch, loss, tape, drew_random()
         require_independent_samples(tape)
         if not isinstance(output, Tensor):
             raise TypeError(f"model: expected a tensor as output (or one in .logits), found {_describe(output)}")
         self.output = output
+        self._patches: dict[str, list[Tensor]] = {}
 
     @cached_property
     def plan(self) -> Plan:
@@ -185,9 +200,24 @@ class RecordedBatch:
 
     @property
     def chunk_size(self) -> int:
-        """Number of vectors to send back at once."""
-        held = self.output.numel() + sum(math.prod(use.shape) for use in self.tape.uses)
-        return max(1, BACKWARD_ELEMENTS // max(1, held))
+        """Number of vectors to make at once."""
+        return max(1, BACKWARD_ELEMENTS // self._held)
+
+    @property
+    def cached_size(self) -> int:
+        """Number of vectors whose backprops are best held at a time."""
+        limit = CACHED_ELEMENTS if self.output.device.type == "cpu" else BACKWARD_ELEMENTS
+        return max(1, limit // self._held)
+
+    @property
+    def pass_size(self) -> int:
+        """Number of vectors to send back in one batched pass."""
+        return 1 if self.output.device.type == "cpu" and self._held > BATCHED_ELEMENTS else self.chunk_size
+
+    @cached_property
+    def _held(self) -> int:
+        """Entries of the backprops of one vector."""
+        return max(1, self.output.numel() + sum(math.prod(use.shape) for use in self.tape.uses))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -208,11 +238,12 @@ class RecordedBatch:
     def _backprops(self, vectors: Tensor) -> Iterator[list[Tensor | None]]:
         """Backprops at every use, for each vector."""
         edges = [use.edge for use in self.tape.uses if use.edge is not None]
-        found = iter(batched_vjp([self.output], edges, [vectors]))
-        rows = [None if use.edge is None else next(found) for use in self.tape.uses]
-        for k in range(len(vectors)):
-            pairs = zip(self.tape.uses, rows, strict=True)
-            yield [None if b is None else b[k].reshape(u.shape).to(self.dtype) for u, b in pairs]
+        for part in vectors.split(self.pass_size):
+            found = iter(batched_vjp([self.output], edges, [part]))
+            rows = [None if use.edge is None else next(found) for use in self.tape.uses]
+            for k in range(len(part)):
+                pairs = zip(self.tape.uses, rows, strict=True)
+                yield [None if b is None else b[k].reshape(u.shape).to(self.dtype) for u, b in pairs]
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         """Send the vectors of an injection back, a bounded number at a time."""
@@ -220,10 +251,18 @@ class RecordedBatch:
         output, loss, target = samples_first(self.output.detach(), self.loss, batch.y, batch.dims)
         weights = self.weights(inject)
         sent = inject.pairs(output, loss, target, count=batch.count, size=self.chunk_size, generator=generator)
-        for number, (left, right) in enumerate(sent):
-            lefts = self.terms(left.movedim(1, batch.dims[1] + 1))
-            rights = lefts if right is None else self.terms(right.movedim(1, batch.dims[1] + 1))
-            yield Chunk(self.tape, lefts, rights, weights, number == 0)
+        size, first = self.cached_size, True
+        for pair in sent:
+            left, right = (None if v is None else v.movedim(1, batch.dims[1] + 1).split(size) for v in pair)
+            assert left is not None
+            for number, part in enumerate(left):
+                lefts = self.terms(part)
+                yield self.chunk(lefts, lefts if right is None else self.terms(right[number]), weights, first)
+                first = False
+
+    def chunk(self, left: list[Terms], right: list[Terms], weights: Tensor, first: bool) -> Chunk:
+        """A chunk of this batch."""
+        return Chunk(self.tape, left, right, weights, first, self._patches)
 
 
 def samples_first(

@@ -1,28 +1,33 @@
 """Products of curvature matrices with vectors, by passes over the data; nothing here has P x P entries.
 
-``J^T M J v`` takes two backward passes for ``J v`` (the second through the first) and one for ``J^T``. A Hessian's
-product differentiates the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
+``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` comes with the forward pass, if there is one column and
+`forward_mode` proves right; else it takes two backward passes, the second through the first. A Hessian's product
+differentiates the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature.functional import TwiceDifferentiable
-from curvature.gradients import batched_vjp
+from curvature.gradients import Batch, batched_vjp
 from curvature.linalg import full_precision, matmul, widen
 from curvature.losses import Injection
+from curvature.matrices.forward_mode import ForwardMode
 from curvature.matrices.passes import DataSource, RecordedBatch, samples_first
 from curvature.operators import Space
 from curvature.recording import tensors_in
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
-AddProduct = Callable[[Tensor, Tensor], None]  # add the product with (P, c) to a sum (c, P)
+AddProduct = Callable[[Tensor, Tensor], None]  # add the product with columns to a sum, both (c, P)
+
+
+def _none(batch: Batch) -> None:
+    return None
 
 
 @dataclass
@@ -32,6 +37,7 @@ class Repeated:
     source: DataSource
     ordered: bool  # whether the matrix depends on the order of the data
     seen: list[float] = field(default_factory=list)  # a checksum of each batch of the first pass
+    forward: ForwardMode = field(default_factory=ForwardMode)
 
     def __post_init__(self) -> None:
         self.state = self._state()
@@ -41,8 +47,13 @@ class Repeated:
         versions = tuple((id(t), t._version) for t in (*model.parameters(), *model.buffers()))
         return versions, tuple(m.training for m in model.modules())
 
-    def each(self, visit: Callable[[RecordedBatch], None]) -> None:
+    def each(
+        self, visit: Callable[[RecordedBatch], None], direction: Callable[[Batch], Mapping[str, Tensor] | None] = _none
+    ) -> None:
         """`Source.each` with checks.
+
+        Args:
+            direction: gives, for a batch, the direction in which `RecordedBatch.change` is wanted.
 
         Raises:
             RuntimeError: parameters, buffers or mode of the model have changed since the operator was made.
@@ -64,8 +75,8 @@ class Repeated:
             seen.append(sum(float(widen(t).sum()) for t in tensors_in(run.batch.x, run.batch.y)))
             visit(run)
 
-        with TwiceDifferentiable():
-            self.source.each(checked)
+        forward = lambda batch: self.forward.record(batch, direction(batch))
+        self.source.each(checked, forward, again=bool(self.seen))
         self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         self.seen = self.seen or seen
         known, found = (torch.tensor(x, dtype=torch.float64) for x in (self.seen, seen))
@@ -81,23 +92,35 @@ class Repeated:
     def is_sum(self) -> bool:
         return self.source.is_sum
 
-    def times(self, prepare: Callable[[RecordedBatch], tuple[AddProduct, float]], matrix: Tensor) -> Tensor:
+    def times(
+        self, prepare: Callable[[RecordedBatch], tuple[AddProduct, float]], matrix: Tensor, forward: bool = False
+    ) -> Tensor:
         """The product with `matrix` (P, c): summed over batches and, for a mean loss, divided by their weight.
 
-        `prepare` returns, for a batch, the function that adds its product, and its weight.
+        Args:
+            prepare: returns, for a batch, the function that adds its product, and its weight.
+            forward: whether the change of the output along a single column is of use.
         """
-        total = matrix.new_zeros(matrix.shape[::-1])  # by columns, as the products come
+        columns = matrix.T.contiguous()
+        total = torch.zeros_like(columns)
         weight = 0.0
 
         def visit(run: RecordedBatch) -> None:
             nonlocal weight
             add, counts = prepare(run)
-            step = max(1, run.chunk_size // 4)  # J v holds the graph of a backward pass
-            for part, rows in zip(matrix.split(step, 1), total.split(step), strict=True):
+            step = max(1, run.pass_size // 4)  # J v holds the graph of a backward pass
+            for part, rows in zip(columns.split(step), total.split(step), strict=True):
                 add(part, rows)
             weight += counts
 
-        self.each(visit)
+        def direction(batch: Batch) -> Mapping[str, Tensor] | None:
+            """Several columns would take a forward pass each."""
+            if not forward or len(columns) > 1:
+                return None
+            parameters = batch.parameters
+            return {k: v[0] for k, v in zip(parameters, _split(columns, list(parameters.values())), strict=True)}
+
+        self.each(visit, direction)
         return (total if self.source.is_sum else total.div_(weight)).T
 
 
@@ -110,18 +133,29 @@ def through_outputs(run: RecordedBatch, inject: Injection, drawn: torch.Generato
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = inject.product(output, loss, target, **options)
     rows = weights.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
-    probe = torch.zeros_like(run.output, requires_grad=True)
-    gradients = torch.autograd.grad(run.output, parameters, probe, create_graph=True, allow_unused=True)
-    live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad]
+    forward = None if run.change is None else run.change[None]
+    changes_along = _jacobian(run.output, parameters) if forward is None else lambda _: forward
 
     def add(part: Tensor, total: Tensor) -> None:
-        directions = _split(part, parameters)
-        (changes,) = batched_vjp([gradients[k] for k in live], [probe], [directions[k] for k in live])
+        changes = changes_along(part)
         if changes is not None:
             products = (multiply(changes.movedim(dims[1] + 1, 1)) * rows).movedim(1, dims[1] + 1)
             _add(batched_vjp([run.output], parameters, [products]), parameters, total)
 
     return add, float(weights.sum())
+
+
+def _jacobian(output: Tensor, parameters: list[nn.Parameter]) -> Callable[[Tensor], Tensor | None]:
+    """Columns (c, P) to ``J v`` (c, *output.shape), by differentiating the backward pass; None is zero."""
+    probe = torch.zeros_like(output, requires_grad=True)
+    gradients = torch.autograd.grad(output, parameters, probe, create_graph=True, allow_unused=True)
+    live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad]
+
+    def changes(part: Tensor) -> Tensor | None:
+        directions = _split(part, parameters)
+        return batched_vjp([gradients[k] for k in live], [probe], [directions[k] for k in live])[0]
+
+    return changes
 
 
 def through_gradient(run: RecordedBatch) -> tuple[AddProduct, float]:
@@ -170,9 +204,9 @@ def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
         )
 
 
-def _split(matrix: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """(P, c) to (c, *shape) for each parameter, in its precision."""
-    parts = matrix.T.split([p.numel() for p in parameters], 1)
+def _split(columns: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """(c, P) to (c, *shape) for each parameter, in its precision."""
+    parts = columns.split([p.numel() for p in parameters], 1)
     return [part.reshape(-1, *p.shape).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
 
 

@@ -85,7 +85,7 @@ def _vectors(
     head: LastLayer, diagonal: Tensor, product: Callable[[Tensor], Tensor], run: RecordedBatch
 ) -> Iterator[tuple[Tensor, frozenset[str]]]:
     """Vectors (k, n, t, o), with the names of the parameters whose diagonal they give."""
-    step = run.chunk_size
+    step = run.cached_size
     own = diagonal.clamp(min=0).sqrt()
     for start in range(0, head.places, step):
         yield _at_places(own, torch.arange(start, min(start + step, head.places), device=own.device)), head.names
@@ -138,7 +138,7 @@ def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
 
 def _chunk(run: RecordedBatch, vectors: Tensor, names: frozenset[str], weights: Tensor, first: bool) -> Chunk:
     terms: list[Terms] = [{k: v for k, v in row.items() if k in names} for row in run.terms(vectors)]
-    return Chunk(run.tape, terms, terms, weights, first)
+    return run.chunk(terms, terms, weights, first)
 
 
 @full_precision()

@@ -79,7 +79,7 @@ class KroneckerBlock(Block):
         for reading, parts in self.scheme.readings(terms).items():
             some = subsample_samples(parts, self.scheme.sharing, rank, world_size)
             found.activations[reading] = self.scheme.activations(some)
-            found.backprops[reading] = self.scheme.backprops(parts)
+            found.backprops[reading] = self.scheme.backprops([parts])
         return found
 
     @staticmethod

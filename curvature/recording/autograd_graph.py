@@ -136,6 +136,11 @@ def graph_signature(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
     return tuple(found)
 
 
+def graph_functions(result: Tensor) -> tuple[type, ...]:
+    """The functions of the graph of a result, each after its inputs."""
+    return () if result.grad_fn is None else tuple(map(type, _inputs_first(result.grad_fn)))
+
+
 def _setting(node: GraphNode, name: str) -> str:
     try:
         value = getattr(node, name)

@@ -115,6 +115,14 @@ class Tape:
         self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.reductions: list[tuple[Tensor, Tensor]] = []
 
+    def release(self) -> None:
+        """Forget the reads: they and the parameters know each other, and would keep the pass in memory for long."""
+        for use in self.uses:
+            for node in (*use.slots.values(), *use.results):
+                node.uses.clear()
+            use.results.clear()
+        self.uses.clear()
+
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Send vectors back from the output.
 

@@ -15,6 +15,7 @@ from curvature.terms.affine_layout import AffineLayout
 # Indices of some inputs of a layer (None: all) and their activations (N, t, g, i) at some places. A term yields each
 # place once, except places where every input is zero.
 Activations = tuple[Tensor | None, Tensor]
+Samples = slice | Tensor  # some samples, or their indices
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class OuterProduct:
             return self
         return replace(self, a=self.b, b=self.a, sizes=None, order=None)
 
-    def samples(self, part: slice) -> OuterProduct:
+    def samples(self, part: Samples) -> OuterProduct:
         return replace(self, a=self.a[part], b=self.b[part])
 
     def merges_with(self, other: object) -> bool:
@@ -161,7 +162,7 @@ class IndexedRows:
         out = self.values.new_zeros(n * rows, width)
         return out.index_add_(0, (self.index + start).flatten(), self.values.flatten(0, 1)).view(n, rows, width)
 
-    def samples(self, part: slice) -> IndexedRows:
+    def samples(self, part: Samples) -> IndexedRows:
         valid = None if self.valid is None else self.valid[part]
         return replace(self, index=self.index[part], values=self.values[part], valid=valid)
 
@@ -197,7 +198,7 @@ class DenseGradients:
     def gradients(self) -> Tensor:
         return self.values
 
-    def samples(self, part: slice) -> DenseGradients:
+    def samples(self, part: Samples) -> DenseGradients:
         return DenseGradients(self.values[part])
 
 
@@ -258,5 +259,5 @@ class ElementwiseProduct(WithDirectForm):
         """(N, t, g, 1)."""
         return self.b[..., None]
 
-    def samples(self, part: slice) -> ElementwiseProduct:
+    def samples(self, part: Samples) -> ElementwiseProduct:
         return replace(self, direct=self.direct.samples(part), b=self.b[part], inputs=lambda: self.inputs()[part])

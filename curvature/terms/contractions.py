@@ -24,6 +24,8 @@ from curvature.terms.row_slices import RowSlice, Term
 CHUNK_ELEMENTS = 1 << 24  # split the work if a temporary result has more elements
 CACHED_CHUNK_ELEMENTS = 1 << 18  # likewise for results made in a loop, where fresh memory costs more than arithmetic
 GRAM_ENTRY_COST = 350  # extra multiplications that an entry of a Gram matrix over places costs (measured, one thread)
+CANCELLED = 10.0  # in roots of rounding: if a smaller share of inner products of places is left, it has too few digits
+LARGEST_CANCELLED = 0.01  # that share in half precision
 
 
 class RowRange(NamedTuple):
@@ -109,27 +111,36 @@ def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
 
 
 def norms_squared(terms: Sequence[Term]) -> Tensor:
-    """Squared norms (N,) of the per-sample gradients, which are built only if that is cheaper."""
+    """Squared norms (N,) of the per-sample gradients, which are built only if that is cheaper.
+
+    Or if the places of a sample cancel, so that relative errors are at most about the root of rounding (3e-4 in single
+    precision), or those of the gradients themselves.
+    """
     apart = row_ranges(terms)
     if apart[0].terms is not terms:
         return torch.stack([norms_squared(piece.terms) for piece in apart]).sum(0)
     terms = _direct_forms(terms)
     if _pairs_cheaper(terms, samples=1):
-        terms = merge_terms([unfold(t) for t in terms])
-        pairs = [_pair_norms(u, v) * (1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
-        return torch.stack(pairs).sum(0).clamp(min=0)
-    return torch.cat([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square() for g in _gradient_chunks(terms)])
+        found, where = _norms_by_pairs(terms)
+        if len(where):
+            found[where] = _norms_by_gradients([term.samples(where) for term in terms])
+        return found
+    return _norms_by_gradients(terms)
 
 
 def gram(terms: Sequence[Term]) -> Tensor:
-    """Inner products (N, N) of the per-sample gradients."""
+    """Inner products (N, N) of the per-sample gradients; errors relative to both norms as those of `norms_squared`."""
     apart = row_ranges(terms)
     if apart[0].terms is not terms:
         return sum_in_place(gram(piece.terms) for piece in apart)
     terms = _direct_forms(terms)
     n = len(terms[0])
     if _pairs_cheaper(terms, samples=n):
-        return _summed_pairs(terms, terms)
+        found, where = _summed_pairs(terms, terms), _norms_by_pairs(terms)[1]
+        if len(where):
+            found[where] = _by_gradients(terms, where, terms)
+            found[:, where] = found[where].T
+        return found
     flat = gradients(terms).reshape(n, -1)
     return flat @ flat.T
 
@@ -138,7 +149,13 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
     """Inner products (N, M) between the gradients of two sets of samples."""
     left, right = _direct_forms(left), _direct_forms(right)
     if all(_pairs_cheaper(terms, samples=max(len(left[0]), len(right[0]))) for terms in (left, right, [*left, *right])):
-        return _summed_pairs(left, right)
+        found = _summed_pairs(left, right)
+        rows, columns = (_norms_by_pairs(terms)[1] for terms in (left, right))
+        if len(rows):
+            found[rows] = _by_gradients(left, rows, right)
+        if len(columns):
+            found[:, columns] = _by_gradients(right, columns, left).T
+        return found
     one, other = gradients(left), gradients(right)
     return one.reshape(len(one), -1) @ other.reshape(len(other), -1).mT
 
@@ -228,12 +245,36 @@ def _kernel(u: Term, v: Term) -> Tensor:
     return (u.values @ v.a[..., 0, :].mT) * torch.gather(v.b[..., 0, :], -1, index).mT
 
 
-def _pair_norms(u: Term, v: Term) -> Tensor:
-    if u is v and isinstance(u, OuterProduct) and u.places == 1:
-        return (u.a.square().sum(3) * u.b.square().sum(3)).sum((1, 2))
+def _norms_by_gradients(terms: Sequence[Term]) -> Tensor:
+    return torch.cat([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square() for g in _gradient_chunks(terms)])
+
+
+def _by_gradients(left: Sequence[Term], where: Tensor, right: Sequence[Term]) -> Tensor:
+    """Inner products of some samples of the left with all of the right."""
+    some = gradients([term.samples(where) for term in left]).flatten(1)
+    return torch.cat([some @ g.flatten(1).T for g in _gradient_chunks(right)], 1)
+
+
+def _norms_by_pairs(terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
+    """Squared norms from inner products of places, and the samples of which too little is left of these."""
+    terms = merge_terms([unfold(t) for t in terms])
+    if len(terms) == 1 and isinstance(terms[0], OuterProduct) and terms[0].places == 1:  # nothing can cancel
+        a, b = terms[0].a, terms[0].b
+        return (a.square().sum(3) * b.square().sum(3)).sum((1, 2)), torch.empty(0, dtype=torch.long, device=a.device)
+    pairs = [(_pair_norms(u, v), 1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
+    found, added = (sum_in_place(times * both[k] for both, times in pairs) for k in (0, 1))
+    share = min(LARGEST_CANCELLED, CANCELLED * torch.finfo(found.dtype).eps ** 0.5)
+    return found.clamp(min=0), (found < share * added).nonzero()[:, 0]
+
+
+def _pair_norms(u: Term, v: Term) -> tuple[Tensor, Tensor]:
+    """Sums (N,) of the inner products of a sample's places, and of their absolute values."""
     step = max(1, CHUNK_ELEMENTS // max(1, u.places * v.places))
-    parts = [slice(k, k + step) for k in range(0, len(u), step)]
-    return torch.cat([_kernel(u.samples(s), v.samples(s)).sum((1, 2)) for s in parts])
+    parts = (slice(k, k + step) for k in range(0, max(1, len(u)), step))
+    kernels = (_kernel(u.samples(part), v.samples(part)) for part in parts)
+    pairs = [(kernel.sum((1, 2)), torch.linalg.vector_norm(kernel, 1, (1, 2))) for kernel in kernels]
+    found, added = zip(*pairs, strict=True)
+    return torch.cat(found), torch.cat(added)
 
 
 def _flat(term: Term) -> Term:

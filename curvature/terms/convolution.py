@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.terms.basic import Activations, OuterProduct, WithDirectForm
+from curvature.terms.basic import Activations, OuterProduct, Samples, WithDirectForm
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Convolution:
         )  # fmt: skip
         return found.reshape(n, *self.shape)
 
-    def samples(self, part: slice) -> Convolution:
+    def samples(self, part: Samples) -> Convolution:
         return replace(self, x=self.x[part], b=self.b[part])
 
     def activations(self) -> Iterator[Activations]:
@@ -81,6 +81,12 @@ class Convolution:
     def backprops(self) -> Tensor:
         """(N, t, g, o)."""
         return _by_place(self.b, self.groups, len(self.stride))
+
+    def backprop_moment(self, other: Convolution, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """``sum_n weights[n] sum_t b b'^T`` (g, o, o), b' that of `other`. Adds up samples last: nothing is moved."""
+        b, c = (t.b.to(dtype).flatten(3).unflatten(2, (self.groups, self.outputs)) for t in (self, other))
+        found = (b @ c.mT).sum(1)
+        return found.sum(0) if weights is None else torch.tensordot(weights.to(dtype), found, 1)
 
     def _input_patches(self) -> Tensor:
         patches = _patches(self.x, self.shape[2:], self.dilation, self.stride, self.b.shape[3:])
@@ -158,7 +164,7 @@ class TransposedConvolution(WithDirectForm):
         inside: list[Any] = [slice(p, p + size) for p, size in zip(self.padding, self._out, strict=True)]
         return _by_place(self.direct.x[(..., *inside)], self.groups, len(inside))
 
-    def samples(self, part: slice) -> TransposedConvolution:
+    def samples(self, part: Samples) -> TransposedConvolution:
         return replace(self, direct=self.direct.samples(part))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
+from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct, Samples
 from curvature.terms.convolution import Convolution, TransposedConvolution
 
 
@@ -52,7 +52,7 @@ class RowSlice:
         out[:, slice(*self.rows)] = inner
         return out
 
-    def samples(self, part: slice) -> RowSlice:
+    def samples(self, part: Samples) -> RowSlice:
         return replace(self, term=self.term.samples(part))
 
 

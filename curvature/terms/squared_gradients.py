@@ -23,12 +23,16 @@ from curvature.terms.row_slices import Term
 TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one parameter
 
 
-def sum_of_products(left: TermsByVector, right: TermsByVector, weights: Tensor) -> Tensor:
-    """``sum_kn weights[n] u_kn * w_kn``, of the parameter's shape.
+def sum_of_products(
+    left: TermsByVector, right: TermsByVector, weights: Tensor, patches: list[Tensor] | None = None
+) -> Tensor:
+    """``sum_kn weights[n] u_kn * w_kn``, of the parameter's shape, in memory of its own.
 
     Args:
         left, right: the terms of u and w for each vector; the same object if they are equal.
         weights: (N,).
+        patches: a list that one call fills with the activations that it has unfolded, for the next one with other
+            vectors sent back through the same pass.
     """
     lefts = [merge_places(terms) for terms in left]
     rights = lefts if right is left else [merge_places(terms) for terms in right]
@@ -41,7 +45,7 @@ def sum_of_products(left: TermsByVector, right: TermsByVector, weights: Tensor) 
         return _from_indexed_rows(lefts, rights, weights)
     if alone and isinstance(first, DenseGradients):
         return _from_dense(lefts, rights, weights)
-    return _from_gradients(lefts, rights, weights, alone)
+    return _from_gradients(lefts, rights, weights, alone, [] if patches is None else patches)
 
 
 def sum_of_squares(terms: Sequence[Term]) -> Tensor:
@@ -101,16 +105,21 @@ def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights:
     return out
 
 
-def _from_gradients(left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool) -> Tensor:
+def _from_gradients(
+    left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool, patches: list[Tensor]
+) -> Tensor:
     """Build the gradients for a bounded number of samples at a time."""
     first = left[0][0]
     convolved = first if alone and isinstance(first, Convolution) else None
-    patches = 0 if convolved is None else convolved.groups * convolved.places * math.prod(first.shape[1:])
-    step = max(1, contractions.CHUNK_ELEMENTS // max(1, math.prod(first.shape), patches))
+    unfolded = 0 if convolved is None else convolved.groups * convolved.places * math.prod(first.shape[1:])
+    step = max(1, contractions.CHUNK_ELEMENTS // max(1, math.prod(first.shape), unfolded))
     total = None
     for start in range(0, len(weights), step):
         part = slice(start, start + step)
-        shared = None if convolved is None else convolved.samples(part).unfold().a  # shared by all vectors
+        shared = None  # by all vectors
+        if convolved is not None:
+            shared = patches[0] if patches else next(convolved.samples(part).activations())[1]
+            patches += [shared] if step >= len(weights) and not patches else []
         scale = weights[part]
         for us, ws in zip(left, right, strict=True):
             x = _gradients(us, part, shared)

@@ -82,7 +82,7 @@ def test_convolutions(name: str, sharing: str, monkeypatch):
         monkeypatch.setattr(curvature.kronecker.factors, "CHUNK_ELEMENTS", chunk)
         total, number = scheme.activations(terms["weight"])
         close(total / number, moment)
-    close(scheme.backprops(terms["weight"], weights=WEIGHTS), outputs)
+    close(scheme.backprops([terms["weight"]], weights=WEIGHTS), outputs)
     (reading,) = scheme.readings(terms["weight"])
     assert reading == Reading(False, False) and scheme.diagonal == (False, False)
 
@@ -139,7 +139,7 @@ def test_norm_layers_have_factors_per_feature(name: str, sharing: str):
     total, number = scheme.activations(terms["weight"])
     moment, outputs = means(a, b, sharing)
     close(total / number, moment)
-    close(scheme.backprops(terms["weight"], weights=WEIGHTS), outputs)
+    close(scheme.backprops([terms["weight"]], weights=WEIGHTS), outputs)
     (found,) = terms["weight"][0].samples(slice(1, 3)).samples(slice(1, 2)).activations()
     close(found[1], a[2:3, ..., :1])
     names = ["weight"] if bias is None else ["weight", "bias"]
@@ -202,7 +202,7 @@ def test_tables(name: str, sharing: str):
         b.append(share * torch.stack([each[t] for t, row in enumerate(line) if row != frozen]))
     b = [rows.sum(0, keepdim=True) if sharing == "reduce" else rows for rows in b]
     outputs = sum(w * rows.T @ rows for w, rows in zip(WEIGHTS, b, strict=True))
-    close(scheme.backprops(terms["words.weight"], weights=WEIGHTS)[0], torch.as_tensor(outputs))
+    close(scheme.backprops([terms["words.weight"]], weights=WEIGHTS)[0], torch.as_tensor(outputs))
 
 
 def test_a_batch_of_frozen_rows_has_no_curvature():
@@ -213,7 +213,7 @@ def test_a_batch_of_frozen_rows_has_no_curvature():
         scheme = scheme_of(model, "words.weight", terms, None, sharing)
         (reading,) = scheme.readings(terms["words.weight"])
         sides = scheme.product(
-            reading, *scheme.activations(terms["words.weight"]), scheme.backprops(terms["words.weight"])
+            reading, *scheme.activations(terms["words.weight"]), scheme.backprops([terms["words.weight"]])
         )
         assert all((side == 0).all() for side in sides)
 
@@ -248,9 +248,9 @@ def test_tied_decoder(name: str, sharing: str):
     decoder = readings[Reading(False, False)]
     total, number = scheme.activations(decoder)
     close(total / number, moment)
-    close(scheme.backprops(decoder, weights=WEIGHTS), outputs.diagonal(dim1=1, dim2=2))
+    close(scheme.backprops([decoder], weights=WEIGHTS), outputs.diagonal(dim1=1, dim2=2))
     sides = [
-        scheme.product(k, *scheme.activations(found), scheme.backprops(found, weights=WEIGHTS))
+        scheme.product(k, *scheme.activations(found), scheme.backprops([found], weights=WEIGHTS))
         for k, found in readings.items()
     ]
     assert [(r.shape, c.shape) for r, c in sides] == [((1, V), (1, D, D))] * 2
@@ -272,7 +272,7 @@ def test_the_reads_of_one_kind_are_places_of_one_use():
         (found,), (expected,) = (scheme.readings(t["layer.weight"]).values() for t in (terms, one))
         for k in range(2):
             close(torch.as_tensor(scheme.activations(found)[k]), torch.as_tensor(scheme.activations(expected)[k]))
-        close(scheme.backprops(found, weights=WEIGHTS), scheme.backprops(expected, weights=WEIGHTS))
+        close(scheme.backprops([found], weights=WEIGHTS), scheme.backprops([expected], weights=WEIGHTS))
 
 
 # -- what a scheme is
@@ -288,7 +288,7 @@ def test_two_vectors(sharing: str):
     b, c = v.transpose(1, 2), w.transpose(1, 2)
     b, c = (t.sum(1, keepdim=True) if sharing == "reduce" else t for t in (b, c))
     expected = torch.einsum("n,nto,ntp->op", WEIGHTS, b, c)
-    close(scheme.backprops(left["weight"], right["weight"], WEIGHTS)[0], expected)
+    close(scheme.backprops([left["weight"]], [right["weight"]], WEIGHTS)[0], expected)
 
 
 @each_sharing
@@ -297,7 +297,7 @@ def test_reads_of_different_numbers_of_samples_are_added_up(sharing: str):
     one, two = (OuterProduct(drawn(n, 2, 1, 3), drawn(n, 2, 1, 2, seed=2), (2, 3)) for n in (N, 1))
     scheme = Scheme.of([one, two], [(2, 3)], torch.float64, sharing)
     assert scheme is not None
-    for function in (lambda terms: scheme.activations(terms)[0], scheme.backprops):
+    for function in (lambda terms: scheme.activations(terms)[0], lambda terms: scheme.backprops([terms])):
         close(function([one, two]), function([one]) + function([two]))
     assert scheme.activations([one, two])[1] == (N + 1) * (2 if sharing == "expand" else 1)
 

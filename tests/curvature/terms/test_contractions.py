@@ -296,3 +296,31 @@ def test_transposed_twice_is_the_same_and_needs_a_matrix():
     assert_equal(term.transpose().transpose().gradients(), rows)
     with pytest.raises(ValueError, match="matrix"):
         OuterProduct(draw(N, 2, 1, 8), draw(N, 2, 1, 3), (3, 4, 2)).transpose().transpose()
+
+
+def cancelling(kind: str) -> tuple[list[Term], Tensor]:
+    """Terms in single precision, of which the places of the last samples nearly cancel, and gradients in double."""
+    torch.manual_seed(0)
+    n, inputs, outputs = 12, 40, 30
+    a, b = torch.randn(n, 1, 1, inputs).repeat(1, 2, 1, 1), torch.randn(n, 1, 1, outputs).repeat(1, 2, 1, 1)
+    b[6:, 1] *= -1
+    a[6:, 1] += 1e-4 * torch.randn(n - 6, 1, inputs)
+    dense = torch.einsum("ntgo,ntgi->noi", b.double(), a.double())
+    if kind == "places":
+        return [OuterProduct(a, b, (outputs, inputs))], dense
+    index, values = torch.arange(n)[:, None] % outputs, torch.zeros(n, 1, inputs)  # another read
+    return [OuterProduct(a, b, (outputs, inputs)), IndexedRows(index, values, (outputs, inputs))], dense
+
+
+@pytest.mark.parametrize("kind", ["places", "terms"])
+def test_places_that_cancel(kind: str) -> None:
+    terms, rows = cancelling(kind)
+    assert contractions._pairs_cheaper(terms, samples=1)  # else nothing cancels
+    flat = rows.flatten(1)
+    norms = flat.norm(dim=1)
+    found = contractions.norms_squared(terms).double().sqrt()
+    assert ((found - norms).abs() <= 3e-4 * norms).all()
+    scale = norms[:, None] * norms
+    assert ((contractions.gram(terms).double() - flat @ flat.T).abs() <= 3e-4 * scale).all()
+    halves = [[term.samples(part) for term in terms] for part in (slice(0, 8), slice(8, None))]
+    assert ((contractions.cross_gram(*halves).double() - (flat @ flat.T)[:8, 8:]).abs() <= 3e-4 * scale[:8, 8:]).all()

@@ -69,7 +69,7 @@ def test_rows_that_are_read_apart_have_terms_of_their_own(name: str):
         moment, expected = means(a[:, :, None], sent[:, :, None], "expand")
         total, number = scheme.activations(piece.terms)
         close(total / number, moment)
-        close(scheme.backprops(piece.terms, weights=WEIGHTS), expected)
+        close(scheme.backprops([piece.terms], weights=WEIGHTS), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Ways to compute the same faster: ``J v`` with dual numbers where that is right, and vectors in smaller chunks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from curvature.matrices import passes
+from curvature.matrices.forward_mode import ForwardMode
+from curvature.matrices.products import Repeated
+from support.cases.case import Raw, seeded
+from support.oracles import brute_force as oracle
+
+
+class WithoutJvp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * g * ctx.saved_tensors[0]
+
+
+class WrongJvp(WithoutJvp):
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:  # type: ignore[override]
+        return 2.01 * t * ctx.saved_tensors[0]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_forward(x)
+        return WithoutJvp.forward(ctx, x)
+
+
+class PastItsModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.reads = [self.layer.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) @ self.reads[0]
+
+
+def squared(square: type[WithoutJvp]) -> nn.Module:
+    return Raw(lambda m, x: m.b(square.apply(m.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "right": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3)), True),
+    "no forward derivative": (lambda: squared(WithoutJvp), False),
+    "a wrong one": (lambda: squared(WrongJvp), False),
+    "read past the module": (PastItsModule, False),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_column_is_right_whatever_forward_mode_gives(name: str, caplog: Any) -> None:
+    make, is_right = MODELS[name]
+    with seeded(0):
+        model, x = make().double(), torch.randn(5, 3, dtype=torch.float64)
+    y, loss = torch.tensor([0, 1, 1, 0, 2]), nn.CrossEntropyLoss()
+    caplog.set_level(logging.INFO, logger="curvature")
+    operator = curvature.gauss_newton(model, loss, [(x[:3], y[:3]), (x[3:], y[3:])])
+    v = operator.space.normal(1)[:, 0]
+    expected = oracle.Matrices(model, loss, (x, y)).gauss_newton @ v
+    for _ in range(2):  # the first is where forward mode is tried
+        torch.testing.assert_close(operator @ v, expected, rtol=1e-10, atol=1e-12)
+    assert ("J v takes two backward passes" in caplog.text) != is_right
+    found = forward_mode(operator)
+    assert bool(found.proved) == is_right and bool(found.refuted) != is_right
+
+
+def test_other_functions_at_a_known_shape_are_compared_anew() -> None:
+    """A branch that the first batch does not take has a wrong forward derivative."""
+    with seeded(0):
+        a, x = nn.Linear(3, 3).double(), torch.randn(6, 3, dtype=torch.float64).abs()
+    model = Raw(lambda m, x: WrongJvp.apply(m.a(x)) if x[0, 0] < 0 else m.a(x), a=a)
+    x[3:] *= -1
+    y, loss = torch.tensor([0, 1, 2] * 2), nn.CrossEntropyLoss()
+    data = [(x[:3], y[:3]), (x[3:], y[3:])]
+    operator = curvature.gauss_newton(model, loss, data)
+    v = operator.space.normal(1)[:, 0]
+    expected = sum(oracle.Matrices(model, loss, batch).gauss_newton @ v for batch in data) / 2
+    torch.testing.assert_close(operator @ v, expected, rtol=1e-10, atol=1e-12)
+
+
+def forward_mode(operator: Any) -> ForwardMode:
+    """That of an operator, in the closure of its product."""
+    cells = [cell.cell_contents for cell in operator._product.__closure__]
+    return next(cell.forward for cell in cells if isinstance(cell, Repeated))
+
+
+@pytest.mark.parametrize("build", [curvature.fisher_blocks, curvature.kfac, curvature.ekfac])
+def test_vectors_sent_back_one_by_one(build: Any, monkeypatch: Any) -> None:
+    """As where the backprops of one vector are large; with samples of unequal masses."""
+    with seeded(0):
+        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 4)).double()
+        x, weight = torch.randn(5, 2, 3, 3, dtype=torch.float64), torch.tensor([0.5, 1.0, 2.0, 3.0]).double()
+    data, loss = (x, torch.tensor([0, 1, 2, 3, 0])), nn.CrossEntropyLoss(weight)
+    together = build(model, loss, data).to_dense()
+    diagonal = curvature.fisher_diagonal(model, loss, data)
+    monkeypatch.setattr(passes, "CACHED_ELEMENTS", 1)
+    monkeypatch.setattr(passes, "BATCHED_ELEMENTS", 1)
+    torch.testing.assert_close(build(model, loss, data).to_dense(), together)
+    torch.testing.assert_close(curvature.fisher_diagonal(model, loss, data), diagonal)
