@@ -148,18 +148,23 @@ class Operator(ABC):
         """
         return self.materialise().logdet(damping)
 
-    def sample(self, damping: float = 0.0, k: int | None = None, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, k: int | None = None, *, damping: float = 0.0, generator: torch.Generator | None = None) -> Tensor:
         """Draw from the normal distribution ``N(0, (M + damping I)^-1)``: (P,), or (k, P).
 
         Args:
-            damping: added to the matrix, for example the precision of a prior.
             k: number of draws; None for a single draw without that dimension.
+            damping: added to the matrix, for example the precision of a prior.
             generator: on any device. By default the operator's own, seeded with 0 at its first use: every call gives
                 new draws and leaves the global random state untouched.
 
         Raises:
+            TypeError: k is no number of draws.
             ValueError: as for `solve`.
         """
+        if isinstance(k, float) or (k is not None and k < 1):
+            raise TypeError(
+                f"k: expected a number of draws, found {k!r}; damping is given by name, sample(damping=...)"
+            )
         if generator is None:
             generator = self._generator = self._generator or self.space.generator()
         noise = self.space.normal(1 if k is None else k, generator)

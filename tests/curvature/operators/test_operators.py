@@ -161,16 +161,23 @@ def test_files_that_are_no_matrix(tmp_path):
         load(tmp_path / "new.pt")
 
 
+@pytest.mark.parametrize("k", [0.5, 2.0, 0, -1])
+def test_a_number_of_draws_is_no_damping(k):
+    op, _ = structures()["dense"](Source("cpu"))
+    with pytest.raises(TypeError, match=r"k: expected a number of draws.*sample\(damping=\.\.\.\)"):
+        op.sample(k)
+
+
 @pytest.mark.parametrize("structure", structures())
 def test_samples(structure, device):
     """Their second moments within five standard errors; new draws each time; the global random state untouched."""
     op, matrix = structures()[structure](Source(device))
     state = torch.get_rng_state()
-    draws = op.sample(D, k=20_000)
+    draws = op.sample(20_000, damping=D)
     assert torch.equal(torch.get_rng_state(), state)
-    assert draws.shape == (20_000, op.space.size) and op.sample(D).shape == (op.space.size,)
-    assert not torch.equal(op.sample(D), op.sample(D))
-    seeded = [op.sample(D, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert draws.shape == (20_000, op.space.size) and op.sample(damping=D).shape == (op.space.size,)
+    assert not torch.equal(op.sample(damping=D), op.sample(damping=D))
+    seeded = [op.sample(damping=D, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
     assert torch.equal(*seeded)
     expected = inverted(matrix, D)
     moments = draws.T @ draws / len(draws)
@@ -330,7 +337,7 @@ def test_far_beyond_the_limit_what_is_fast_works(device):
     assert (op.inverse(D) @ v - solved).norm() / solved.norm() < 1e-4
     torch.testing.assert_close(op.logdet(D), (op.eigenvalues() + D).log().sum(), rtol=1e-4, atol=0.0)
     torch.testing.assert_close(op.trace(), op.diagonal().sum(), rtol=1e-4, atol=0.0)
-    assert op.sample(D).shape == (space.size,)
+    assert op.sample(damping=D).shape == (space.size,)
 
 
 def test_matrix_free_above_the_direct_size(device):
