@@ -63,10 +63,8 @@ class Batch:
                 f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {x!r:.80}"
             )
         count = inputs[0].shape[dims[0]]
-        if count == 0:
-            raise ValueError("x: the batch is empty")
         for t in tensors_in(y):
-            if t.ndim <= dims[2] or t.shape[dims[2]] % count:
+            if t.ndim <= dims[2] or t.shape[dims[2]] % max(1, count) or bool(t.shape[dims[2]]) > bool(count):
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
         same: Callable[[Tensor], Tensor] = lambda t: t
         return Batch(model, loss, map_tensors(same, x), map_tensors(same, y), count, dims, parameters)

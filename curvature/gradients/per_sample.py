@@ -36,7 +36,8 @@ def per_sample_gradients(
         sample_dim: the axis of the samples; or one each for input, output and target.
 
     Returns:
-        ``{name: (N, *parameter.shape)}`` in the order of ``named_parameters()``, in units of loss / parameter.
+        ``{name: (N, *parameter.shape)}`` in the order of ``named_parameters()``, in units of loss / parameter. A batch
+        may be empty.
 
     Raises:
         ValueError: samples are not independent (BatchNorm in training mode, named), the loss has no scalar reduction,
@@ -130,8 +131,11 @@ def _is_random(batch: Batch) -> bool:
 def _terms(batch: Batch) -> Terms:
     """The per-sample gradients of every parameter as terms, in the order of the parameters.
 
-    Records one forward pass, takes the samples' own losses, and sends them back.
+    Records one forward pass, takes the samples' own losses, and sends them back. Of no samples (Poisson sampling draws
+    such batches) the model is not called.
     """
+    if not batch.count:
+        return {name: [DenseGradients(p.new_empty(0, *p.shape))] for name, p in batch.parameters.items()}
     with preserve_state(batch.model) as drew_random:
         with RefuseDoubleBackward():
             tape, output = record(batch)

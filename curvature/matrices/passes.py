@@ -83,6 +83,8 @@ class DataSource:
             total = number_of_batches(self.data)
             for x, y in tqdm(pairs(self.data), total=total, unit="batch", leave=False, disable=not self.progress):
                 batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim)
+                if not batch.count:
+                    raise ValueError("x: the batch is empty")
                 # fused attention has no second derivatives and no batched backward pass
                 with preserve_state(batch.model) as drew_random, sdpa_kernel(SDPBackend.MATH):
                     run = RecordedBatch(batch, self.loss, drew_random, forward(batch))

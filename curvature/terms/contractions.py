@@ -141,7 +141,7 @@ def gram(terms: Sequence[Term]) -> Tensor:
             found[where] = _by_gradients(terms, where, terms)
             found[:, where] = found[where].T
         return found
-    flat = gradients(terms).reshape(n, -1)
+    flat = _rows(gradients(terms))
     return flat @ flat.T
 
 
@@ -156,8 +156,7 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
         if len(columns):
             found[:, columns] = _by_gradients(right, columns, left).T
         return found
-    one, other = gradients(left), gradients(right)
-    return one.reshape(len(one), -1) @ other.reshape(len(other), -1).mT
+    return _rows(gradients(left)) @ _rows(gradients(right)).mT
 
 
 def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
@@ -223,7 +222,7 @@ def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
 def _gradient_chunks(terms: Sequence[Term]) -> Iterator[Tensor]:
     """Build the gradients for a bounded number of samples at a time."""
     step = max(1, CHUNK_ELEMENTS // max(1, math.prod(terms[0].shape)))
-    for start in range(0, len(terms[0]), step):
+    for start in range(0, max(1, len(terms[0])), step):
         yield gradients([u.samples(slice(start, start + step)) for u in terms])
 
 
@@ -246,13 +245,18 @@ def _kernel(u: Term, v: Term) -> Tensor:
 
 
 def _norms_by_gradients(terms: Sequence[Term]) -> Tensor:
-    return torch.cat([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1).square() for g in _gradient_chunks(terms)])
+    return torch.cat([torch.linalg.vector_norm(_rows(g), dim=1).square() for g in _gradient_chunks(terms)])
 
 
 def _by_gradients(left: Sequence[Term], where: Tensor, right: Sequence[Term]) -> Tensor:
     """Inner products of some samples of the left with all of the right."""
-    some = gradients([term.samples(where) for term in left]).flatten(1)
-    return torch.cat([some @ g.flatten(1).T for g in _gradient_chunks(right)], 1)
+    some = _rows(gradients([term.samples(where) for term in left]))
+    return torch.cat([some @ _rows(g).T for g in _gradient_chunks(right)], 1)
+
+
+def _rows(g: Tensor) -> Tensor:
+    """(N, *shape) as (N, P), also without samples."""
+    return g.reshape(len(g), math.prod(g.shape[1:]))
 
 
 def _norms_by_pairs(terms: Sequence[Term]) -> tuple[Tensor, Tensor]:

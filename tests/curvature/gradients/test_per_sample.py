@@ -150,6 +150,31 @@ def test_unreduced_loss_is_refused(quantity: str, device):
         getattr(curvature, quantity)(model, nn.MSELoss(reduction="none"), x, y)
 
 
+def test_empty_batches(device):
+    """Poisson sampling draws them. The model is not called: many layers refuse an empty batch."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3), Scale()).to(device)
+    batch = torch.empty(0, 1, 4, 4, device=device), torch.empty(0, dtype=torch.long, device=device)
+    loss = nn.CrossEntropyLoss()
+    found = curvature.per_sample_gradients(model, loss, *batch)
+    assert {k: g.shape for k, g in found.items()} == {k: (0, *p.shape) for k, p in model.named_parameters()}
+    assert curvature.per_sample_norms(model, loss, *batch).shape == (0,)
+    assert curvature.per_sample_gram(model, loss, *batch).shape == (0, 0)
+    curvature.check_gradients(model, loss, *batch)
+    with pytest.raises(ValueError, match="y: 0 samples in x, but the shape of y is"):
+        curvature.per_sample_norms(model, loss, batch[0], torch.tensor([0, 1], device=device))
+    with pytest.raises(ValueError, match="the batch is empty"):
+        curvature.fisher_diagonal(model, loss, batch)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
 @each_quantity
 def test_sizes_that_disagree_are_refused(quantity: str, device):
     model, x, y = small(device)
