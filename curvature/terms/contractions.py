@@ -276,7 +276,7 @@ def _pair_norms(u: Term, v: Term) -> tuple[Tensor, Tensor]:
     step = max(1, CHUNK_ELEMENTS // max(1, u.places * v.places))
     parts = (slice(k, k + step) for k in range(0, max(1, len(u)), step))
     kernels = (_kernel(u.samples(part), v.samples(part)) for part in parts)
-    pairs = [(kernel.sum((1, 2)), torch.linalg.vector_norm(kernel, 1, (1, 2))) for kernel in kernels]
+    pairs = [(kernel.sum((1, 2)), kernel.abs().sum((1, 2))) for kernel in kernels]
     found, added = zip(*pairs, strict=True)
     return torch.cat(found), torch.cat(added)
 
