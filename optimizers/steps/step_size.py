@@ -28,11 +28,11 @@ LEAST_SHRINK = 0.2  # of the step size after an overshoot
 # Bounds. A layer's is a fraction of its parameters' norm: changes of many layers add up like random ones.
 FIRST_TRUST = 0.15  # longest step of a layer, divided by the square root of the number of layers
 LARGEST_TRUST = 0.2  # after many steps that could have been longer
-SLACK = 2.0  # how far the step size may stay above the steps that the bounds allow
+SLACK = 2.0  # how far the step size may stay above the steps that the bounds on the layers allow
 CHANGE_FACTOR = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
 CHANGE_DECAY = 0.95  # of that running mean
 LARGEST_OUTPUT_CHANGE = 0.2  # of the outputs' size, for the gradient of the step
-LEAST_OUTPUT_CHANGE = 0.09  # of the outputs' size, for the largest gradient: the step size shrinks no further ...
+LEAST_OUTPUT_CHANGE = 0.06  # of the outputs' size, for the largest gradient: the step size shrinks no further ...
 LESS = 0.9  # ... but for this factor at each sign of instability
 MEMORY = 0.999  # decay of the steepest slope and of the largest change
 LONGEST_GRADIENT = 2.0  # gradients are clipped to this multiple of the running mean of their norms
@@ -167,8 +167,6 @@ def undone(state: StepSize, ratio: Tensor) -> StepSize:
 def bounded(state: StepSize, change: Tensor, output_rms: Tensor) -> tuple[StepSize, Tensor]:
     """The step size within bounds, and that of this step, which a gradient out of scale does not make long.
 
-    The step size itself may stay above: what cuts a few steps early would otherwise shorten all that follow.
-
     Args:
         change: predicted root mean square change of the output entries for step size one.
         output_rms: root mean square of the output entries.
@@ -178,10 +176,8 @@ def bounded(state: StepSize, change: Tensor, output_rms: Tensor) -> tuple[StepSi
     mean = (CHANGE_DECAY * state.change.square() + (1 - CHANGE_DECAY) * counted.square()).sqrt()
     largest = torch.maximum(mean, MEMORY * state.largest_change)
     least = torch.where(largest > 0, state.least_output_change * reach / largest.clamp(min=tiny), 0.0)
-    longest = LARGEST_OUTPUT_CHANGE * reach / counted.clamp(min=tiny)
-    size = torch.minimum(torch.maximum(state.size, least), SLACK * longest)
-    taken = torch.minimum(size, longest)
-    return state._replace(size=size, change=mean, largest_change=largest), taken * (counted / change).nan_to_num(1.0)
+    size = torch.minimum(torch.maximum(state.size, least), LARGEST_OUTPUT_CHANGE * reach / counted.clamp(min=tiny))
+    return state._replace(size=size, change=mean, largest_change=largest), size * (counted / change).nan_to_num(1.0)
 
 
 def chosen(flag: Tensor, one: StepSize, other: StepSize) -> StepSize:

@@ -206,12 +206,8 @@ def distance_of_means(seed: int) -> float:
 
 
 def test_adversarial_networks() -> None:
-    """In about one of six seeds the critic outgrows the generator, and they part; with SGD at 0.05 in seven of eight.
-
-    Medians of twelve seeds were 0.52 to 0.55 with steps that differed a little, those of seven 0.41 to 0.50.
-    """
-    distances = [distance_of_means(seed) for seed in range(8)]
-    assert sum(distance > 2 for distance in distances) <= 2 and median(distances) < 0.6
+    """The median of seeds: in about one of eight the critic outgrows the generator; with SGD at 0.05 in seven."""
+    assert median(distance_of_means(seed) for seed in range(7)) < 0.5
 
 
 def test_a_step_into_the_void_is_taken_back() -> None:
