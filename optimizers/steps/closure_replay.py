@@ -349,8 +349,8 @@ def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Te
     """Inner products of one set of tensors with another, all of one shape; None is zero."""
     (like, *_) = (x for x in columns if x is not None)
     wide = torch.promote_types(like.dtype, torch.float32)
-    zeros = torch.zeros_like(like)
+    zeros = torch.zeros_like(like).flatten()
     own, other = (
-        torch.stack([zeros if x is None else x for x in side]).flatten(1).to(wide) for side in (rows, columns)
+        torch.stack([zeros if x is None else x.flatten() for x in side]).to(wide) for side in (rows, columns)
     )
     return widen(own @ other.T)
