@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.nn.functional as F
 
-from optimizers import EKFAC, KFAC
+from optimizers import EKFAC, KFAC, NaturalGradient
 from support.training import task
 
 pytestmark = pytest.mark.fast
@@ -39,3 +39,33 @@ def test_waits_of_the_plain_loop(kind: str, name: str, simdev: Any, device: str)
             ordinary += 1
             assert not found.count, found.places("/optimizers/", "/curvature/")
     assert ordinary and total <= BOUNDS[kind, name], total
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "bound"),
+    [
+        (KFAC, {"adaptive": True}, 5),  # renewals among them
+        (NaturalGradient, {"solver": "cg"}, 13),  # four looks at the residuals, renewals of the preconditioner
+        (NaturalGradient, {}, 4),
+    ],
+    ids=["adaptive", "conjugate gradients", "natural gradient"],
+)
+def test_waits_where_steps_must_look(kind: Any, options: dict, bound: float, simdev: Any, device: str) -> None:
+    """On average, after the first steps, which invert at each."""
+    model, _, x, y = task("mlp", device)
+    opt, counts = kind(model, **options), []
+
+    def closure() -> Any:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(20):
+        closed = [closure] if options.get("adaptive") else []
+        if not closed:
+            closure()
+        with simdev.syncs() as found:
+            opt.step(*closed)
+        counts.append(found.count)
+    assert sum(counts[6:]) <= bound * len(counts[6:]), counts
