@@ -6,8 +6,11 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
+from torch import nn
 
+import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.training import task
 
@@ -69,3 +72,24 @@ def test_waits_where_steps_must_look(kind: Any, options: dict, bound: float, sim
             opt.step(*closed)
         counts.append(found.count)
     assert sum(counts[6:]) <= bound * len(counts[6:]), counts
+
+
+@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 24), (NaturalGradient, 24)])
+def test_waits_of_steps_on_residuals(kind: Any, bound: float, simdev: Any, device: str) -> None:
+    """Losses are those of the CPU, although a line search tries several points before it reads their losses."""
+
+    def run(where: str) -> tuple[list[float], list[int]]:
+        torch.manual_seed(0)
+        field = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)).double().to(where)
+        points = torch.rand(50, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(where)
+        opt, losses, counts = kind(field), [], []
+        for _ in range(12):
+            with simdev.syncs() as found:
+                loss = opt.step(lambda: curvature.laplacian(field, points)[2][:, 0] - 1)
+            losses.append(float(loss))
+            counts.append(found.count)
+        return losses, counts
+
+    losses, counts = run(device)
+    assert sum(counts[6:]) <= bound * len(counts[6:]), counts
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(run("cpu")[0]), rtol=1e-3, atol=0)
