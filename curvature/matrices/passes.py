@@ -91,7 +91,6 @@ class DataSource:
                     if not seen and not again and self.loss is not None and batch.y is not None:
                         run.warn_if_coupled()
                     visit(run)
-                    run.tape.release()
                 seen = True
         finally:
             random.restore()
