@@ -103,7 +103,7 @@ class Replay:
     ) -> None:
         self.model, self.closure, self.mean, self.unrecorded = model, closure, mean, unrecorded
         self.calls: list[Call] = []
-        self.value = torch.zeros(())  # the loss at the first call
+        self.value = torch.zeros((), device="cpu")  # the loss at the first call
         self.before = ModelState(model)
 
     def first(self) -> Tensor:
