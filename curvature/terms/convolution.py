@@ -29,6 +29,7 @@ class Convolution:
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    has_bias: bool = True  # as of `OuterProduct`
 
     sizes: ClassVar[tuple[int, ...] | None] = None
     order: ClassVar[tuple[int, ...] | None] = None
@@ -94,7 +95,7 @@ class Convolution:
 
     def unfold(self) -> OuterProduct:
         """The `OuterProduct` of the input's patches."""
-        return OuterProduct(self._input_patches(), self.backprops(), self.shape)
+        return OuterProduct(self._input_patches(), self.backprops(), self.shape, has_bias=self.has_bias)
 
 
 class Phase(NamedTuple):
@@ -122,6 +123,10 @@ class TransposedConvolution(WithDirectForm):
     @property
     def groups(self) -> int:
         return self.direct.groups
+
+    @property
+    def has_bias(self) -> bool:
+        return self.direct.has_bias
 
     @property
     def outputs(self) -> int:

@@ -36,7 +36,7 @@ FILE_LINES, FUNCTION_LINES = 400, 60
 # Files that are one thing and longer than that.
 LONGER = {
     "injections.py": 420,  # the five injections, which share one contract
-    "mutants.py": 760,  # a list
+    "mutants.py": 800,  # a list
 }
 TOP_LEVEL = {
     ".ci",

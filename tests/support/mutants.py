@@ -280,6 +280,7 @@ MUTANTS = [
         ("number = sum(len(term) * term.places for term in", "number = sum(len(term) for term in"),
         ("corner.fill_(number)", "corner.fill_(1)"),
         ("return total / sum(term.places for term in terms)", "return total"),
+        ("for term in whole if term.has_bias)", "for term in whole)"),
         ("sides = (backprops, scale_moment(activations, 1 / count))", "sides = (backprops, activations)"),
         ("b.sum(1, keepdim=True) for b in same", "b.mean(1, keepdim=True) for b in same"),
         ("pair[k] * t[1 - k].reshape", "pair[k] * t[k].reshape"),
