@@ -199,7 +199,8 @@ MUTANTS = [
     *broken(
         "curvature/losses/injections.py",
         "curvature/losses",
-        ("/ self.k**0.5", "/ self.k"),
+        ("draw(stop - start, source) / self.k**0.5", "draw(stop - start, source) / self.k"),
+        ("make(start, stop) / self.k**0.5", "make(start, stop) / self.k"),
         ("generator=source, **options) * 2 - 1)", "generator=source, **options))"),
         ("scale = masses.sqrt()", "scale = masses"),
         ("return left, product(left)", "return left, product(left).abs()"),
