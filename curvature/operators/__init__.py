@@ -4,9 +4,10 @@ In: blocks and factors, or a product with vectors. Out: operators with `@`, `sol
 `sample`, `to_dense`, ... `Operator` has dense defaults, each structure faster overrides.
 """
 
-from curvature.operators.base import DENSE_LIMIT, Dense, Operator, Scaled, Sum
+from curvature.operators.base import Dense, Operator, Scaled, Sum
 from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
+from curvature.operators.costs import DENSE_LIMIT
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.loading import load
 from curvature.operators.matrix_free import MatrixFree

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvature.linalg import damp_eigenvalues, require_finite
 from curvature.operators.base import Operator
+from curvature.operators.costs import require_dense_size
 from curvature.operators.space import Space
 
 
@@ -36,13 +37,16 @@ class Diagonal(Operator):
         return self.values[:, None] * V
 
     def to_dense(self) -> Tensor:
-        self._allow_dense()
+        require_dense_size(self.space)
         return self.values.diag()
 
     def diagonal(self) -> Tensor:
         return self.values
 
-    def eigenvalues(self) -> Tensor:
+    def frobenius_norm(self) -> Tensor:
+        return self.values.norm()
+
+    def _eigenvalues(self) -> Tensor:
         return self.values.sort().values
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
@@ -129,7 +133,7 @@ class BlockDiagonal(Operator):
         return self._by_blocks(lambda block, rows: block._matmat(rows), V)
 
     def to_dense(self) -> Tensor:
-        self._allow_dense()
+        require_dense_size(self.space)
         dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
         for block in self.blocks.values():
             where = self.space.positions(block.space.names)
@@ -143,8 +147,15 @@ class BlockDiagonal(Operator):
     def trace(self) -> Tensor:
         return torch.stack([block.trace() for block in self.blocks.values()]).sum()
 
-    def eigenvalues(self) -> Tensor:
-        return torch.cat([block.eigenvalues() for block in self.blocks.values()]).sort().values
+    def frobenius_norm(self) -> Tensor:
+        return torch.stack([block.frobenius_norm() for block in self.blocks.values()]).norm()
+
+    def _eigenvalues(self) -> Tensor:
+        return torch.cat([block._eigenvalues() for block in self.blocks.values()]).sort().values
+
+    def _largest_eigenvalues(self, k: int) -> Tensor:
+        parts = [block.eigenvalues(min(k, block.space.size)) for block in self.blocks.values()]
+        return torch.cat(parts).sort().values[-k:]
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
         return self._by_blocks(lambda block, rows: block._solve(rows, damping), V)
@@ -222,8 +233,14 @@ class RowBlocks(Operator):
     def trace(self) -> Tensor:
         return self.inner.trace()
 
-    def eigenvalues(self) -> Tensor:
-        return self.inner.eigenvalues()
+    def frobenius_norm(self) -> Tensor:
+        return self.inner.frobenius_norm()
+
+    def _eigenvalues(self) -> Tensor:
+        return self.inner._eigenvalues()
+
+    def _largest_eigenvalues(self, k: int) -> Tensor:
+        return self.inner._largest_eigenvalues(k)
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
         return self._to_space_order(self.inner._solve(V[self.order], damping))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, matmul, require_finite, symmetric_eigh, symmetrize
 from curvature.operators.base import Operator
+from curvature.operators.costs import require_dense_size
 from curvature.operators.space import Space
 from curvature.terms import AffineLayout
 
@@ -150,7 +151,10 @@ class EigenKronecker(LayerOperator):
     def trace(self) -> Tensor:
         return self.values.sum()
 
-    def eigenvalues(self) -> Tensor:
+    def frobenius_norm(self) -> Tensor:
+        return self.values.norm()
+
+    def _eigenvalues(self) -> Tensor:
         return self.values.flatten().sort().values
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
@@ -229,7 +233,7 @@ class Kronecker(LayerOperator):
         return self._to_columns(two_sided(self.rows, self._to_matrices(V), self.columns))
 
     def to_dense(self) -> Tensor:
-        self._allow_dense()
+        require_dense_size(self.space)
         dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
         spans = torch.arange(self.space.size, device=self.space.device).split(self.space.sizes)
         places = [span.reshape(shape) for span, shape in zip(spans, self.space.shapes, strict=True)]
@@ -245,8 +249,11 @@ class Kronecker(LayerOperator):
     def trace(self) -> Tensor:
         return (_diagonal(self.rows).sum(1) * _diagonal(self.columns).sum(1)).sum()
 
-    def eigenvalues(self) -> Tensor:
-        return self.eigen.eigenvalues()
+    def frobenius_norm(self) -> Tensor:
+        return (self.rows.flatten(1).norm(dim=1) * self.columns.flatten(1).norm(dim=1)).norm()
+
+    def _eigenvalues(self) -> Tensor:
+        return self.eigen._eigenvalues()
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
         return self.eigen._solve(V, damping)

@@ -284,9 +284,13 @@ MUTANTS = [
         ("for term in whole if term.has_bias)", "for term in whole)"),
         ("sides = (backprops, scale_moment(activations, 1 / count))", "sides = (backprops, activations)"),
         ("b.sum(1, keepdim=True) for b in same", "b.mean(1, keepdim=True) for b in same"),
-        ("pair[k] * t[1 - k].reshape", "pair[k] * t[k].reshape"),
         ("moment[:, some, -1] += total", "moment[:, some, -1] -= total"),
-        ("len(self.arrangement.shapes) - 1), value=1.0", "len(self.arrangement.shapes) - 1), value=2.0"),
+        ("len(self.arrangement.shapes) - 1), value=bias)", "len(self.arrangement.shapes) - 1), value=2.0)"),
+    ),
+    *broken(
+        "curvature/kronecker/statistics.py",
+        "curvature/kronecker/test_factors.py",
+        ("pair[k] * t[1 - k].reshape", "pair[k] * t[k].reshape"),
     ),
     *broken(
         "curvature/kronecker/inverses.py",
@@ -310,7 +314,12 @@ MUTANTS = [
             "_rotate(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)",
             "_rotate(_backprops(term).to(self.scheme.dtype), None), self.sides)",
         ),
-        ("a = torch.cat([a, a.new_ones(*a.shape[:3], 1)], 3)", "a = torch.cat([a, a.new_zeros(*a.shape[:3], 1)], 3)"),
+        ("F.pad(a, (0, 1), value=float(whole.has_bias))", "F.pad(a, (0, 1))"),
+    ),
+    *broken(
+        "curvature/linalg/block_lanczos.py",
+        "curvature/estimators curvature/operators",
+        ("core = _append_border(core, basis.mT @", "core = _append_border(core, 1.01 * basis.mT @"),
     ),
     # -- operators
     *broken(
@@ -336,6 +345,7 @@ MUTANTS = [
             "self.factor * self.inner.trace() + self.shift * self.space.size",
             "self.factor * self.inner.trace() + self.shift",
         ),
+        ("self.shift * (2 * self.factor * self.inner.trace()", "self.shift * (self.factor * self.inner.trace()"),
         (
             "solve_triangular(self._cholesky(damping).mT, Z, upper=True)",
             "solve_triangular(self._cholesky(damping), Z, upper=False)",
@@ -363,7 +373,6 @@ MUTANTS = [
         "curvature/estimators/spectra.py",
         "curvature/estimators",
         ("return values, rotations[:, 0].square()", "return values, rotations[:, 0].abs()"),
-        ("core = _append_border(core, basis.mT @", "core = _append_border(core, 1.01 * basis.mT @"),
         ("/ (width * math.sqrt(2 * math.pi))", "/ (width * math.sqrt(math.pi))"),
     ),
     # -- the forward Laplacian
