@@ -31,7 +31,8 @@ def per_sample_gradients(
     Args:
         model: any module; its parameters that do not require a gradient are left out.
         loss: a torch loss module or a callable ``loss(output, target) -> scalar``.
-        x: a tensor, a tuple of positional or a dict of keyword arguments.
+        x: a tensor, a tuple of positional or a dict of keyword arguments; a dict that is one argument comes in a tuple.
+            Samples may also be bags, as ``(values, offsets)`` for `nn.EmbeddingBag`, or a `PackedSequence`.
         y: the target, as the loss takes it: N, or N * m rows.
         sample_dim: the axis of the samples; or one each for input, output and target.
 

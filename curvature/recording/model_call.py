@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from curvature.recording.eager import force_eager_nonreentrant
@@ -21,10 +22,10 @@ def logits(output: Any) -> Any:
 
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:
-    """Run the model on a tensor, a tuple of positional or a dict of keyword arguments."""
+    """Run the model on a tensor or packed sequence, a tuple of positional or a dict of keyword arguments."""
     if isinstance(x, Mapping):
         return model(**x)
-    return model(*x) if isinstance(x, tuple | list) else model(x)
+    return model(*x) if isinstance(x, tuple | list) and not isinstance(x, PackedSequence) else model(x)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
