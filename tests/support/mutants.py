@@ -321,6 +321,17 @@ MUTANTS = [
         "curvature/estimators curvature/operators",
         ("core = _append_border(core, basis.mT @", "core = _append_border(core, 1.01 * basis.mT @"),
     ),
+    *broken(
+        "curvature/gradients/noise_scale.py",
+        "curvature/gradients/test_norms_and_noise.py",
+        ("norm = mean - trace / count", "norm = mean"),
+        ("(squares - count * mean) / (count - 1)", "(squares - count * mean) / count"),
+    ),
+    *broken(
+        "curvature/gradients/uneven_inputs.py",
+        "curvature/gradients/test_uneven_inputs.py",
+        ("return t[start:stop]", "return t"),
+    ),
     # -- operators
     *broken(
         "curvature/operators/kronecker.py",
