@@ -15,6 +15,7 @@ from curvature.gradients import (
     Jacobian,
     NoiseScale,
     check_gradients,
+    clipped_gradient,
     gradient_noise_scale,
     output_changes,
     per_sample_gradients,
@@ -58,10 +59,10 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker", "Layout",
     "LeastSquares", "MatrixFree", "NoiseScale", "Operator", "Space", "Tape", "Use", "capture", "check_gradients",
-    "conjugate_gradient", "ekfac", "empirical", "empirical_fisher", "exact", "fisher", "fisher_blocks",
-    "fisher_diagonal", "gauss_newton", "gradient_noise_scale", "hessian", "hutchinson_diagonal", "hutchinson_trace",
-    "hutchpp_trace", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplacian", "load",
-    "output_changes", "per_sample_gradients", "per_sample_gram", "per_sample_norms",
+    "clipped_gradient", "conjugate_gradient", "ekfac", "empirical", "empirical_fisher", "exact", "fisher",
+    "fisher_blocks", "fisher_diagonal", "gauss_newton", "gradient_noise_scale", "hessian", "hutchinson_diagonal",
+    "hutchinson_trace", "hutchpp_trace", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplacian",
+    "load", "output_changes", "per_sample_gradients", "per_sample_gram", "per_sample_norms",
     "per_sample_norms_by_parameter", "propagated", "residual_jacobian", "sample_layouts", "sampled",
     "spectral_density", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients.uneven_inputs import number_of_bags, offsets_of, one_bag, one_sequence, packed_in
+from curvature.gradients.uneven_inputs import number_of_bags, offsets_of, packed_in, some_bags, some_sequences
 from curvature.losses import Loss, join_heads, per_sample_losses, reduction_of, resolve
 from curvature.recording import call_model, logits, map_tensors, tensors_in, unwrap_compiled
 
@@ -80,20 +80,27 @@ class Batch:
         return self.offsets is not None or bool(packed_in(self.x))
 
     def sample(self, n: int) -> Batch:
-        """Sample n as a batch of one; of a target with N * m rows it takes m."""
+        """Sample n as a batch of one."""
+        return self.part(slice(n, n + 1))
+
+    def part(self, some: slice) -> Batch:
+        """The samples from `some.start` to `some.stop`; of a target with N * m rows, m each."""
         dim, _, target_dim = self.dims
+        count = some.stop - some.start
 
         def rows(t: Tensor) -> Tensor:
             each = t.shape[target_dim] // self.count
-            return t.narrow(target_dim, n * each, each)
+            return t.narrow(target_dim, some.start * each, count * each)
 
         if self.offsets is not None:
-            x = one_bag(self.x, self.offsets, n, self.count)
+            x = some_bags(self.x, self.offsets, some, self.count)
         elif self.is_uneven:
-            x = one_sequence(self.x, n)
+            x = some_sequences(self.x, some)
         else:
-            x = map_tensors(lambda t: t.narrow(dim, n, 1) if t.ndim > dim and t.shape[dim] == self.count else t, self.x)
-        return replace(self, x=x, y=map_tensors(lambda t: rows(t) if t.ndim > target_dim else t, self.y), count=1)
+            has_samples = lambda t: t.ndim > dim and t.shape[dim] == self.count
+            x = map_tensors(lambda t: t.narrow(dim, some.start, count) if has_samples(t) else t, self.x)
+        y = map_tensors(lambda t: rows(t) if t.ndim > target_dim else t, self.y)
+        return replace(self, x=x, y=y, count=count, offsets=None if self.offsets is None else tensors_in(x)[1])
 
     def output(self) -> Any:
         return join_heads(self.loss, logits(call_model(self.model, self.x)))

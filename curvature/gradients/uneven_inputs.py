@@ -32,17 +32,18 @@ def number_of_bags(offsets: Tensor, y: Any) -> int:
     return len(offsets) - any(len(t) == len(offsets) - 1 for t in tensors_in(y) if t.ndim)
 
 
-def one_bag(x: Any, offsets: Tensor, n: int, count: int) -> Any:
-    """Bag n as a batch of one."""
+def some_bags(x: Any, offsets: Tensor, some: slice, count: int) -> Any:
+    """The bags of these samples."""
     size = len(tensors_in(x)[0])
-    start, stop = [*offsets.tolist(), size][n : n + 2]
+    ends = [*offsets.tolist(), size]
+    start, stop = ends[some.start], ends[some.stop]
 
     def part(t: Tensor) -> Tensor:
         if t is offsets:
-            return offsets.new_tensor([0, stop - start] if len(offsets) > count else [0])
+            return t[some.start : some.stop + len(offsets) - count] - start
         if t.ndim == 1 and len(t) == size:
             return t[start:stop]
-        return t[n : n + 1] if t.ndim and len(t) == count else t
+        return t[some] if t.ndim and len(t) == count else t
 
     return map_tensors(part, x)
 
@@ -52,14 +53,15 @@ def packed_in(x: Any) -> list[PackedSequence]:
     return [leaf for leaf in pytree.tree_leaves(x, is_leaf=_is_packed) if _is_packed(leaf)]
 
 
-def one_sequence(x: Any, n: int) -> Any:
-    """The arguments with sequence n alone of every packed sequence, in the order before packing."""
+def some_sequences(x: Any, some: slice) -> Any:
+    """The arguments with these sequences of every packed sequence, in the order before packing."""
 
     def part(leaf: Any) -> Any:
         if not _is_packed(leaf):
             return leaf
         rows, lengths = pad_packed_sequence(leaf, batch_first=True)
-        return pack_padded_sequence(rows[n : n + 1, : int(lengths[n])], lengths[n : n + 1], batch_first=True)
+        lengths = lengths[some]
+        return pack_padded_sequence(rows[some, : int(lengths.max())], lengths, batch_first=True, enforce_sorted=False)
 
     return pytree.tree_map(part, x, is_leaf=_is_packed)
 

@@ -332,6 +332,14 @@ MUTANTS = [
         "curvature/gradients/test_uneven_inputs.py",
         ("return t[start:stop]", "return t"),
     ),
+    *broken(
+        "curvature/gradients/clipping.py",
+        "curvature/gradients/test_clipping.py",
+        ("max_norm / norms, 1)", "max_norm / norms, max_norm / norms)"),
+        ("own[: turn - start] = False", "pass"),
+        ("alpha=noise * max_norm", "alpha=noise"),
+        (".where(counted.to(norms.device), 0)", ""),
+    ),
     # -- operators
     *broken(
         "curvature/operators/kronecker.py",
