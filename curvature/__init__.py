@@ -48,6 +48,8 @@ from curvature.operators import (
     Space,
     conjugate_gradient,
     load,
+    merge,
+    quadratic_penalty,
 )
 from curvature.preconditioners import (
     LeastSquares,
@@ -62,7 +64,7 @@ __all__ = [
     "clipped_gradient", "conjugate_gradient", "ekfac", "empirical", "empirical_fisher", "exact", "fisher",
     "fisher_blocks", "fisher_diagonal", "gauss_newton", "gradient_noise_scale", "hessian", "hutchinson_diagonal",
     "hutchinson_trace", "hutchpp_trace", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplacian",
-    "load", "output_changes", "per_sample_gradients", "per_sample_gram", "per_sample_norms",
-    "per_sample_norms_by_parameter", "propagated", "residual_jacobian", "sample_layouts", "sampled",
-    "spectral_density", "xdiag", "xtrace",
+    "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram", "per_sample_norms",
+    "per_sample_norms_by_parameter", "propagated", "quadratic_penalty", "residual_jacobian", "sample_layouts",
+    "sampled", "spectral_density", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -11,10 +11,11 @@ from curvature.operators.costs import DENSE_LIMIT
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.loading import load
 from curvature.operators.matrix_free import MatrixFree
+from curvature.operators.quadratic import merge, quadratic_penalty
 from curvature.operators.space import Space
 
 __all__ = [
     "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Kronecker", "MatrixFree", "Operator",
-    "RowBlocks", "Scaled", "Space", "Sum", "conjugate_gradient", "load", "truncated_conjugate_gradient",
-    "two_sided",
+    "RowBlocks", "Scaled", "Space", "Sum", "conjugate_gradient", "load", "merge", "quadratic_penalty",
+    "truncated_conjugate_gradient", "two_sided",
 ]  # fmt: skip
