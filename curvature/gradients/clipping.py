@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from curvature.gradients.batch import Batch
 from curvature.gradients.per_sample import sample_terms
 from curvature.linalg import stack
 from curvature.losses import Loss
+from curvature.recording import fresh_random_numbers
 from curvature.terms import contractions
 
 
@@ -52,7 +54,7 @@ def clipped_gradient(
     It takes one forward pass and one backward pass to the layers' outputs: from their backprops come the norms (ghost
     clipping, Li et al. 2022, arXiv:2110.05679) and then the weighted sum (Bu et al. 2022, arXiv:2210.00038). Only for
     parameters that no layer rule explains are per-sample gradients built. In single precision norms are right to 3e-4,
-    and so is the bound. In training mode torch's random state moves on, so that dropout differs from call to call.
+    and so is the bound. In training mode torch's random state moves on, so that dropout differs from call to call and part to part.
     Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
     """
     if not max_norm > 0:
@@ -60,19 +62,19 @@ def clipped_gradient(
     if not noise >= 0:
         raise ValueError(f"noise: expected a standard deviation in units of max_norm, found {noise}")
     batch = Batch.of(model, loss, x, y, sample_dim)
-    counted = torch.ones(batch.count, dtype=torch.bool) if mask is None else mask
+    device = next(iter(batch.parameters.values())).device
+    counted = torch.ones(batch.count, dtype=torch.bool, device=device) if mask is None else mask
     if counted.shape != (batch.count,) or counted.dtype is not torch.bool:
         raise ValueError(f"mask: expected ({batch.count},) of bool, found {tuple(counted.shape)} of {counted.dtype}")
     total = {name: torch.zeros_like(p, requires_grad=False) for name, p in batch.parameters.items()}
     for part, counts in _parts(batch, counted, microbatch):
-        _add_clipped(total, part, counts, max_norm)
-        if batch.model.training:
-            torch.rand((), device=next(iter(total.values())).device)  # the passes left the random state as it was
+        with fresh_random_numbers(batch.model) if batch.model.training else nullcontext():
+            _add_clipped(total, part, counts, max_norm)
     if noise:
-        for name, g in total.items():
-            device = g.device if generator is None else generator.device
-            z = torch.randn(g.shape, dtype=g.dtype, device=device, generator=generator)
-            total[name] = g.add_(z.to(g.device), alpha=noise * max_norm)
+        for g in total.values():
+            source = g.device if generator is None else generator.device
+            z = torch.randn(g.shape, dtype=g.dtype, device=source, generator=generator)
+            g.add_(z.to(g.device), alpha=noise * max_norm)
     return total
 
 

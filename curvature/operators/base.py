@@ -189,9 +189,7 @@ class Operator(Exportable, ABC):
             ValueError: as for `solve`.
         """
         if isinstance(k, float) or (k is not None and k < 1):
-            raise TypeError(
-                f"k: expected a number of draws, found {k!r}; damping is given by name, sample(damping=...)"
-            )
+            raise TypeError(f"k: expected a number of draws, found {k!r}; damping goes by name: sample(damping=...)")
         if generator is None:
             generator = self._generator = self._generator or self.space.generator()
         noise = self.space.normal(1 if k is None else k, generator)
@@ -263,6 +261,11 @@ class Dense(Operator):
 
     def materialise(self) -> Dense:
         return self
+
+    def __add__(self, other: Operator) -> Operator:
+        if isinstance(other, Dense) and other.space == self.space:
+            return Dense(self.space, self.matrix + other.matrix)
+        return super().__add__(other)
 
     def _eigenvalues(self) -> Tensor:
         return eigenvalues_of(self.matrix)
@@ -369,9 +372,8 @@ class Sum(Operator):
 
     def __init__(self, terms: Sequence[Operator]) -> None:
         super().__init__(terms[0].space)
-        self.terms: list[Operator] = [
-            inner for term in terms for inner in (term.terms if isinstance(term, Sum) else [term])
-        ]
+        nested = (term.terms if isinstance(term, Sum) else [term] for term in terms)
+        self.terms: list[Operator] = [term for inner in nested for term in inner]
         for term in self.terms:
             if term.space != self.space:
                 raise ValueError(f"a sum needs matrices over the same space, found {self.space} and {term.space}")

@@ -52,8 +52,8 @@ def merge(models: Sequence[Parameters], curvatures: Sequence[Operator], damping:
     Args:
         models: models, or tensors by name.
         curvatures: K_i, one for each model, over the same parameters.
-        damping: added to each K_i, in units of loss / parameter^2. As it grows, the result becomes the plain average;
-            a little of it decides directions without curvature.
+        damping: added to each K_i, in units of loss / parameter^2. As it grows, the result becomes the plain average,
+            which directions without curvature take at any damping.
 
     Returns:
         ``{name: tensor}`` for the parameters of the K_i, as for ``model.load_state_dict(..., strict=False)``.
@@ -63,20 +63,24 @@ def merge(models: Sequence[Parameters], curvatures: Sequence[Operator], damping:
         KeyError: a parameter of K is missing.
         RuntimeError: the conjugate gradients of a large block do not converge; more damping helps.
 
-    Diagonals and blocks are solved with apart; sums of Kronecker products as matrices of up to 2000 rows, larger ones
-    by conjugate gradients.
+    Diagonals, dense matrices and blocks are added as such; other sums are solved with as dense matrices of up to 2000
+    rows, and above that by conjugate gradients.
     """
     if not models or len(models) != len(curvatures):
         raise ValueError(f"expected one curvature for each model, found {len(models)} and {len(curvatures)}")
-    damped = [K.damped(damping) if damping else K for K in curvatures]
-    total, space = reduce(add, damped), curvatures[0].space
-    pulls = [K @ _flat(space, model).detach() for K, model in zip(damped, models, strict=True)]
-    return space.split(_solve(total, reduce(add, pulls)))
+    total, space = reduce(add, curvatures), curvatures[0].space
+    pull = torch.zeros(space.size, dtype=space.dtype, device=space.device)
+    for K, model in zip(curvatures, models, strict=True):
+        theta = _flat(space, model).detach()
+        pull = pull + K @ theta + damping * theta
+    return space.split(_solve(total, pull, damping * len(models)))
 
 
 def _flat(space: Space, parameters: Parameters) -> Tensor:
-    """The parameters of a space, as a flat vector."""
-    named = dict(parameters.named_parameters()) if isinstance(parameters, nn.Module) else parameters
+    """The parameters of a space, as a flat vector; a compiled model has those of the model within."""
+    named = parameters
+    if isinstance(parameters, nn.Module):
+        named = {name.removeprefix("_orig_mod."): p for name, p in parameters.named_parameters()}
     return space.flatten({name: named[name] for name in space.names if name in named})
 
 
@@ -109,9 +113,9 @@ class _Product(torch.autograd.Function):
         return None, _Product.apply(ctx.K, gradients[0])
 
 
-def _solve(K: Operator, v: Tensor) -> Tensor:
+def _solve(K: Operator, v: Tensor, damping: float) -> Tensor:
     if isinstance(K, BlockDiagonal):
-        return K.by_blocks(lambda block, rows: _solve(block, rows), v)
+        return K.by_blocks(lambda block, rows: _solve(block, rows, damping), v)
     if isinstance(K, Sum) and K.space.size > MAX_DIRECT_SIZE:
-        return conjugate_gradient(K, v)
-    return K.solve(v)
+        return conjugate_gradient(K, v, damping)
+    return K.solve(v, damping)

@@ -340,7 +340,21 @@ MUTANTS = [
         ("alpha=noise * max_norm", "alpha=noise"),
         (".where(counted.to(norms.device), 0)", ""),
     ),
+    *broken(
+        "curvature/recording/model_call.py",
+        "curvature/gradients/test_clipping.py",
+        ("state.seed(seed)", "pass"),
+    ),
     # -- operators
+    *broken(
+        "curvature/operators/quadratic.py",
+        "curvature/operators/test_quadratic.py",
+        ("return x @ image / 2", "return x @ image"),
+        ("(_Product.apply(ctx.K, x) if torch.is_grad_enabled() else image)", "image"),
+        ("K @ theta + damping * theta", "K @ theta"),
+        ("at).detach().clone()", "at).detach()"),
+        ('name.removeprefix("_orig_mod.")', "name"),
+    ),
     *broken(
         "curvature/operators/kronecker.py",
         "curvature/operators",

@@ -128,11 +128,22 @@ def test_noise():
     assert not torch.equal(one, other)
 
 
-def test_dropout_differs_from_call_to_call():
-    model = nn.Sequential(nn.Dropout(), nn.Linear(20, 3))
-    x, y = torch.ones(4, 20), torch.arange(4) % 3
-    one, other = (curvature.clipped_gradient(model, LOSS, x, y, 1.0)["1.weight"] for _ in range(2))
-    assert not torch.equal(one, other)
+def test_no_two_passes_in_training_mode_share_random_numbers():
+    """Neither calls nor parts of one, also not at other places; in evaluation mode the random state stays as it is."""
+    drawn: list[Tensor] = []
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        drawn.append(torch.rand(x.shape, dtype=torch.float64))
+        return m.head(x * drawn[-1])
+
+    model, x, y = Raw(run, head=nn.Linear(20, 3)).double(), torch.ones(6, 20).double(), torch.arange(6) % 3
+    for _ in range(2):
+        curvature.clipped_gradient(model, LOSS, x, y, 1.0, microbatch=3)
+    passes = {frozenset(numbers.flatten().tolist()) for numbers in drawn if len(numbers) == 3}
+    assert len(passes) == 4 and len(frozenset.union(*passes)) == 4 * 3 * 20
+    before = torch.get_rng_state()
+    curvature.clipped_gradient(model.eval(), LOSS, x, y, 1.0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_step_of_private_training():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import curvature
-from curvature.operators import BlockDiagonal, Diagonal, MatrixFree, Sum
+from curvature.operators import BlockDiagonal, Dense, Diagonal, MatrixFree, Sum
 from curvature.operators.costs import MAX_DIRECT_SIZE
 from support.cases.case import seeded
 from support.comparisons import matches
@@ -74,7 +74,21 @@ def test_models_and_what_builders_return():
     matches(exact[0].space.flatten(far), (thetas[0] + thetas[1]) / 2, 1e-6)
 
 
-def test_sums_of_diagonals_and_blocks_stay_so():
+def test_a_compiled_model_and_a_centre_that_changes():
+    with seeded(0):
+        model, x, y = network(), torch.randn(5, 4).double(), torch.arange(5) % 3
+    K = curvature.kfac(model, LOSS, (x, y))
+    compiled = nn.ModuleDict({"_orig_mod": model})  # as torch.compile names it
+    penalty = curvature.quadratic_penalty(K, compiled)
+    one = curvature.quadratic_penalty(K["0"], model)
+    with torch.no_grad():
+        model[0].bias += 1
+    d = K.space.flatten({name: torch.full_like(p, name == "0.bias") for name, p in model.named_parameters()})
+    for found in (penalty(model), penalty(compiled), one(model)):
+        matches(found, d @ K.to_dense() @ d / 2)
+
+
+def test_sums_of_diagonals_dense_matrices_and_blocks_stay_so():
     source = Source()
     a, b = source.space(a=(3,)), source.space(b=(2, 2))
     joint = source.space(a=(3,), b=(2, 2))
@@ -84,6 +98,9 @@ def test_sums_of_diagonals_and_blocks_stay_so():
     matches(total.to_dense(), made[0].to_dense() + made[1].to_dense())
     assert isinstance(made[0] - made[1], BlockDiagonal)
     assert isinstance(made[0] + Diagonal(joint, source.positive(7)), Sum)
+    one, other = (Dense(joint, source.definite(d=7)) for _ in range(2))
+    assert isinstance(one + other, Dense) and isinstance(one + made[0], Sum)
+    matches((one - 2 * other.materialise()).to_dense(), one.matrix - 2 * other.matrix)
 
 
 def test_large_sums_are_solved_by_products():
@@ -107,6 +124,8 @@ def test_what_does_not_fit_is_refused():
         curvature.merge([model, model], [K])
     with pytest.raises(ValueError, match="damping"):
         curvature.merge([model], [K])
+    with pytest.raises(ValueError, match="over the same space"):
+        curvature.merge([model, model], [K, K["0"]])
     changed = curvature.fisher(model, LOSS, (x, y))
     penalty = curvature.quadratic_penalty(changed, model)
     with torch.no_grad():
