@@ -559,8 +559,9 @@ MUTANTS = [
     *broken(
         "optimizers/schedule.py",
         "optimizers/test_schedule.py",
-        ("max(totals[interval] / interval, LEAST_WORK)", "totals[interval]"),
-        ("/ interval, LEAST_WORK)", "/ interval, 1.0)"),
+        ("max(totals[interval] / turns, LEAST_WORK)", "totals[interval]"),
+        ("/ turns, LEAST_WORK)", "/ turns, 1.0)"),
+        ("* (interval // turns)", "* 1"),
         ("max(usual, FIRST_OF_LARGE)", "usual"),
         ('self.max_overhead * self.seconds["rest"] / 2', 'self.max_overhead * self.seconds["rest"]'),
     ),
