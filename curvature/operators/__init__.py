@@ -1,7 +1,8 @@
 """The algebra of symmetric matrices over a model's parameters.
 
 In: blocks and factors, or a product with vectors. Out: operators with `@`, `solve`, `trace`, `diagonal`, `logdet`,
-`sample`, `to_dense`, ... `Operator` has dense defaults, each structure faster overrides.
+`sample`, `to_dense`, ... `Operator` has dense defaults, each structure faster overrides. As quadratic models of
+losses they are penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 """
 
 from curvature.operators.base import Dense, Operator, Scaled, Sum

@@ -23,7 +23,8 @@ def quadratic_penalty(K: Operator, at: Parameters) -> Callable[[Parameters], Ten
     """A function of the parameters: ``1/2 (theta - at)^T K (theta - at)``, a term to add to a loss.
 
     With K the Fisher matrix of an earlier task and `at` its solution this is elastic weight consolidation (Kirkpatrick
-    et al. 2017, arXiv:1612.00796, equation 3); with K from `kfac` it is the penalty of Ritter et al. 2018, arXiv:1805.07810.
+    et al. 2017, arXiv:1612.00796, equation 3); with K from `kfac` it is the penalty of Ritter et al. 2018,
+    arXiv:1805.07810.
 
     Args:
         K: any operator, in units of loss / parameter^2. One that goes over the data at every product (`fisher`,
@@ -78,9 +79,8 @@ def merge(models: Sequence[Parameters], curvatures: Sequence[Operator], damping:
 
 def _flat(space: Space, parameters: Parameters) -> Tensor:
     """The parameters of a space, as a flat vector; a compiled model has those of the model within."""
-    named = parameters
-    if isinstance(parameters, nn.Module):
-        named = {name.removeprefix("_orig_mod."): p for name, p in parameters.named_parameters()}
+    pairs = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters.items()
+    named = {name.removeprefix("_orig_mod."): p for name, p in pairs}
     return space.flatten({name: named[name] for name in space.names if name in named})
 
 
