@@ -40,7 +40,7 @@ def quadratic_penalty(K: Operator, at: Parameters) -> Callable[[Parameters], Ten
         KeyError: a parameter of K is missing; also from the function.
         ValueError: a shape, dtype or device differs from that of K; likewise.
     """
-    centre = _flat(K.space, at).detach().clone()
+    centre = _flat(K.space, at).detach()
     return lambda parameters: _HalfSquare.apply(K, _flat(K.space, parameters) - centre)
 
 
