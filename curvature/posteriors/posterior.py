@@ -174,16 +174,25 @@ class LaplacePosterior:
             ValueError: prior or noise are not positive and finite, or noise is given for a loss that has its own.
             TypeError: an argument of the wrong kind.
         """
-        device = self.curvature.space.device
-        if noise is not None and not self.evidence.labels.has_noise:
-            raise ValueError(f"noise: {type(self.evidence.loss).__name__} has its own; only MSELoss takes one")
-        sigma = self.noise if noise is None else positive("noise", noise, device)
+        sigma = self._noise(noise)
         precision = self.prior if prior is None else self.curvature.prior(prior)
         sizes = self.curvature.numbers(torch.ones_like(self.mean))
         squares = self.curvature.numbers(self.mean.square())
         logdet = self.curvature.logdet(self.evidence.labels.factor(sigma), precision)
         fit = (sizes * precision.log() - precision * squares).sum()
         return self.evidence.log_likelihood(sigma) + (fit - logdet) / 2
+
+    def with_prior(self, prior: Prior, noise: float | Tensor | None = None) -> LaplacePosterior:
+        """The posterior with another prior precision, and another noise if given; no pass over the data.
+
+        Arguments and errors as for `log_marginal_likelihood`.
+        """
+        return replace(self, prior=self.curvature.prior(prior).detach(), noise=self._noise(noise).detach())
+
+    def _noise(self, given: float | Tensor | None) -> Tensor:
+        if given is not None and not self.evidence.labels.has_noise:
+            raise ValueError(f"noise: {type(self.evidence.loss).__name__} has its own; only MSELoss takes one")
+        return self.noise if given is None else positive("noise", given, self.curvature.space.device)
 
     def optimize_prior(self, *, per_layer: bool = False, steps: int = 50) -> LaplacePosterior:
         """The posterior with the prior precision, and for ``nn.MSELoss`` the noise, of the largest evidence.
@@ -214,7 +223,7 @@ class LaplacePosterior:
         with torch.enable_grad():
             search.step(closure)
         prior, noise = (own.detach().exp() for own in logs)
-        return replace(self, prior=self.curvature.prior(prior), noise=positive("noise", noise, noise.device))
+        return self.with_prior(prior, noise if has_noise else None)
 
     def __repr__(self) -> str:
         loss = type(self.evidence.loss).__name__
