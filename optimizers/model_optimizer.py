@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from curvature.recording import unwrap_compiled
 from optimizers.arguments import check_numbers
 from optimizers.monitor import Monitor
+
+LOG = logging.getLogger(__name__)
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -33,6 +36,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         self.model = unwrap_compiled(model)
         self.monitor = Monitor()
         self._names: dict[int, str] = {}
+        self._unknown: set[str] = set()  # names that a warning was given for
         super().__init__(list(model.parameters()), options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -47,7 +51,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         check_numbers(param_group)
         given = param_group["params"]
         given = [given] if isinstance(given, Tensor) else list(given)
-        self._names = {id(p): name for name, p in self.model.named_parameters()}
+        self._names |= {id(p): name for name, p in self.model.named_parameters()}
         given = [entry[1] if isinstance(entry, tuple) else entry for entry in given]  # their names are the model's
         for p in given:
             if isinstance(p, Tensor) and id(p) not in self._names:
@@ -81,6 +85,17 @@ class ModelOptimizer(torch.optim.Optimizer):
             plain = {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             found |= dict.fromkeys([self.name_of(p) for p in group["params"]], plain)
         return found
+
+    def warn_of_unknown_parameters(self) -> None:
+        """Log parameters of the model that have a gradient and are in no group, such as those of a replaced head."""
+        known = {id(p) for group in self.param_groups for p in group["params"]}
+        found = {name for name, p in self.model.named_parameters() if p.grad is not None and id(p) not in known}
+        if new := sorted(found - self._unknown):
+            LOG.warning(
+                "%s: not trained, since the optimizer was made before they were in the model: %s; make it after the "
+                "last change of the model, or use add_param_group", type(self).__name__, ", ".join(new),
+            )  # fmt: skip
+            self._unknown |= found
 
     def name_of(self, p: Tensor) -> str:
         return self._names[id(p)]

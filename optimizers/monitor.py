@@ -149,8 +149,8 @@ class Monitor:
             if last.get(k) is not None
         ]
         own = [f"step {self.steps}", *shown, f"{self.counts['rollbacks']} rollbacks", f"{self.skipped} skipped"]
-        parts = " ".join(f"{k} {v:.1f} s" for k, v in self.seconds.items())
-        return ", ".join([*own, parts] if parts else own)
+        parts = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items())
+        return ", ".join(own) + (f"; seconds of the run: {parts}" if parts else "")
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and seconds of a run whose last step is settled; without the history."""

@@ -25,7 +25,7 @@ from optimizers.schedule import Schedule
 
 WITHOUT_CURVATURE = (
     "no forward pass of the model was seen that shows any curvature, and parameters move along their gradients; call "
-    "the model that the optimizer was given, and have it return its outputs"
+    "the model that the optimizer was given, after making the optimizer, and have it return its outputs"
 )
 DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, the default damping of that factor
 

@@ -28,7 +28,7 @@ def table(
         seen |= set(block.names)
     given = {id(p) for group in groups for p in group["params"]}
     for name, p in model.named_parameters():
-        if name not in seen:
+        if name not in seen or id(p) not in given:
             rows.append((name, *_without_block(p, id(p) in given, has_stepped)))
     momenta = sum(p.numel() * p.element_size() for p in trained.values()) / 1e6
     rows.append(("momentum and displacement", "", "", f"{2 * momenta:.2f}", ""))
@@ -42,7 +42,7 @@ def _without_block(p: Tensor, is_given: bool, has_stepped: bool) -> tuple[str, s
     if not p.requires_grad:
         return "not trained", "", "", "does not require a gradient"
     if not is_given:
-        return "nothing yet", "", "", "in no parameter group: use add_param_group"
+        return "not trained", "", "", "in no parameter group: use add_param_group"
     if not has_stepped:
         return "nothing yet", "", "", "needs a first forward pass"
     return "mean of all others", "", "", "the output depends on it in no forward pass that was seen"

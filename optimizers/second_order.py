@@ -199,6 +199,8 @@ class SecondOrderOptimizer(ModelOptimizer):
             for name, displacement in outcome.displacement.items():
                 to_local(trained[name]).add_(displacement)
         self.monitor.counts["rollbacks"] += outcome.rollbacks
+        if outcome.renewal.renewed:
+            self.warn_of_unknown_parameters()
         if outcome.is_skipped:
             self.monitor.skip()
             self.recorder.discard()
@@ -281,7 +283,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         return "\n".join([*lines, *filter(None, (self.recorder.substitute, self.rule.report()))])
 
     def stats(self) -> dict[str, Any]:
-        """The last step's numbers, counts of events, seconds by part, and condition numbers of the blocks.
+        """The last step's numbers, counts of events, seconds by part, and condition numbers of the blocks, to 4 digits.
 
         Computes the condition numbers (largest over least eigenvalue of each damped block, by its first parameter).
         """
@@ -289,7 +291,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         intervals = {"factor_every": schedule.factor_every, "decompose_every": schedule.decompose_every}
         conditions = {b.names[0]: b.condition() for b in self.store.blocks if b.is_ready}
         outliers = sum(block.outliers for block in self.store.blocks)
-        return super().stats() | intervals | {"outliers": outliers, "conditions": conditions} | self.rule.stats()
+        found = super().stats() | intervals | {"outliers": outliers, "conditions": conditions} | self.rule.stats()
+        return pytree.tree_map_only(float, lambda x: float(f"{x:.4g}"), found)
 
     def kind(self) -> dict[str, Any]:
         """The choices that a state must share with the optimizer that loads it."""

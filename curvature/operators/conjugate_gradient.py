@@ -14,6 +14,7 @@ Preconditioner = Operator | Callable[[Tensor], Tensor]
 # Stop when the relative progress per iteration is smaller, over this window or a tenth of all iterations.
 MIN_PROGRESS, PROGRESS_WINDOW = 5e-4, 10
 MAX_ITERATIONS = 250
+BETWEEN_LOOKS = 8  # iterations
 
 
 @overload
@@ -145,30 +146,37 @@ def _round(
 
 
 def truncated_conjugate_gradient(
-    product: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, precondition: Callable[[Tensor], Tensor]
+    product: Callable[[Tensor], Tensor], right: Tensor, start: Tensor | None, precondition: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, int]:
     """Solve ``M x = right`` by conjugate gradients until progress is small; return x and the number of iterations.
 
     The quadratic model ``1/2 x^T M x - right^T x`` falls with every iteration. Stop when the last k iterations gained
     less than k * 5e-4 of the total, k the larger of 10 and a tenth of the iterations (Martens 2010, section 4.4).
+
+    An accelerator is asked only now and then whether to stop; x no longer changes meanwhile.
     """
-    x = start
-    rest = right - product(x) if bool(x.any()) else right.clone()
+    x = torch.zeros_like(right) if start is None else start
+    rest = right.clone() if start is None else right - product(x)
     z = precondition(rest)
     direction, inner = z, rest @ z
-    values: list[float] = []
+    is_active, count = inner > 0, torch.zeros_like(inner)
+    values: list[Tensor] = []
+    between_looks = 1 if right.device.type == "cpu" else BETWEEN_LOOKS
     for k in range(1, MAX_ITERATIONS + 1):
-        if not float(inner) > 0:
+        if k % between_looks == 0 and not is_active:
             break
         image = product(direction)
-        length = inner / (direction @ image)
+        length = torch.where(is_active, inner / (direction @ image), 0)
         x = x + length * direction
         rest = rest - length * image
-        values.append(float(-(x @ (right + rest)) / 2))
+        count = count + is_active
+        values.append(-(x @ (right + rest)) / 2)
         window = max(PROGRESS_WINDOW, k // 10)
-        if k > window and values[-1] < 0 and values[-1] - values[-1 - window] > window * MIN_PROGRESS * values[-1]:
-            break
+        if k > window:
+            gained = values[-1] - values[-1 - window]
+            is_active = is_active & ~((values[-1] < 0) & (gained > window * MIN_PROGRESS * values[-1]))
         z = precondition(rest)
         last, inner = inner, rest @ z
-        direction = z + (inner / last) * direction
-    return x, len(values)
+        is_active = is_active & (inner > 0)
+        direction = torch.where(is_active, z + (inner / last) * direction, direction)
+    return x, int(count)

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from curvature.operators import Kronecker, Operator
+from curvature.operators import EigenKronecker, Kronecker, Operator
 from curvature.plots.style import COLOURS, CURVATURE_UNIT, Array, axes_grid, axes_or_new, layers_of, spans_of, to_array
 
 COLOUR_MAP = "RdBu_r"
@@ -60,7 +60,9 @@ def factors(kfac: Operator, layer: str | None = None, ax: Any = None) -> NDArray
     has its own linear colour scale.
 
     Args:
-        kfac: what ``curvature.kfac`` returns, or one of its ``blocks``.
+        kfac: what ``curvature.kfac`` or ``curvature.ekfac`` returns, or one of its ``blocks``. Of an EKFAC block, A has
+            the means of its eigenvalues over outputs, B those over inputs, relative to the mean of all; both have its
+            eigenvectors, and ``kron(B, A)`` has its trace.
         layer: name of a module or parameter; None for all layers with Kronecker factors.
         ax: two axes per layer; None for a new figure, with at most 40 layers.
 
@@ -79,8 +81,9 @@ def factors(kfac: Operator, layer: str | None = None, ax: Any = None) -> NDArray
         )
     axes = axes_grid(ax, list(chosen), ["A", "B"])
     for name, block, pair in zip(chosen, chosen.values(), axes, strict=True):
-        _draw_factor(pair[0], block.A, f"{name}: A", "input", "[activation²]")
-        _draw_factor(pair[1], block.B, f"{name}: B", "output", "[loss / output²]")
+        (A, unit_of_A), (B, unit_of_B) = _factors_with_units(block)
+        _draw_factor(pair[0], A, f"{name}: A", "input", unit_of_A)
+        _draw_factor(pair[1], B, f"{name}: B", "output", unit_of_B)
     if ax is None and left_out:
         axes[0, 0].figure.suptitle("without Kronecker factors: " + ", ".join(left_out), fontsize="small", wrap=True)
     return axes
@@ -205,7 +208,19 @@ def _name_layers(ax: Axes, M: Operator | Tensor, rows: bool = True) -> None:
     ax.tick_params(length=2)
 
 
-def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecker], list[str]]:
+def _factors_with_units(block: Kronecker | EigenKronecker) -> tuple[tuple[Tensor, str], tuple[Tensor, str]]:
+    if isinstance(block, Kronecker):
+        return (block.A, "[activation²]"), (block.B, "[loss / output²]")
+    mean = block.values.mean((1, 2)).unsqueeze(1)
+    A = _in_basis(block.column_vectors, block.values.mean(1))
+    return (A, CURVATURE_UNIT), (_in_basis(block.row_vectors, block.values.mean(2) / mean), "[of the mean]")
+
+
+def _in_basis(vectors: Tensor | None, values: Tensor) -> Tensor:
+    return values if vectors is None else vectors * values.unsqueeze(1) @ vectors.mT
+
+
+def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecker | EigenKronecker], list[str]]:
     """The chosen layers with Kronecker factors, and the names of those without."""
     if not isinstance(kfac, Operator):
         raise TypeError(f"kfac: expected what curvature.kfac returns, or a block of it, found {type(kfac).__name__}")
@@ -217,10 +232,10 @@ def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecke
     }
     if not chosen:
         raise ValueError(f"layer: none is called {layer!r}; there are {', '.join(layers)}")
-    found = {name: block for name, block in chosen.items() if isinstance(block, Kronecker)}
+    found = {name: block for name, block in chosen.items() if isinstance(block, Kronecker | EigenKronecker)}
     if not found:
         kinds = ", ".join(f"{name} ({type(block).__name__})" for name, block in chosen.items())
-        have = [name for name, block in layers.items() if isinstance(block, Kronecker)]
+        have = [name for name, block in layers.items() if isinstance(block, Kronecker | EigenKronecker)]
         raise ValueError(f"no Kronecker factors A and B in {kinds}; layers that have them: {', '.join(have) or 'none'}")
     return found, [name for name in chosen if name not in found]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -28,9 +28,19 @@ from curvature.plots.style import (
 
 Points = tuple[Array, Array]  # steps and values, (S,) each
 Run = dict[str, Points]  # the known values by key of the history
-History = Sequence[Mapping[str, Any]]
 
-EXPECTED_HISTORY = "a list with a dict for each step, as opt.history, or a dict {name: such a list}"
+
+@runtime_checkable
+class HasHistory(Protocol):
+    """An optimizer."""
+
+    @property
+    def history(self) -> list[dict[str, Any]]: ...
+
+
+History = HasHistory | Sequence[Mapping[str, Any]]
+
+EXPECTED_HISTORY = "an optimizer, a list with a dict for each step, as opt.history, or a dict {name: one of these}"
 MIN_RATIO, MAX_RATIO = -1.0, 2.0  # limits of the axis of the reduction ratio
 RATIO_GUIDES = (1.0, 0.75, 0.25)  # a perfect model, and usual thresholds to decrease and increase damping
 NO_POINTS: Points = (np.zeros(0), np.zeros(0))
@@ -58,8 +68,8 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
     count the values that an axis cannot show.
 
     Args:
-        history: what ``opt.history`` returns, one dict per step; or several by name, ``{name: history}``, which share
-            the panels. Without ``step``, steps count from 0. Other keys are ignored.
+        history: an optimizer of this project, or what its ``history`` returns, one dict per step; or several by name,
+            ``{name: history}``, which share the panels. Without ``step``, steps count from 0. Other keys are ignored.
         ax: one axes per panel; None for a new figure, with the panels below each other.
 
     Returns:
@@ -71,10 +81,11 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
     """
     several = isinstance(history, Mapping)
     items = require_mapping(history, "history", EXPECTED_HISTORY) if several else {"history": history}
-    runs = {str(name): _run(entries, str(name)) for name, entries in items.items()}
+    entries_by_name = {k: run.history if isinstance(run, HasHistory) else run for k, run in items.items()}
+    runs = {str(name): _run(entries, str(name)) for name, entries in entries_by_name.items()}
     panels = [key for key in PANELS if any(key in run for run in runs.values())]
     if not panels:
-        found = dict.fromkeys(key for entries in items.values() for entry in entries for key in entry)
+        found = dict.fromkeys(key for run in entries_by_name.values() for entry in run for key in entry)
         raise ValueError(f"history: nothing to draw: no values of {', '.join(PANELS)}; keys are {', '.join(found)}")
     axes = _axes(ax, panels)
     names = list(runs) if several else None

@@ -45,9 +45,9 @@ class FullBlock(Block):
             return
         jacobian = rows.jacobian
         new, trace = self.summarize(jacobian)
-        if bool(torch.isfinite(trace)):
+        if math.isfinite(total := float(trace)):
             self.count = (1 if self.is_sum else rows.samples) / rows.times**2
-            self.trace, self.rank = float(trace) / self.count, min(jacobian.shape)
+            self.trace, self.rank = total / self.count, min(jacobian.shape)
             self.absorb(new, decay)  # a running average has a trace of its own
             self.updates += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -67,6 +68,11 @@ class LeastSquares:
             self._spectrum = symmetric_eigh(self.matrix)
         return self._spectrum
 
+    @cached_property
+    def _rounding(self) -> float:
+        """Below this a damping counts as zero."""
+        return float(ZERO_FACTOR * eigenvalue_rounding(self.matrix.trace()))
+
     @property
     def largest(self) -> float:
         """The largest eigenvalue of ``J^T J``."""
@@ -78,7 +84,7 @@ class LeastSquares:
         Raises:
             torch.linalg.LinAlgError: every way to decompose failed.
         """
-        is_large = damping > float(ZERO_FACTOR * eigenvalue_rounding(self.matrix.trace()))
+        is_large = damping > self._rounding
         if self._root[0] != damping:
             root = None
             if is_large and self._spectrum is None:
@@ -97,7 +103,7 @@ class LeastSquares:
         if self._root[1] is not None:
             return torch.cholesky_solve(right[:, None], self._root[1])[:, 0]
         values, vectors = self.spectrum
-        is_large = damping > float(ZERO_FACTOR * eigenvalue_rounding(self.matrix.trace()))
+        is_large = damping > self._rounding
         kept = (values > torch.maximum(ZERO_FACTOR * eigenvalue_rounding(values[-1]), cut * values[-1])) | is_large
         inverse = torch.where(kept, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
         return vectors @ (inverse * (vectors.mT @ right))

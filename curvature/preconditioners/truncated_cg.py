@@ -62,7 +62,7 @@ class ConjugateGradientBlock(FullBlock):
             return jacobian.flat(self._preconditioned(jacobian.split(v)))
 
         right = jacobian.flat(gradient)
-        start = torch.zeros_like(right) if self.last is None else WARM_START_FACTOR * self.last.to(right)
+        start = None if self.last is None else WARM_START_FACTOR * self.last.to(right)
         self.last, self.iterations = truncated_conjugate_gradient(product, right, start, precondition)
         return jacobian.split(self.last.clone())  # the step scales the solution in place
 

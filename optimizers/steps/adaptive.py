@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import stack, widen
+from curvature.linalg import optimistically, stack, widen
 from curvature.preconditioners import Block
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
-from optimizers.steps.updates import are_finite, inner, kept_by_decay
+from optimizers.steps.updates import finite_value, inner, kept_by_decay
 
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
 SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
@@ -68,20 +68,20 @@ class AdaptiveStep(StepRule):
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         replay = evaluation.replay
         assert replay is not None
-        loss, rollbacks = self._finite_loss(context, replay, evaluation.value)
+        loss, value, rollbacks = self._finite_loss(context, replay, evaluation.value)
         gradients = context.gradients()
         if not gradients:
             return Outcome(loss, rollbacks=rollbacks)
-        if not are_finite([loss, *gradients.values()]) or context.knows_nothing():
+        if not math.isfinite(value) or context.knows_nothing():
             return Outcome(loss, is_skipped=True, rollbacks=rollbacks)
         with context.monitor.timed("model"):
-            self._look_back(replay, float(loss))
+            before = self._loss_before(replay, value)
         renewal = context.renew(gradients)
         with context.monitor.timed("direction"):
             groups = grouped_by_layer(context.solve(gradients), context.preconditioner.blocks)
         with context.monitor.timed("model"):
             rates = {name: group["lr"] for name, group in context.options.items()}
-            entry = context.attempt(lambda: self.move(replay, loss, gradients, groups, rates))
+            entry = context.attempt(lambda: self.move(replay, value, gradients, groups, rates, before))
         for name, group in context.options.items():
             if group["weight_decay"] and name in gradients and entry["accepted"]:
                 context.trained[name].mul_(kept_by_decay(group))
@@ -89,34 +89,41 @@ class AdaptiveStep(StepRule):
         entry = {"renewed": renewal.renewed, "inverted": renewal.inverted} | entry
         return Outcome(loss, entry=entry, renewal=renewal, rollbacks=rollbacks)
 
-    def _finite_loss(self, context: StepContext, replay: Replay, loss: Tensor) -> tuple[Tensor, int]:
-        """The loss and the number of rollbacks; undoes the last step if that made the loss not finite."""
-        if are_finite([loss, *context.gradients().values()]) or not self.last:
-            return loss, 0
+    def _finite_loss(self, context: StepContext, replay: Replay, loss: Tensor) -> tuple[Tensor, float, int]:
+        """The loss, as a number nan if it or a gradient is not finite, and the number of rollbacks.
+
+        If the last step made it so, that is undone.
+        """
+        value = finite_value(loss, context.gradients().values())
+        if math.isfinite(value) or not self.last:
+            return loss, value, 0
         context.recorder.discard()
         parameters = dict(context.model.named_parameters())
         there = self.undo(parameters)
         with context.monitor.timed("closure"):
             again = replay.again()
-        if are_finite([again, *context.gradients().values()]):
+        value = finite_value(again, context.gradients().values())
+        if math.isfinite(value):
             self.forget()
-            return again, 1
+            return again, value, 1
         self.redo(parameters, there)  # it was the batch
-        return again, 0
+        return again, value, 0
 
-    def _look_back(self, replay: Replay, loss: float) -> None:
-        """Ask a new batch, whose loss is given, how much the last step has lowered its loss, too."""
-        if not self.last or self.progress < RESOLVED * abs(loss):
-            return
+    def _loss_before(self, replay: Replay, loss: float) -> Tensor:
+        """The loss (1,) of a new batch before the last step, given that after it; (0,) if that can tell nothing."""
         parameters = dict(replay.model.named_parameters())
-        if not self.start.keys() <= parameters.keys():  # renamed since
-            return
+        is_renamed = not self.start.keys() <= parameters.keys()
+        if not self.last or self.progress < RESOLVED * abs(loss) or is_renamed:
+            return replay.value.new_empty(0)
         here = {name: parameters[name].detach().clone() for name in self.start}
         set_parameters(parameters, self.start)
         try:
-            before = float(replay.loss())
+            return replay.loss()[None]
         finally:
             set_parameters(parameters, here)
+
+    def _confirm(self, before: float, loss: float) -> None:
+        """Note how much of the last step's progress a new batch has seen, too."""
         found = (before - loss) / self.progress
         if math.isfinite(found):
             self.batches += 1
@@ -124,19 +131,21 @@ class AdaptiveStep(StepRule):
             self.confirmed += weight * (min(1.0, max(-1.0, found)) - self.confirmed)
 
     def move(
-        self, replay: Replay, loss: Tensor, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float]
-    ) -> dict[str, Any]:
+        self, replay: Replay, loss: float, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float],
+        before: Tensor,
+    ) -> dict[str, Any]:  # fmt: skip
         """Move the parameters towards the minimum of the quadratic model, so that the loss of the batch falls.
 
         Args:
             groups: directions of descent with disjoint parameters.
             rates: learning rates by parameter. The largest scales the step; the others, relative to it, the directions.
+            before: what `_loss_before` returns.
 
         Returns:
             The entry for the history.
         """
         lr = max(rates.values())
-        entry: dict[str, Any] = {"loss": float(loss), "confirmed": self.confirmed, "accepted": False, "rollbacks": 0}
+        entry: dict[str, Any] = {"loss": loss, "confirmed": self.confirmed, "accepted": False, "rollbacks": 0}
         entry |= {"damping": self.damping if self.damping >= 0 else math.nan, "ratio": math.nan}
         if lr == 0:  # a schedule that starts at zero
             self.forget()
@@ -144,11 +153,12 @@ class AdaptiveStep(StepRule):
         groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()}) for d in groups]
         last = {name: d for name, d in self.last.items() if name in gradients and rates[name] > 0}
         directions = [*groups, last] if last else list(groups)
-        model = Quadratic(
-            torch.tensor([_inner(d, gradients) for d in directions], dtype=torch.float64, device="cpu"),
-            replay.curvatures(directions, SAMPLE_STRIDE),
-            _norms(groups, last),
-        )
+        known = lambda: [*_products(directions, len(groups), gradients), replay.curvatures(directions, SAMPLE_STRIDE)]
+        slopes, norms, curvature, earlier = on_host([*(optimistically(known) or known()), before])
+        model = Quadratic(slopes, curvature, norms)
+        if len(earlier):
+            self._confirm(float(earlier), loss)
+            entry["confirmed"] = self.confirmed
         if not model.is_finite:
             self.forget()
             return entry
@@ -157,7 +167,7 @@ class AdaptiveStep(StepRule):
         if self.damping < 0 or not model.value(lr * model.minimum(self.damping), 0.0) < 0:
             self.forget()  # nothing left to do for this batch
             return entry | {"accepted": True, "step_size": 0.0}
-        return entry | self._first_accepted(replay, model, directions, len(groups), lr, entry["loss"])
+        return entry | self._first_accepted(replay, model, directions, len(groups), lr, loss)
 
     def _first_accepted(
         self, replay: Replay, model: Quadratic, directions: Sequence[Named], groups: int, lr: float, loss: float
@@ -252,15 +262,24 @@ def _scaled(move: Named, rates: Mapping[str, float]) -> dict[str, Tensor]:
     return {name: d if rates[name] == 1.0 else d * rates[name] for name, d in move.items()}
 
 
-def _norms(groups: Sequence[Named], last: Named) -> Tensor:
-    """Inner products of the directions; groups share no parameter."""
-    own = [_inner(d, d) for d in groups]
-    exact: Any = {"dtype": torch.float64, "device": "cpu"}
-    matrix = torch.diag(torch.tensor([*own, _inner(last, last)], **exact))
-    matrix[-1, :-1] = matrix[:-1, -1] = torch.tensor([_inner(d, last) for d in groups], **exact)
-    return matrix if last else matrix[:-1, :-1]
+def _products(directions: Sequence[Named], groups: int, gradients: Named) -> tuple[Tensor, Tensor]:
+    """Slopes (k,) along directions, and their inner products (k, k): the first are groups, which share no parameter."""
+    slopes = torch.stack([_inner(d, gradients) for d in directions])
+    norms = torch.diag(torch.stack([_inner(d, d) for d in directions]))
+    for last in range(groups, len(directions)):
+        both = torch.stack([_inner(d, directions[last]) for d in directions[:groups]])
+        norms[last, :groups] = norms[:groups, last] = both
+    return slopes, norms
 
 
-def _inner(one: Named, other: Named) -> float:
+def _inner(one: Named, other: Named) -> Tensor:
+    """A scalar."""
     found = [inner(d, other[name]) for name, d in one.items() if name in other]
-    return float(widen(stack(found)).sum()) if found else 0.0
+    return widen(stack(found)).sum() if found else widen(next(iter(one.values())).new_zeros(()))
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors in float64 on the CPU, by one copy."""
+    flat = torch.cat([widen(x).flatten() for x in tensors]).cpu().double()
+    parts = zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)
+    return [part.view(x.shape) for part, x in parts]

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from curvature import output_changes
 from curvature.functional import TwiceDifferentiable
-from curvature.linalg import product_rounding
+from curvature.linalg import are_true, product_rounding, widen
 from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
 
@@ -174,7 +174,7 @@ class Replay:
     # -- the model of the loss
 
     def curvatures(self, directions: Sequence[Mapping[str, Tensor]], stride: int) -> Tensor:
-        """``d_i^T G d_j`` for all pairs of directions (k, k) in float64, G the Gauss-Newton matrix of the loss.
+        """``d_i^T G d_j`` for all pairs of directions (k, k), G the Gauss-Newton matrix of the loss.
 
         G is the Hessian where the loss is linear in the model's outputs (these are losses, or log-probabilities), or
         where these are no floating point tensors, or the loss depends on more; zero where some function has no second
@@ -190,14 +190,14 @@ class Replay:
         try:
             if all(_floats(call.output) and not _has_complex(call.output) for call in self.calls):
                 found = self._gauss_newton(directions, stride)
-                if found is not None and found.any():
+                if found is not None and are_true(found.any()[None])[0]:
                     return found
             return self._hessian(directions)
         except RuntimeError as error:
             if not any(phrase in str(error) for phrase in WITHOUT_SECOND_DERIVATIVE):
                 raise
             warn_once("adaptive steps go by slopes alone: %s", str(error).split("\n")[0], logger="optimizers")
-            return torch.zeros(len(directions), len(directions), dtype=torch.float64, device="cpu")
+            return self.value.new_zeros(len(directions), len(directions))
 
     def _hessian(self, directions: Sequence[Mapping[str, Tensor]]) -> Tensor:
         """``d_i^T H d_j``, with H the Hessian of the loss."""
@@ -280,7 +280,7 @@ def _products(
         raise TypeError("closure: it returned a loss without a graph; return the loss itself, not loss.detach()")
     found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
-    total = torch.zeros(len(changes), len(changes), dtype=torch.float64, device="cpu")
+    total = widen(loss.new_zeros(len(changes), len(changes)))
     if not live:
         return total
     moved = [[*change, *d] for change, d in zip(changes, direct, strict=True)]
@@ -291,7 +291,9 @@ def _products(
     for n, stride in enumerate(strides):
         rows = [b[n] if b[n] is None or stride == 1 else b[n][::stride] for b in bent]
         factor = len(inputs[n]) / math.ceil(len(inputs[n]) / stride) if stride > 1 else 1.0
-        total += factor * _gram(rows, [m[n] for m in moved])
+        columns = [m[n] for m in moved]
+        if any(x is not None for x in rows) and any(x is not None for x in columns):
+            total += factor * _gram(rows, columns)
     return (total + total.T) / 2
 
 
@@ -303,7 +305,9 @@ def _without_gradients(parameters: Iterable[Tensor]) -> None:
 def _close(one: Tensor, other: Tensor, relative: float) -> bool:
     one, other = one.detach().to(torch.promote_types(one.dtype, torch.float32)), other.detach()
     largest = one.abs().amax() if one.numel() else 0.0
-    return bool(torch.isclose(other.to(one.dtype), one, relative, relative * float(largest), equal_nan=True).all())
+    other = other.to(one.dtype)
+    is_near = (other - one).abs() <= relative * (one.abs() + largest)
+    return are_true((is_near | (other == one) | (other.isnan() & one.isnan())).all()[None])[0]
 
 
 def _leaf(x: Tensor) -> Tensor:
@@ -343,12 +347,10 @@ def _twice_differentiable() -> Iterator[None]:
 
 def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Tensor:
     """Inner products of one set of tensors with another, all of one shape; None is zero."""
-    total = torch.zeros(len(rows), len(columns), dtype=torch.float64, device="cpu")
-    left, right = ([k for k, x in enumerate(side) if x is not None] for side in (rows, columns))
-    if left and right:
-        other = torch.stack([x.flatten() for x in columns if x is not None])
-        own = torch.stack([x.flatten() for x in rows if x is not None])
-        wide = torch.promote_types(other.dtype, torch.float32)
-        found = (own.to(wide) @ other.to(wide).T).cpu().double()
-        total[torch.tensor(left, device="cpu")[:, None], torch.tensor(right, device="cpu")] = found
-    return total
+    (like, *_) = (x for x in columns if x is not None)
+    wide = torch.promote_types(like.dtype, torch.float32)
+    zeros = torch.zeros_like(like).flatten()
+    own, other = (
+        torch.stack([zeros if x is None else x.flatten() for x in side]).to(wide) for side in (rows, columns)
+    )
+    return widen(own @ other.T)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -139,6 +140,16 @@ def inner(one: Tensor, other: Tensor) -> Tensor:
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no entry is infinite or nan."""
     some = [t for t in tensors if t.numel()]
-    sums = stack(widen(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))) for t in some)
     # sums are quick, but those of finite entries may overflow
-    return bool(torch.isfinite(sums).all()) or bool(stack(torch.isfinite(t).all() for t in some).all())
+    return bool(torch.isfinite(_sums(some)).all()) or bool(stack(torch.isfinite(t).all() for t in some).all())
+
+
+def finite_value(loss: Tensor, gradients: Iterable[Tensor]) -> float:
+    """The loss as a number; nan if it, or an entry of the gradients, is not finite. The host waits once."""
+    some = [loss, *(t for t in gradients if t.numel())]
+    value, total = torch.stack([widen(loss), _sums(some).sum()]).tolist()
+    return value if math.isfinite(total) or are_finite(some) else math.nan
+
+
+def _sums(tensors: Iterable[Tensor]) -> Tensor:
+    return stack(widen(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))) for t in tensors)

@@ -11,6 +11,7 @@ from torch import nn
 from curvature import capture
 from curvature.preconditioners import BlockDiagonalCurvature
 from curvature.recording import warn_once
+from optimizers import KFAC
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor, Undecided
@@ -95,3 +96,31 @@ def test_without_a_pass_gradients_are_the_directions(caplog: pytest.LogCaptureFi
     gradients = {"weight": torch.randn(2, 3)}
     assert part.renew(0, measured, {}) == Renewal(True)
     torch.testing.assert_close(part.solve(gradients, {"weight": torch.zeros(2, 3)}), gradients)
+
+
+def test_parameters_that_the_optimizer_was_not_given_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A head replaced after the optimizer was made: the log says so once, the report at any time."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    opt = KFAC(model)
+    model[1] = nn.Linear(4, 5)
+    for _ in range(3):
+        model(torch.ones(6, 3)).square().mean().backward()
+        opt.step()
+    (message,) = [record.message for record in caplog.records if "not trained" in record.message]
+    assert "1.bias, 1.weight" in message and "add_param_group" in message
+    assert "not trained" in opt.report()
+    opt.add_param_group({"params": list(model[1].parameters())})
+    before = model[1].weight.detach().clone()
+    model(torch.ones(6, 3)).square().mean().backward()
+    opt.step()
+    assert not torch.equal(model[1].weight, before)
+
+
+def test_statistics_have_four_digits() -> None:
+    model = nn.Linear(3, 2)
+    opt = KFAC(model)
+    model(torch.ones(6, 3)).square().mean().backward()
+    opt.step()
+    stats = opt.stats()
+    for value in (stats["step_size"], stats["seconds"], *stats["seconds_in"].values(), *stats["conditions"].values()):
+        assert value == float(f"{value:.4g}")

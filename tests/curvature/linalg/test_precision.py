@@ -6,27 +6,26 @@ import subprocess
 import sys
 import threading
 
-import pytest
 import torch
 
 from curvature.linalg import full_precision
 from support.architecture import ROOT
 
-SETTINGS = {
-    "nothing": "",
-    "high": "torch.set_float32_matmul_precision('high')",
-    "medium": "torch.set_float32_matmul_precision('medium')",
-    "old": "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True",
-    "old off": "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False",
-    "new": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-    "new convolutions": "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
-    "new of cudnn": "torch.backends.cudnn.fp32_precision = 'tf32'",
-    "new of all": "torch.backends.fp32_precision = 'tf32'",
-    "mkldnn": "torch.backends.mkldnn.conv.fp32_precision = 'bf16'",
-}
-# A setting cannot be taken back to that of a fresh process: each runs in one of its own.
+SETTINGS = (
+    "",
+    "torch.set_float32_matmul_precision('high')",
+    "torch.set_float32_matmul_precision('medium')",
+    "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True",
+    "torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False",
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+    "torch.backends.cudnn.fp32_precision = 'tf32'",
+    "torch.backends.fp32_precision = 'tf32'",
+    "torch.backends.mkldnn.conv.fp32_precision = 'bf16'",
+)
+# A setting cannot be taken back to that of a fresh process: each runs in a fork of one that has set nothing.
 SCRIPT = """
-import torch
+import os, sys, torch
 from curvature.linalg import full_precision
 
 def older(read):
@@ -42,22 +41,31 @@ def found():
     reads = (lambda: b.cuda.matmul.allow_tf32, lambda: b.cudnn.allow_tf32, torch.get_float32_matmul_precision)
     return [*map(older, reads)], new, [b.fp32_precision, b.cudnn.fp32_precision, b.mkldnn.fp32_precision]
 
-SETTING
-before = found()
-with full_precision():
-    old, new, _ = found()
-    assert set(new) <= {"ieee", "none"}, new
-    for one, other, exact in zip(before[0], old, (False, False, "highest")):
-        assert other == exact or one == other == "raises", (before, old)
-assert found() == before, (before, found())
+def check(setting):
+    exec(setting)
+    before = found()
+    with full_precision():
+        old, new, _ = found()
+        assert set(new) <= {"ieee", "none"}, new
+        for one, other, exact in zip(before[0], old, (False, False, "highest")):
+            assert other == exact or one == other == "raises", (before, old)
+    assert found() == before, (before, found())
+
+failed = 0
+for setting in sys.argv[1:]:
+    if not (child := os.fork()):
+        check(setting)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print("fails after:", setting or "nothing was set", file=sys.stderr)
+        failed = 1
+sys.exit(failed)
 """
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_of_both_kinds(setting: str) -> None:
+def test_settings_of_both_kinds() -> None:
     """Inside nothing rounds, and what could be read before can be read; afterwards all is as before."""
-    command = [sys.executable, "-W", "error", "-c", SCRIPT.replace("SETTING", SETTINGS[setting])]
-    subprocess.run(command, check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT, *SETTINGS], check=True, cwd=ROOT)
 
 
 def test_two_threads() -> None:

@@ -191,9 +191,18 @@ def test_a_diagonal_factor_is_a_curve():
     assert left.get_ylabel() == "diagonal entry [activation²]"
 
 
+def test_factors_in_an_eigenbasis():
+    block = (E := ekfac(*problem())).blocks["0.weight"]
+    A, B = map(array_of, plots.factors(E, "0")[0])
+    w = (o := len(B)) * (len(A) - 1)  # weights, before the biases
+    order = np.c_[np.arange(w).reshape(o, -1), w + np.arange(o)].flatten()
+    blocks = block.to_dense().double().numpy()[np.ix_(order, order)].reshape(o, len(A), o, len(A))
+    np.testing.assert_allclose(A, np.einsum("aiaj->ij", blocks) / o, atol=1e-5 * A.max())
+    np.testing.assert_allclose(B, np.einsum("aibi->ab", blocks) * o / block.trace(), atol=1e-5 * B.max())
+
+
 def test_layers_without_factors_are_named():
-    K = kfac(*problem(), structure={"2": "dense"})
-    figure = plots.factors(K)[0, 0].figure
+    figure = plots.factors(kfac(*problem(), structure={"2": "dense"}))[0, 0].figure
     assert figure.get_suptitle() == "without Kronecker factors: 2"
 
 
@@ -356,7 +365,7 @@ REFUSED = {
     "two shapes": (lambda: plots.comparison(M, torch.ones(3, 3)), ValueError, "one shape"),
     "other parameters": (lambda: plots.comparison(M, of_values([1.0, 2.0], "b")), ValueError, "same parameters"),
     "no such layer": (lambda: plots.factors(kfac(*problem()), "1"), ValueError, "none is called '1'; there are 0, 2"),
-    "no factors": (lambda: plots.factors(ekfac(*problem()), "0"), ValueError, "0 .EigenKronecker."),
+    "no factors": (lambda: plots.factors(fisher_blocks(*problem()), "0"), ValueError, "0 .Dense."),
     "factors of a dict": (lambda: plots.factors({}), TypeError, "found dict"),
     "too many layers": (lambda: plots.factors(deep()), ValueError, "choose with layer="),
     "a matrix as eigenvalues": (lambda: plots.spectra(M.to_dense()), ValueError, "eigenvalues"),

@@ -130,7 +130,7 @@ def test_a_batch_that_was_skipped_is_a_rejected_step():
         opt.zero_grad()
         (model(torch.ones(4, 3) * factor) - 1).square().mean().backward()
         opt.step()
-    axes = plots.training(opt.history)
+    axes = plots.training(opt)
     assert legend_of(axes[0]) == ["1 step rejected"] and len(axes[0].collections[0].get_segments()) == 1
 
 
@@ -209,7 +209,7 @@ LOSSES = only("loss", [1.0, 0.5])
 REFUSED = {
     "no list": (lambda: plots.training(3), TypeError, "opt.history, or a dict .* found int"),
     "the text of a list": (lambda: plots.training("[]"), TypeError, "found str"),
-    "one entry": (lambda: plots.training(LOSSES[0]), TypeError, "step: expected a list with a dict .* found int"),
+    "one entry": (lambda: plots.training(LOSSES[0]), TypeError, "step: expected an optimizer, a list .* found int"),
     "numbers": (lambda: plots.training([1.0, 0.5]), TypeError, "a dict for each step, found float"),
     "nothing": (lambda: plots.training([]), ValueError, "history: no steps yet"),
     "no runs": (lambda: plots.training({}), ValueError, "found an empty one"),
