@@ -17,6 +17,7 @@ LONGEST_INTERVAL = 200  # that timing may choose
 LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model ...
 FIRST_OF_LARGE = 3  # ... and waits so many steps from the first
 LEAST_WORK = 1e8  # operations of one step: blocks that are inverted together share calls
+MOST_TURNS = 3  # of an interval: at each turn the host waits for the device
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Schedule:
         return step % min(self.factor_every, 1 + step // STEPS_PER_INTERVAL) == 0
 
     def inverts(self, step: int, costs: Sequence[float]) -> list[bool]:
-        """Which blocks to invert at this step, given their costs; much work is spread evenly over the interval."""
+        """Which blocks to invert at this step, given their costs; much work is spread over a few steps."""
         usual = 1 + step // STEPS_PER_INTERVAL
         small, large = (min(self.decompose_every, x) for x in (usual, max(usual, FIRST_OF_LARGE)))
         intervals = [large if cost > LARGE_COST else small for cost in costs]
@@ -47,8 +48,9 @@ class Schedule:
         for interval, cost in zip(intervals, costs, strict=True):
             totals[interval] += cost
         for interval, cost in zip(intervals, costs, strict=True):
-            turn = math.floor(before[interval] / max(totals[interval] / interval, LEAST_WORK))
-            found.append(step % interval == min(turn, interval - 1))
+            turns = min(interval, MOST_TURNS)
+            turn = math.floor(before[interval] / max(totals[interval] / turns, LEAST_WORK))
+            found.append(step % interval == min(turn, turns - 1) * (interval // turns))
             before[interval] += cost
         return found
 

@@ -100,7 +100,7 @@ def _eigh_with_retries(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """`symmetric_eigh` of one matrix (d, d) after a first failure."""
     double = widen(matrix)
     on_cpu = matrix.cpu().double()
-    jitter = on_cpu.diagonal().mean().abs() * torch.eye(len(on_cpu))
+    jitter = on_cpu.diagonal().mean().abs() * torch.eye(len(on_cpu), device="cpu")
     attempts = [matrix, double, on_cpu, *(on_cpu + share * jitter for share in RELATIVE_JITTERS)]
     if bool(on_cpu.isfinite().all()):
         for k, attempt in enumerate(attempts):
@@ -219,8 +219,8 @@ def cholesky_with_jitter(matrix: Tensor, what: str) -> Tensor:
     count_recovery("retried")
     here = matrix.cpu().double()
     here = (here + here.mT) / 2
-    jitters = (share * here.diagonal().mean() * torch.eye(len(here)) for share in (0.0, *RELATIVE_JITTERS))
-    roots = (try_cholesky(here + jitter) for jitter in jitters)
+    jitter = here.diagonal().mean() * torch.eye(len(here), device="cpu")
+    roots = (try_cholesky(here + share * jitter) for share in (0.0, *RELATIVE_JITTERS))
     root = next((root for root in roots if root is not None), None)
     if root is None:
         raise torch.linalg.LinAlgError(f"{what}: Cholesky's algorithm failed, also with jitter")

@@ -77,7 +77,8 @@ def _agrees(batch: Batch) -> bool:
     """Whether forward mode gives what two backward passes give, in a random direction."""
     drawn = torch.Generator().manual_seed(0)
     direction = {
-        name: torch.randn(p.shape, generator=drawn, dtype=torch.float64).to(p) for name, p in batch.parameters.items()
+        name: torch.randn(p.shape, generator=drawn, dtype=torch.float64, device="cpu").to(p)
+        for name, p in batch.parameters.items()
     }
     _, output, found = along(batch, direction)
     ((expected,),) = output_changes([output], batch.parameters, [direction])

@@ -91,7 +91,6 @@ class DataSource:
                     if not seen and not again and self.loss is not None and batch.y is not None:
                         run.warn_if_coupled()
                     visit(run)
-                    run.tape.release()
                 seen = True
         finally:
             random.restore()
@@ -165,8 +164,8 @@ class RecordedBatch:
 
         def learn() -> Any:
             generator = torch.Generator().manual_seed(0)
-            probe = torch.randn(self.output.shape, generator=generator, dtype=torch.float64).to(self.output)
-            probed = self._with_vector(probe)
+            probe = torch.randn(self.output.shape, generator=generator, dtype=torch.float64, device="cpu")
+            probed = self._with_vector(probe.to(self.output))
             return learn_and_verify(self.tape, probed.losses(self.output), single_sample_reference(probed, self.random))
 
         return find_plan(self.batch.model, plan_key(self.batch), self.tape, learn)[0]

@@ -79,7 +79,7 @@ class Repeated:
         self.source.each(checked, forward, again=bool(self.seen))
         self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         self.seen = self.seen or seen
-        known, found = (torch.tensor(x, dtype=torch.float64) for x in (self.seen, seen))
+        known, found = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (self.seen, seen))
         if not self.ordered:
             known, found = known.sum(), found.sum()
         if known.shape != found.shape or not torch.allclose(known, found, rtol=1e-6, equal_nan=True):

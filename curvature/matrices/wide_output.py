@@ -126,7 +126,7 @@ def _at_places(x: Tensor, places: Tensor) -> Tensor:
 def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
     """Whether the loss has curvature between two places."""
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(head.index.shape, generator=generator, dtype=torch.float64)
+    probe = torch.randn(head.index.shape, generator=generator, dtype=torch.float64, device="cpu")
     probe = probe.to(head.index.device, widest(head.index.device.type))
     for t in range(head.places if head.places > 1 else 0):
         found = product(_at_places(probe, torch.tensor([t], device=probe.device)))
@@ -207,7 +207,7 @@ def _is_only_way(run: RecordedBatch, head: LastLayer) -> bool:
     """Whether vectors in the null space of ``W^T`` reach no other parameter."""
     rest = [p for name, p in run.batch.parameters.items() if name not in head.names]
     generator = torch.Generator().manual_seed(0)
-    z = torch.randn(1, *head.index.shape, generator=generator, dtype=torch.float64)
+    z = torch.randn(1, *head.index.shape, generator=generator, dtype=torch.float64, device="cpu")
     basis = qr(widen(head.weight))[0]
     z = z.to(basis)
     norms = []

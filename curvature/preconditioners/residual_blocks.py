@@ -16,6 +16,7 @@ Indices: n sample, t place, i input, o output.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -90,21 +91,20 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
             "it as it was before centred()"
         )
     parts = [terms for _, terms in jacobian.parts]
-    found: dict[str, ResidualBlock] = {}
-    for name, shape in jacobian.shapes.items():
-        reads = [_read(part[name]) for part in parts]
-        own = [read for read in reads if read is not None]
-        if len(own) < len(reads) or len(shape) != 2:
-            continue
-        left = [other for other, size in jacobian.shapes.items() if other not in found and size == shape[:1]]
-        bias = next((other for other in left if _is_joint_bias(own, [part[other] for part in parts])), None)
+    known = {name: [_read(part[name]) for part in parts] for name, shape in jacobian.shapes.items() if len(shape) == 2}
+    reads = {name: [read for read in own if read is not None] for name, own in known.items()}
+    reads = {name: own for name, own in reads.items() if len(own) == len(parts)}
+    places = _bias_places(reads, parts, jacobian.shapes)
+    names: dict[str, tuple[str, ...]] = {}
+    for name, own in reads.items():
+        taken = {other for both in names.values() for other in both}
+        bias = next((other for weight, other in places if weight == name and other not in taken), None)
+        names[name] = (name,) if bias is None else (name, bias)
         if bias is not None:
-            own = [_append_bias(read, part[bias]) for read, part in zip(own, parts, strict=True)]
-        pairs = [kronecker_pair(read) for read in own]
-        pairs = [pair for pair in pairs if bool(pair[0].trace() * pair[1].trace() > 0)]
-        if pairs:
-            names = (name,) if bias is None else (name, bias)
-            found |= dict.fromkeys(names, ResidualBlock(names, pairs))
+            reads[name] = [_append_bias(read, at) for read, at in zip(own, places[name, bias], strict=True)]
+    found: dict[str, ResidualBlock] = {}
+    for name, pairs in _positive({name: [kronecker_pair(read) for read in own] for name, own in reads.items()}).items():
+        found |= dict.fromkeys(names[name], ResidualBlock(names[name], pairs))
     for name, shape in jacobian.shapes.items():
         if name not in found:
             squares = contractions.sum_in_place(sum_of_squares(part[name]) for part in parts)
@@ -137,23 +137,56 @@ def _read(terms: Sequence[Term]) -> OuterProduct | None:
     return term if term.outputs == term.shape[0] else replace(term, a=term.b, b=term.a)
 
 
-def _is_joint_bias(reads: Sequence[OuterProduct], parts: Sequence[Sequence[Term]]) -> bool:
-    """Whether a parameter is a bias that is read together with a weight, in every piece that depends on it."""
-    places = [_places(read, terms) for read, terms in zip(reads, parts, strict=True)]
-    return None not in places and any(places)
+def _bias_places(
+    reads: Mapping[str, Sequence[OuterProduct]],
+    parts: Sequence[Mapping[str, Sequence[Term]]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[tuple[str, str], list[int | None]]:
+    """Biases that are read together with a weight in every piece that depends on them, and at which of its places.
+
+    There both have the same backprop. The place is None in a piece where the bias is not read. The host waits once.
+    """
+    pairs, flags = [], []
+    for other, shape in shapes.items():
+        weights = [name for name, own in reads.items() if shape == shapes[name][:1] and own]
+        rows = [contractions.gradients(part[other]) for part in parts] if weights else []
+        for name in weights:
+            pairs.append((name, other))
+            flags += [
+                torch.cat([own.any()[None], (read.b[:, :, 0] == own[:, None]).all(2).all(0)])
+                for read, own in zip(reads[name], rows, strict=True)
+            ]
+    answers = iter(_answers(flags))
+    found: dict[tuple[str, str], list[int | None]] = {}
+    for name, other in pairs:
+        at = [next(answers) for _ in parts]
+        is_read = [is_any for is_any, *_ in at]
+        if any(is_read) and all(any(same) for is_any, *same in at if is_any):
+            found[name, other] = [same.index(True) if is_any else None for is_any, *same in at]
+    return found
 
 
-def _places(read: OuterProduct, terms: Sequence[Term]) -> tuple[int, ...] | None:
-    """The place of a weight at which a bias is read: there both have the same backprop. () if it is not read."""
-    rows = contractions.gradients(terms)
-    if not rows.any():
-        return ()
-    return next(((t,) for t in range(read.places) if torch.equal(read.b[:, t, 0], rows)), None)
-
-
-def _append_bias(read: OuterProduct, terms: Sequence[Term]) -> OuterProduct:
-    """The bias as the last input."""
+def _append_bias(read: OuterProduct, place: int | None) -> OuterProduct:
+    """The bias as the last input, 1 at its place."""
     last = read.a.new_zeros(*read.a.shape[:3], 1)
-    for t in _places(read, terms) or ():
-        last[:, t] = 1
+    if place is not None:
+        last[:, place] = 1
     return replace(read, a=torch.cat([read.a, last], 3), shape=(read.outputs, read.a.shape[3] + 1))
+
+
+def _positive(pairs: Mapping[str, Sequence[Pair]]) -> dict[str, list[Pair]]:
+    """The products with a trace above zero, of weights that have any. The host waits once."""
+    some = {name: own for name, own in pairs.items() if own}
+    traces = [torch.stack([rows.trace() * columns.trace() for rows, columns in own]) for own in some.values()]
+    answers = _answers([trace > 0 for trace in traces])
+    kept = {
+        name: list(itertools.compress(own, is_kept)) for (name, own), is_kept in zip(some.items(), answers, strict=True)
+    }
+    return {name: own for name, own in kept.items() if own}
+
+
+def _answers(flags: Sequence[Tensor]) -> list[list[bool]]:
+    """Flags (n,) on the host, with one transfer."""
+    whole = torch.cat(list(flags)).tolist() if flags else []
+    ends = list(itertools.accumulate((len(x) for x in flags), initial=0))
+    return [whole[start:end] for start, end in itertools.pairwise(ends)]

@@ -7,6 +7,7 @@ operand is saved, and becomes a `Use` like those of a forward pass.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,7 +100,7 @@ def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
             if node not in data:
                 zero = next(iter(inputs.values())).tensor.new_zeros(())
                 for k, x in enumerate(node._input_metadata):
-                    found = ParameterNode(zero.expand(x.shape), use.names, use, edge=GradientEdge(node, k))
+                    found = ParameterNode(zero.expand(x.shape), use.names, weakref.ref(use), GradientEdge(node, k))
                     use.results.append(found)
                     constant[node, k] = found
     own = constant.get((result.node, result.output_nr))
@@ -208,5 +209,5 @@ def _add_use(
     use = Use(len(tape.uses), function, RULES.get(function) if call else None, call, dict(slots), edge, [])
     tape.uses.append(use)
     for node in {id(node): node for node in slots.values()}.values():
-        node.uses.append(use)
+        node.readers.append(weakref.ref(use))
     return use

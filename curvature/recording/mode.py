@@ -102,12 +102,12 @@ class RecordingMode(TorchFunctionMode):
         use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule is not None else [])
         self.tape.uses.append(use)
         for node in used.values():
-            node.uses.append(use)
+            node.readers.append(weakref.ref(use))
         overwritten = any(id(x) in self.nodes for x in outs)
         if any(map(self._is_data, found)) or overwritten:
             self.mark_as_data(out)
         else:
-            use.results = [ParameterNode(x, use.names, use) for x in outs]
+            use.results = [ParameterNode(x, use.names, weakref.ref(use)) for x in outs]
             self.nodes.update({id(node.tensor): node for node in use.results})
         return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -21,18 +22,29 @@ TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.tra
 class ParameterNode:
     """A parameter, or a tensor computed from parameters alone.
 
+    It knows uses by weak references, for they know it. They live as long as their tape: when that goes, so do the
+    activations, at once and not when Python's collector finds a cycle.
+
     Attributes:
         tensor: itself; where only its `edge` in the graph is known, a tensor of its shape.
         names: of the parameters that it depends on.
-        origin: the use that computed it; None for a parameter.
-        uses: where it is read.
     """
 
     tensor: Tensor
     names: frozenset[str]
-    origin: Use | None = None
-    uses: list[Use] = field(default_factory=list)
+    computed_by: weakref.ref[Use] | None = None
     edge: GradientEdge | None = None
+    readers: list[weakref.ref[Use]] = field(default_factory=list)
+
+    @property
+    def origin(self) -> Use | None:
+        """The use that computed it; None for a parameter."""
+        return None if self.computed_by is None else self.computed_by()
+
+    @property
+    def uses(self) -> list[Use]:
+        """Where it is read."""
+        return [use for reader in self.readers if (use := reader()) is not None]
 
 
 @dataclass(eq=False)
@@ -114,14 +126,6 @@ class Tape:
         self.samples: int | None = None
         self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.reductions: list[tuple[Tensor, Tensor]] = []
-
-    def release(self) -> None:
-        """Forget the reads: they and the parameters know each other, and would keep the pass in memory for long."""
-        for use in self.uses:
-            for node in (*use.slots.values(), *use.results):
-                node.uses.clear()
-            use.results.clear()
-        self.uses.clear()
 
     def backprops(self, output: Tensor | Sequence[Tensor], vectors: Tensor | Sequence[Tensor]) -> list[Tensor | None]:
         """Send vectors back from the output.

@@ -114,7 +114,7 @@ class LayerBackprops:
         tape.reductions.clear()
         computed = computed_weights(tape)
         behind = {name for node in computed for name in node.names}
-        signs = found.signs() if computed else torch.ones(0)
+        signs = found.signs() if computed else torch.ones(0, device="cpu")
         me = weakref.ref(arrival)  # held by the hooks on the graph of the outputs, and gone with it
         for node in [*computed, *(tape.parameters[name] for name in behind)]:
             handle = node.tensor.register_hook(self._computed_hook(me, weakref.ref(node), signs))

@@ -230,11 +230,9 @@ class Recorder:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device, is_stopped: bool) -> None:
         self.is_paused = is_stopped
-        scale, generator = state["output_scale"], state["generator"]
-        self.outputs.rms, self.outputs.entries_per_sample = (
-            None if scale is None else scale.to(device),
-            state["output_size"],
-        )
+        there = lambda x: x.to(device) if isinstance(x, Tensor) else x
+        self.outputs.rms, self.outputs.entries_per_sample = there(state["output_scale"]), there(state["output_size"])
+        generator = state["generator"]
         self.generator = None if generator is None else torch.Generator("cpu")
         if self.generator is not None:
             try:

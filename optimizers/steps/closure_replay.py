@@ -103,7 +103,7 @@ class Replay:
     ) -> None:
         self.model, self.closure, self.mean, self.unrecorded = model, closure, mean, unrecorded
         self.calls: list[Call] = []
-        self.value = torch.zeros(())  # the loss at the first call
+        self.value = torch.zeros((), device="cpu")  # the loss at the first call
         self.before = ModelState(model)
 
     def first(self) -> Tensor:
@@ -350,7 +350,5 @@ def _gram(rows: Sequence[Tensor | None], columns: Sequence[Tensor | None]) -> Te
     (like, *_) = (x for x in columns if x is not None)
     wide = torch.promote_types(like.dtype, torch.float32)
     zeros = torch.zeros_like(like).flatten()
-    own, other = (
-        torch.stack([zeros if x is None else x.flatten() for x in side]).to(wide) for side in (rows, columns)
-    )
+    own, other = (torch.stack([zeros if x is None else x.flatten() for x in side]).to(wide) for side in (rows, columns))
     return widen(own @ other.T)

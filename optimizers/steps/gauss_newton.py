@@ -53,9 +53,9 @@ class GaussNewton:
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
 
-        def evaluate() -> tuple[float, Tensor]:
+        def evaluate() -> tuple[Tensor, Tensor]:
             found = replay.residuals()
-            return loss_of(found), found
+            return found.square().sum() / 2, found
 
         search = LineSearch(own, loss_of(replay.values), evaluate)
         step = _Step(self, problem, replay.values, search, context)
@@ -155,7 +155,7 @@ class _Step:
         search, origin = self.search, self.search.origin
         best = search.straight(d)
         t = BEND_STEP * (best.step_size or LEAST_STEP)
-        seen = search.point_at(t * d).residuals
+        seen = search.residuals_at(t * d)
         assert seen is not None
         a = solve(2 / t * ((seen - self.values) / t - self._times(d)))
         if bool(torch.isfinite(a).all()):

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.linalg import widen
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.descent import DescentRule
 from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule
 from optimizers.steps.updates import are_finite, kept_by_decay
 
 MOST_HALVINGS = 30  # of a step
+MOST_AT_ONCE = 4  # points that an accelerator evaluates before the host reads their losses
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,11 @@ class LineSearch:
     """Moves parameters about their origin; displacements (P,) are flat, in the order of `parameters`.
 
     Args:
-        look: loss and residuals with the parameters as they are now.
+        evaluate: loss and residuals (if any) with the parameters as they are now.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], loss: float, evaluate: Callable[[], tuple[float, Tensor | None]]
+        self, parameters: Mapping[str, Tensor], loss: float, evaluate: Callable[[], tuple[Tensor, Tensor | None]]
     ) -> None:
         self.parameters, self.evaluate = parameters, evaluate
         self.starts = [p.detach().clone() for p in parameters.values()]
@@ -45,9 +47,23 @@ class LineSearch:
 
     def point_at(self, displacement: Tensor, step_size: float = 0.0) -> LinePoint:
         """Move the parameters and evaluate the loss there."""
+        return self._points_at([displacement], [step_size])[0]
+
+    def residuals_at(self, displacement: Tensor) -> Tensor | None:
+        """Move the parameters and evaluate the residuals there."""
         self.move_to(displacement)
-        loss, residuals = self.evaluate()
-        return LinePoint(displacement, loss if math.isfinite(loss) else math.inf, residuals, step_size)
+        return self.evaluate()[1]
+
+    def _points_at(self, displacements: Sequence[Tensor], step_sizes: Sequence[float]) -> list[LinePoint]:
+        """The points one after the other; the host waits once for all."""
+        losses, residuals = [], []
+        for displacement in displacements:
+            self.move_to(displacement)
+            loss, own = self.evaluate()
+            losses.append(widen(loss))
+            residuals.append(own)
+        values = [x if math.isfinite(x) else math.inf for x in torch.stack(losses).tolist()]
+        return [LinePoint(*own) for own in zip(displacements, values, residuals, step_sizes, strict=True)]
 
     def move_to(self, displacement: Tensor) -> None:
         pieces = displacement.split([x.numel() for x in self.starts])
@@ -58,13 +74,22 @@ class LineSearch:
     def lowest(self, curve: Callable[[float], Tensor], start: LinePoint) -> LinePoint:
         """Halve the step until the loss is below that of `start` and stops falling; `start` if it never is below."""
         best = start
-        for k in range(MOST_HALVINGS + 1):
-            seen = self.point_at(curve(0.5**k), 0.5**k)
-            if seen.loss < best.loss:
-                best = seen
-            elif best is not start:
-                break
+        for step_sizes in self._halvings():
+            for seen in self._points_at([curve(t) for t in step_sizes], step_sizes):
+                if seen.loss < best.loss:
+                    best = seen
+                elif best is not start:
+                    return best
         return best
+
+    def _halvings(self) -> Iterator[list[float]]:
+        """Step sizes that are tried together: on an accelerator more and more, so that the host seldom waits."""
+        is_cpu = self.origin.displacement.device.type == "cpu"
+        first, count = 0, 1
+        while first <= MOST_HALVINGS:
+            last = min(first + count, MOST_HALVINGS + 1)
+            yield [0.5**k for k in range(first, last)]
+            first, count = last, 1 if is_cpu else min(2 * count, MOST_AT_ONCE)
 
     def straight(self, step: Tensor) -> LinePoint:
         """The lowest along a step from the origin."""
@@ -114,7 +139,7 @@ class LineSearchStep(StepRule):
             good = context.unscale_and_check_finite(gradients)
             directions = self.descent(context, context.stack(gradients), good).directions
         own = {name: context.trained[name] for name in directions}
-        search = LineSearch(own, float(loss), lambda: (float(replay.loss()), None))
+        search = LineSearch(own, float(loss), lambda: (replay.loss(), None))
         step = -times_lr(directions, context.options)
         with context.monitor.timed("trials"), search.restoring():
             found = search.straight(step)

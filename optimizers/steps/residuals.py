@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from curvature import Jacobian
 from curvature.functional import ExactNorms
-from curvature.linalg import stack, widen
+from curvature.linalg import optimistically, stack, widen
 from curvature.preconditioners import ResidualBlock, residual_blocks
 from curvature.recording import ModelState, warn_once
 from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
-from optimizers.steps.adaptive import grouped, set_parameters
+from optimizers.steps.adaptive import grouped, on_host, set_parameters
 from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
 from optimizers.steps.updates import are_finite, inner, kept_by_decay
@@ -131,7 +131,8 @@ class ResidualStep(StepRule):
         if torch.finfo(replay.values.dtype).bits < 64:
             warn_once(SINGLE_PRECISION, context.owner, str(replay.values.dtype), logger="optimizers")
         loss = replay.values.square().sum() / 2
-        if not bool(torch.isfinite(loss)):
+        value = float(loss)
+        if not math.isfinite(value):
             replay.before.restore_buffers()
             return Outcome(loss, is_skipped=True)
         for name in ("damping", "momentum"):
@@ -146,7 +147,7 @@ class ResidualStep(StepRule):
         finally:
             replay.after.restore()
         rollbacks = entry.pop("rollbacks")
-        return Outcome(loss, entry={"loss": float(loss)} | entry, rollbacks=rollbacks)
+        return Outcome(loss, entry={"loss": value} | entry, rollbacks=rollbacks)
 
     def _move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext) -> dict[str, Any]:
         with context.monitor.timed("step"):
@@ -162,37 +163,51 @@ class ResidualStep(StepRule):
 
 
 class Subspace:
-    """Directions, each cut into groups of parameters, and the quadratic model over all that they span."""
+    """Directions, each cut into groups of parameters, and the quadratic model over all that they span.
 
-    def __init__(self, jacobian: Jacobian, groups: Sequence[Sequence[str]]) -> None:
-        self.jacobian, self.groups = jacobian, groups
+    The model is kept on the host, in float64: it is small, and each choice in it would make the host wait.
+    """
+
+    def __init__(self, jacobian: Jacobian, values: Tensor, groups: Sequence[Sequence[str]]) -> None:
+        self.jacobian, self.values, self.groups = jacobian, values, groups
         self.directions: list[Named] = []
+        (self.residuals,) = on_host([values])
         self.columns = torch.zeros(jacobian.shape[0], 0, dtype=torch.float64, device="cpu")
         self.curvature = self.norms = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
         self.dtype = torch.float64
 
-    def add(self, direction: Named) -> None:
-        found = self.jacobian.columns(direction, self.groups)
+    def add(self, *directions: Named) -> None:
+        """Add directions; the host waits once for all."""
+        if not directions:
+            return
+        old, groups = len(self.directions), len(self.groups)
+        self.directions += directions
+        found = torch.cat([self.jacobian.columns(d, self.groups) for d in directions], 1)
         self.dtype = found.dtype
-        columns = found.cpu().double()
-        both = torch.cat([self.columns, columns], 1)
-        self.directions.append(direction)
-        norms = [torch.diag(self._inner(direction, other)) for other in self.directions]
-        self.curvature = _bordered(self.curvature, both.mT @ columns)
-        self.norms, self.columns = _bordered(self.norms, torch.cat(norms)), both
+        products = [[self._inner(d, other) for other in self.directions] for d in directions]
+        columns, inner_products = on_host([found, torch.stack([torch.stack(row) for row in products])])
+        self.columns = torch.cat([self.columns, columns], 1)
+        self.curvature = _bordered(self.curvature, self.columns.mT @ columns)
+        blocks = [[torch.diag(own) for own in row] for row in inner_products]
+        border = torch.cat([torch.cat(row) for row in blocks], 1)
+        assert len(border) == (old + len(directions)) * groups
+        self.norms = _bordered(self.norms, border)
 
     def _inner(self, one: Named, other: Named) -> Tensor:
-        found = [stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups]
-        return stack(found).cpu().double()
+        return stack(stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups)
 
-    def minimum(self, residuals: Tensor, damping: float) -> Tensor:
+    def minimum(self, damping: float) -> Tensor:
         """The coefficients of the damped minimum."""
-        model = Quadratic(self.columns.mT @ residuals.cpu().double(), self.curvature, self.norms)
+        model = Quadratic(self.columns.mT @ self.residuals, self.curvature, self.norms)
         return model.minimum(damping, least=4 * torch.finfo(self.dtype).eps)
 
-    def change(self, alpha: Tensor, like: Tensor) -> Tensor:
-        """``J d`` (M,) of a combination."""
-        return (self.columns @ alpha).to(like)
+    def loss(self, alpha: Tensor) -> float:
+        """``1/2 ||r + J d||^2`` of a combination."""
+        return float((self.residuals + self.columns @ alpha).square().sum()) / 2
+
+    def left(self, alpha: Tensor) -> Tensor:
+        """``r + J d`` (M,) of a combination, where the residuals are."""
+        return (self.residuals + self.columns @ alpha).to(self.values)
 
     def combined(self, alpha: Tensor) -> dict[str, Tensor]:
         """``d``, in the shapes of the parameters."""
@@ -241,16 +256,16 @@ class SubspaceSolver:
     def _spanned(self, jacobian: Jacobian, values: Tensor, gradient: Named, scales: Mapping[str, float]) -> Subspace:
         """The last displacements, and what the factors make of what is left of the gradient, again and again."""
         layers = [{name: gradient[name] for name in block.names} for block in self._blocks]
-        space = Subspace(jacobian, [list(group) for group in grouped(layers)])
-        for move in self.moves:
-            space.add(move)
-        inverses = [block.inverse(self.damping) for block in self._blocks]
+        space = Subspace(jacobian, values, [list(group) for group in grouped(layers)])
+        space.add(*self.moves)
+        invert = lambda: [block.inverse(self.damping) for block in self._blocks]
+        inverses = optimistically(invert) or invert()
         left: Named = gradient
         for k in range(DIRECTIONS):
             if k:
-                alpha = space.minimum(values, self.damping)
+                alpha = space.minimum(self.damping)
                 d = space.combined(alpha)
-                found = jacobian.transposed(values + space.change(alpha, values))
+                found = jacobian.transposed(space.left(alpha))
                 left = {name: g.add(d[name], alpha=self.damping) for name, g in found.items()}
             solved: dict[str, Tensor] = {}
             for block, inverse in zip(self._blocks, inverses, strict=True):
@@ -262,13 +277,13 @@ class SubspaceSolver:
         self, space: Subspace, replay: ResidualReplay, context: StepContext, lr: float, loss: float
     ) -> dict[str, Any]:
         """Take the minimum for the least of the tried dampings for which the loss falls."""
-        values, options, parameters = replay.values, context.options, context.trained
+        options, parameters = context.options, context.trained
         start = {name: parameters[name].detach().clone() for name in space.jacobian.shapes}
 
         def attempt(damping: float) -> tuple[float, tuple[Tensor, Named]]:
-            alpha = lr * space.minimum(values, damping)
+            alpha = lr * space.minimum(damping)
             move = space.combined(alpha)
-            expected = loss - float(widen(values + space.change(alpha, values)).square().sum()) / 2
+            expected = loss - space.loss(alpha)
             try:
                 for name, d in move.items():
                     parameters[name].copy_(start[name]).mul_(kept_by_decay(options[name])).add_(d)

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.steps.hand_over import HandOverStep
+from support.cases.case import placed, seeded
 
-with torch.random.fork_rng():
-    torch.manual_seed(0)
+with seeded(0):
     X, Y = torch.randn(16, 4), torch.randint(3, (16,))
 
 LOSS = nn.CrossEntropyLoss()
@@ -42,10 +42,16 @@ CHOICES: dict[str, tuple[type[KFAC], dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def data_there(device: str) -> Iterator[None]:
+    with placed(device, X, Y):
+        yield
+
+
 def network(width: int = 5) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Tanh(), nn.Linear(width, 3))
+    with seeded(1):
+        layers = nn.Linear(4, width), nn.LayerNorm(width), nn.Tanh(), nn.Linear(width, 3)
+    return nn.Sequential(*layers).to(X.device)
 
 
 def made(name: str, model: nn.Module | None = None) -> tuple[nn.Module, KFAC]:

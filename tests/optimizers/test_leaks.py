@@ -124,3 +124,48 @@ def test_the_model_is_copied_and_pickled_with_an_optimizer_attached(name: str):
         loss(other(x), y).backward()  # is not the optimizer's
         assert opt.steps == steps
         train(other, KFAC(other), loss, x, y, 2)
+
+
+CALLS: dict[str, Callable[[nn.Module, Tensor, Tensor], object]] = {
+    "kfac of data": lambda m, x, y: curvature.kfac(m, nn.MSELoss(), (x, y)),
+    "gauss_newton times a vector": lambda m, x, y: curvature.gauss_newton(m, nn.MSELoss(), (x, y)).diagonal(),
+    "per_sample_norms": lambda m, x, y: curvature.per_sample_norms(m, nn.MSELoss(), x, y),
+    "capture": lambda m, x, y: captured(m, x),
+}
+
+
+def captured(model: nn.Module, x: Tensor) -> object:
+    with curvature.capture(model) as tape:
+        output = model(x)
+    return tape.backprops(output, torch.randn(1, *output.shape))
+
+
+def step_of(name: str, model: nn.Module) -> Callable[[nn.Module, Tensor, Tensor], object]:
+    opt = MADE[name](model)
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        opt.step()
+
+    return step
+
+
+@pytest.mark.parametrize("name", [*MADE, *CALLS])
+def test_a_pass_goes_as_soon_as_it_has_been_used(name: str):
+    """Python's collector counts objects, not bytes: what waits for it fills the memory of an accelerator."""
+    model, x, y = small()
+    call = CALLS.get(name) or step_of(name, model)  # type: ignore[arg-type]
+    for _ in range(2):
+        call(model, x, y)  # type: ignore[arg-type]
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        call(model, x, y)  # type: ignore[arg-type]
+        gc.collect()
+        assert not [type(found) for found in gc.garbage if isinstance(found, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -25,10 +25,10 @@ KINDS: dict[str, Made] = {
 INJECT = {"isotropic": curvature.isotropic(), "empirical": curvature.empirical()}
 
 
-def small() -> tuple[nn.Module, Any, Tensor, Tensor]:
+def small(device: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
     with seeded(0):
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))
-    return model, *task("mlp", n=40)[1:]
+    return model.to(device), *task("mlp", device, n=40)[1:]
 
 
 def scaled(
@@ -39,7 +39,7 @@ def scaled(
     values = []
     for _ in range(steps):
         opt.zero_grad()
-        with torch.autocast("cpu", low, enabled=low is not None):
+        with torch.autocast(x.device.type, low, enabled=low is not None):
             value = loss(model(x), y)
         scaler.scale(value).backward()
         between()
@@ -51,12 +51,12 @@ def scaled(
 
 @pytest.mark.parametrize("inject", INJECT)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_scale_of_the_loss_makes_no_difference(name: str, inject: str):
+def test_a_scale_of_the_loss_makes_no_difference(name: str, inject: str, device: str):
     """A power of two is exact, so steps, curvature and history are the same to the last bit."""
-    model, *batch = small()
+    model, *batch = small(device)
     other = copy.deepcopy(model)
     one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)  # it changes during the run
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**12, growth_interval=3)  # it changes during the run
     values = scaled(model, one, tuple(batch), scaler, 8)
     assert values == train(other, same, *batch, 8)
     assert_same(copied(model) | curvature_of(one), copied(other) | curvature_of(same))
@@ -64,12 +64,12 @@ def test_a_scale_of_the_loss_makes_no_difference(name: str, inject: str):
 
 @pytest.mark.parametrize("inject", INJECT)
 @pytest.mark.parametrize("name", ["kfac", "woodbury", "cg"])
-def test_scaled_micro_batches_of_several_sizes(name: str, inject: str):
+def test_scaled_micro_batches_of_several_sizes(name: str, inject: str, device: str):
     """Two passes before a step, of 30 and of 10 samples."""
-    model, loss, x, y = small()
+    model, loss, x, y = small(device)
     other = copy.deepcopy(model)
     one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**12)
     for _ in range(4):
         for m, opt, scale in ((model, one, scaler.scale), (other, same, lambda value: value)):
             opt.zero_grad()
@@ -83,9 +83,9 @@ def test_scaled_micro_batches_of_several_sizes(name: str, inject: str):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_overflow_is_skipped_and_the_scale_falls(name: str):
-    model, *batch = small()
-    opt, scaler = KINDS[name](model), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+def test_an_overflow_is_skipped_and_the_scale_falls(name: str, device: str):
+    model, *batch = small(device)
+    opt, scaler = KINDS[name](model), torch.amp.GradScaler(device, init_scale=2.0**12)
     scaled(model, opt, tuple(batch), scaler, 25)
     before = copied(model) | curvature_of(opt)
     spoil = lambda: next(model.parameters()).grad.view(-1)[:1].fill_(math.inf)  # type: ignore[union-attr]
@@ -96,9 +96,9 @@ def test_an_overflow_is_skipped_and_the_scale_falls(name: str):
     assert all(map(math.isfinite, scaled(model, opt, tuple(batch), scaler, 3)))
 
 
-def test_a_scaled_step_asks_the_host_for_nothing():
-    model, *batch = small()
-    opt, scaler, ordinary = KFAC(model), torch.amp.GradScaler("cpu", init_scale=2.0**12), 0
+def test_a_scaled_step_asks_the_host_for_nothing(device: str):
+    model, *batch = small(device)
+    opt, scaler, ordinary = KFAC(model), torch.amp.GradScaler(device, init_scale=2.0**12), 0
     for _ in range(30):
         opt.zero_grad()
         scaler.scale(batch[0](model(batch[1]), batch[2])).backward()
@@ -113,11 +113,11 @@ def test_a_scaled_step_asks_the_host_for_nothing():
     assert ordinary >= 3
 
 
-def test_clipping_after_unscaling():
+def test_clipping_after_unscaling(device: str):
     """The recipe of torch; where the loss's own backprops are taken their scale is then unknown."""
-    model, *batch = small()
+    model, *batch = small(device)
     other = copy.deepcopy(model)
-    opt, same, scaler = KFAC(model), KFAC(other), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    opt, same, scaler = KFAC(model), KFAC(other), torch.amp.GradScaler(device, init_scale=2.0**12)
     clip = lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01)
     scaled(model, opt, tuple(batch), scaler, 4, between=lambda: (scaler.unscale_(opt), clip(model)))
     for _ in range(4):
@@ -127,15 +127,15 @@ def test_clipping_after_unscaling():
         same.step()
     assert_same(copied(model), copied(other))
     for made in (KFAC, NaturalGradient):
-        model, *batch = small()
-        opt, scaler = made(model, inject=curvature.empirical()), torch.amp.GradScaler("cpu")
+        model, *batch = small(device)
+        opt, scaler = made(model, inject=curvature.empirical()), torch.amp.GradScaler(device)
         with pytest.raises(RuntimeError, match=r"unscale_.*isotropic\(\)"):
             scaled(model, opt, tuple(batch), scaler, between=lambda: scaler.unscale_(opt))  # noqa: B023
 
 
-def test_closures_are_refused_with_a_scaler():
-    model, loss, x, y = small()
-    opt, scaler = KFAC(model), torch.amp.GradScaler("cpu")
+def test_closures_are_refused_with_a_scaler(device: str):
+    model, loss, x, y = small(device)
+    opt, scaler = KFAC(model), torch.amp.GradScaler(device)
     scaler.scale(loss(model(x), y)).backward()
     with pytest.raises(RuntimeError, match="closure"):
         scaler.step(opt, lambda: loss(model(x), y))
@@ -144,12 +144,12 @@ def test_closures_are_refused_with_a_scaler():
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("inject", INJECT)
 @pytest.mark.parametrize("name", KINDS)
-def test_autocast(name: str, inject: str, low: torch.dtype):
+def test_autocast(name: str, inject: str, low: torch.dtype, device: str):
     """The first curvature is that of single precision, but for the rounding of the passes; training goes on."""
-    model, *batch = small()
+    model, *batch = small(device)
     other = copy.deepcopy(model)
     one, same = (KINDS[name](m, inject=INJECT[inject]) for m in (model, other))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=low == torch.float16)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**12, enabled=low == torch.float16)
     values = scaled(model, one, tuple(batch), scaler, 1, low)
     train(other, same, *batch, 1)
     for k, expected in curvature_of(same).items():
@@ -163,9 +163,9 @@ def test_autocast(name: str, inject: str, low: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_parameters_of_other_precisions(name: str, dtype: torch.dtype):
+def test_parameters_of_other_precisions(name: str, dtype: torch.dtype, device: str):
     """Factors are in single precision at least, in double where the parameters are."""
-    model, loss, x, y = small()
+    model, loss, x, y = small(device)
     model = model.to(dtype)
     opt = KINDS[name](model, weight_decay=1e-3)
     values = train(model, opt, loss, x.to(dtype), y, 12)
@@ -176,9 +176,9 @@ def test_parameters_of_other_precisions(name: str, dtype: torch.dtype):
     assert {t.dtype for t in factors} <= {wide, torch.float64}
 
 
-def test_weight_decay_in_double_precision():
+def test_weight_decay_in_double_precision(device: str):
     """The factor is not rounded to single precision."""
-    model, loss, x, y = small()
+    model, loss, x, y = small(device)
     model = model.double()
     opt = KFAC(model, lr=1e-30, weight_decay=1e30)
     before = copied(model)

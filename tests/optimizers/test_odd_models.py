@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +15,9 @@ import support.odd.losses
 import support.odd.networks
 import support.odd.parameters  # noqa: F401
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.cases.case import seeded
+from support.cases.case import placed, seeded
 from support.habits.table import copied, moved
-from support.odd.table import ODD, Odd
+from support.odd.table import DATA, ODD, Odd
 
 STEPS = 4
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -38,6 +38,14 @@ INJECTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "sampled": lambda criterion: {"inject": curvature.sampled(), "loss": criterion},
 }
 QUIET = ["ignore:.*torch.jit", "ignore:.*weight_norm", "ignore:Initializing zero-element", "ignore:Converting a tensor"]
+
+
+@pytest.fixture(autouse=True)
+def data_there(device: str, name: str) -> Iterator[None]:
+    if device == "sim" and name in ("graph", "sparse_embedding"):
+        pytest.skip("the simulated device has no sparse tensors")
+    with placed(device, *DATA):
+        yield
 
 
 def step(opt: Any, model: nn.Module, case: Odd) -> Tensor:

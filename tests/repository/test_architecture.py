@@ -14,6 +14,7 @@ from support.architecture import (
     arrow_faults,
     assert_none,
     cycle_of,
+    device_faults,
     imports_of,
     modules_of,
     size_faults,
@@ -36,6 +37,10 @@ def test_files_and_functions_are_small() -> None:
     folders = ("curvature", "optimizers", "tests", "examples")
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert_none(size_faults(paths))
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    assert_none(device_faults(modules_of(ROOT).values()))
 
 
 def test_top_level_is_bare() -> None:

@@ -13,6 +13,7 @@ from support.architecture import (
     Import,
     arrow_faults,
     cycle_of,
+    device_faults,
     imports_of,
     modules_of,
     size_faults,
@@ -124,6 +125,14 @@ def test_sizes_are_found(tmp_path: Path) -> None:
     assert list(size_faults([path])) == ["long.py:2 f has 61 lines, more than 60"]
     path.write_text("\n" * 401)
     assert list(size_faults([path])) == ["long.py has 401 lines, more than 400"]
+
+
+def test_tensors_without_a_device_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "made.py"
+    path.write_text("torch.eye(3, device=x.device), torch.ones(2, **like), x.new_zeros(1), torch.ones_like(x)")
+    assert not list(device_faults([path]))
+    path.write_text("x = 1\ny = torch.randn(\n    3, generator=g)")
+    assert list(device_faults([path])) == ["made.py:2 torch.randn without a device is wherever the user's default is"]
 
 
 def test_top_level_lists_what_git_would_add(tmp_path: Path) -> None:

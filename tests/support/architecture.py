@@ -39,6 +39,9 @@ LONGER = {
     "injections.py": 420,  # the five injections, which share one contract
     "mutants.py": 760,  # a list
 }
+# Functions of torch that make tensors on the default device, which the user may have set to any.
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones"}
+FACTORIES |= {"rand", "randint", "randn", "randperm", "tensor", "zeros"}
 TOP_LEVEL = {
     ".ci",
     ".gitignore",
@@ -153,6 +156,17 @@ def size_faults(paths: Iterable[Path]) -> Iterator[str]:
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > FUNCTION_LINES:
                     yield f"{path.name}:{node.lineno} {node.name} has {length} lines, more than {FUNCTION_LINES}"
+
+
+def device_faults(paths: Iterable[Path]) -> Iterator[str]:
+    """Tensors that are made without a word where; keywords in a dict count as one."""
+    names = {f"torch.{name}" for name in FACTORIES}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or {None, "device"} & {keyword.arg for keyword in node.keywords}:
+                continue
+            if (name := ast.unparse(node.func)) in names:
+                yield f"{path.name}:{node.lineno} {name} without a device is wherever the user's default is"
 
 
 def top_level(root: Path) -> set[str]:

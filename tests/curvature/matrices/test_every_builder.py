@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -47,17 +48,38 @@ def network(device: str = "cpu") -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 def build(name: str, device: str, **options: object) -> Tensor:
     """The matrix or its diagonal, computed on the device; what is expected comes from the CPU."""
-    model, data = network(device)
-    found = getattr(curvature, name)(model, LOSS, data, **options)
-    dense = torch.cat([part.flatten() for part in found.values()]) if isinstance(found, dict) else found.to_dense()
+    dense = entries(getattr(curvature, name)(*problem(device), **options))
     assert dense.device.type == torch.device(device).type
     return dense.cpu()
+
+
+def problem(device: str) -> tuple[nn.Module, nn.Module, tuple[Tensor, Tensor]]:
+    model, data = network(device)
+    return model, LOSS, data
+
+
+def entries(found: Any) -> Tensor:
+    return torch.cat([part.flatten() for part in found.values()]) if isinstance(found, dict) else found.to_dense()
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_builder(builder: str, device: str) -> None:
     model, data = network()
     matches(build(builder, device), BUILDERS[builder](Matrices(model, LOSS, data)), 1e-8)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_default_device_elsewhere(builder: str, device: str) -> None:
+    """What a builder makes is where the model is, whatever `torch.set_default_device` says."""
+    given = problem(device)
+    with torch.device("meta"):
+        found = getattr(curvature, builder)(*given)
+        again = entries(found)
+        if isinstance(found, curvature.Operator):
+            v = again.sum(1, keepdim=True)
+            torch.testing.assert_close(found @ v, again @ v)
+            assert found.sample(damping=10.0).device == v.device
+    assert torch.equal(again.cpu(), build(builder, device))
 
 
 INJECTIONS: dict[str, Callable[[Matrices], Tensor]] = {

@@ -49,14 +49,17 @@ def go_on(model: nn.Module, opt: Any, steps: int) -> None:
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("places", [(0, "cpu"), ("cpu", 0), (0, 1)], ids=["to the CPU", "from the CPU", "between two"])
 def test_a_run_goes_on_elsewhere(name: str, places: tuple[Any, Any], two_devices: tuple[str, str]) -> None:
-    """The vectors that a generator draws are those of its device: where these differ, steps are only alike."""
+    """Tensors that are loaded to where they were saved go to the parameters.
+
+    The vectors that a generator draws are those of its device: where these differ, steps are only alike.
+    """
     here, there = (place if place == "cpu" else two_devices[place] for place in places)
     model, opt = started(name, here)
     go_on(model, opt, 3)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
     file.seek(0)
-    state = torch.load(file, map_location=there, weights_only=True)
+    state = torch.load(file, weights_only=True)
     other, resumed = started(name, there)
     other.load_state_dict(state["model"])
     resumed.load_state_dict(state["opt"])

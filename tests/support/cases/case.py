@@ -29,6 +29,18 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def placed(device: str, *tensors: Tensor) -> Iterator[None]:
+    """Tensors that are made once for all tests are on a device inside; they stay who they are."""
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.data = tensor.data.cpu()
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """`inputs(n)` draws x for n samples and `target(output)` draws y to go with the model's output.

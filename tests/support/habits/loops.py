@@ -20,6 +20,7 @@ from support.habits.table import (
     copied,
     flat,
     habit,
+    here,
     loop_habit,
     moved,
     net,
@@ -262,18 +263,19 @@ def two_models(make: Make) -> None:
     ends, judge = [], nn.functional.binary_cross_entropy_with_logits
     for with_steps in (True, False):
         d, g = net(2), net(3)
-        d[2], g[2] = nn.Linear(6, 1), nn.Linear(6, 8)
+        d[2], g[2] = here(nn.Linear(6, 1)), here(nn.Linear(6, 8))
         d.load_state_dict({k: v * 0 + 0.1 for k, v in d.state_dict().items()})
         g.load_state_dict({k: v * 0 + 0.2 for k, v in g.state_dict().items()})
         opt, own = make(d, **options), make(g, lr=0.0)
+        real, made = (torch.full((16, 1), value, device=X.device) for value in (1.0, 0.0))
         for k in range(3):
             fake = g(X + k)
             opt.zero_grad()
-            (judge(d(X), torch.ones(16, 1)) + judge(d(fake.detach()), torch.zeros(16, 1))).backward()
+            (judge(d(X), real) + judge(d(fake.detach()), made)).backward()
             opt.step()
             if with_steps:
                 own.zero_grad()
-                judge(d(fake), torch.ones(16, 1)).backward()
+                judge(d(fake), real).backward()
                 own.step()
                 assert own.steps == k + 1
         ends.append(d)
@@ -283,7 +285,7 @@ def two_models(make: Make) -> None:
 @loop_habit
 def one_model_within_another(make: Make) -> None:
     """Two optimizers over its parts; each as if the other were not there."""
-    whole = nn.Sequential(net(), nn.Linear(3, 3))
+    whole = here(nn.Sequential(net(), nn.Linear(3, 3)))
     opts = [make(whole[0]), make(whole[1])]
     before = copied(whole)
     for _ in range(3):

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from support.cases.case import Raw
+from support.cases.case import Raw, seeded
 from support.habits.table import (
     EXACT,
     Make,
@@ -26,6 +26,7 @@ from support.habits.table import (
     copied,
     flat,
     habit,
+    here,
     loop_habit,
     moved,
     net,
@@ -63,7 +64,7 @@ def outputs_of_all_kinds(make: Make) -> None:
 
 def checked(make: Make, model: nn.Module, x: Any = X, steps: int = 8, fall: float = 0.9) -> None:
     """Every parameter moves, and the loss falls."""
-    before = copied(model)
+    before = copied(here(model))
     opt = make(model)
     losses = train(model, opt, steps, x)
     assert moved(model, before) == set(before) and losses[-1] < fall * losses[0], losses
@@ -71,15 +72,13 @@ def checked(make: Make, model: nn.Module, x: Any = X, steps: int = 8, fall: floa
 
 
 def words() -> Tensor:
-    return torch.arange(80).reshape(16, 5) % 7
+    return torch.arange(80, device=X.device).reshape(16, 5) % 7
 
 
 def reader(sparse: bool = False) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return Raw(
-            lambda m, i: m.head(m.words(i).mean(1)), words=nn.Embedding(7, 4, sparse=sparse), head=nn.Linear(4, 3)
-        )
+    run = lambda m, i: m.head(m.words(i).mean(1))
+    with seeded(1):
+        return here(Raw(run, words=nn.Embedding(7, 4, sparse=sparse), head=nn.Linear(4, 3)))
 
 
 @loop_habit
@@ -104,9 +103,10 @@ def tied_weights(make: Make) -> None:
 
 @habit
 def parametrizations_of_weights(make: Make) -> None:
+    one = torch.eye(8, device=X.device)
     for change, is_kept in (
         (parametrizations.weight_norm, lambda w: True),
-        (parametrizations.orthogonal, lambda w: torch.allclose(w.T @ w, torch.eye(w.shape[1]), atol=1e-4)),
+        (parametrizations.orthogonal, lambda w: torch.allclose(w.T @ w, one, atol=1e-4)),
         (parametrizations.spectral_norm, lambda w: True),
     ):
         model = net()
@@ -158,7 +158,8 @@ def recurrent_layers(make: Make) -> None:
 
 @loop_habit
 def sequences_of_all_lengths(make: Make) -> None:
-    model = Raw(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=nn.GRU(4, 5, batch_first=True), head=nn.Linear(5, 3))
+    run = lambda m, x: m.head(m.layer(x)[0][:, -1])
+    model = here(Raw(run, layer=nn.GRU(4, 5, batch_first=True), head=nn.Linear(5, 3)))
     opt = make(model)
     for length in (2, 3, 5, 2):
         before = copied(model)
@@ -238,7 +239,7 @@ def lists_of_parameters(make: Make) -> None:
 @habit
 def lazy_layers(make: Make) -> None:
     """Their parameters have no shape yet when the optimizer is made."""
-    model = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3))
+    model = here(nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3)))
     opt = make(model)
     losses = train(model, opt, 8)
     assert losses[-1] < 0.9 * losses[0] and opt.steps == 8 and "0.weight" in opt.report()
@@ -252,7 +253,7 @@ def other_tensors(make: Make) -> None:
     model.size.data.fill_(1.0), model.scale.data.fill_(1.0)
     model.kept = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
     model.register_buffer("table", torch.arange(3))
-    before = copied(model)
+    before = copied(here(model))
     losses = train(model, make(model), 8)
     assert moved(model, before) == {"size", "scale", "shift"} and losses[-1] < losses[0]
 
@@ -267,7 +268,7 @@ def a_huge_layer(make: Make) -> None:
 def layers_unused_for_ever(make: Make) -> None:
     """They stay, and the others are as without them."""
     model = Raw(lambda m, x: m.net(x), net=net(), spare=nn.Linear(3, 3))
-    before = copied(model)
+    before = copied(here(model))
     opt = make(model)
     train(model, opt)
     assert moved(model, before) == {name for name in before if name.startswith("net")}
@@ -279,7 +280,7 @@ def layers_unused_for_ever(make: Make) -> None:
 def layers_unused_at_times(make: Make) -> None:
     run = lambda m, x: (m.one if m.turn % 2 else m.two)(m.inner(x).tanh())
     model = Raw(run, inner=nn.Linear(8, 6), one=nn.Linear(6, 3), two=nn.Linear(6, 3))
-    opt = make(model)
+    opt = make(here(model))
     for model.turn in range(6):
         before = copied(model)
         train(model, opt, 1)
@@ -304,7 +305,7 @@ def scripted_modules(make: Make) -> None:
         with pytest.raises(TypeError, match=r"model: .*scripted or traced"):
             make(whole)
         assert not whole._forward_hooks
-    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(net()))
+    model = here(nn.Sequential(nn.Linear(8, 8), torch.jit.script(net())))
     before = copied(model)
     opt = make(model)
     train(model, opt)

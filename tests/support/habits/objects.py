@@ -27,6 +27,7 @@ from support.habits.table import (
     copied,
     flat,
     habit,
+    here,
     loop_habit,
     moved,
     net,
@@ -127,7 +128,7 @@ def layers_that_come_later(make: Make) -> None:
     model = net()
     opt = make(model)
     train(model, opt, 2)
-    model.append(nn.Linear(3, 3))
+    model.append(here(nn.Linear(3, 3)))
     before = copied(model)
     train(model, opt, 1)
     assert moved(model, before) == {name for name in before if name[0] != "3"}
@@ -220,7 +221,7 @@ def no_parameter_has_a_gradient(make: Make) -> None:
     """A step is then none, as in torch.optim: before the first one, after it, and where all is frozen."""
     model = net()
     opt = make(model)
-    other = torch.ones(3, requires_grad=True)
+    other = torch.ones(3, device=X.device, requires_grad=True)
 
     def elsewhere() -> torch.Tensor:
         opt.zero_grad()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import seeded
 
 Make = Callable[..., KFAC]
+M = TypeVar("M", bound=nn.Module)
 MAKERS: dict[str, Make] = {
     "KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient,
     "KFAC-adaptive": functools.partial(KFAC, adaptive=True),
@@ -28,8 +30,7 @@ HABITS: dict[str, tuple[Callable[[Make], None], list[str]]] = {}
 # curvature without chance, for runs that draw other random vectors
 EXACT: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "inject": curvature.exact()}
 
-with torch.random.fork_rng():
-    torch.manual_seed(0)
+with seeded(0):
     X, Y = torch.randn(16, 8), torch.randint(3, (16,))
 
 
@@ -46,9 +47,13 @@ def loop_habit(function: Callable[[Make], None]) -> Callable[[Make], None]:
 
 
 def net(seed: int = 1, inner: nn.Module | None = None) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(8, 6), nn.Tanh() if inner is None else inner, nn.Linear(6, 3))
+    with seeded(seed):
+        return here(nn.Sequential(nn.Linear(8, 6), nn.Tanh() if inner is None else inner, nn.Linear(6, 3)))
+
+
+def here(model: M) -> M:
+    """A model where the data are."""
+    return model.to(X.device)
 
 
 def backward(

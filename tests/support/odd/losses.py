@@ -222,14 +222,14 @@ odd("function", lambda: Raw(lambda m, x: lambda: m.net(x), net=net()), lambda m:
 odd("complex_output", lambda: Raw(lambda m, x: torch.fft.fft(m.net(x)), net=net()), lambda m: m(X).abs().mean())
 odd(
     "whole_numbers_beside",
-    lambda: Raw(lambda m, x: (m.net(x), torch.arange(5)), net=net()),
+    lambda: Raw(lambda m, x: (m.net(x), torch.arange(5, device=x.device)), net=net()),
     lambda m: entropy(m(X)[0]),
     classes=True,
 )
 odd("log_probabilities", lambda: nn.Sequential(net(), nn.LogSoftmax(1)), lambda m: F.nll_loss(m(X), Y))
 odd(
     "masked_logits",
-    lambda: Raw(lambda m, x: m.net(x).masked_fill(torch.arange(3) > Y.max(), -torch.inf), net=net()),
+    lambda: Raw(lambda m, x: m.net(x).masked_fill(torch.arange(3, device=x.device) > Y.max(), -torch.inf), net=net()),
     lambda m: entropy(m(X)),
     classes=True,
 )

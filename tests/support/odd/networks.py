@@ -69,7 +69,7 @@ odd("nothing_but_a_number", lambda: Raw(lambda m, n: m.net(X[:n]), net=net()), l
 odd(
     "graph",
     lambda: Raw(lambda m, a, x: a @ m.two((a @ m.one(x)).relu()), one=nn.Linear(6, 5), two=nn.Linear(5, 3)),
-    lambda m: entropy(m(torch.eye(12).roll(1, 0).to_sparse(), X)),
+    lambda m: entropy(m(torch.eye(12, device=X.device).roll(1, 0).to_sparse(), X)),
     classes=True,
 )
 odd(
@@ -208,7 +208,7 @@ odd(
 
 
 def autocast(m: nn.Module) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(X.device.type, torch.bfloat16):
         return entropy(m(X))
 
 

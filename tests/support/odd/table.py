@@ -18,6 +18,8 @@ with seeded(0):
     X, Y = torch.randn(12, 6), torch.randint(3, (12,))
     T = torch.randn(12, 3)
     PIXELS, WORDS, NOISE = torch.randn(12, 2, 5, 5), torch.randint(7, (12, 4)), torch.randn(12, 2)
+    C = torch.linspace(0.5, 2, 5)
+DATA = X, Y, T, PIXELS, WORDS, NOISE, C
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Odd:
 
     def make(self) -> nn.Module:
         with seeded(1):
-            return self.build()
+            return self.build().to(X.device)
 
 
 ODD: dict[str, Odd] = {}

@@ -27,7 +27,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -234,6 +234,7 @@ def _module() -> types.ModuleType:
     m.is_bf16_supported = lambda *_: True
     m.Event = lambda *a, **k: torch.Event("sim")
     m.current_stream = lambda device=None: torch.Stream(device="sim")
+    m.stream = lambda stream: nullcontext()  # there is one alone
     return m
 
 
