@@ -12,9 +12,9 @@ from curvature.linalg import widen
 from curvature.losses import Loss
 from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac, space_of
 from curvature.operators import BlockDiagonal, Dense, Diagonal
-from curvature.posteriors.labels import Labels, labels_of
-from curvature.posteriors.layered import LayeredCurvature, module_of, positive
-from curvature.posteriors.posterior import Evidence, LaplacePosterior, require_no_draws, trained_alone
+from curvature.posteriors.labels import LabelDistribution, labels_of
+from curvature.posteriors.layered import LayeredCurvature, module_of, positive_scalar
+from curvature.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws, trained_alone
 from curvature.recording import unwrap_compiled
 
 Build = Callable[[nn.Module, Loss, Any], BlockDiagonal]
@@ -75,25 +75,26 @@ def laplace(
         TypeError: an argument of the wrong kind.
     """
     summed, labels = labels_of(loss)
-    if structure not in BUILDS:
+    if structure not in list(BUILDS):
         raise ValueError(f"structure: expected one of {', '.join(BUILDS)}, found {structure!r}")
     if noise is not None and not labels.has_noise:
         raise ValueError(f"noise: {type(summed).__name__} has its own; only MSELoss takes one")
     model = unwrap_compiled(model)
     space = space_of(model)
-    sigma = positive("noise", 1.0 if noise is None else noise, space.device)
-    evidence, last = survey(model, summed, labels, data)
+    sigma = positive_scalar("noise", 1.0 if noise is None else noise, space.device)
+    fit, last = survey(model, summed, labels, data)
     names = space.names
     if structure == "last_layer":
-        names = tuple(name for name in names if module_of(name) in set(map(module_of, last)))
+        modules = {module_of(name) for name in last}
+        names = tuple(name for name in names if module_of(name) in modules)
     with trained_alone(model, names):
         curvature = LayeredCurvature(BUILDS[structure](model, summed, data))
     parameters = dict(model.named_parameters())
     mean = curvature.space.flatten({name: parameters[name].detach() for name in names})
-    return LaplacePosterior(model, evidence, curvature, mean, curvature.prior(prior), sigma)
+    return LaplacePosterior(model, fit, curvature, mean, curvature.prior(prior), sigma)
 
 
-def survey(model: nn.Module, summed: Loss, labels: Labels, data: Any) -> tuple[Evidence, frozenset[str]]:
+def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any) -> tuple[DataFit, frozenset[str]]:
     """The summed loss over the data, and the parameters that the last function of the forward pass with any reads.
 
     Raises:
@@ -112,4 +113,4 @@ def survey(model: nn.Module, summed: Loss, labels: Labels, data: Any) -> tuple[E
         names = next(use.names for use in reversed(run.tape.uses) if use.names)
 
     DataSource(model, summed, data).each(visit)
-    return Evidence(summed, labels, torch.stack(sums).sum(), torch.stack(counts).sum()), names
+    return DataFit(summed, labels, torch.stack(sums).sum(), torch.stack(counts).sum()), names

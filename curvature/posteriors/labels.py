@@ -24,8 +24,8 @@ class Prediction(NamedTuple):
     variance: Tensor
 
 
-class Labels:
-    """Base class. ``f`` is an output (N, ...), ``variance`` that of its entries; ``noise`` matters to `Real` alone."""
+class LabelDistribution:
+    """Base class. ``f`` is an output (N, ...), ``variance`` that of its entries; ``noise`` matters to `Normal` alone."""
 
     has_noise: ClassVar[bool] = False
 
@@ -50,7 +50,7 @@ class Labels:
         raise NotImplementedError
 
 
-class Real(Labels):
+class Normal(LabelDistribution):
     """``y = f + noise * e``, e standard normal, behind ``nn.MSELoss``."""
 
     has_noise = True
@@ -71,7 +71,7 @@ class Real(Labels):
         return Prediction(f, variance + noise.to(f).square())
 
 
-class Classes(Labels):
+class Categorical(LabelDistribution):
     """``softmax(f)`` along dim 1."""
 
     def given(self, f: Tensor, noise: Tensor) -> Prediction:
@@ -82,7 +82,7 @@ class Classes(Labels):
         return self.given(_moderated(f, variance), noise)
 
 
-class Binary(Labels):
+class Bernoulli(LabelDistribution):
     """1 with probability ``sigmoid(f)``, else 0."""
 
     def given(self, f: Tensor, noise: Tensor) -> Prediction:
@@ -93,7 +93,7 @@ class Binary(Labels):
         return self.given(_moderated(f, variance), noise)
 
 
-class Counts(Labels):
+class Poisson(LabelDistribution):
     """Poisson with rate ``exp(f)``, whose mean over a normal f is log-normal."""
 
     def count(self, output: Tensor, target: Any) -> Tensor:
@@ -107,7 +107,7 @@ class Counts(Labels):
         return Prediction(rate, rate + variance.expm1() * rate.square())
 
 
-class RealWithVariance(Labels):
+class NormalHeads(LabelDistribution):
     """Normal; the halves of dim 1 are mean and variance. Of the output's uncertainty only that of the mean counts."""
 
     def count(self, output: Tensor, target: Any) -> Tensor:
@@ -128,16 +128,16 @@ def _moderated(f: Tensor, variance: Tensor) -> Tensor:
 
 
 # By exact type, since a subclass may compute something else.
-_LABELS: dict[type, Labels] = {
-    nn.CrossEntropyLoss: Classes(),
-    nn.BCEWithLogitsLoss: Binary(),
-    nn.MSELoss: Real(),
-    nn.PoissonNLLLoss: Counts(),
-    GaussianNLLLoss: RealWithVariance(),
+_LABELS: dict[type, LabelDistribution] = {
+    nn.CrossEntropyLoss: Categorical(),
+    nn.BCEWithLogitsLoss: Bernoulli(),
+    nn.MSELoss: Normal(),
+    nn.PoissonNLLLoss: Poisson(),
+    GaussianNLLLoss: NormalHeads(),
 }
 
 
-def labels_of(loss: Loss) -> tuple[Any, Labels]:
+def labels_of(loss: Loss) -> tuple[Any, LabelDistribution]:
     """The loss as a sum without constants, and the distribution of labels behind it.
 
     Raises:
@@ -149,7 +149,7 @@ def labels_of(loss: Loss) -> tuple[Any, Labels]:
     known: Any = resolve(loss)
     reduction_of(known)
     labels = _LABELS.get(type(known))
-    if labels is None or (isinstance(labels, Counts) and not known.log_input):
+    if labels is None or (isinstance(labels, Poisson) and not known.log_input):
         names = ", ".join(kind.__name__ for kind in _LABELS)
         raise ValueError(
             f"loss: a posterior needs a likelihood of the labels, and {name_of(known)} has none here; these have one: "

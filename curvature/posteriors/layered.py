@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import widen, widest
+from curvature.linalg import matmul, psd_eigh, widen, widest
 from curvature.operators import BlockDiagonal, Dense, Operator
 
 
@@ -21,7 +21,7 @@ class LayeredCurvature:
 
     Attributes:
         layers: names of the modules that hold the parameters; a block belongs to that of its first parameter, unless
-            it is the only one and spans them all.
+            it is the only one and spans them all. A parameter that the model itself holds has its own name.
     """
 
     def __init__(self, matrix: BlockDiagonal) -> None:
@@ -36,8 +36,9 @@ class LayeredCurvature:
         self.layers = tuple(dict.fromkeys(owners[name] for name in self.space.names))
         self.layer_of = {name: self.layers.index(owners[name]) for name in self.space.names}
         self._spectra: dict[int, Tensor] = {}
+        self._semidefinite: dict[int, Tensor] = {}
 
-    def numbers(self, each: Tensor) -> Tensor:
+    def sums_by_layer(self, each: Tensor) -> Tensor:
         """Sums over the entries of each layer: (P,) to (layers,), in the widest precision."""
         each = widen(each)
         where = torch.cat(
@@ -69,15 +70,15 @@ class LayeredCurvature:
 
     def precision(self, factor: Tensor, prior: Tensor) -> BlockDiagonal:
         """``factor * M + prior``."""
-        return BlockDiagonal(self.space, [self._precise(block, float(factor), prior) for block in self.blocks])
+        return BlockDiagonal(self.space, [self._block_precision(block, float(factor), prior) for block in self.blocks])
 
-    def _precise(self, block: Operator, factor: float, prior: Tensor) -> Operator:
-        own = self._own(block, prior.detach())
+    def _block_precision(self, block: Operator, factor: float, prior: Tensor) -> Operator:
+        own = self._prior_of(block, prior.detach())
         if own.ndim == 0:
             return block.scaled(factor).damped(float(own))
         return Dense(block.space, factor * block.to_dense() + own.to(block.space.dtype).diag())
 
-    def _own(self, block: Operator, prior: Tensor) -> Tensor:
+    def _prior_of(self, block: Operator, prior: Tensor) -> Tensor:
         """The prior precision of a block: a scalar, or (p,) where it spans several layers with their own."""
         if prior.ndim == 0:
             return prior
@@ -93,9 +94,12 @@ class LayeredCurvature:
 
     def _logdet(self, number: int, factor: Tensor, prior: Tensor) -> Tensor:
         block = self.blocks[number]
-        own = self._own(block, prior)
+        own = self._prior_of(block, prior)
         if own.ndim:
-            root = torch.linalg.cholesky(factor * widen(block.to_dense()) + own.diag())
+            if number not in self._semidefinite:  # despite rounding, so that every positive prior has a determinant
+                values, vectors = psd_eigh(widen(block.to_dense()))
+                self._semidefinite[number] = matmul(vectors * values, vectors.mT)
+            root = torch.linalg.cholesky(factor * self._semidefinite[number] + own.diag())
             return 2 * root.diagonal().log().sum()
         if number not in self._spectra:
             self._spectra[number] = widen(block.eigenvalues()).clamp(min=0)
@@ -114,6 +118,18 @@ def positive(what: str, given: Any, device: torch.device) -> Tensor:
     found = torch.as_tensor(given, dtype=widest(device.type), device=device)
     if not bool(((found > 0) & (found < math.inf)).all()):
         raise ValueError(f"{what}: expected positive, finite numbers, found {given}")
+    return found
+
+
+def positive_scalar(what: str, given: Any, device: torch.device) -> Tensor:
+    """Like `positive`, a single number.
+
+    Raises:
+        TypeError, ValueError: as for `positive`; or several numbers.
+    """
+    found = positive(what, given, device)
+    if found.ndim:
+        raise ValueError(f"{what}: expected a single number, found shape {tuple(found.shape)}")
     return found
 
 

@@ -15,22 +15,22 @@ from curvature.linalg import psd_eigh
 from curvature.losses import Loss
 from curvature.matrices import DataSource, RecordedBatch
 from curvature.operators import BlockDiagonal
-from curvature.posteriors.labels import Labels, Prediction
-from curvature.posteriors.layered import LayeredCurvature, positive
+from curvature.posteriors.labels import LabelDistribution, Prediction
+from curvature.posteriors.layered import LayeredCurvature, positive_scalar
 from curvature.posteriors.outputs import output_covariance
 
 Prior = float | Tensor | Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class DataFit:
     """How likely the data are at the parameters: the summed loss, and what the constant of the likelihood depends on.
 
     The two sums are scalars in the widest precision.
     """
 
     loss: Loss
-    labels: Labels
+    labels: LabelDistribution
     total: Tensor
     count: Tensor
 
@@ -45,7 +45,7 @@ class LaplacePosterior:
 
     Attributes:
         model: as it was, with the parameters at the mean; it must stay so for `predict` and `outputs`.
-        evidence: the likelihood of the data at the mean.
+        fit: the likelihood of the data at the mean.
         curvature: of the summed loss, by layers.
         mean: the parameters as a flat vector (P,), those of the posterior alone.
         prior: the prior precision, a scalar or one for each of `layers`.
@@ -53,7 +53,7 @@ class LaplacePosterior:
     """
 
     model: nn.Module
-    evidence: Evidence
+    fit: DataFit
     curvature: LayeredCurvature
     mean: Tensor
     prior: Tensor
@@ -67,7 +67,7 @@ class LaplacePosterior:
     @cached_property
     def precision(self) -> BlockDiagonal:
         """``Sigma^-1``, the curvature of the summed negative log-likelihood plus the prior precision."""
-        return self.curvature.precision(self.evidence.labels.factor(self.noise), self.prior)
+        return self.curvature.precision(self.fit.labels.factor(self.noise), self.prior)
 
     @cached_property
     def covariance(self) -> BlockDiagonal:
@@ -108,7 +108,7 @@ class LaplacePosterior:
             found.append((run.output.detach(), output_covariance(run, self.covariance)))
 
         with trained_alone(self.model, self.curvature.space.names):
-            DataSource(self.model, self.evidence.loss, (x, None)).each(visit)
+            DataSource(self.model, self.fit.loss, (x, None)).each(visit)
         return found[0]
 
     def predict(self, x: Any, samples: int | None = None, *, generator: torch.Generator | None = None) -> Prediction:
@@ -130,9 +130,9 @@ class LaplacePosterior:
             TypeError: `samples` is no number of draws.
             RuntimeError, ValueError: as for `outputs`.
         """
-        if samples is not None and (not isinstance(samples, int) or samples < 1):
-            raise TypeError(f"samples: expected a number of draws, found {samples!r}")
-        labels = self.evidence.labels
+        if samples is not None:
+            require_draws("samples", samples)
+        labels = self.fit.labels
         f, covariance = self.outputs(x)
         if samples is None:
             return labels.marginal(f, covariance.diagonal(dim1=1, dim2=2).reshape(f.shape).to(f), self.noise)
@@ -156,6 +156,7 @@ class LaplacePosterior:
             TypeError: n is no number of draws.
             ValueError: as for `covariance`.
         """
+        require_draws("n", n)
         draws = self.precision.sample(n, generator=generator)
         return self.curvature.space.split(self.mean + draws)
 
@@ -174,13 +175,15 @@ class LaplacePosterior:
             ValueError: prior or noise are not positive and finite, or noise is given for a loss that has its own.
             TypeError: an argument of the wrong kind.
         """
-        sigma = self._noise(noise)
         precision = self.prior if prior is None else self.curvature.prior(prior)
-        sizes = self.curvature.numbers(torch.ones_like(self.mean))
-        squares = self.curvature.numbers(self.mean.square())
-        logdet = self.curvature.logdet(self.evidence.labels.factor(sigma), precision)
-        fit = (sizes * precision.log() - precision * squares).sum()
-        return self.evidence.log_likelihood(sigma) + (fit - logdet) / 2
+        return self._evidence(precision, self._noise(noise))
+
+    def _evidence(self, prior: Tensor, noise: Tensor) -> Tensor:
+        sizes = self.curvature.sums_by_layer(torch.ones_like(self.mean))
+        squares = self.curvature.sums_by_layer(self.mean.square())
+        logdet = self.curvature.logdet(self.fit.labels.factor(noise), prior)
+        penalty = (prior * squares - sizes * prior.log()).sum()
+        return self.fit.log_likelihood(noise) - (penalty + logdet) / 2
 
     def with_prior(self, prior: Prior, noise: float | Tensor | None = None) -> LaplacePosterior:
         """The posterior with another prior precision, and another noise if given; no pass over the data.
@@ -190,24 +193,23 @@ class LaplacePosterior:
         return replace(self, prior=self.curvature.prior(prior).detach(), noise=self._noise(noise).detach())
 
     def _noise(self, given: float | Tensor | None) -> Tensor:
-        if given is not None and not self.evidence.labels.has_noise:
-            raise ValueError(f"noise: {type(self.evidence.loss).__name__} has its own; only MSELoss takes one")
-        return self.noise if given is None else positive("noise", given, self.curvature.space.device)
+        if given is not None and not self.fit.labels.has_noise:
+            raise ValueError(f"noise: {type(self.fit.loss).__name__} has its own; only MSELoss takes one")
+        return self.noise if given is None else positive_scalar("noise", given, self.curvature.space.device)
 
     def optimize_prior(self, *, per_layer: bool = False, steps: int = 50) -> LaplacePosterior:
-        """The posterior with the prior precision, and for ``nn.MSELoss`` the noise, of the largest evidence.
+        """The posterior with the prior precision, and for ``nn.MSELoss`` the noise, of largest marginal likelihood.
 
-        Both move in log space along the gradient of `log_marginal_likelihood`, by L-BFGS; mean and curvature stay.
+        L-BFGS in log space on `log_marginal_likelihood`; mean and curvature stay.
 
         Args:
             per_layer: whether each layer gets its own precision.
             steps: of L-BFGS, at most.
 
         Raises:
-            ValueError: the evidence has no maximum that these steps lead to (labels that the model meets exactly have
-                ever more evidence as the noise goes to zero).
+            ValueError: there is no maximum (where the outputs meet the labels exactly, none of the noise).
         """
-        has_noise = self.evidence.labels.has_noise
+        has_noise = self.fit.labels.has_noise
         start = self.prior.expand(len(self.layers)) if per_layer else self.prior
         logs = [start.log().clone().requires_grad_(), self.noise.log().clone().requires_grad_(has_noise)]
         free = [own for own in logs if own.requires_grad]
@@ -215,7 +217,12 @@ class LaplacePosterior:
 
         def closure() -> float:
             prior, noise = (own.exp() for own in logs)
-            loss = -self.log_marginal_likelihood(prior, noise if has_noise else None)
+            if not all(bool(((own > 0) & own.isfinite()).all()) for own in (prior, noise)):
+                raise ValueError(
+                    "optimize_prior: the marginal likelihood has no maximum (do the outputs meet the labels exactly?); "
+                    "choose prior and noise with with_prior()"
+                )
+            loss = -self._evidence(prior, noise)
             for own, slope in zip(free, torch.autograd.grad(loss, free), strict=True):
                 own.grad = slope
             return float(loss.detach())
@@ -226,10 +233,19 @@ class LaplacePosterior:
         return self.with_prior(prior, noise if has_noise else None)
 
     def __repr__(self) -> str:
-        loss = type(self.evidence.loss).__name__
+        loss = type(self.fit.loss).__name__
         prior = ", ".join(f"{value:.4g}" for value in self.prior.reshape(-1).tolist())
-        noise = f", noise {float(self.noise):.4g}" if self.evidence.labels.has_noise else ""
+        noise = f", noise {float(self.noise):.4g}" if self.fit.labels.has_noise else ""
         return f"LaplacePosterior({loss}, {len(self.mean)} parameters, prior {prior}{noise})"
+
+
+def require_draws(what: str, given: Any) -> None:
+    """
+    Raises:
+        TypeError: not a positive integer.
+    """
+    if not isinstance(given, int) or given < 1:
+        raise TypeError(f"{what}: expected a number of draws, found {given!r}")
 
 
 @contextmanager

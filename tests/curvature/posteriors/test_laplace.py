@@ -132,7 +132,7 @@ def test_batches_and_reduction_do_not_matter() -> None:
     model, _, (x, y) = problem("classes")
     mean = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y))
     parts = curvature.laplace(model, nn.CrossEntropyLoss(reduction="sum"), [(x[:3], y[:3]), (x[3:], y[3:])], "dense")
-    matches(mean.evidence.total, parts.evidence.total)
+    matches(mean.fit.total, parts.fit.total)
     whole = curvature.laplace(model, nn.functional.cross_entropy, (x, y), "dense")
     matches(parts.precision.to_dense(), whole.precision.to_dense())
 
@@ -177,7 +177,7 @@ def test_counts_and_variances_of_their_own() -> None:
     matches(heads.predict(x).variance, f[:, 1:] + covariance[:, :1, 0])
     mean, variance = f.T
     likelihood = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y[:, 0]).sum()
-    matches(heads.evidence.log_likelihood(heads.noise), likelihood)
+    matches(heads.fit.log_likelihood(heads.noise), likelihood)
 
 
 def test_draws() -> None:
