@@ -25,7 +25,7 @@ class Prediction(NamedTuple):
 
 
 class LabelDistribution:
-    """Base class. ``f`` is an output (N, ...), ``variance`` that of its entries; ``noise`` matters to `Normal` alone."""
+    """Base class. ``f`` is an output (N, ...), ``variance`` that of its entries; only `Normal` uses ``noise``."""
 
     has_noise: ClassVar[bool] = False
 

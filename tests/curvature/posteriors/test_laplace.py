@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
+from curvature.posteriors import outputs
 from support.cases.case import seeded
 from support.comparisons import matches
 from support.oracles.brute_force import Matrices, positions
@@ -33,6 +35,10 @@ def cnn() -> nn.Module:
 LABELS: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
     "squares": (nn.MSELoss(), lambda: torch.randn(5, 3).double()),
     "classes": (nn.CrossEntropyLoss(), lambda: torch.randint(3, (5,))),
+    "weighted": (
+        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0]).double(), ignore_index=0),
+        lambda: torch.tensor([0, 1, 2, 2, 0]),
+    ),
     "binary": (nn.BCEWithLogitsLoss(), lambda: torch.rand(5, 3).round().double()),
     "counts": (nn.PoissonNLLLoss(), lambda: torch.poisson(torch.ones(5, 3)).double()),
 }
@@ -47,7 +53,7 @@ STRUCTURES: dict[str, Callable[[Matrices], Tensor]] = {
 def problem(labels: str, model: Callable[[], nn.Module] = mlp) -> tuple[nn.Module, nn.Module, tuple[Tensor, Tensor]]:
     loss, draw = LABELS[labels]
     with seeded(0):
-        shape = (5, 3) if model is mlp else (5, 2, 4, 4)
+        shape = (5, 2, 4, 4) if model is cnn else (5, 3)
         return model().double(), loss, (torch.randn(shape).double(), draw())
 
 
@@ -58,7 +64,8 @@ def both(
     net, loss, data = problem(labels, model)
     noise = NOISE if labels == "squares" else None
     found = curvature.laplace(net, loss, data, structure, prior=prior, noise=noise)
-    summed = type(loss)(reduction="sum")
+    summed = copy.copy(loss)
+    summed.reduction = "sum"
     of = Matrices(net, summed, data)
     where = positions(net)
     last = list(where)[-2:] if structure == "last_layer" else list(where)
@@ -90,6 +97,15 @@ def test_convolutions_with_groups(structure: str) -> None:
     found, expected = both(structure, "classes", cnn)
     matches(found.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
     matches(found.log_marginal_likelihood(), expected.log_marginal_likelihood().detach(), 1e-8)
+
+
+def test_no_jacobian_where_factors_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, expected = both("dense", "classes", cnn)
+    monkeypatch.setattr(outputs, "ROWS_ELEMENTS", 1)  # samples one by one
+    matches(found.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
+    linear, expected = both("kfac", "classes")
+    monkeypatch.delattr(outputs, "_by_rows")
+    matches(linear.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
@@ -173,6 +189,8 @@ def test_counts_and_variances_of_their_own() -> None:
         model = nn.Sequential(nn.Linear(3, 2), nn.Softplus()).double()
         y = torch.randn(5, 1).double()
     heads = curvature.laplace(model, nn.GaussianNLLLoss(), (x, y), "dense")
+    summed = nn.GaussianNLLLoss(reduction="sum")
+    matches(heads.precision.to_dense(), Matrices(model, summed, (x, y)).fisher + torch.eye(8))
     f, covariance = heads.outputs(x)
     matches(heads.predict(x).variance, f[:, 1:] + covariance[:, :1, 0])
     mean, variance = f.T
@@ -233,6 +251,7 @@ def test_nothing_of_the_model_is_changed() -> None:
         ({"prior": torch.ones(3)}, "2 layers"),
         ({"prior": {"0": 1.0}}, "each of"),
         ({"noise": 0.0}, "noise: expected positive"),
+        ({"noise": torch.ones(2)}, "noise: expected a single number"),
         ({"loss": nn.BCEWithLogitsLoss(), "noise": 1.0}, "has its own"),
         ({"data": []}, "no batch"),
         ({"data": (torch.zeros(0, 3).double(), torch.zeros(0, 3).double())}, "empty"),
@@ -244,3 +263,16 @@ def test_what_is_refused(change: dict[str, Any], message: str) -> None:
     arguments = {"model": model, "loss": loss, "data": data} | change
     with pytest.raises((ValueError, TypeError), match=message):
         curvature.laplace(**arguments)
+
+
+def test_what_a_posterior_refuses() -> None:
+    model, _, (x, _) = problem("squares", lambda: nn.Linear(3, 3))
+    posterior = curvature.laplace(model, nn.MSELoss(), (x, model(x).detach()))
+    with pytest.raises(ValueError, match="no maximum"):
+        posterior.optimize_prior()
+    with pytest.raises(TypeError, match="samples: expected a number of draws, found 0"):
+        posterior.predict(x, samples=0)
+    with pytest.raises(TypeError, match="n: expected a number of draws, found 1.5"):
+        posterior.sample(1.5)
+    with pytest.raises(ValueError, match="noise: BCE.* has its own"):
+        curvature.laplace(model, nn.BCEWithLogitsLoss(), (x, torch.ones(5, 3).double())).with_prior(1.0, noise=1.0)
