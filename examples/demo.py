@@ -1,7 +1,7 @@
 """KFAC with its defaults against tuned SGD and AdamW on 1,797 real digits: tables and a picture.
 
 Usage:
-    python examples/demo.py            # under three minutes on two cores; writes demo.png
+    python examples/demo.py            # under three minutes on two cores; writes out/demo.png
     python examples/demo.py --quick    # a few steps, to see that everything runs
 """
 
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of initial weights and batches (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of torch; the models are tiny (%(default)s)")
     parser.add_argument("--device", default=os.environ.get("DEVICE") or "cpu", help="($DEVICE, or cpu)")
-    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="the picture (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("out/demo.png"), help="the picture (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="at most 4 steps and two learning rates: a test run")
     options = parser.parse_args(argv)
     if options.steps < 4 or options.threads < 1:
@@ -173,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         marks = sorted({max(1, options.steps // 4), options.steps // 2, options.steps})
         given = problems(torch.device(options.device))
         races = [play(problem, options, marks) for problem in given]
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         draw(races, given[1].test[1], options.steps, options.out)
     finally:
         torch.set_num_threads(threads)

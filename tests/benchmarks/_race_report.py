@@ -18,7 +18,9 @@ from _race_run import Point, Run, Trial
 
 OWN = {entry.name for entry in OURS}
 PALETTE = ("black", "crimson", "royalblue", "C1", "C2", "C4", "C5", "C6", "C8", "C9")
+DASHES = ("-", "--", "-.", "-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 2)))
 COLOURS = {entry.name: colour for entry, colour in zip((*OURS, *RIVALS), PALETTE, strict=True)}
+LINES = {entry.name: dashes for entry, dashes in zip((*OURS, *RIVALS), DASHES, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Result:
     title: str
     unit: str
     target: float
+    clock: str
     machine: str
     records: list[Record]
 
@@ -172,7 +175,7 @@ def table(result: Result) -> str:
     times = {name: middle(seconds_of(records)) for name, records in groups.items()}
     best = min((time for name, time in times.items() if name not in OWN), default=math.inf)
     sgd_step = middle(1e3 * record.seconds / record.steps for record in groups.get("sgd", []))
-    head = ["contestant", "setting", "seconds to target (min - max)", "to best rival", "steps", "ms per step",
+    head = ["contestant", "setting", f"{result.clock} to target (min - max)", "to best rival", "steps", "ms per step",
             "to SGD's", "test loss", "accuracy"]  # fmt: skip
     order = sorted(groups, key=lambda name: times[name])
     rows = [cells(groups[name], best, 0.0 if math.isnan(sgd_step) else sgd_step) for name in order]
@@ -189,10 +192,11 @@ def figure(results: Mapping[str, Result], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogFormatter
 
     columns = min(2, len(results))
     rows = -(-len(results) // columns)
-    drawn, grid = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.4 * rows + 0.9), squeeze=False)
+    drawn, grid = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.4 * rows + 1.1), squeeze=False)
     handles: dict[str, Any] = {}
     for axes in grid.flat[len(results) :]:
         axes.set_visible(False)
@@ -200,25 +204,30 @@ def figure(results: Mapping[str, Result], path: Path) -> None:
         for name, records in result.grouped().items():
             at, curves = sampled(records)
             own = name in OWN
-            style = {"color": COLOURS[name], "lw": 2.8 if own else 1.1, "zorder": 3 if own else 2}
+            style = {"color": COLOURS[name], "ls": LINES[name], "lw": 2.8 if own else 1.3, "zorder": 3 if own else 2}
             (handles[name],) = axes.plot(at, np.median(curves, 0), label=ENTRIES[name].label, **style)
-            axes.fill_between(at, curves.min(0), curves.max(0), color=COLOURS[name], alpha=0.15, lw=0)
+            axes.fill_between(at, curves.min(0), curves.max(0), color=COLOURS[name], alpha=0.12, lw=0)
         axes.axhline(result.target, color="0.3", lw=0.8, ls=":")
-        axes.set(xscale="log", yscale="log", xlabel="seconds", ylabel=f"training loss [{result.unit}]")
+        axes.set(xscale="log", yscale="log", xlabel=result.clock, ylabel=f"training loss [{result.unit}]")
         last = max(record.points[-1].seconds for record in result.records)
         axes.set_xlim(5e-3 * last, 1.2 * last)
         top = max(record.points[0].train for record in result.records)
         axes.set_ylim(0.8 * result.target, 1.5 * top)
         axes.set_title(result.title, fontsize=9, wrap=True)
         axes.grid(which="major", color="0.9", lw=0.6)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+            axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     drawn.legend(
         handles.values(),
         [ENTRIES[name].label for name in handles],
         loc="lower center",
         ncols=3 * columns,
         frameon=False,
+        handlelength=3.5,
+        title="lines: medians of seeds; bands: from the best seed to the worst; dotted: target",
     )
-    drawn.tight_layout(rect=(0, 0.9 / (4.4 * rows + 0.9), 1, 1))
+    drawn.tight_layout(rect=(0, 1.1 / (4.4 * rows + 1.1), 1, 1))
     drawn.savefig(path, dpi=130)
     plt.close(drawn)
 

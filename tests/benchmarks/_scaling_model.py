@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 FLOAT = 4  # bytes
 EVERY = 10  # steps from one renewal to the next, and from one inversion of a layer to the next
+MOST_TURNS = 3  # of an interval, at which layers are inverted
 LARGEST = 2048  # a side larger than this is a sketch, as in `curvature.factors`
 RANK, ROWS = 128, 256  # of a sketch: directions that are kept, rows of a batch, as in `curvature.sketch`
 ROWS_PER_INPUT, MIN_SUBSAMPLE = 8, 16  # rows for each column of a moment, and samples, as in `curvature.moments`
@@ -232,8 +233,9 @@ def longest(work: Sequence[float], ranks: Sequence[int]) -> float:
 def turns(work: Sequence[float], interval: int = EVERY) -> list[int]:
     """The step of the interval in which each piece is done (`optimizers.schedule.Schedule.inverts`)."""
     total, before, found = sum(work) or 1.0, 0.0, []
+    count = min(interval, MOST_TURNS)
     for own in work:
-        found.append(min(math.floor(interval * before / total), interval - 1))
+        found.append(min(math.floor(count * before / total), count - 1) * (interval // count))
         before += own
     return found
 

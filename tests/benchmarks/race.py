@@ -11,7 +11,8 @@
 Rivals keep one learning rate throughout, have no weight decay, and are tuned with seed 0 for the fewest steps to the
 target, over half decades of the learning rate that go on while the best lies at their end, and over other settings
 with the best of them. `race_tuned.json` has the grids. All contestants of a seed share the process: the one whose own
-clock is the least advanced goes next, and only zero_grad, forward, backward and step are on the clock.
+clock is the least advanced goes next, and only zero_grad, forward, backward and step are on the clock. It shows CPU
+seconds of one thread, so that other work on the machine does not count; on a GPU, seconds.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tuned", type=Path, default=TUNED, help="file of the tuned settings")
     parser.add_argument("--cap-scale", type=float, default=1.0, help="multiplies the seconds that a run may take")
     parser.add_argument("--turn", type=float, default=0.1, help="seconds of one turn in the race")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"))
     parser.add_argument("--json", type=Path, help="file of all points; problems that it has already are replaced")
     parser.add_argument("--table", type=Path, help="write the tables and grids, in Markdown")
@@ -104,7 +105,8 @@ def race_all(options: argparse.Namespace, problem: Problem) -> Result:
             last = run.reached or run.points[-1]
             tell(problem, f"{run.entry.name:10s} seed {seed}", run.end, last.train, last.step, last.seconds)
         records += [Record.of(run) for run in runs]
-    return Result(problem.title, problem.unit, problem.target, machine(options.device), records)
+    clock = "seconds" if options.device.startswith("cuda") else "CPU seconds"
+    return Result(problem.title, problem.unit, problem.target, clock, machine(options.device), records)
 
 
 def cost_table(options: argparse.Namespace, problems: Sequence[Problem]) -> str:

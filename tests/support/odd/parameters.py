@@ -45,7 +45,11 @@ def beale(m: Any) -> Tensor:
 odd("rosenbrock", lambda: Raw(rosenbrock, x=given(-1.0), y=given(1.5)), lambda m: m())
 odd("rosenbrock_chain", lambda: Raw(rosenbrock_chain, p=(6,)), lambda m: m(None))
 odd("beale", lambda: Raw(beale, p=given([-2.0, 1.0])), lambda m: m())
-odd("quadratic_of_scales", lambda: Raw(lambda m: (m.p**2 * 10.0 ** torch.arange(5, device=X.device)).sum(), p=(5,)), lambda m: m())
+odd(
+    "quadratic_of_scales",
+    lambda: Raw(lambda m: (m.p**2 * 10.0 ** torch.arange(5, device=X.device)).sum(), p=(5,)),
+    lambda m: m(),
+)
 odd("torch_loss_of_parameters", lambda: Raw(lambda m: F.mse_loss(m.p, C), p=(5,)), lambda m: m())
 odd("saddle", lambda: Raw(lambda m: m.x**2 - m.y**2 + 0.1 * m.y**4, x=given(1.0), y=given(0.1)), lambda m: m())
 odd("absolute_values", lambda: Raw(lambda m: m.p.abs().sum(), p=(5,)), lambda m: m())
