@@ -223,6 +223,19 @@ def test_optimized_prior_is_where_the_evidence_is_flat() -> None:
     assert found.optimize_prior(per_layer=True).prior.shape == (2,)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_devices(structure: str, device: str) -> None:
+    model, loss, (x, y) = problem("squares")
+    here = curvature.laplace(model, loss, (x, y), structure).optimize_prior(per_layer=True)
+    x, y = x.to(device), y.to(device)
+    there = curvature.laplace(copy.deepcopy(model).to(device), loss, (x, y), structure).optimize_prior(per_layer=True)
+    matches(there.log_marginal_likelihood().cpu(), here.log_marginal_likelihood(), 1e-6)
+    for found, expected in zip(there.predict(x), here.predict(x.cpu()), strict=True):
+        assert found.device == x.device
+        matches(found.cpu(), expected, 1e-4)
+    assert there.predict(x, samples=2).mean.device == there.sample(2)["2.weight"].device == x.device
+
+
 def test_nothing_of_the_model_is_changed() -> None:
     model, loss, data = problem("classes")
     model[0].bias.requires_grad_(False)
