@@ -53,8 +53,9 @@ def laplace(
     ``Sigma^-1 = factor * G + prior``: G is the Gauss-Newton matrix (the Fisher matrix of these likelihoods) of the loss
     summed over the data, whatever its reduction is, so that its size grows with the data; prior is the precision of a
     normal prior around zero, a damping in units of that sum. The factor is 1, and ``1 / (2 noise^2)`` for
-    ``nn.MSELoss``, which stands for labels ``y = f + noise * e``, e standard normal. A mean loss
-    trained with ``weight_decay`` (as `torch.optim.SGD` adds it to the gradient) has prior N * weight_decay.
+    ``nn.MSELoss``, which stands for labels ``y = f + noise * e``, e standard normal. Training with the mean over M
+    terms (samples for ``CrossEntropyLoss``, entries for the others) and ``weight_decay`` (which `torch.optim.SGD` adds
+    to the gradient) corresponds to the prior ``factor * M * weight_decay``.
 
     Args:
         model: any module whose samples are independent, without dropout in training mode; parameters that do not
