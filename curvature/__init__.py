@@ -45,6 +45,7 @@ from curvature.operators import (
     conjugate_gradient,
     load,
 )
+from curvature.posteriors import LaplacePosterior, laplace
 from curvature.preconditioners import (
     LeastSquares,
 )
@@ -53,11 +54,11 @@ from curvature.recording import Tape, Use, capture
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker", "Layout",
-    "LeastSquares", "MatrixFree", "Operator", "Space", "Tape", "Use", "capture", "check_gradients",
+    "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker", "LaplacePosterior",
+    "Layout", "LeastSquares", "MatrixFree", "Operator", "Space", "Tape", "Use", "capture", "check_gradients",
     "conjugate_gradient", "ekfac", "empirical", "empirical_fisher", "exact", "fisher", "fisher_blocks",
     "fisher_diagonal", "gauss_newton", "hessian", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace",
-    "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplacian", "load", "output_changes",
+    "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace", "laplacian", "load", "output_changes",
     "per_sample_gradients", "per_sample_gram", "per_sample_norms", "propagated", "residual_jacobian",
     "sample_layouts", "sampled", "spectral_density", "xdiag", "xtrace",
 ]  # fmt: skip
