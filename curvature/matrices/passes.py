@@ -39,9 +39,13 @@ from curvature.kronecker import at_least_float32
 from curvature.losses import Injection, Loss, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
 from curvature.matrices.forward_mode import Recorded
-from curvature.recording import RandomState, map_tensors, preserve_state, unwrap_compiled
+from curvature.recording import RandomState, map_tensors, preserve_state, unwrap_compiled, warn_once
 from curvature.terms import DenseGradients, gradients
 
+RANDOM = (
+    "model: the forward pass draws random numbers (dropout?), so this is the curvature of one draw; call model.eval() "
+    "for that of the model as it predicts"
+)
 BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
 # On a CPU, where fresh memory costs more than a call:
 CACHED_ELEMENTS = 1 << 21  # entries that the backprops of one chunk hold at best
@@ -95,6 +99,8 @@ class DataSource:
                     if not seen and not again and self.loss is not None and batch.y is not None:
                         run.warn_if_coupled()
                     visit(run)
+                    if run.random:
+                        warn_once(RANDOM)
                 seen = True
         finally:
             random.restore()

@@ -11,7 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, matmul, require_finite, symmetric_eigh, symmetrize
+from curvature.linalg import (
+    damp_eigenvalues,
+    eigenvalue_rounding,
+    full_precision,
+    matmul,
+    require_finite,
+    symmetric_eigh,
+    symmetrize,
+    try_cholesky,
+)
 from curvature.operators.base import Operator
 from curvature.operators.costs import require_dense_size
 from curvature.operators.space import Space
@@ -184,7 +193,10 @@ class EigenKronecker(LayerOperator):
 
 
 class Kronecker(LayerOperator):
-    """``kron(B, A)`` per group (KFAC, arXiv:1503.05671). Methods other than products use an exact eigendecomposition.
+    """``kron(B, A)`` per group (KFAC, arXiv:1503.05671).
+
+    Without damping the inverse is that of the factors, by Cholesky decomposition, where these are far from singular.
+    Everything else but products uses an exact eigendecomposition.
 
     Args:
         space: of the weight, or of the weight and the bias.
@@ -204,6 +216,7 @@ class Kronecker(LayerOperator):
         self.rows = self._side(rows, "rows", outputs)
         self.columns = self._side(columns, "columns", inputs)
         self._eigen: EigenKronecker | None = None
+        self._inverse: Kronecker | None = None
 
     @property
     def A(self) -> Tensor:
@@ -239,7 +252,7 @@ class Kronecker(LayerOperator):
         places = [span.reshape(shape) for span, shape in zip(spans, self.space.shapes, strict=True)]
         for group, where in enumerate(self.arrangement.to_matrices(places).flatten(1)):
             B, A = (side[group] if side.ndim == 3 else side[group].diag() for side in (self.rows, self.columns))
-            dense[where[:, None], where] = torch.kron(B, A)
+            dense[where[:, None], where] = torch.kron(B.contiguous(), A.contiguous())
         return dense
 
     def diagonal(self) -> Tensor:
@@ -255,14 +268,24 @@ class Kronecker(LayerOperator):
     def _eigenvalues(self) -> Tensor:
         return self.eigen._eigenvalues()
 
+    def _of_inverses(self) -> Kronecker | None:
+        """``kron(B^-1, A^-1)``; None where a factor may be singular, or where eigenvalues are known already."""
+        if self._inverse is None and self._eigen is None:
+            rows, columns = map(_inverted, (self.rows, self.columns))
+            if rows is not None and columns is not None:
+                self._inverse = Kronecker(self.space, self.arrangement, rows, columns)
+        return self._inverse
+
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        return self.eigen._solve(V, damping)
+        inverse = None if damping else self._of_inverses()
+        return self.eigen._solve(V, damping) if inverse is None else inverse._matmat(V)
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         return self.eigen._inverse_root(Z, damping)
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        return self.eigen.inverse(damping)
+        inverse = None if damping else self._of_inverses()
+        return self.eigen.inverse(damping) if inverse is None else inverse
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         return self.eigen.logdet(damping)
@@ -312,3 +335,17 @@ def _eigendecompose(side: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     values, vectors = symmetric_eigh(side)
     rounding = eigenvalue_rounding(values.abs().amax(1, keepdim=True)).expand(values.shape)
     return values, rounding, vectors
+
+
+@full_precision()
+def _inverted(side: Tensor) -> Tensor | None:
+    """The inverse of a factor; None if it may not be positive definite to working precision."""
+    if side.ndim == 2:
+        return 1 / side if bool((side > 0).all()) else None
+    root = try_cholesky(side)
+    if root is None:
+        return None
+    found = torch.cholesky_inverse(root)
+    # the product of the traces is no less than the condition number
+    worst = eigenvalue_rounding(_diagonal(side).sum(1)) * _diagonal(found).sum(1)
+    return (found + found.mT) / 2 if bool((worst < 1).all()) else None

@@ -100,7 +100,8 @@ class Space:
         missing = [name for name in self.names if name not in tensors]
         unknown = [name for name in tensors if name not in self.names]
         if missing or unknown:
-            raise KeyError(f"the vector lacks {missing} and has {unknown}, which are not in the space")
+            faults = [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
+            raise KeyError(f"vector: expected a tensor for each parameter of the matrix; {', '.join(faults)}")
         first = tensors[self.names[0]]
         batch = first.shape[: first.ndim - len(self.shapes[0])]
         flat = []

@@ -185,14 +185,19 @@ def peak_of(name: str, case: Case, precision: torch.dtype | None) -> float:
         for _ in range(2):
             run.step()
 
+    return peak_bytes(train, case.x.is_cuda)
+
+
+def peak_bytes(run: Callable[[], object], is_cuda: bool) -> float:
+    """Most bytes in tensors that a call adds to what there was."""
     gc.collect()
-    if case.x.is_cuda:
+    if is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        train()
+        run()
         return float(torch.cuda.max_memory_allocated() - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        train()
+        run()
     found = profiler.profiler.kineto_results.events()  # every allocation and release
     changes = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
     return float(max(itertools.accumulate(change for _, change in changes)))

@@ -95,3 +95,23 @@ def test_a_run_that_did_not_train_is_refused(gpu: ModuleType) -> None:
         ours.check()
     ours.rest()
     ours.check()
+
+
+def test_curvature(gpu: ModuleType, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, networks = (importlib.import_module(name) for name in ("gpu_curvature", "_gpu_networks"))
+    tiny = networks.images("ResNet-18", networks.resnet18, 32, 2, 3, width=2)
+    monkeypatch.setattr(module, "SMALL", {"resnet18": tiny})
+    file = tmp_path / "curvature.json"
+    chosen = ["--small", "--device", device, "--only", "resnet18", "--threads", "1"]
+    module.main([*chosen, "--rounds", "2", "--json", str(file)])
+    results = {result["quantity"]: result for result in json.loads(file.read_text())["results"]}
+    assert list(results) == ["gradient", *module.PUBLISHED["nanogpt"]]
+    assert all(len(result["seconds"]) == 2 and result["peak"] > 0 for result in results.values())
+
+
+def test_networks_of_the_curvature_benchmark(gpu: ModuleType) -> None:
+    """The sizes of the papers: 123.6 (positions aside), 25.6 and 11.2 million parameters."""
+    full = importlib.import_module("_gpu_networks").FULL
+    with torch.device("meta"):
+        counts = {name: sum(p.numel() for p in network.make().parameters()) / 1e6 for name, network in full.items()}
+    assert counts == pytest.approx({"nanogpt": 124.4, "resnet50": 25.6, "resnet18": 11.2}, abs=0.1)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
+from curvature.recording import warn_once
 from support.cases.case import seeded
 from support.comparisons import matches
 from support.moments import within_five_errors
@@ -103,3 +104,11 @@ def test_injection(inject: str, device: str) -> None:
     generator = torch.Generator(device).manual_seed(3)
     found = [build("fisher", device, inject=injection, generator=generator) for _ in range(60)]
     within_five_errors(torch.stack(found), expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_that_is_active_is_named(training: bool, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2)).train(training)
+    curvature.fisher_diagonal(model, LOSS, (torch.randn(5, 3), torch.randint(2, (5,))))
+    assert ("draws random numbers" in caplog.text) == training

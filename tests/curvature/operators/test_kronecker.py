@@ -127,3 +127,24 @@ def test_parts_that_do_not_fit(device):
 def test_repr():
     op, _ = kronecker(ARRANGEMENTS["grouped"], diagonal_columns=True)(Source())
     assert repr(op) == "Kronecker(28 x 28, 2 groups, B 2 x 2, A diagonal, float64, cpu; weight, bias)"
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+@pytest.mark.parametrize("sides", [(False, False), (True, False)])
+def test_sound_factors_are_inverted_without_eigenvalues(name, sides, device, monkeypatch):
+    op, dense = kronecker(ARRANGEMENTS[name], *sides)(Source(device))
+    wanted = torch.linalg.inv(dense)
+    monkeypatch.setattr("curvature.operators.kronecker.symmetric_eigh", None)
+    torch.testing.assert_close(op.inverse().to_dense(), wanted)
+    torch.testing.assert_close(op.solve(dense), torch.eye(len(dense)).to(dense))
+
+
+def test_singular_factors_are_named_although_cholesky_succeeds(device):
+    """Rounding leaves the least eigenvalue above zero."""
+    source, arrangement = Source(device), ARRANGEMENTS["matrix"]
+    one = source.normal(4)
+    side = (one.outer(one) + 1e-15 * torch.eye(4).to(one))[None]
+    assert torch.linalg.cholesky_ex(side)[1].item() == 0
+    op = Kronecker(source.layer(arrangement), arrangement, source.definite(1, d=3), side)
+    with pytest.raises(ValueError, match="singular to working precision"):
+        op.inverse()

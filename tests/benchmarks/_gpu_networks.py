@@ -1,0 +1,93 @@
+"""The networks of the curvature benchmark for GPUs, each also small for a processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _gpu_models import resnet18
+from _race_problems import GPT
+from torch import Tensor, nn
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions with BatchNorm and a skip (He et al., arXiv:1512.03385, figure 5 right)."""
+
+    def __init__(self, i: int, width: int, stride: int) -> None:
+        super().__init__()
+        o = 4 * width
+        sizes = [(i, width, 1, 1), (width, width, 3, stride), (width, o, 1, 1)]
+        layers: list[nn.Module] = []
+        for a, b, kernel, step in sizes:
+            layers += [nn.Conv2d(a, b, kernel, step, kernel // 2, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+        self.body = nn.Sequential(*layers[:-1])
+        self.skip: nn.Module = nn.Identity()
+        if stride > 1 or i != o:
+            self.skip = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.skip(x))
+
+
+def resnet50(width: int, depths: tuple[int, ...], classes: int) -> nn.Sequential:
+    """ResNet-50 with its stem for large images; `width` is 64 and `depths` are 3, 4, 6, 3 in the original."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    i = width
+    for k, depth in enumerate(depths):
+        for n in range(depth):
+            layers.append(Bottleneck(i, width << k, 2 if k and not n else 1))
+            i = 4 * (width << k)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(i, classes))
+
+
+class ClassesSecond(nn.Module):
+    """Logits (N, T, V) as (N, V, T), the layout that `nn.CrossEntropyLoss` takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
+
+
+@dataclass(frozen=True)
+class Network:
+    """What makes a network in evaluation mode on a device, and its batch; the loss is the mean cross-entropy."""
+
+    title: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+
+    def on(self, device: str) -> tuple[nn.Module, Tensor, Tensor]:
+        torch.manual_seed(0)
+        with torch.device(device):
+            return (self.make().eval(), *self.batch())
+
+
+def gpt(vocabulary: int, length: int, batch: int, **size: Any) -> Network:
+    def tokens() -> tuple[Tensor, Tensor]:
+        whole = torch.randint(vocabulary, (batch, length + 1))
+        return whole[:, :-1], whole[:, 1:]
+
+    title = f"nanoGPT {size['layers']} x {size['d']}, {vocabulary:,} words, {batch} x {length} tokens"
+    return Network(title, lambda: nn.Sequential(GPT(vocabulary, length=length, **size), ClassesSecond()), tokens)
+
+
+def images(name: str, make: Callable[..., nn.Module], side: int, batch: int, classes: int, **size: Any) -> Network:
+    drawn = lambda: (torch.randn(batch, 3, side, side), torch.randint(classes, (batch,)))
+    return Network(
+        f"{name}, width {size['width']}, {side}x{side}, batch {batch}", lambda: make(classes=classes, **size), drawn
+    )
+
+
+# as in curvlinops' own benchmark, whose figures stand beside ours
+FULL = {
+    "nanogpt": gpt(50257, 1024, 4, d=768, layers=12, heads=12),
+    "resnet50": images("ResNet-50", resnet50, 224, 64, 1000, width=64, depths=(3, 4, 6, 3)),
+    "resnet18": images("ResNet-18", resnet18, 32, 512, 10, width=64),
+}
+SMALL = {
+    "nanogpt": gpt(500, 32, 4, d=64, layers=2, heads=2),
+    "resnet50": images("ResNet-50", resnet50, 64, 4, 100, width=8, depths=(1, 1, 1, 1)),
+    "resnet18": images("ResNet-18", resnet18, 32, 16, 10, width=8),
+}
