@@ -30,6 +30,7 @@ class Convolution:
     dilation: tuple[int, ...]
     groups: int
     padding: tuple[int, ...] = ()  # of the input, as `F.pad` takes it
+    has_bias: bool = True  # as of `OuterProduct`
 
     sizes: ClassVar[tuple[int, ...] | None] = None
     order: ClassVar[tuple[int, ...] | None] = None
@@ -100,7 +101,7 @@ class Convolution:
 
     def unfold(self) -> OuterProduct:
         """The `OuterProduct` of the input's patches."""
-        return OuterProduct(self._input_patches(), self.backprops(), self.shape)
+        return OuterProduct(self._input_patches(), self.backprops(), self.shape, has_bias=self.has_bias)
 
 
 class Phase(NamedTuple):
@@ -127,6 +128,10 @@ class TransposedConvolution(WithDirectForm):
     @property
     def groups(self) -> int:
         return self.direct.groups
+
+    @property
+    def has_bias(self) -> bool:
+        return self.direct.has_bias
 
     @property
     def outputs(self) -> int:
