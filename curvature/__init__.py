@@ -13,11 +13,15 @@ from curvature.estimators import (
 from curvature.forward_laplacian import laplacian
 from curvature.gradients import (
     Jacobian,
+    NoiseScale,
     check_gradients,
+    clipped_gradient,
+    gradient_noise_scale,
     output_changes,
     per_sample_gradients,
     per_sample_gram,
     per_sample_norms,
+    per_sample_norms_by_parameter,
     residual_jacobian,
     sample_layouts,
 )
@@ -44,7 +48,10 @@ from curvature.operators import (
     Space,
     conjugate_gradient,
     load,
+    merge,
+    quadratic_penalty,
 )
+from curvature.posteriors import LaplacePosterior, laplace
 from curvature.preconditioners import (
     LeastSquares,
 )
@@ -53,11 +60,12 @@ from curvature.recording import Tape, Use, capture
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker", "Layout",
-    "LeastSquares", "MatrixFree", "Operator", "Space", "Tape", "Use", "capture", "check_gradients",
-    "conjugate_gradient", "ekfac", "empirical", "empirical_fisher", "exact", "fisher", "fisher_blocks",
-    "fisher_diagonal", "gauss_newton", "hessian", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace",
-    "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplacian", "load", "output_changes",
-    "per_sample_gradients", "per_sample_gram", "per_sample_norms", "propagated", "residual_jacobian",
-    "sample_layouts", "sampled", "spectral_density", "xdiag", "xtrace",
+    "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker",
+    "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale", "Operator", "Space", "Tape", "Use",
+    "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
+    "empirical_fisher", "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton",
+    "gradient_noise_scale", "hessian", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "isotropic",
+    "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace", "laplacian", "load", "merge", "output_changes",
+    "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "propagated",
+    "quadratic_penalty", "residual_jacobian", "sample_layouts", "sampled", "spectral_density", "xdiag", "xtrace",
 ]  # fmt: skip

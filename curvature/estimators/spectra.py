@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvature.estimators.estimate import Estimate, mean_estimate
 from curvature.estimators.lanczos import lanczos_from_starts
-from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, qr, symmetric_eigh
+from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, largest_eigenpairs, symmetric_eigh
 from curvature.operators import Operator
 
 MAX_BASIS_ENTRIES = 2**28  # entries of the bases of starts that run together
@@ -40,9 +40,7 @@ def lanczos_eigenpairs(
 ) -> tuple[Tensor, Tensor]:
     """The k largest eigenvalues, ascending, (k,), and their eigenvectors as columns (P, k).
 
-    Block Lanczos with k starts and full reorthogonalization (Golub and Van Loan, Matrix Computations, chapter 10);
-    multiple eigenvalues come with their multiplicity. It stops when each residual ``||M u - theta u||`` is small; the
-    residual bounds the distance from theta to an eigenvalue.
+    By block Lanczos (`curvature.linalg.largest_eigenpairs`); multiple eigenvalues come with their multiplicity.
 
     Args:
         op: any symmetric matrix.
@@ -56,58 +54,9 @@ def lanczos_eigenpairs(
         ValueError: k is not between 1 and P.
         RuntimeError: no convergence within ``max_products``.
     """
-    size = op.space.size
-    if not 1 <= k <= size:
-        raise ValueError(f"a matrix with {size} rows has no {k} largest eigenvalues")
-    rtol = torch.finfo(op.space.dtype).eps ** 0.5 if rtol is None else rtol
-    most = min(size, max(300, 20 * k) if max_products is None else max_products)
-    block = qr(op.space.normal(k, generator))[0]
-    basis = image = block[:, :0]
-    core = basis.mT @ image
-    while True:
-        basis, image = torch.cat([basis, block], 1), torch.cat([image, op @ block], 1)
-        core = _append_border(core, basis.mT @ image[:, -block.shape[1] :])
-        values, rotation = symmetric_eigh(core)
-        values, rotation = values[-k:], rotation[:, -k:]
-        vectors = basis @ rotation
-        residual = (image @ rotation - values * vectors).norm(dim=0).max() / _scale(core)
-        if residual <= rtol or basis.shape[1] == size:
-            return values, vectors
-        if basis.shape[1] >= most:
-            raise RuntimeError(
-                f"lanczos reached a relative residual of {float(residual):.3g}, not {rtol:.3g}, with {basis.shape[1]} "
-                "products: allow more by max_products, or a larger rtol"
-            )
-        block = _next_block(basis, image[:, -block.shape[1] :])
-
-
-def _append_border(core: Tensor, border: Tensor) -> Tensor:
-    """Append columns (m + b, b), and their transpose as rows, to a symmetric matrix (m, m)."""
-    known = len(core)
-    return torch.cat([torch.cat([core, border[:known].mT]), border], 1)
-
-
-def _scale(core: Tensor) -> Tensor:
-    """The largest absolute eigenvalue, clamped so that dividing by it is finite."""
-    return torch.linalg.matrix_norm(core, 2).clamp(min=torch.finfo(core.dtype).tiny)
-
-
-def _orthogonalize(columns: Tensor, basis: Tensor) -> Tensor:
-    """Remove the span of the basis from the columns; twice, since rounding leaves a rest after the first time."""
-    for _ in range(2):
-        columns = columns - basis @ (basis.mT @ columns)
-    return columns
-
-
-def _next_block(basis: Tensor, image: Tensor) -> Tensor:
-    """Orthonormal columns that span the part of `image` outside the basis.
-
-    If there is none, rounding supplies directions; the second round makes these orthogonal, too.
-    """
-    width = min(image.shape[1], len(basis) - basis.shape[1])
-    for _ in range(2):
-        image = qr(_orthogonalize(image, basis))[0][:, :width]
-    return image
+    if not 1 <= k <= op.space.size:
+        raise ValueError(f"a matrix with {op.space.size} rows has no {k} largest eigenvalues")
+    return largest_eigenpairs(op.__matmul__, op.space.normal(k, generator), rtol, max_products)
 
 
 def spectral_density(

@@ -8,9 +8,12 @@ takes the `general_path`: vmap, or a loop over samples.
 """
 
 from curvature.gradients.batch import Batch, validate_loss
+from curvature.gradients.clipping import clipped_gradient
+from curvature.gradients.data import kind_of, number_of_batches, pairs, require_pairs
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import batched_vjp, output_changes
+from curvature.gradients.noise_scale import NoiseScale, gradient_noise_scale
 from curvature.gradients.parameter_terms import (
     Terms,
     computed_weights,
@@ -18,15 +21,22 @@ from curvature.gradients.parameter_terms import (
     terms_by_parameter,
     weighted_gradients,
 )
-from curvature.gradients.per_sample import check_gradients, per_sample_gradients, per_sample_gram, per_sample_norms
+from curvature.gradients.per_sample import (
+    check_gradients,
+    per_sample_gradients,
+    per_sample_gram,
+    per_sample_norms,
+    per_sample_norms_by_parameter,
+)
 from curvature.gradients.plans import Plan, find_plan, learn_and_verify, plan_key, record
 from curvature.gradients.sample_axes import candidate_axes, sample_layouts
 from curvature.gradients.verification import require_independent_samples, single_sample_reference
 
 __all__ = [
-    "Batch", "CentredJacobian", "Jacobian", "Plan", "Terms", "batched_vjp", "candidate_axes", "check_gradients",
-    "computed_weights", "weighted_gradients",
-    "find_plan", "general_path_terms", "joint_bias", "learn_and_verify", "output_changes", "per_sample_gradients",
-    "per_sample_gram", "per_sample_norms", "plan_key", "record", "require_independent_samples", "residual_jacobian",
-    "sample_layouts", "single_sample_reference", "terms_by_parameter", "validate_loss",
+    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "Terms", "batched_vjp", "candidate_axes",
+    "check_gradients", "clipped_gradient", "computed_weights", "find_plan", "general_path_terms",
+    "gradient_noise_scale", "joint_bias", "kind_of", "learn_and_verify", "number_of_batches", "output_changes",
+    "pairs", "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter",
+    "plan_key", "record", "require_independent_samples", "require_pairs", "residual_jacobian", "sample_layouts",
+    "single_sample_reference", "terms_by_parameter", "validate_loss", "weighted_gradients",
 ]  # fmt: skip

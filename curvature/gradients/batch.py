@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.gradients.uneven_inputs import number_of_bags, offsets_of, packed_in, some_bags, some_sequences
 from curvature.losses import Loss, join_heads, per_sample_losses, reduction_of, resolve
 from curvature.recording import call_model, logits, map_tensors, tensors_in, unwrap_compiled
 
@@ -38,6 +39,7 @@ class Batch:
     count: int
     dims: tuple[int, int, int]
     parameters: dict[str, nn.Parameter]  # that require a gradient
+    offsets: Tensor | None = None  # where the samples begin, if x is (values, offsets, ...) of bags
 
     @staticmethod
     def of(model: nn.Module, loss: Loss, x: Any, y: Any, sample_dim: int | tuple[int, int, int] = 0) -> Batch:
@@ -62,23 +64,43 @@ class Batch:
             raise TypeError(
                 f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {x!r:.80}"
             )
+        offsets, packed = offsets_of(model, x), packed_in(x)
         count = inputs[0].shape[dims[0]]
+        if offsets is not None or packed:
+            count = int(packed[0].batch_sizes[0]) if offsets is None else number_of_bags(offsets, y)
         for t in tensors_in(y):
             if t.ndim <= dims[2] or t.shape[dims[2]] % max(1, count) or bool(t.shape[dims[2]]) > bool(count):
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
         same: Callable[[Tensor], Tensor] = lambda t: t
-        return Batch(model, loss, map_tensors(same, x), map_tensors(same, y), count, dims, parameters)
+        return Batch(model, loss, map_tensors(same, x), map_tensors(same, y), count, dims, parameters, offsets)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the input has no axis of samples: bags with offsets, packed sequences."""
+        return self.offsets is not None or bool(packed_in(self.x))
 
     def sample(self, n: int) -> Batch:
-        """Sample n as a batch of one; of a target with N * m rows it takes m."""
+        """Sample n as a batch of one."""
+        return self.part(slice(n, n + 1))
+
+    def part(self, some: slice) -> Batch:
+        """The samples from `some.start` to `some.stop`; of a target with N * m rows, m each."""
         dim, _, target_dim = self.dims
+        count = some.stop - some.start
 
         def rows(t: Tensor) -> Tensor:
             each = t.shape[target_dim] // self.count
-            return t.narrow(target_dim, n * each, each)
+            return t.narrow(target_dim, some.start * each, count * each)
 
-        x = map_tensors(lambda t: t.narrow(dim, n, 1) if t.ndim > dim and t.shape[dim] == self.count else t, self.x)
-        return replace(self, x=x, y=map_tensors(lambda t: rows(t) if t.ndim > target_dim else t, self.y), count=1)
+        if self.offsets is not None:
+            x = some_bags(self.x, self.offsets, some, self.count)
+        elif self.is_uneven:
+            x = some_sequences(self.x, some)
+        else:
+            has_samples = lambda t: t.ndim > dim and t.shape[dim] == self.count
+            x = map_tensors(lambda t: t.narrow(dim, some.start, count) if has_samples(t) else t, self.x)
+        y = map_tensors(lambda t: rows(t) if t.ndim > target_dim else t, self.y)
+        return replace(self, x=x, y=y, count=count, offsets=None if self.offsets is None else tensors_in(x)[1])
 
     def output(self) -> Any:
         return join_heads(self.loss, logits(call_model(self.model, self.x)))

@@ -38,7 +38,7 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], random: bool) 
 
 def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[str, Tensor], bool]:
     """By vmap, or by the loop if asked for or where vmap fails; and whether it was the loop."""
-    if not loop:
+    if not loop and not batch.is_uneven:
         try:
             return by_vmap(batch, names), False
         except Exception as error:

@@ -174,23 +174,32 @@ def _row_slice(term: Term, start: int, shape: tuple[int, ...]) -> RowSlice:
 
 
 def joint_bias(tape: Tape, weight: str) -> str | None:
-    """The bias that is read wherever the weight is, with the same rows, and nowhere else; None without one."""
+    """The bias that is read only where the weight is, with the same rows; None without one.
+
+    A layer of the same kind may read the weight without a bias.
+    """
     reads = _reads(tape.parameters[weight])
     found: set[str] = set()
+    joint = 0
     for use, node, start in reads:
         slot = next((slot for slot, other in use.slots.items() if other is node), "")
-        bias = use.slots.get(use.rule.bias_of.get(slot, "")) if use.rule is not None else None
-        if bias is None or len(bias.names) != 1 or bias.names == node.names:
+        if use.rule is None or use.rule is not reads[0][0].rule or slot not in use.rule.bias_of:
+            return None
+        bias = use.slots.get(use.rule.bias_of[slot])
+        if bias is None:
+            continue
+        if len(bias.names) != 1 or bias.names == node.names:
             return None
         if node.origin is not None and bias.tensor.shape[:1] != node.tensor.shape[:1]:
             return None  # the rows of the weight are its inputs
         if (use, bias, start) not in _reads(tape.parameters[next(iter(bias.names))]):
             return None
         found |= bias.names
+        joint += 1
     if len(found) != 1:
         return None
     name = found.pop()
-    return name if len(_reads(tape.parameters[name])) == len(reads) else None
+    return name if len(_reads(tape.parameters[name])) == joint else None
 
 
 def _reads(node: ParameterNode) -> list[tuple[Use, ParameterNode, int]]:

@@ -31,7 +31,8 @@ def per_sample_gradients(
     Args:
         model: any module; its parameters that do not require a gradient are left out.
         loss: a torch loss module or a callable ``loss(output, target) -> scalar``.
-        x: a tensor, a tuple of positional or a dict of keyword arguments.
+        x: a tensor, a tuple of positional or a dict of keyword arguments; a dict that is one argument comes in a tuple.
+            Samples may also be bags, as ``(values, offsets)`` for `nn.EmbeddingBag`, or a `PackedSequence`.
         y: the target, as the loss takes it: N, or N * m rows.
         sample_dim: the axis of the samples; or one each for input, output and target.
 
@@ -49,7 +50,7 @@ def per_sample_gradients(
     shape of its inputs checks itself. Parameters that the layer rules do not explain go through ``torch.func.vmap``
     over the model, which is logged once.
     """
-    terms = _terms(Batch.of(model, loss, x, y, sample_dim))
+    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
     return {name: contractions.gradients(parts) for name, parts in terms.items()}
 
 
@@ -61,8 +62,18 @@ def per_sample_norms(
     Arguments and errors as for `per_sample_gradients`. The gradients are built, a bounded number of samples at a time,
     only where the inner products of activations and of backprops would cost more.
     """
-    terms = _terms(Batch.of(model, loss, x, y, sample_dim))
+    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
     return _sum(contractions.norms_squared(parts) for parts in terms.values()).sqrt()
+
+
+def per_sample_norms_by_parameter(
+    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+) -> dict[str, Tensor]:
+    """Norm (N,) of each sample's gradient with respect to every parameter, ``{name: (N,)}``; their squares add up to
+    those of `per_sample_norms`. Arguments and errors as for `per_sample_gradients`.
+    """
+    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
+    return {name: contractions.norms_squared(parts).sqrt() for name, parts in terms.items()}
 
 
 def per_sample_gram(
@@ -71,7 +82,7 @@ def per_sample_gram(
     """Inner products (N, N) of the samples' gradients over all parameters together (the empirical tangent kernel of
     the loss). Arguments and errors as for `per_sample_gradients`.
     """
-    terms = _terms(Batch.of(model, loss, x, y, sample_dim))
+    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
     return _sum(contractions.gram(parts) for parts in terms.values())
 
 
@@ -128,7 +139,7 @@ def _is_random(batch: Batch) -> bool:
         return drew_random()
 
 
-def _terms(batch: Batch) -> Terms:
+def sample_terms(batch: Batch) -> Terms:
     """The per-sample gradients of every parameter as terms, in the order of the parameters.
 
     Records one forward pass, takes the samples' own losses, and sends them back. Of no samples (Poisson sampling draws

@@ -6,7 +6,7 @@ of products (`invert_kronecker_sum`). Nothing here averages over batches.
 """
 
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Affine, Reading, Scheme, at_least_float32, merge_products
+from curvature.kronecker.factors import Affine, Reading, Scheme, at_least_float32
 from curvature.kronecker.inverses import (
     KroneckerInverse,
     carry_diagonal,
@@ -15,7 +15,7 @@ from curvature.kronecker.inverses import (
     factored_inverses,
     nonzero_or_one,
 )
-from curvature.kronecker.statistics import KroneckerStatistics
+from curvature.kronecker.statistics import KroneckerStatistics, merge_products
 from curvature.kronecker.subsampling import subsample_samples
 from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.kronecker.factors import Scheme
@@ -33,6 +34,8 @@ from curvature.terms import (
     sum_in_place,
     unfold,
 )
+
+Biasless = IndexedRows | DenseGradients | RowSlice  # terms of parameters that no bias accompanies
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class Basis:
             weights: (N,).
         """
         same = rights is lefts
-        lefts = [merge_places(terms) for terms in lefts]
-        rights = lefts if same else [merge_places(terms) for terms in rights]
+        lefts = [_merged(terms) for terms in lefts]
+        rights = lefts if same else [_merged(terms) for terms in rights]
         if {len(terms) for terms in (*lefts, *rights)} == {1}:
             first = lefts[0][0]
             if isinstance(first, OuterProduct | Convolution) and self._places_are_cheaper(first):
@@ -93,12 +96,12 @@ class Basis:
         return sum_in_place(found)
 
     def _activations(self, term: Term) -> Tensor:
-        """Rotated activations (n, t, g, i), with the 1 of a bias; the same for all vectors."""
+        """Rotated activations (n, t, g, i), with the input of a bias; the same for all vectors."""
         whole = unfold(term)
         assert isinstance(whole, OuterProduct)
         a = whole.a.to(self.scheme.dtype)
         if len(self.scheme.arrangement.shapes) > 1:
-            a = torch.cat([a, a.new_ones(*a.shape[:3], 1)], 3)
+            a = F.pad(a, (0, 1), value=float(whole.has_bias))
         return _rotate(a, self.columns)
 
     def _outer(self, a: Tensor, term: Term) -> Term:
@@ -133,13 +136,20 @@ class Basis:
         return total
 
     def _gradients(self, terms: Sequence[Term], part: slice) -> Tensor:
-        """Rotated gradients (n, g, o, i) of some samples; a bias is read wherever the weight is."""
+        """Rotated gradients (n, g, o, i) of some samples; a bias is read only where the weight is."""
         some = [term.samples(part) for term in terms]
         found = [gradients(some)]
         for shape in self.scheme.arrangement.shapes[1:]:
-            found.append(sum_in_place(b.sum(1) for b in map(_backprops, some)).reshape(-1, *shape))
+            bias = [_backprops(term).sum(1) for term in some if not isinstance(term, Biasless) and term.has_bias]
+            found.append(sum_in_place(bias).reshape(-1, *shape) if bias else found[0].new_zeros(len(some[0]), *shape))
         x = self.scheme.arrangement.to_matrices([g.to(self.scheme.dtype) for g in found])
         return two_sided(None if self.rows is None else self.rows.mT, x, self.columns)
+
+
+def _merged(terms: Sequence[Term]) -> list[Term]:
+    """`merge_places`, unless the bias is added at some of the places only."""
+    flags = {term.has_bias for term in terms if not isinstance(term, Biasless)}
+    return list(terms) if len(flags) > 1 else merge_places(terms)
 
 
 def _rotate(x: Tensor, side: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.linalg import MAX_DENSE_SIDE, SKETCH_RANK, add_moments, moment_diagonal, scale_moment, sketch_rows
+from curvature.linalg import MAX_DENSE_SIDE, SKETCH_RANK, add_moments, scale_moment, sketch_rows
 from curvature.terms import (
     AffineLayout,
     Convolution,
@@ -176,25 +176,31 @@ class Scheme:
             return self._sketch(whole)
         if self.sharing == "reduce":
             a = torch.cat([self._mean_over_places(part) for same in _by_length(whole) for part in self._chunks(same)])
-            found = self._empty(whole[0], diagonal, len(a))
-            self._add_second(found, a, None)
+            bias = _mean_bias(whole)
+            found = self._empty(whole[0], diagonal, len(a) * bias**2)
+            self._add_second(found, a, None, bias)
             return found, len(a)
         number = sum(len(term) * term.places for term in whole)
+        ones = sum(len(term) * term.places for term in whole if term.has_bias)
         total: Tensor | None = None
-        waiting: list[Tensor] = []
-        for inputs, a in (x for term in whole for part in self._chunks([term]) for x in part[0].activations()):
-            rows = a.flatten(0, 1).to(self.dtype)
-            if inputs is None and _has_few_rows(rows):
-                waiting.append(rows)
-                continue
-            total = self._empty(whole[0], diagonal, number) if total is None else total
-            self._add_second(total, rows, inputs)
-        if waiting and total is None and not diagonal:  # large: written once, together with the 1 of the bias
-            a = F.pad(torch.cat(waiting), (0, len(self.arrangement.shapes) - 1), value=1.0)
+        waiting: dict[float, list[Tensor]] = {}
+        for part in (part[0] for term in whole for part in self._chunks([term])):
+            bias = float(part.has_bias)
+            for inputs, a in part.activations():
+                rows = a.flatten(0, 1).to(self.dtype)
+                if inputs is None and _has_few_rows(rows):
+                    waiting.setdefault(bias, []).append(rows)
+                    continue
+                total = self._empty(whole[0], diagonal, ones) if total is None else total
+                self._add_second(total, rows, inputs, bias)
+        together = {bias: torch.cat(parts) for bias, parts in waiting.items()}
+        if len(together) == 1 and total is None and not diagonal:  # large: written once, together with the bias's input
+            ((bias, rows),) = together.items()
+            a = F.pad(rows, (0, len(self.arrangement.shapes) - 1), value=bias)
             return _second(a, a, diagonal), number
-        total = self._empty(whole[0], diagonal, number) if total is None else total
-        if waiting:
-            self._add_second(total, torch.cat(waiting), None)
+        total = self._empty(whole[0], diagonal, ones) if total is None else total
+        for bias, rows in together.items():
+            self._add_second(total, rows, None, bias)
         return total, number
 
     def backprops(
@@ -257,8 +263,9 @@ class Scheme:
         together = _by_length(terms) if self.sharing == "reduce" else [[term] for term in terms]
         rows_of = self._mean_over_places if self.sharing == "reduce" else lambda part: self._whole(part[0])
         total, number = None, 0
-        for a in (rows_of(part)[:, 0] for same in together for part in self._chunks(same)):  # one chunk in memory
-            moment = sketch_rows(F.pad(a, (0, 1), value=1.0) if len(self.arrangement.shapes) > 1 else a)
+        for part in (part for same in together for part in self._chunks(same)):  # one chunk in memory
+            a = rows_of(part)[:, 0]
+            moment = sketch_rows(F.pad(a, (0, len(self.arrangement.shapes) - 1), value=_mean_bias(part)))
             total, number = moment if total is None else add_moments(total, moment), number + len(a)
         assert total is not None
         return total, number
@@ -289,8 +296,8 @@ class Scheme:
         for start in range(0, samples, step):
             yield [term if step >= samples else term.samples(slice(start, start + step)) for term in terms]
 
-    def _empty(self, term: Whole, diagonal: bool, number: int) -> Tensor:
-        """A moment of the inputs, zero but for the entry of the bias's constant 1."""
+    def _empty(self, term: Whole, diagonal: bool, number: float) -> Tensor:
+        """A moment of the inputs, zero but for the entry of the bias's input."""
         size = self.widths[0 if self.reading(term).flipped else 1]
         dims = [size] if diagonal else [size, size]
         moment = torch.zeros(term.groups, *dims, dtype=self.dtype, device=term.device)
@@ -299,8 +306,8 @@ class Scheme:
             corner.fill_(number)
         return moment
 
-    def _add_second(self, moment: Tensor, a: Tensor, inputs: Tensor | None) -> None:
-        """Add ``sum_n a a^T`` of activations (n, g, i) of some of the inputs (None: all), with the 1 of the bias."""
+    def _add_second(self, moment: Tensor, a: Tensor, inputs: Tensor | None, bias: float) -> None:
+        """Add ``sum_n a a^T`` of activations (n, g, i) of some inputs (None: all), and the products with the bias's."""
         diagonal = moment.ndim == 2
         some: Any = slice(a.shape[2]) if inputs is None else inputs
         part = _second(a, a, diagonal)
@@ -311,7 +318,7 @@ class Scheme:
         else:
             moment[:, inputs[:, None], inputs] += part
         if len(self.arrangement.shapes) > 1 and not diagonal:
-            total = a.sum(0)
+            total = bias * a.sum(0)
             moment[:, -1, some] += total
             moment[:, some, -1] += total
 
@@ -334,25 +341,6 @@ class Scheme:
                 number = number + weights.sum()
             moment.index_add_(0, index.flatten(), weights.flatten())
         return moment[None], number
-
-
-def merge_products(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One pair for the sum of several Kronecker products (tied weights), with the same trace.
-
-    Each side is the sum over the products, weighted by the trace of the other side. Pairs are those of one `Scheme`.
-    """
-    if len(sides) == 1:
-        return sides[0]
-    traces = [(moment_diagonal(r).sum(1), moment_diagonal(c).sum(1)) for r, c in sides]
-    total = torch.stack([r * c for r, c in traces]).sum(0).clamp(min=torch.finfo(sides[0][0].dtype).tiny).sqrt()
-
-    def side(k: int) -> Tensor:
-        parts = [
-            pair[k] * t[1 - k].reshape(-1, *[1] * (pair[k].ndim - 1)) for pair, t in zip(sides, traces, strict=True)
-        ]
-        return torch.stack(parts).sum(0) / total.reshape(-1, *[1] * (parts[0].ndim - 1))
-
-    return side(0), side(1)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -394,6 +382,11 @@ def _is_wide(term: Convolution) -> bool:
 def _by_length(terms: Sequence[Read]) -> list[list[Read]]:
     """Grouped by number of samples, which is one group unless sample axes are guessed."""
     return [[term for term in terms if len(term) == n] for n in dict.fromkeys(map(len, terms))]
+
+
+def _mean_bias(terms: Sequence[Whole]) -> float:
+    """The mean over places of the bias's input, which is 0 where the weight is read without the bias."""
+    return sum(term.places for term in terms if term.has_bias) / max(1, sum(term.places for term in terms))
 
 
 def _valid(term: IndexedRows) -> Tensor:

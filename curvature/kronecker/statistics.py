@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker.factors import Reading, Scheme, merge_products
-from curvature.linalg import add_moments_, fill_slot, is_sketch, scale_moment, sum_slots
+from curvature.kronecker.factors import Reading, Scheme
+from curvature.linalg import add_moments_, fill_slot, is_sketch, moment_diagonal, scale_moment, sum_slots
 
 
 @dataclass
@@ -103,3 +103,22 @@ class KroneckerStatistics:
             if float(sums[key + "number"]):  # otherwise no process read the weight in this way
                 reading = Reading(key[0] == "y", key[1] == "y")
                 self.activations[reading], self.backprops[reading] = (a, sums[key + "number"]), b
+
+
+def merge_products(sides: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One pair for the sum of several Kronecker products (tied weights), with the same trace.
+
+    Each side is the sum over the products, weighted by the trace of the other side. Pairs are those of one `Scheme`.
+    """
+    if len(sides) == 1:
+        return sides[0]
+    traces = [(moment_diagonal(r).sum(1), moment_diagonal(c).sum(1)) for r, c in sides]
+    total = torch.stack([r * c for r, c in traces]).sum(0).clamp(min=torch.finfo(sides[0][0].dtype).tiny).sqrt()
+
+    def side(k: int) -> Tensor:
+        parts = [
+            pair[k] * t[1 - k].reshape(-1, *[1] * (pair[k].ndim - 1)) for pair, t in zip(sides, traces, strict=True)
+        ]
+        return torch.stack(parts).sum(0) / total.reshape(-1, *[1] * (parts[0].ndim - 1))
+
+    return side(0), side(1)

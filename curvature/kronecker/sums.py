@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvature.kronecker.factors import merge_products
+from curvature.kronecker.statistics import merge_products
 from curvature.linalg import (
     cholesky_with_jitter,
     eigenvalue_rounding,

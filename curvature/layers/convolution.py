@@ -49,15 +49,15 @@ class _ConvolutionRule(Rule):
         stride, dilation, groups = _geometry(call.args, weight.ndim - 2)
         padding = padding_amounts(call.args.get("padding", 0), weight.shape[2:], dilation)
         dtype = torch.promote_types(x.dtype, b.dtype)
-        seen, sent = self.roles(x.to(dtype), b.to(dtype), padding)
-        term = Convolution(layout.front(seen), layout.front(sent), tuple(weight.shape), stride, dilation, groups)
-        return self.view(term, padding)
+        seen, sent = self.roles(layout.front(x.to(dtype)), layout.front(b.to(dtype)))
+        term = Convolution(seen, sent, tuple(weight.shape), stride, dilation, groups, tuple(padding))
+        return self.view(term)
 
-    def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
-        """The padded tensor that the kernel slides over, and the one at the positions of the kernel."""
+    def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """The tensor that the kernel slides over, and the one at the positions of the kernel."""
         raise NotImplementedError
 
-    def view(self, term: Convolution, padding: list[int]) -> Term:
+    def view(self, term: Convolution) -> Term:
         """The term of the layer, given the convolution whose gradients it shares."""
         return term
 
@@ -69,8 +69,8 @@ class ConvolutionRule(_ConvolutionRule):
     functions = (F.conv1d, F.conv2d, F.conv3d)
     signature = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
-    def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
-        return F.pad(x, padding), b
+    def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return x, b
 
 
 @register
@@ -80,8 +80,8 @@ class TransposedConvolutionRule(_ConvolutionRule):
     functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     signature = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
-    def roles(self, x: Tensor, b: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
-        return F.pad(b, padding), x
+    def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return b, x
 
-    def view(self, term: Convolution, padding: list[int]) -> Term:
-        return TransposedConvolution(term, tuple(padding[::-2]))
+    def view(self, term: Convolution) -> Term:
+        return TransposedConvolution(term)

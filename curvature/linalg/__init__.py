@@ -5,6 +5,7 @@ works (as given, in float64, on the CPU, with jitter); damped inverses from the 
 moments that are too large to store; tolerances for rounding errors. Nothing here knows about networks.
 """
 
+from curvature.linalg.block_lanczos import largest_eigenpairs
 from curvature.linalg.decompositions import (
     NotDefinite,
     cholesky,
@@ -45,9 +46,9 @@ from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 __all__ = [
     "LOW_RANK_MIN_SIZE", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_", "are_true",
     "average_moments", "by_device", "cholesky", "cholesky_with_jitter", "count_recovery", "damp_eigenvalues",
-    "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision", "is_sketch", "low_rank_inverses",
-    "matmul", "moment_diagonal", "noise_floor", "optimistically", "own_precision", "product_rounding", "psd_eigh", "qr",
-    "recovery_counts", "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum",
-    "spd_inverse", "stack", "stacked", "sum_slots", "symmetric_eigh", "symmetrize", "try_cholesky", "try_decompose",
-    "widen", "widest",
+    "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision", "is_sketch", "largest_eigenpairs",
+    "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "optimistically", "own_precision",
+    "product_rounding", "psd_eigh", "qr", "recovery_counts", "require_finite", "rounding_tolerance", "scale_moment",
+    "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "stacked", "sum_slots", "symmetric_eigh",
+    "symmetrize", "try_cholesky", "try_decompose", "widen", "widest",
 ]  # fmt: skip

@@ -17,9 +17,11 @@ from curvature.losses.injections import (
     sampled,
 )
 from curvature.losses.per_sample import (
+    GaussianNLLLoss,
     Loss,
     is_entrywise,
     join_heads,
+    name_of,
     per_sample_losses,
     reduction_of,
     resolve,
@@ -27,6 +29,7 @@ from curvature.losses.per_sample import (
 )
 
 __all__ = [
-    "Curved", "Injection", "Loss", "Random", "SEED", "empirical", "exact", "is_entrywise", "isotropic",
-    "join_heads", "per_sample_losses", "propagated", "reduction_of", "resolve", "sample_masses", "sampled",
+    "Curved", "GaussianNLLLoss", "Injection", "Loss", "Random", "SEED", "empirical", "exact", "is_entrywise",
+    "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of", "resolve",
+    "sample_masses", "sampled",
 ]  # fmt: skip

@@ -32,6 +32,7 @@ from curvature.losses.output_batch import OutputBatch
 from curvature.losses.output_hessian import (
     LinearMap,
     OutputCurvature,
+    class_gradients,
     fisher_information,
     hessian,
     hessian_root,
@@ -130,8 +131,8 @@ class Injection:
 
         Returns:
             Of (size or fewer, *output.shape) each, dtype and device of the output, no graph; right None means left.
-            There are `number` in all. Samples may share a vector; rows of one sample do only if the matrix has entries
-            between them.
+            There are `number` in all, or fewer. Samples may share a vector; rows of one sample do only if the matrix
+            has entries between them.
 
         Raises:
             ValueError: as for `vectors`, except that `exact` allows non-convex losses; ``count`` or ``size`` is
@@ -142,7 +143,7 @@ class Injection:
         return (_cast_pair(output.dtype, make(start, min(start + size, k))) for start in range(0, k, size))
 
     def number(self, output: Tensor, count: int) -> int:
-        """How many vectors `pairs` yields in all."""
+        """How many vectors `pairs` yields in all, at most."""
         raise NotImplementedError
 
     def product(
@@ -271,10 +272,11 @@ class Random(Injection):
         return self.k
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
-        draw, source = self._draws(batch), batch.generator
-        if source is None:
-            source = torch.Generator(batch.output.device).manual_seed(SEED)
+        draw, source = self._draws(batch), self._source(batch)
         return self.k, lambda start, stop: draw(stop - start, source) / self.k**0.5
+
+    def _source(self, batch: OutputBatch) -> torch.Generator:
+        return batch.generator or torch.Generator(batch.output.device).manual_seed(SEED)
 
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         raise NotImplementedError
@@ -286,6 +288,14 @@ class Sampled(Random):
 
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         return label_gradient_sampler(self._require(batch.loss), batch.output, batch.target, batch.count)
+
+    def _pair_source(self, batch: OutputBatch) -> tuple[int, MakePairs]:
+        loss, source = self._require(batch.loss), self._source(batch)
+        found = class_gradients(loss, batch.output, batch.target, batch.count, self.k, source)
+        if found is None:
+            return super()._pair_source(batch)
+        number, make = found
+        return number, lambda start, stop: (make(start, stop) / self.k**0.5, None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -354,6 +364,10 @@ def sampled(k: int = 1) -> Injection:
     normal (``MSELoss`` with variance 1/2; ``GaussianNLLLoss``, both heads) and Poisson (``PoissonNLLLoss``). In a mean
     over T terms per sample, the gradient of each term is divided by sqrt(T), not T: the labels of the terms are
     independent, so their second moments add up to H.
+
+    Matrices of a cross-entropy with C < k classes and one label per sample cost C vectors, not k: each class once,
+    weighed by how often it was drawn. Without ``generator=``, repeated calls draw the same labels (the other random
+    injections likewise): for independent estimates pass the same ``torch.Generator`` to each.
 
     Raises:
         ValueError: k is not an integer of at least 1.

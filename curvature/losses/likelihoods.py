@@ -87,6 +87,19 @@ class Categorical(Likelihood):
         label = draw_classes(self.output, k, generator)
         return self.p.expand(k, *self.p.shape).scatter_add(2, label, self.p.new_full((), -1.0).expand_as(label))
 
+    def draw_by_class(self, k: int, generator: torch.Generator) -> Callable[[int, int], Tensor]:
+        """For logits (N, C): C vectors whose outer products add up to those of k independent draws.
+
+        Vector c is the gradient at class c times the root of how often it was drawn. Returns a function that makes
+        vectors start..stop, (stop - start, N, C).
+        """
+        below = self.p.cumsum(1)
+        where = torch.rand(len(self.p), k, generator=generator, dtype=self.p.dtype, device=self.p.device)
+        label = torch.searchsorted(below / below[:, -1:], where, right=True).clamp(max=self.p.shape[1] - 1)
+        roots = torch.zeros_like(self.p).scatter_add_(1, label, torch.ones_like(where)).sqrt()
+        eye = torch.eye(self.p.shape[1], dtype=self.p.dtype, device=self.p.device)
+        return lambda start, stop: roots.T[start:stop, :, None] * (self.p - eye[start:stop, None])
+
 
 class LogProbabilities(DiagonalLikelihood):
     """Of log-probabilities (N, C, ...) whose exponentials sum to one: H = diag(p).

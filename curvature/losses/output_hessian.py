@@ -156,6 +156,24 @@ def label_gradient_sampler(loss: Loss, output: Tensor, target: Any = None, count
     return lambda k, generator: scale * unit.draw(k, generator)
 
 
+def class_gradients(
+    loss: Loss, output: Tensor, target: Any, count: int, k: int, generator: torch.Generator
+) -> tuple[int, Callable[[int, int], Tensor]] | None:
+    """Fewer vectors than k with the outer products of k labels' gradients: their number, and what makes some of them.
+
+    None unless a sample is one term with fewer than k classes: with several, labels of terms would go together.
+    """
+    loss, kind = _resolve(loss)
+    if output.ndim != 2 or len(output) != count or output.shape[1] >= k or kind is None or kind.likelihood is None:
+        return None
+    unit = kind.likelihood(loss, output)
+    if not isinstance(unit, likelihoods.Categorical):
+        return None
+    scale = term_masses(loss, output, target, count=count).sqrt()
+    make = unit.draw_by_class(k, generator)
+    return output.shape[1], lambda start, stop: scale * make(start, stop)
+
+
 def term_masses(
     loss: Loss, output: Tensor, target: Any = None, strict: bool = True, count: int | None = None
 ) -> Tensor:

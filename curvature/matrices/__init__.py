@@ -3,8 +3,10 @@
 In: a model, a loss and data. Out: an operator (`curvature.operators`). A builder goes over the data (`passes`), sends
 an injection's vectors back from the output of every batch, and adds up the terms that result (`accumulators`), one
 accumulator for each layer (`block_structure`). Matrix-free operators go over the data at every product (`products`).
+`DataSource` and `RecordedBatch` are that pass, for what else needs the terms of ``J^T v``.
 """
 
+from curvature.matrices.block_structure import space_of
 from curvature.matrices.builders import (
     ekfac,
     empirical_fisher,
@@ -15,5 +17,9 @@ from curvature.matrices.builders import (
     hessian,
     kfac,
 )
+from curvature.matrices.passes import DataSource, RecordedBatch
 
-__all__ = ["ekfac", "empirical_fisher", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton", "hessian", "kfac"]
+__all__ = [
+    "DataSource", "RecordedBatch", "ekfac", "empirical_fisher", "fisher", "fisher_blocks", "fisher_diagonal",
+    "gauss_newton", "hessian", "kfac", "space_of",
+]  # fmt: skip

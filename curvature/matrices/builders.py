@@ -43,8 +43,9 @@ def fisher_diagonal(
             dict of keyword arguments.
         inject: `exact`, `sampled`, `propagated`, `isotropic` or `empirical`.
         sample_dim: the axis of the samples; or one each for input, output and target.
-        generator: for the random injections, on the model's device; None: one with a fixed seed. The global random
-            state is not touched.
+        generator: for the random injections, on the model's device; None: one with a fixed seed, so that
+            repeated calls draw the same numbers; for independent estimates pass the same generator to each. The global
+            random state is not touched.
         progress: whether to show a bar over the batches.
 
     Returns:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -23,10 +23,14 @@ from curvature.gradients import (
     batched_vjp,
     find_plan,
     general_path_terms,
+    kind_of,
     learn_and_verify,
+    number_of_batches,
+    pairs,
     plan_key,
     record,
     require_independent_samples,
+    require_pairs,
     single_sample_reference,
     terms_by_parameter,
     validate_loss,
@@ -108,47 +112,6 @@ class DataSource:
         return getattr(self.loss, "reduction", "mean") == "sum"
 
 
-def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
-    """The pairs (x, y) of one pair or of an iterable of pairs."""
-    nested = isinstance(data, list) and all(isinstance(entry, tuple | list) and len(entry) == 2 for entry in data)
-    if isinstance(data, tuple | list) and len(data) == 2 and not nested:
-        yield data[0], data[1]
-        return
-    require_pairs(data)
-    for entry in data:
-        if not isinstance(entry, tuple | list) or len(entry) != 2:
-            raise TypeError(
-                f"data: expected pairs (x, y), x a tensor, a tuple of positional or a dict of keyword arguments; "
-                f"found {_describe(entry)}"
-            )
-        yield entry[0], entry[1]
-
-
-def require_pairs(data: Any) -> None:
-    """Refuse what is neither a pair nor an iterable of pairs, without iterating.
-
-    Raises:
-        TypeError: a tensor, a mapping, a string, or nothing iterable.
-    """
-    if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
-        raise TypeError(f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {_describe(data)}")
-
-
-def _describe(found: Any) -> str:
-    size = f" of {len(found)}" if isinstance(found, tuple | list | dict) else ""
-    return f"a {type(found).__name__}{size}"
-
-
-def number_of_batches(data: Any) -> int | None:
-    """The number of batches, if the data tell it."""
-    if isinstance(data, tuple):
-        return 1
-    try:
-        return len(data)
-    except TypeError:
-        return None
-
-
 class RecordedBatch:
     """The recorded forward pass of one batch; sends vectors back from its output."""
 
@@ -157,7 +120,7 @@ class RecordedBatch:
         self.batch, self.loss, self.tape, self.random = batch, loss, tape, drew_random()
         require_independent_samples(tape)
         if not isinstance(output, Tensor):
-            raise TypeError(f"model: expected a tensor as output (or one in .logits), found {_describe(output)}")
+            raise TypeError(f"model: expected a tensor as output (or one in .logits), found {kind_of(output)}")
         self.output = output
         self._patches: dict[str, list[Tensor]] = {}
 

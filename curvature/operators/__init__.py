@@ -1,19 +1,22 @@
 """The algebra of symmetric matrices over a model's parameters.
 
 In: blocks and factors, or a product with vectors. Out: operators with `@`, `solve`, `trace`, `diagonal`, `logdet`,
-`sample`, `to_dense`, ... `Operator` has dense defaults, each structure faster overrides.
+`sample`, `to_dense`, ... `Operator` has dense defaults, each structure faster overrides. As quadratic models of
+losses they are penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 """
 
-from curvature.operators.base import DENSE_LIMIT, Dense, Operator, Scaled, Sum
+from curvature.operators.base import Dense, Operator, Scaled, Sum
 from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
+from curvature.operators.costs import DENSE_LIMIT
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.loading import load
 from curvature.operators.matrix_free import MatrixFree
+from curvature.operators.quadratic import merge, quadratic_penalty
 from curvature.operators.space import Space
 
 __all__ = [
     "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Kronecker", "MatrixFree", "Operator",
-    "RowBlocks", "Scaled", "Space", "Sum", "conjugate_gradient", "load", "truncated_conjugate_gradient",
-    "two_sided",
+    "RowBlocks", "Scaled", "Space", "Sum", "conjugate_gradient", "load", "merge", "quadratic_penalty",
+    "truncated_conjugate_gradient", "two_sided",
 ]  # fmt: skip

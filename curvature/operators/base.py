@@ -6,21 +6,29 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from os import PathLike
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import NotDefinite, cholesky, eigenvalues_of, full_precision, matmul, require_finite, symmetrize
-from curvature.operators.export import scipy_operator, to_plain_data
+from curvature.linalg import (
+    NotDefinite,
+    cholesky,
+    eigenvalues_of,
+    full_precision,
+    largest_eigenpairs,
+    matmul,
+    require_finite,
+    symmetrize,
+)
+from curvature.operators.costs import MAX_DIRECT_SIZE, require_dense_size, warn_of_decomposition, warn_of_products
+from curvature.operators.export import Exportable
 from curvature.operators.space import Space
 
 T = TypeVar("T")
-DENSE_LIMIT = 30_000  # most rows of a matrix that is built implicitly
 
 
-class Operator(ABC):
+class Operator(Exportable, ABC):
     """A symmetric P x P matrix M on the flat vectors of a space.
 
     Vectors are flat (P,), columns (P, c), or dicts of tensors by parameter name; methods return the form that they are
@@ -33,7 +41,7 @@ class Operator(ABC):
         space: names, shapes, dtype and device of the parameters.
     """
 
-    fields: tuple[str, ...] = ()  # constructor arguments that are attributes, for saving
+    is_known_by_products = False  # whether only products are cheap
     __array_ufunc__ = None  # let the operator handle a NumPy number times itself
 
     def __init__(self, space: Space) -> None:
@@ -88,18 +96,10 @@ class Operator(ABC):
         Raises:
             ValueError: P exceeds `DENSE_LIMIT`.
         """
-        self._allow_dense()
+        require_dense_size(self.space)
+        if self.is_known_by_products:
+            warn_of_products(self.space)
         return self._matmat(torch.eye(self.space.size, dtype=self.space.dtype, device=self.space.device))
-
-    def _allow_dense(self) -> None:
-        rows = self.space.size
-        if rows > DENSE_LIMIT:
-            gigabytes = rows**2 * self.space.dtype.itemsize / 1e9
-            raise ValueError(
-                f"this needs a dense {rows} x {rows} matrix ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT}. "
-                "These need products only: conjugate_gradient, hutchpp_trace, xtrace, xdiag, lanczos_eigenvalues, "
-                "lanczos_logdet, spectral_density"
-            )
 
     def materialise(self) -> Dense:
         """The same matrix as `Dense`, which can be saved and solves without further products."""
@@ -113,9 +113,36 @@ class Operator(ABC):
         """The trace, a scalar tensor."""
         return self.diagonal().sum()
 
-    def eigenvalues(self) -> Tensor:
-        """All eigenvalues, ascending, (P,)."""
-        return self.materialise().eigenvalues()
+    def frobenius_norm(self) -> Tensor:
+        """The root of the sum of squares of all entries, a scalar tensor."""
+        return self.to_dense().norm()
+
+    def eigenvalues(self, k: int | None = None) -> Tensor:
+        """All eigenvalues, ascending, (P,), or only the k largest, (k,).
+
+        With more than 2000 rows, the k largest of a matrix known by its products (`MatrixFree`, sums, multiples) come
+        from block Lanczos, usually by some tens of products; `lanczos_eigenvalues` has tolerances. The k smallest are
+        ``-(-M).eigenvalues(k)``.
+
+        Raises:
+            ValueError: k is not between 1 and P; or, without k, P exceeds `DENSE_LIMIT`.
+            RuntimeError: Lanczos does not converge.
+        """
+        if k is None:
+            return self._eigenvalues()
+        if not isinstance(k, int) or not 1 <= k <= self.space.size:
+            raise ValueError(f"a matrix with {self.space.size} rows has no {k} largest eigenvalues")
+        return self._largest_eigenvalues(k)
+
+    def _eigenvalues(self) -> Tensor:
+        if self.is_known_by_products:
+            warn_of_decomposition(self.space)
+        return self.materialise()._eigenvalues()
+
+    def _largest_eigenvalues(self, k: int) -> Tensor:
+        if self.is_known_by_products and self.space.size > MAX_DIRECT_SIZE:
+            return largest_eigenpairs(self.__matmul__, self.space.normal(k))[0]
+        return self._eigenvalues()[-k:]
 
     @overload
     def solve(self, v: Tensor, damping: float = 0.0) -> Tensor: ...
@@ -162,9 +189,7 @@ class Operator(ABC):
             ValueError: as for `solve`.
         """
         if isinstance(k, float) or (k is not None and k < 1):
-            raise TypeError(
-                f"k: expected a number of draws, found {k!r}; damping is given by name, sample(damping=...)"
-            )
+            raise TypeError(f"k: expected a number of draws, found {k!r}; damping goes by name: sample(damping=...)")
         if generator is None:
             generator = self._generator = self._generator or self.space.generator()
         noise = self.space.normal(1 if k is None else k, generator)
@@ -209,43 +234,6 @@ class Operator(ABC):
     def __sub__(self, other: Operator) -> Operator:
         return self + other.scaled(-1.0) if isinstance(other, Operator) else NotImplemented
 
-    def to_scipy(self) -> Any:
-        """A ``scipy.sparse.linalg.LinearOperator`` with the same product, on NumPy arrays.
-
-        Raises:
-            ImportError: SciPy is not installed.
-        """
-        return scipy_operator(self.space, self._matmat)
-
-    def state(self) -> dict[str, Any]:
-        """Tensors, numbers, strings and lists of them, for `save`.
-
-        Raises:
-            TypeError: the matrix is known only by its products; call `materialise` first.
-        """
-        name = type(self).__name__
-        if not self.fields:
-            raise TypeError(f"a {name} has only products, which cannot be saved: call .materialise() first")
-        return {"structure": name, **{field: to_plain_data(getattr(self, field)) for field in self.fields}}
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the matrix to a file, for `load`.
-
-        Raises:
-            TypeError: as for `state`.
-        """
-        torch.save(self.state(), path)
-
-    def _details(self) -> list[str]:
-        return []
-
-    def __repr__(self) -> str:
-        names = self.space.names
-        shown = ", ".join(names) if len(names) <= 4 else f"{names[0]}, ..., {names[-1]} ({len(names)} parameters)"
-        dtype = str(self.space.dtype).removeprefix("torch.")
-        size = f"{self.space.size} x {self.space.size}"
-        return f"{type(self).__name__}({', '.join([size, *self._details(), dtype, str(self.space.device)])}; {shown})"
-
 
 class Dense(Operator):
     """A matrix given by its entries.
@@ -274,7 +262,12 @@ class Dense(Operator):
     def materialise(self) -> Dense:
         return self
 
-    def eigenvalues(self) -> Tensor:
+    def __add__(self, other: Operator) -> Operator:
+        if isinstance(other, Dense) and other.space == self.space:
+            return Dense(self.space, self.matrix + other.matrix)
+        return super().__add__(other)
+
+    def _eigenvalues(self) -> Tensor:
         return eigenvalues_of(self.matrix)
 
     def _cholesky(self, damping: float) -> Tensor:
@@ -306,6 +299,7 @@ class Scaled(Operator):
     def __init__(self, inner: Operator, factor: float, shift: float = 0.0) -> None:
         super().__init__(inner.space)
         self.inner, self.factor, self.shift = inner, require_finite(factor), require_finite(shift)
+        self.is_known_by_products = inner.is_known_by_products
 
     def _matmat(self, V: Tensor) -> Tensor:
         product = self.factor * self.inner._matmat(V)
@@ -322,8 +316,14 @@ class Scaled(Operator):
     def trace(self) -> Tensor:
         return self.factor * self.inner.trace() + self.shift * self.space.size
 
-    def eigenvalues(self) -> Tensor:
-        return (self.factor * self.inner.eigenvalues() + self.shift).sort().values
+    def frobenius_norm(self) -> Tensor:
+        size, norm = self.space.size, self.factor * self.inner.frobenius_norm()
+        if not self.shift:
+            return norm.abs()
+        return (norm.square() + self.shift * (2 * self.factor * self.inner.trace() + self.shift * size)).sqrt()
+
+    def _eigenvalues(self) -> Tensor:
+        return (self.factor * self.inner._eigenvalues() + self.shift).sort().values
 
     def _either(self, damping: float, inner: Callable[[float], T], dense: Callable[[Dense], T]) -> T:
         """Use M with the equivalent damping, else the dense matrix, so that errors are in the units of this one."""
@@ -361,19 +361,19 @@ class Scaled(Operator):
 
 
 class Sum(Operator):
-    """The sum of matrices over the same space; its solves are dense.
+    """The sum of matrices over the same space; its solves are dense, its largest eigenvalues from products.
 
     Raises:
         ValueError: the spaces differ.
     """
 
     fields = ("terms",)
+    is_known_by_products = True
 
     def __init__(self, terms: Sequence[Operator]) -> None:
         super().__init__(terms[0].space)
-        self.terms: list[Operator] = [
-            inner for term in terms for inner in (term.terms if isinstance(term, Sum) else [term])
-        ]
+        nested = (term.terms if isinstance(term, Sum) else [term] for term in terms)
+        self.terms: list[Operator] = [term for inner in nested for term in inner]
         for term in self.terms:
             if term.space != self.space:
                 raise ValueError(f"a sum needs matrices over the same space, found {self.space} and {term.space}")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvature.linalg import damp_eigenvalues, require_finite
 from curvature.operators.base import Operator
+from curvature.operators.costs import require_dense_size
 from curvature.operators.space import Space
 
 
@@ -36,13 +37,16 @@ class Diagonal(Operator):
         return self.values[:, None] * V
 
     def to_dense(self) -> Tensor:
-        self._allow_dense()
+        require_dense_size(self.space)
         return self.values.diag()
 
     def diagonal(self) -> Tensor:
         return self.values
 
-    def eigenvalues(self) -> Tensor:
+    def frobenius_norm(self) -> Tensor:
+        return self.values.norm()
+
+    def _eigenvalues(self) -> Tensor:
         return self.values.sort().values
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
@@ -62,6 +66,11 @@ class Diagonal(Operator):
 
     def damped(self, damping: float) -> Operator:
         return Diagonal(self.space, self.values + require_finite(damping))
+
+    def __add__(self, other: Operator) -> Operator:
+        if isinstance(other, Diagonal) and other.space == self.space:
+            return Diagonal(self.space, self.values + other.values)
+        return super().__add__(other)
 
 
 class BlockDiagonal(Operator):
@@ -112,7 +121,7 @@ class BlockDiagonal(Operator):
             raise KeyError(f"{len(found)} blocks are called {layer!r}: there are {there}")
         return found[0]
 
-    def _by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
+    def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
         """Apply a function to each block and its rows (P_block, ...) of V, and concatenate the results."""
         rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))
         found: dict[str, Tensor] = {}
@@ -126,10 +135,10 @@ class BlockDiagonal(Operator):
         return BlockDiagonal(self.space, [function(block) for block in self.blocks.values()])
 
     def _matmat(self, V: Tensor) -> Tensor:
-        return self._by_blocks(lambda block, rows: block._matmat(rows), V)
+        return self.by_blocks(lambda block, rows: block._matmat(rows), V)
 
     def to_dense(self) -> Tensor:
-        self._allow_dense()
+        require_dense_size(self.space)
         dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
         for block in self.blocks.values():
             where = self.space.positions(block.space.names)
@@ -138,19 +147,26 @@ class BlockDiagonal(Operator):
 
     def diagonal(self) -> Tensor:
         template = self.space.positions(self.space.names)  # only its rows matter
-        return self._by_blocks(lambda block, _: block.diagonal(), template)
+        return self.by_blocks(lambda block, _: block.diagonal(), template)
 
     def trace(self) -> Tensor:
         return torch.stack([block.trace() for block in self.blocks.values()]).sum()
 
-    def eigenvalues(self) -> Tensor:
-        return torch.cat([block.eigenvalues() for block in self.blocks.values()]).sort().values
+    def frobenius_norm(self) -> Tensor:
+        return torch.stack([block.frobenius_norm() for block in self.blocks.values()]).norm()
+
+    def _eigenvalues(self) -> Tensor:
+        return torch.cat([block._eigenvalues() for block in self.blocks.values()]).sort().values
+
+    def _largest_eigenvalues(self, k: int) -> Tensor:
+        parts = [block.eigenvalues(min(k, block.space.size)) for block in self.blocks.values()]
+        return torch.cat(parts).sort().values[-k:]
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        return self._by_blocks(lambda block, rows: block._solve(rows, damping), V)
+        return self.by_blocks(lambda block, rows: block._solve(rows, damping), V)
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        return self._by_blocks(lambda block, rows: block._inverse_root(rows, damping), Z)
+        return self.by_blocks(lambda block, rows: block._inverse_root(rows, damping), Z)
 
     def inverse(self, damping: float = 0.0) -> Operator:
         return self._map_blocks(lambda block: block.inverse(damping))
@@ -163,6 +179,15 @@ class BlockDiagonal(Operator):
 
     def damped(self, damping: float) -> Operator:
         return self._map_blocks(lambda block: block.damped(damping))
+
+    def __add__(self, other: Operator) -> Operator:
+        """Blocks of the same parameters are added apart."""
+        if isinstance(other, BlockDiagonal) and other.space == self.space:
+            pairs = [(block, other.blocks.get(name)) for name, block in self.blocks.items()]
+            alike = [(a, b) for a, b in pairs if b is not None and a.space == b.space]
+            if len(alike) == len(pairs):
+                return BlockDiagonal(self.space, [a + b for a, b in alike])
+        return super().__add__(other)
 
     def factored_damping(self, damping: float) -> Operator:
         """Every block with its own `factored_damping`: exact for those that have no Kronecker factors."""
@@ -222,8 +247,14 @@ class RowBlocks(Operator):
     def trace(self) -> Tensor:
         return self.inner.trace()
 
-    def eigenvalues(self) -> Tensor:
-        return self.inner.eigenvalues()
+    def frobenius_norm(self) -> Tensor:
+        return self.inner.frobenius_norm()
+
+    def _eigenvalues(self) -> Tensor:
+        return self.inner._eigenvalues()
+
+    def _largest_eigenvalues(self, k: int) -> Tensor:
+        return self.inner._largest_eigenvalues(k)
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
         return self._to_space_order(self.inner._solve(V[self.order], damping))

@@ -5,12 +5,58 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvature.operators.space import Space
+
+
+class Exportable:
+    """Base of operators: the ways into files, SciPy and text."""
+
+    space: Space
+    _matmat: Callable[[Tensor], Tensor]
+    fields: tuple[str, ...] = ()  # constructor arguments that are attributes, for saving
+
+    def to_scipy(self) -> Any:
+        """A ``scipy.sparse.linalg.LinearOperator`` with the same product, on NumPy arrays.
+
+        Raises:
+            ImportError: SciPy is not installed.
+        """
+        return scipy_operator(self.space, self._matmat)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors, numbers, strings and lists of them, for `save`.
+
+        Raises:
+            TypeError: the matrix is known only by its products; call `materialise` first.
+        """
+        name = type(self).__name__
+        if not self.fields:
+            raise TypeError(f"a {name} has only products, which cannot be saved: call .materialise() first")
+        return {"structure": name, **{field: to_plain_data(getattr(self, field)) for field in self.fields}}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the matrix to a file, for `load`.
+
+        Raises:
+            TypeError: as for `state`.
+        """
+        torch.save(self.state(), path)
+
+    def _details(self) -> list[str]:
+        return []
+
+    def __repr__(self) -> str:
+        names = self.space.names
+        shown = ", ".join(names) if len(names) <= 4 else f"{names[0]}, ..., {names[-1]} ({len(names)} parameters)"
+        dtype = str(self.space.dtype).removeprefix("torch.")
+        size = f"{self.space.size} x {self.space.size}"
+        return f"{type(self).__name__}({', '.join([size, *self._details(), dtype, str(self.space.device)])}; {shown})"
 
 
 def to_plain_data(value: Any) -> Any:

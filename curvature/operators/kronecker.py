@@ -22,6 +22,7 @@ from curvature.linalg import (
     try_cholesky,
 )
 from curvature.operators.base import Operator
+from curvature.operators.costs import require_dense_size
 from curvature.operators.space import Space
 from curvature.terms import AffineLayout
 
@@ -159,7 +160,10 @@ class EigenKronecker(LayerOperator):
     def trace(self) -> Tensor:
         return self.values.sum()
 
-    def eigenvalues(self) -> Tensor:
+    def frobenius_norm(self) -> Tensor:
+        return self.values.norm()
+
+    def _eigenvalues(self) -> Tensor:
         return self.values.flatten().sort().values
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
@@ -242,7 +246,7 @@ class Kronecker(LayerOperator):
         return self._to_columns(two_sided(self.rows, self._to_matrices(V), self.columns))
 
     def to_dense(self) -> Tensor:
-        self._allow_dense()
+        require_dense_size(self.space)
         dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
         spans = torch.arange(self.space.size, device=self.space.device).split(self.space.sizes)
         places = [span.reshape(shape) for span, shape in zip(spans, self.space.shapes, strict=True)]
@@ -258,8 +262,11 @@ class Kronecker(LayerOperator):
     def trace(self) -> Tensor:
         return (_diagonal(self.rows).sum(1) * _diagonal(self.columns).sum(1)).sum()
 
-    def eigenvalues(self) -> Tensor:
-        return self.eigen.eigenvalues()
+    def frobenius_norm(self) -> Tensor:
+        return (self.rows.flatten(1).norm(dim=1) * self.columns.flatten(1).norm(dim=1)).norm()
+
+    def _eigenvalues(self) -> Tensor:
+        return self.eigen._eigenvalues()
 
     def _of_inverses(self) -> Kronecker | None:
         """``kron(B^-1, A^-1)``; None where a factor may be singular, or where eigenvalues are known already."""

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from curvature.operators.base import Operator
 from curvature.operators.conjugate_gradient import conjugate_gradient
+from curvature.operators.costs import MAX_DIRECT_SIZE, require_dense_size
 from curvature.operators.space import Space
-
-MAX_DIRECT_SIZE = 2000  # a solve builds matrices of at most this many rows
 
 
 class MatrixFree(Operator):
@@ -18,7 +17,8 @@ class MatrixFree(Operator):
 
     With up to 2000 rows, `solve` and `inverse` build and decompose the matrix; with more, they use `conjugate_gradient`
     with its default tolerance (call that directly for a preconditioner). Nothing is cached: ``materialise()`` gives a
-    matrix that several calls can share. All other methods build the matrix, with up to `DENSE_LIMIT` rows.
+    matrix that several calls can share. All other methods but ``eigenvalues(k)`` build the matrix, with up to
+    `DENSE_LIMIT` rows, and warn of the cost above 2000.
 
     Args:
         space: of the parameters.
@@ -27,6 +27,8 @@ class MatrixFree(Operator):
         dense: a cheaper exact way to compute the matrix, (P, P).
         trace: a cheaper exact way to compute the trace, a scalar tensor.
     """
+
+    is_known_by_products = True
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class MatrixFree(Operator):
         return self.space.checked(self._product(V), V.shape, "the product with the matrix")
 
     def to_dense(self) -> Tensor:
-        self._allow_dense()
+        require_dense_size(self.space)
         return super().to_dense() if self._known_dense is None else self._known_dense()
 
     def diagonal(self) -> Tensor:
@@ -67,6 +69,8 @@ class MatrixFree(Operator):
 
 class Inverse(Operator):
     """``K^-1`` with ``K = M + damping I``; each product solves with M."""
+
+    is_known_by_products = True
 
     def __init__(self, inner: Operator, damping: float) -> None:
         super().__init__(inner.space)

@@ -11,11 +11,19 @@ from curvature.recording.eager import force_eager, unwrap_compiled
 from curvature.recording.listener import Listener, capture
 from curvature.recording.log import warn_once
 from curvature.recording.mode import traceable_body
-from curvature.recording.model_call import ModelState, RandomState, call_model, logits, map_tensors, preserve_state
+from curvature.recording.model_call import (
+    ModelState,
+    RandomState,
+    call_model,
+    fresh_random_numbers,
+    logits,
+    map_tensors,
+    preserve_state,
+)
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 __all__ = [
     "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "call_model", "capture", "force_eager",
-    "graph_functions", "graph_leaves", "graph_signature", "is_sharded", "logits", "map_tensors", "preserve_state",
-    "tape_from_graph", "tensors_in", "traceable_body", "unwrap_compiled", "warn_once",
+    "fresh_random_numbers", "graph_functions", "graph_leaves", "graph_signature", "is_sharded", "logits",
+    "map_tensors", "preserve_state", "tape_from_graph", "tensors_in", "traceable_body", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from curvature.recording.eager import force_eager_nonreentrant
@@ -21,10 +22,10 @@ def logits(output: Any) -> Any:
 
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:
-    """Run the model on a tensor, a tuple of positional or a dict of keyword arguments."""
+    """Run the model on a tensor or packed sequence, a tuple of positional or a dict of keyword arguments."""
     if isinstance(x, Mapping):
         return model(**x)
-    return model(*x) if isinstance(x, tuple | list) else model(x)
+    return model(*x) if isinstance(x, tuple | list) and not isinstance(x, PackedSequence) else model(x)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -61,9 +62,31 @@ class RandomState:
         return any(not torch.equal(a, b) for a, b in zip(self.states, self._now(), strict=True))
 
     def restore(self) -> None:
-        torch.set_rng_state(self.states[0])
-        for device, state in zip(self.devices, self.states[1:], strict=True):
+        self._set(self.states)
+
+    def seed(self, seed: int) -> None:
+        """Begin anew everywhere, until `restore`."""
+        self._set([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *self.devices)])
+
+    def _set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self.devices, states[1:], strict=True):
             _of(device).set_rng_state(state, *_index(device))
+
+
+@contextmanager
+def fresh_random_numbers(model: nn.Module) -> Iterator[None]:
+    """Run with random numbers of their own, from a seed that torch's generator of the CPU draws; it alone moves on.
+
+    For passes that restore the random state, and of which no two should share numbers.
+    """
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    state = RandomState(model)
+    state.seed(seed)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _of(device: torch.device) -> Any:

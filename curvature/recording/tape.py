@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvature.layers import Layout, RecordedCall, Rule, Unsupported
-from curvature.terms import Term
+from curvature.terms import Term, without_bias
 
 TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
 
@@ -103,7 +103,8 @@ class Use:
             raise Unsupported(f"{self.function} has no rule")
         if any(x._version != version for x, version in self.versions):
             raise Unsupported("the activation was changed in place after it was read")
-        return self.rule.term(self.call, slot, b, layout)
+        term = self.rule.term(self.call, slot, b, layout)
+        return term if self.rule.bias_of.get(slot) in self.slots else without_bias(term)
 
 
 class Tape:

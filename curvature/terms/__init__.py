@@ -15,12 +15,12 @@ from curvature.terms.affine_layout import AffineLayout
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients, merge_places, name_of_rows, row_ranges, sum_in_place, unfold
 from curvature.terms.convolution import Convolution, TransposedConvolution
-from curvature.terms.row_slices import RowSlice, Term, promote, to_device
+from curvature.terms.row_slices import RowSlice, Term, promote, to_device, without_bias
 from curvature.terms.squared_gradients import TermsByVector, sum_of_products, sum_of_squares
 
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct",
     "RowSlice", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients", "merge_places",
     "promote", "name_of_rows", "row_ranges", "squared_gradients", "sum_in_place", "sum_of_products",
-    "sum_of_squares", "to_device", "unfold",
+    "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

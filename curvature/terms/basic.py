@@ -27,6 +27,7 @@ class OuterProduct:
     shape: tuple[int, ...]
     sizes: tuple[int, ...] | None = None
     order: tuple[int, ...] | None = None
+    has_bias: bool = True  # whether the layer's bias, if it has one, is added at these places
 
     @property
     def device(self) -> torch.device:
@@ -239,6 +240,7 @@ class ElementwiseProduct(WithDirectForm):
     direct: DenseGradients
     inputs: Callable[[], Tensor]  # a (N, t, g)
     b: Tensor  # (N, t, g)
+    has_bias: bool = True  # as of `OuterProduct`
 
     outputs: ClassVar[int] = 1
     sizes: ClassVar[tuple[int, ...] | None] = None

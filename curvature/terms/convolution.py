@@ -23,15 +23,22 @@ class Convolution:
     Gradients are one weight gradient of a convolution with a group per sample, which reads the input in place.
     """
 
-    x: Tensor  # (N, m, C, *size), padded
+    source: Tensor  # (N, m, C, *size), the input
     b: Tensor  # (N, m, O, *out)
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    padding: tuple[int, ...] = ()  # of the input, as `F.pad` takes it
+    has_bias: bool = True  # as of `OuterProduct`
 
     sizes: ClassVar[tuple[int, ...] | None] = None
     order: ClassVar[tuple[int, ...] | None] = None
+
+    @property
+    def x(self) -> Tensor:
+        """The padded input, made at each use: that of all layers at once would be as large as their activations."""
+        return F.pad(self.source, self.padding) if any(self.padding) else self.source
 
     @property
     def device(self) -> torch.device:
@@ -50,7 +57,7 @@ class Convolution:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         b = self.b * weights.to(self.b.dtype).reshape(-1, *[1] * (self.b.ndim - 1))
-        return replace(self, x=self.x.flatten(0, 1)[None], b=b.flatten(0, 1)[None]).gradients()[0]
+        return replace(self, source=self.source.flatten(0, 1)[None], b=b.flatten(0, 1)[None]).gradients()[0]
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""
@@ -63,7 +70,7 @@ class Convolution:
         return (moved.reshape(self.b.shape) * self.b).flatten(1).sum(1)
 
     def gradients(self) -> Tensor:
-        n, dims = len(self.x), len(self.stride)
+        n, dims = len(self.b), len(self.stride)
         x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (self.x, self.b))
         weight = b.new_empty(n * self.shape[0], *self.shape[1:])
         _, found, _ = torch.ops.aten.convolution_backward(
@@ -73,7 +80,7 @@ class Convolution:
         return found.reshape(n, *self.shape)
 
     def samples(self, part: Samples) -> Convolution:
-        return replace(self, x=self.x[part], b=self.b[part])
+        return replace(self, source=self.source[part], b=self.b[part])
 
     def activations(self) -> Iterator[Activations]:
         yield None, self._input_patches()
@@ -94,7 +101,7 @@ class Convolution:
 
     def unfold(self) -> OuterProduct:
         """The `OuterProduct` of the input's patches."""
-        return OuterProduct(self._input_patches(), self.backprops(), self.shape)
+        return OuterProduct(self._input_patches(), self.backprops(), self.shape, has_bias=self.has_bias)
 
 
 class Phase(NamedTuple):
@@ -116,12 +123,15 @@ class TransposedConvolution(WithDirectForm):
     As a layer, its places are the output's pixels, each of which sees one in `stride` kernel entries per axis.
     """
 
-    direct: Convolution  # x is the backprop, padded; b is the input
-    padding: tuple[int, ...]
+    direct: Convolution  # its source is the backprop, its b the input
 
     @property
     def groups(self) -> int:
         return self.direct.groups
+
+    @property
+    def has_bias(self) -> bool:
+        return self.direct.has_bias
 
     @property
     def outputs(self) -> int:
@@ -138,17 +148,18 @@ class TransposedConvolution(WithDirectForm):
 
     @property
     def places(self) -> int:
-        return self.direct.x.shape[1] * math.prod(self._out)
+        return self.direct.source.shape[1] * math.prod(self._out)
 
     @property
     def _out(self) -> list[int]:
-        return [size - 2 * p for size, p in zip(self.direct.x.shape[3:], self.padding, strict=True)]
+        return list(self.direct.source.shape[3:])
 
     def activations(self) -> Iterator[Activations]:
         inputs, _, *kernel = self.shape
         number = torch.arange(inputs // self.groups * math.prod(kernel), device=self.device)
         number = number.reshape(-1, *kernel)
-        geometry = zip(kernel, self.direct.stride, self.direct.dilation, self.padding, self._out, strict=True)
+        before = self.direct.padding[::-2] or [0] * len(kernel)
+        geometry = zip(kernel, self.direct.stride, self.direct.dilation, before, self._out, strict=True)
         for phases in product(*(_phases(*axis) for axis in geometry)):
             seen = _window(self.direct.b, phases).flip(*range(3, number.ndim + 2))  # the kernel slides backwards
             taps, _, steps, pixels = zip(*phases, strict=True)
@@ -161,8 +172,7 @@ class TransposedConvolution(WithDirectForm):
 
     def backprops(self) -> Tensor:
         """(N, t, g, o)."""
-        inside: list[Any] = [slice(p, p + size) for p, size in zip(self.padding, self._out, strict=True)]
-        return _by_place(self.direct.x[(..., *inside)], self.groups, len(inside))
+        return _by_place(self.direct.source, self.groups, len(self._out))
 
     def samples(self, part: Samples) -> TransposedConvolution:
         return replace(self, direct=self.direct.samples(part))

@@ -59,6 +59,13 @@ class RowSlice:
 Term = OuterProduct | Convolution | TransposedConvolution | IndexedRows | DenseGradients | ElementwiseProduct | RowSlice
 
 
+def without_bias(term: Term) -> Term:
+    """A term of places at which the layer adds no bias."""
+    if isinstance(term, TransposedConvolution):
+        return replace(term, direct=replace(term.direct, has_bias=False))
+    return replace(term, has_bias=False) if isinstance(term, OuterProduct | Convolution | ElementwiseProduct) else term
+
+
 def to_device(term: Any, device: torch.device | str) -> Any:
     """The term with its tensors detached and on `device`."""
     if isinstance(term, Tensor):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from _rows import Method
 from _rows import Named as Gradients
 from torch import Tensor, nn
+
+MAX_NORM = 1.0  # to which gradients are clipped
 
 
 class Curvature(Method):
@@ -103,6 +106,57 @@ class OpacusGhost(Opacus):
         self.loss(self.wrapped(self.x), self.y).backward()
         norms: Callable[[], Tensor] = self.wrapped.get_norm_sample  # type: ignore[assignment]
         return norms()
+
+
+class CurvatureClipped(Method):
+    """`curvature.clipped_gradient`."""
+
+    def run(self) -> Gradients | Tensor:
+        import curvature
+
+        return curvature.clipped_gradient(self.model, self.loss, self.x, self.y, MAX_NORM)
+
+
+class OpacusClipped(Opacus):
+    """Per-sample gradients by hooks, then `DPOptimizer` clips and adds them up."""
+
+    def __init__(self, model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> None:
+        from opacus.optimizers import DPOptimizer
+
+        super().__init__(model, loss, x, y)
+        inner = torch.optim.SGD(self.wrapped.parameters(), lr=0.1)
+        count = self.x.shape[0]
+        self.opt = DPOptimizer(inner, noise_multiplier=0.0, max_grad_norm=MAX_NORM, expected_batch_size=count)
+
+    def run(self) -> Gradients | Tensor:
+        self.clear()
+        self.loss(self.wrapped(self.x), self.y).backward()
+        self.opt.clip_and_accumulate()
+        return self.stored("summed_grad")
+
+    def clear(self) -> None:
+        self.opt.zero_grad(set_to_none=True)
+
+
+class OpacusGhostClipped(Opacus):
+    """Ghost clipping: a backward pass for the norms, another of the weighted loss, as its `backward` makes them."""
+
+    def wrap(self) -> nn.Module:
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+        return GradSampleModuleFastGradientClipping(self.model, max_grad_norm=MAX_NORM)
+
+    def run(self) -> Gradients | Tensor:
+        self.clear()
+        terms = torch.nn.functional.cross_entropy(self.wrapped(self.x), self.y, reduction="none")
+        losses, wrapped = terms.flatten(1).mean(1) if terms.ndim > 1 else terms, cast(Any, self.wrapped)
+        losses.mean().backward(retain_graph=True)
+        weights = wrapped.get_clipping_coef()
+        self.clear()
+        wrapped.disable_hooks()
+        (weights * losses).sum().backward()
+        wrapped.enable_hooks()
+        return self.stored("grad")
 
 
 class BackPACK(Method):
@@ -208,6 +262,12 @@ def one_by_one(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor) -> Gradi
     return rows
 
 
+def reference_clipped(gradients: Gradients) -> Gradients:
+    """The sum of the samples' gradients, each clipped to `MAX_NORM`."""
+    weights = (MAX_NORM / _norms(gradients)).clamp(max=1)
+    return {name: torch.tensordot(weights, g, 1) for name, g in gradients.items()}
+
+
 def reference_norms(gradients: Gradients) -> Tensor:
     return _norms(gradients).clone()
 
@@ -226,6 +286,11 @@ NORMS: dict[str, type[Method]] = {
     "Opacus ghost": OpacusGhost,
     "BackPACK": BackPACKNorms,
     "expanded weights": ExpandedWeightsNorms,
+}
+CLIPPED: dict[str, type[Method]] = {
+    "curvature": CurvatureClipped,
+    "Opacus": OpacusClipped,
+    "Opacus ghost": OpacusGhostClipped,
 }
 
 warnings.filterwarnings("ignore", message="Full backward hook is firing", module="torch")

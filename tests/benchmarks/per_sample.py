@@ -1,4 +1,4 @@
-"""Per-sample gradients and norms against torch.func, Opacus, BackPACK and expanded weights.
+"""Per-sample gradients, norms and clipped sums against torch.func, Opacus, BackPACK and expanded weights.
 
     pip install -e ".[bench]" && pip install --no-deps backpack-for-pytorch       (or `make bench`)
     python tests/benchmarks/per_sample.py                                         # all rows, two threads
@@ -16,17 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from _peers import GRADIENTS, NORMS, Gradients, one_by_one, reference_norms
+from _peers import CLIPPED, GRADIENTS, NORMS, Gradients, one_by_one, reference_clipped, reference_norms
 from _rows import Method, Plain, Row, arguments, chosen, report, worst_error
 from _workloads import LOSS, PER_SAMPLE, Workload
 from torch import Tensor
 
-QUANTITIES: dict[str, dict[str, type[Method]]] = {"gradients": GRADIENTS, "norms": NORMS}
+QUANTITIES: dict[str, dict[str, type[Method]]] = {"gradients": GRADIENTS, "norms": NORMS, "clipped": CLIPPED}
 
 
-def error_of(method: Method, reference: Gradients) -> float:
+def error_of(quantity: str, method: Method, reference: Gradients) -> float:
     """In units of the tolerance of float32."""
     result = method.run()
+    if quantity == "clipped":
+        return worst_error(result, reference_clipped(reference))
     if not isinstance(result, Tensor):
         return worst_error(result, reference)
     norms = reference_norms(reference)
@@ -34,7 +36,8 @@ def error_of(method: Method, reference: Gradients) -> float:
 
 
 def memory(quantity: str, workload: Workload) -> str:
-    size = workload.result_bytes if quantity == "gradients" else 4 * workload.samples
+    whole = workload.result_bytes
+    size = {"gradients": whole, "norms": 4 * workload.samples, "clipped": whole // workload.samples}[quantity]
     return f"{size / 1e6:.0f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
 
 
@@ -42,7 +45,7 @@ def row(quantity: str, workload: Workload, reference: Gradients) -> Row:
     setting = workload.model, LOSS, workload.x, workload.y
     makers = {name: partial(kind, *setting) for name, kind in QUANTITIES[quantity].items()}
     labels = [workload.name, quantity, memory(quantity, workload)]
-    return Row(labels, partial(Plain, *setting), makers, lambda method: error_of(method, reference))
+    return Row(labels, partial(Plain, *setting), makers, lambda method: error_of(quantity, method, reference))
 
 
 def rows(models: Sequence[str], quantities: Sequence[str], device: str) -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Side by side with curvlinops, BackPACK and nngeometry, on what they compute rightly.
+"""Side by side with curvlinops, BackPACK, nngeometry and Opacus, on what they compute rightly.
 
 Left out, as another matrix is computed there: means over terms that are weighed or ignored, in several batches
 (curvlinops weighs each batch by its samples); Kronecker factors of convolutions in BackPACK (activations of "expand",
@@ -7,6 +7,7 @@ backprops of "reduce"); reduced factors in an eigenbasis, which few samples leav
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,3 +156,28 @@ def test_nngeometry(net: str, double: None):
     matches(torch.cat([d.flatten() for d in diagonal.values()]), theirs(forms.PMatDiag).get_diag())
     matches(curvature.fisher_blocks(model, ENTROPY(), loader).to_dense(), theirs(forms.PMatBlockDiag).to_torch())
     matches(curvature.kfac(model, ENTROPY(), loader).to_dense(), theirs(forms.PMatKFAC).to_torch())
+
+
+@nets
+def test_opacus(net: str):
+    """Clipped sums, by its hooks and by its ghost clipping; half of the samples are clipped."""
+    peer = pytest.importorskip("opacus", reason=REASON)
+    model, x, y = task(net, ENTROPY())
+    c = float(curvature.per_sample_norms(model, ENTROPY(), x, y).median())
+    found = curvature.clipped_gradient(model, ENTROPY(), x, y, c)
+    theirs = peer.GradSampleModule(copy.deepcopy(model))
+    opt = peer.optimizers.DPOptimizer(
+        torch.optim.SGD(theirs.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=c, expected_batch_size=6
+    )
+    ENTROPY()(theirs(x), y).backward()
+    opt.clip_and_accumulate()
+    ghost = peer.grad_sample.GradSampleModuleFastGradientClipping(copy.deepcopy(model), max_grad_norm=c)
+    losses = nn.functional.cross_entropy(ghost(x), y, reduction="none")
+    losses.mean().backward(retain_graph=True)
+    weights = ghost.get_clipping_coef()
+    ghost.disable_hooks()
+    ghost.zero_grad()
+    (weights * losses).sum().backward()
+    for p, q, g in zip(theirs.parameters(), ghost.parameters(), found.values(), strict=True):
+        matches(g, p.summed_grad, 1e-4)  # theirs divides by the norm plus 1e-6
+        matches(g, q.grad, 1e-4)

@@ -58,7 +58,7 @@ def cases() -> dict[str, Callable[[], Entries]]:
         found[f"residual_jacobian/{name}"] = functools.partial(residual_rows, model)
     for samples in (4, 90):  # less and more than there are parameters
         found[f"jacobian/{samples}"] = functools.partial(jacobians, samples)
-    return found | {"output_changes": output_changes, "matrices of options": options}
+    return found | {"output_changes": output_changes, "matrices of options": options, "laplace": posteriors}
 
 
 # -- gradients
@@ -152,6 +152,19 @@ def options() -> Entries:
     batch = problem.batch(low, N)
     yield "bfloat16/gradients", curvature.per_sample_gradients(low, loss, *batch)
     yield "bfloat16/ekfac", curvature.ekfac(low, loss, batch).diagonal().bfloat16()
+
+
+def posteriors() -> Entries:
+    model, loss = MODELS["mlp"].build()
+    x, y = MODELS["mlp"].batch(model, N)
+    for structure in ("kfac", "diagonal", "dense", "last_layer"):
+        found = curvature.laplace(model, loss, (x, y), structure, prior=2.0)
+        yield f"{structure}/outputs", functools.partial(found.outputs, x)
+        yield f"{structure}/predict", functools.partial(found.predict, x)
+        yield f"{structure}/drawn", functools.partial(found.predict, x, samples=3)
+        yield f"{structure}/sample", functools.partial(found.sample, 2)
+        yield f"{structure}/evidence", found.log_marginal_likelihood
+        yield f"{structure}/prior", lambda found=found: found.optimize_prior(per_layer=True).prior
 
 
 # -- derivatives by the inputs, and of what has them

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature.kronecker.factors
-from curvature.kronecker.factors import Reading, Scheme, merge_products
+from curvature.kronecker.factors import Reading, Scheme
+from curvature.kronecker.statistics import merge_products
 from curvature.terms import ElementwiseProduct, OuterProduct
 from curvature.terms.contractions import gradients
 from support.cases.case import Raw

@@ -196,6 +196,28 @@ def test_random_pairs_with_rows(loss, target, link, inject):
     within_five_errors(got, want)
 
 
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.5], dtype=DOUBLE), reduction="sum")]
+)
+def test_more_labels_than_classes(loss):
+    """As many pairs as classes; the matrix of k labels: the right mean, and the variance of one label over k."""
+    output, k = randn(1, C), 7
+    y = torch.tensor([2])
+    copies = output.repeat(MANY, 1), y.repeat(MANY)
+    got = matrix(sampled(k), copies[0], loss, copies[1], MANY, generator=source(8))
+    within_five_errors(got, matrix(exact(), output, loss, y, 1)[0])
+    assert sum(len(left) for left, _ in sampled(k).pairs(output, loss, y, count=1, size=2)) == C
+    mass = 1.0 if loss.weight is None else loss.weight[2]
+    p = output.softmax(1)[0]
+    each = torch.stack([mass * torch.outer(p - e, p - e) for e in torch.eye(C, dtype=DOUBLE)])
+    mean = torch.einsum("c,cij->ij", p, each)
+    variance = torch.einsum("c,cij->ij", p, (each - mean).square()) / k
+    within_five_errors((got - mean).square(), variance)
+    # rows of one sample, and places, are terms of their own, whose labels do not go together
+    for rows, count in ((randn(4, C), 2), (randn(2, C, PLACES), 2)):
+        assert sum(len(left) for left, _ in sampled(k).pairs(rows, nn.CrossEntropyLoss(), count=count)) == k
+
+
 @pytest.mark.parametrize("loss, share", [(None, 1), (nn.CrossEntropyLoss(), 1 / 2), (nn.MSELoss(), 1 / 6), (mixing, 1)])
 def test_isotropic_with_rows(loss, share):
     output = repeated(randn(1, C), 0, 2 * MANY)

@@ -226,6 +226,34 @@ def test_a_tied_weight_has_the_trace_of_its_uses(sharing: str):
     assert torch.linalg.svdvals(rearranged)[1] < 1e-12 * found.abs().max()
 
 
+@sharings
+def test_a_weight_tied_between_layers_with_and_without_bias(sharing: str):
+    """One block, in which the bias's input is zero where it is not read. The untied copy says what each read is."""
+    run = lambda m, x: m.second(m.first(x).tanh())
+    parts = lambda: {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3, bias=False)}
+    with seeded(0):
+        tied, untied = Raw(run, **parts()).double(), Raw(run, **parts()).double()
+        data = floats(4, 3)(5).double(), floats(4, 3)(5).double()
+    tied.second.weight = tied.first.weight
+    untied.load_state_dict(tied.state_dict())
+    layers = affine_layers(oracle.Matrices(untied, nn.MSELoss(), data))
+    index = layers[0].index[0]  # (o, i), the bias last
+    reads = [
+        (torch.cat([F.pad(a, (0, 4 - a.shape[2])) for a, _ in uses]), torch.cat([b for _, b in uses], 1))
+        for uses in zip(*(layer.records for layer in layers), strict=True)
+    ]
+    if sharing == "reduce":
+        reads = [(a.mean(0, keepdim=True), b.sum(1, keepdim=True)) for a, b in reads]
+    seen = torch.cat([a[:, 0] for a, _ in reads])
+    B = torch.stack([torch.einsum("kto,ktp->op", b[:, :, 0], b[:, :, 0]) for _, b in reads]).mean(0)
+    expected = torch.zeros(12, 12).double()
+    expected[index.flatten()[:, None], index.flatten()] = torch.kron(B, seen.T @ seen / len(seen))
+    matches(curvature.kfac(tied, nn.MSELoss(), data, sharing=sharing).to_dense(), expected)
+    exact = oracle.Matrices(tied, nn.MSELoss(), data).fisher
+    matches(curvature.fisher_blocks(tied, nn.MSELoss(), data).to_dense(), exact)
+    matches(curvature.ekfac(tied, nn.MSELoss(), data, sharing=sharing).trace(), exact.trace())
+
+
 def net() -> nn.Module:
     with seeded(0):
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()

@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-from curvature.operators import BlockDiagonal, Dense, Diagonal, Space, Sum, base, load
+from curvature.operators import BlockDiagonal, Dense, Diagonal, Space, Sum, costs, load
+from curvature.operators.costs import MAX_DIRECT_SIZE
 from curvature.operators.kronecker import Kronecker
-from curvature.operators.matrix_free import MAX_DIRECT_SIZE, MatrixFree
+from curvature.operators.matrix_free import MatrixFree
 from curvature.terms.affine_layout import AffineLayout
 from support.structures import ARRANGEMENTS, Source, blocks, dense, diagonal, kronecker, matrix_free, structures, total
 
@@ -39,6 +40,10 @@ METHODS = {
     "diagonal": (lambda op: op.diagonal(), lambda M: M.diagonal()),
     "trace": (lambda op: op.trace(), lambda M: M.trace()),
     "eigenvalues": (lambda op: op.eigenvalues(), torch.linalg.eigvalsh),
+    "eigenvalues, largest": (lambda op: op.eigenvalues(3), lambda M: torch.linalg.eigvalsh(M)[-3:]),
+    "negative, largest": (lambda op: (-op).eigenvalues(2), lambda M: torch.linalg.eigvalsh(-M)[-2:]),
+    "norm": (lambda op: op.frobenius_norm(), torch.linalg.matrix_norm),
+    "shifted, norm": (lambda op: (-op).damped(D).frobenius_norm(), lambda M: (D * torch.eye(len(M)).to(M) - M).norm()),
     "solve": (lambda op: op.solve(eye(op)), lambda M: inverted(M, 0)),
     "solve damped": (lambda op: op.solve(eye(op), D), lambda M: inverted(M, D)),
     "inverse": (lambda op: op.inverse() @ eye(op), lambda M: inverted(M, 0)),
@@ -307,7 +312,7 @@ def test_blocks(device):
 
 
 def test_large_matrices_are_not_built(monkeypatch):
-    monkeypatch.setattr(base, "DENSE_LIMIT", 6)
+    monkeypatch.setattr(costs, "DENSE_LIMIT", 6)
     made = [matrix_free(Source())[0], diagonal(Source())[0], total(Source())[0], blocks(Source())[0]]
     made.append(kronecker(ARRANGEMENTS["bias"])(Source())[0])
     for op in made:

@@ -93,8 +93,8 @@ def convolved_back(weight: tuple[int, ...], size: tuple[int, ...], stride: int, 
     options = {"stride": stride, "padding": padding}
     b = torch.randn_like(torch.stack([F.conv_transpose2d(part, w, **options) for part in x])).detach()
     found = [torch.autograd.grad(F.conv_transpose2d(x[n], w, **options), w, b[n])[0] for n in range(N)]
-    direct = Convolution(F.pad(b, [padding] * 4), x, weight, (stride,) * 2, (1, 1), 1)
-    return TransposedConvolution(direct, (padding,) * 2), torch.stack(found)
+    direct = Convolution(b, x, weight, (stride,) * 2, (1, 1), 1, (padding,) * 4)
+    return TransposedConvolution(direct), torch.stack(found)
 
 
 def entrywise(places: int, features: int) -> Built:

@@ -76,9 +76,8 @@ def test_rows_that_are_read_apart_have_terms_of_their_own(name: str):
     "apart",
     [
         lambda x, w, b: [F.linear(x, w[:2], b[2:]), F.linear(x, w[2:], b[:2])],
-        lambda x, w, b: [F.linear(x, w[:2], b[:2]), F.linear(x, w[2:])],
-        lambda x, w, b: [F.linear(x, w, b), F.linear(x, w[2:])],
         lambda x, w, b: [F.linear(x, w[:2], b[:2]) + b[2:]],
+        lambda x, w, b: [F.linear(x, w, b), x @ w.T],
         lambda x, w, b: [torch.addmm(b[:3], x[:, 0, :2], w[:2])],
     ],
 )
@@ -86,6 +85,20 @@ def test_a_bias_that_meets_other_rows_does_not_belong_to_the_weight(apart: Calla
     run = lambda m, x: torch.cat([part.flatten(1) for part in apart(x, m.weight, m.bias)], 1)
     model = built(lambda: Raw(run, weight=(4, 3), bias=(4,)))
     assert terms_of(model, drawn(N, 2, 3))[1]["weight"] is None
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda x, w, b: [F.linear(x, w, b), F.linear(x, w)],
+        lambda x, w, b: [F.linear(x, w[:2], b[:2]), F.linear(x, w[2:])],
+        lambda x, w, b: [F.linear(x, w, b), F.linear(x, w[2:])],
+    ],
+)
+def test_a_bias_belongs_to_a_weight_that_is_read_without_it_too(reads: Callable[..., list[Tensor]]):
+    run = lambda m, x: torch.cat([part.flatten(1) for part in reads(x, m.weight, m.bias)], 1)
+    model = built(lambda: Raw(run, weight=(4, 3), bias=(4,)))
+    assert terms_of(model, drawn(N, 2, 3))[1]["weight"] == "bias"
 
 
 def test_cross_attention_is_in_pieces():

@@ -1,0 +1,117 @@
+"""The curvature of the summed loss in each structure, and the posterior that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.linalg import widen
+from curvature.losses import Loss
+from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac, space_of
+from curvature.operators import BlockDiagonal, Dense, Diagonal
+from curvature.posteriors.labels import LabelDistribution, labels_of
+from curvature.posteriors.layered import LayeredCurvature, module_of, positive_scalar
+from curvature.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws, trained_alone
+from curvature.recording import unwrap_compiled
+
+Build = Callable[[nn.Module, Loss, Any], BlockDiagonal]
+
+
+def _dense(model: nn.Module, loss: Loss, data: Any) -> BlockDiagonal:
+    space = space_of(model)
+    return BlockDiagonal(space, [Dense(space, fisher(model, loss, data).to_dense())])
+
+
+def _diagonal(model: nn.Module, loss: Loss, data: Any) -> BlockDiagonal:
+    space = space_of(model)
+    found = fisher_diagonal(model, loss, data)
+    return BlockDiagonal(space, [Diagonal(space.subspace([name]), own.flatten()) for name, own in found.items()])
+
+
+BUILDS: dict[str, Build] = {
+    "kfac": kfac,
+    "diagonal": _diagonal,
+    "dense": _dense,
+    "last_layer": _dense,
+}
+
+
+def laplace(
+    model: nn.Module,
+    loss: Loss,
+    data: Any,
+    structure: str = "kfac",
+    *,
+    prior: float | Tensor | Mapping[str, float] = 1.0,
+    noise: float | None = None,
+) -> LaplacePosterior:
+    """The Laplace posterior ``N(theta, Sigma)`` of a trained model's parameters (MacKay 1992; arXiv:2106.14806).
+
+    ``Sigma^-1 = factor * G + prior``: G is the Gauss-Newton matrix (the Fisher matrix of these likelihoods) of the loss
+    summed over the data, whatever its reduction is, so that its size grows with the data; prior is the precision of a
+    normal prior around zero, a damping in units of that sum. The factor is 1, and ``1 / (2 noise^2)`` for
+    ``nn.MSELoss``, which stands for labels ``y = f + noise * e``, e standard normal. Training with the mean over M
+    terms (samples for ``CrossEntropyLoss``, entries for the others) and ``weight_decay`` (which `torch.optim.SGD` adds
+    to the gradient) corresponds to the prior ``factor * M * weight_decay``.
+
+    Args:
+        model: any module whose samples are independent, without dropout in training mode; parameters that do not
+            require a gradient are left out of the posterior, and stay fixed.
+        loss: ``CrossEntropyLoss``, ``BCEWithLogitsLoss``, ``MSELoss``, ``PoissonNLLLoss`` of log-rates,
+            ``GaussianNLLLoss`` (mean and variance heads), or the functions of the same names. Class weights, ignored
+            labels and the like count as in the loss.
+        data: one pair ``(x, y)``, or an iterable of pairs that can be gone over twice (a DataLoader).
+        structure: of G: "kfac" (Kronecker factors by layer), "diagonal", "dense" (P^2 numbers), or "last_layer" (dense
+            over the parameters of the last module that the forward pass reads parameters of; all others stay fixed).
+        prior: precision, in 1 / parameter^2: a number, one for each layer as a tensor, or by the layer's name
+            (``posterior.layers``).
+        noise: standard deviation of the labels around the output, in their units; only for ``MSELoss``, by default 1.
+
+    Raises:
+        ValueError: the loss has no likelihood here, the structure is unknown, prior or noise are not positive, there
+            are no data or an empty batch, samples are not independent, or the forward pass draws random numbers.
+        TypeError: an argument of the wrong kind.
+    """
+    summed, labels = labels_of(loss)
+    if structure not in list(BUILDS):
+        raise ValueError(f"structure: expected one of {', '.join(BUILDS)}, found {structure!r}")
+    if noise is not None and not labels.has_noise:
+        raise ValueError(f"noise: {type(summed).__name__} has its own; only MSELoss takes one")
+    model = unwrap_compiled(model)
+    space = space_of(model)
+    sigma = positive_scalar("noise", 1.0 if noise is None else noise, space.device)
+    fit, last = survey(model, summed, labels, data)
+    names = space.names
+    if structure == "last_layer":
+        modules = {module_of(name) for name in last}
+        names = tuple(name for name in names if module_of(name) in modules)
+    with trained_alone(model, names):
+        curvature = LayeredCurvature(BUILDS[structure](model, summed, data))
+    parameters = dict(model.named_parameters())
+    mean = curvature.space.flatten({name: parameters[name].detach() for name in names})
+    return LaplacePosterior(model, fit, curvature, mean, curvature.prior(prior), sigma)
+
+
+def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any) -> tuple[DataFit, frozenset[str]]:
+    """The summed loss over the data, and the parameters that the last function of the forward pass with any reads.
+
+    Raises:
+        ValueError: the forward pass draws random numbers.
+    """
+    sums: list[Tensor] = []
+    counts: list[Tensor] = []
+    names: frozenset[str] = frozenset()
+
+    def visit(run: RecordedBatch) -> None:
+        nonlocal names
+        require_no_draws(run)
+        output = run.output.detach()
+        sums.append(widen(run.batch.loss(output, run.batch.y)))
+        counts.append(widen(labels.count(output, run.batch.y)))
+        names = next(use.names for use in reversed(run.tape.uses) if use.names)
+
+    DataSource(model, summed, data).each(visit)
+    return DataFit(summed, labels, torch.stack(sums).sum(), torch.stack(counts).sum()), names

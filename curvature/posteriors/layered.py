@@ -1,0 +1,138 @@
+"""The curvature of the summed negative log-likelihood plus a prior precision for each layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.linalg import matmul, psd_eigh, widen, widest
+from curvature.operators import BlockDiagonal, Dense, Operator
+
+
+class LayeredCurvature:
+    """M by layers, so that ``factor * M + prior`` and its log-determinant are quick for any factor and prior.
+
+    Args:
+        matrix: M, positive semi-definite; its blocks are those of the posterior.
+
+    Attributes:
+        layers: names of the modules that hold the parameters; a block belongs to that of its first parameter, unless
+            it is the only one and spans them all. A parameter that the model itself holds has its own name.
+    """
+
+    def __init__(self, matrix: BlockDiagonal) -> None:
+        self.space = matrix.space
+        # Damping by nothing leaves Kronecker products in their eigenbasis, which is computed once.
+        self.blocks = [block.damped(0.0) for block in matrix.blocks.values()]
+        owners: dict[str, str] = {}
+        for block in self.blocks:
+            names = block.space.names
+            whole = len(self.blocks) == 1
+            owners |= {name: module_of(name if whole else names[0]) for name in names}
+        self.layers = tuple(dict.fromkeys(owners[name] for name in self.space.names))
+        self.layer_of = {name: self.layers.index(owners[name]) for name in self.space.names}
+        self._spectra: dict[int, Tensor] = {}
+        self._semidefinite: dict[int, Tensor] = {}
+
+    def sums_by_layer(self, each: Tensor) -> Tensor:
+        """Sums over the entries of each layer: (P,) to (layers,), in the widest precision."""
+        each = widen(each)
+        where = torch.cat(
+            [each.new_full((size,), self.layer_of[name], dtype=torch.long) for name, size in self._sizes()]
+        )
+        return each.new_zeros(len(self.layers)).index_add_(0, where, each)
+
+    def _sizes(self) -> list[tuple[str, int]]:
+        return list(zip(self.space.names, self.space.sizes, strict=True))
+
+    def prior(self, given: Any) -> Tensor:
+        """A prior precision as a tensor: a scalar, or (layers,).
+
+        Raises:
+            ValueError: not positive and finite, of the wrong size, or names that are not those of the layers.
+            TypeError: neither a number, a tensor nor a mapping.
+        """
+        if isinstance(given, Mapping):
+            if set(given) != set(self.layers):
+                raise ValueError(f"prior: expected a precision for each of {list(self.layers)}, found {list(given)}")
+            given = torch.stack([positive("prior", given[layer], self.space.device) for layer in self.layers])
+        found = positive("prior", given, self.space.device)
+        if found.ndim and found.shape != (len(self.layers),):
+            raise ValueError(
+                f"prior: expected a number, or one for each of the {len(self.layers)} layers {list(self.layers)}; "
+                f"found shape {tuple(found.shape)}"
+            )
+        return found
+
+    def precision(self, factor: Tensor, prior: Tensor) -> BlockDiagonal:
+        """``factor * M + prior``."""
+        return BlockDiagonal(self.space, [self._block_precision(block, float(factor), prior) for block in self.blocks])
+
+    def _block_precision(self, block: Operator, factor: float, prior: Tensor) -> Operator:
+        own = self._prior_of(block, prior.detach())
+        if own.ndim == 0:
+            return block.scaled(factor).damped(float(own))
+        return Dense(block.space, factor * block.to_dense() + own.to(block.space.dtype).diag())
+
+    def _prior_of(self, block: Operator, prior: Tensor) -> Tensor:
+        """The prior precision of a block: a scalar, or (p,) where it spans several layers with their own."""
+        if prior.ndim == 0:
+            return prior
+        layers = [self.layer_of[name] for name in block.space.names]
+        if len(set(layers)) == 1:
+            return prior[layers[0]]
+        sizes = zip(layers, block.space.sizes, strict=True)
+        return torch.cat([prior[layer].expand(size) for layer, size in sizes])
+
+    def logdet(self, factor: Tensor, prior: Tensor) -> Tensor:
+        """``log det(factor * M + prior)``, differentiable in both."""
+        return torch.stack([self._logdet(k, factor, prior) for k in range(len(self.blocks))]).sum()
+
+    def _logdet(self, number: int, factor: Tensor, prior: Tensor) -> Tensor:
+        block = self.blocks[number]
+        own = self._prior_of(block, prior)
+        if own.ndim:
+            if number not in self._semidefinite:  # despite rounding, so that every positive prior has a determinant
+                values, vectors = psd_eigh(widen(block.to_dense()))
+                self._semidefinite[number] = matmul(vectors * values, vectors.mT)
+            root = torch.linalg.cholesky(factor * self._semidefinite[number] + own.diag())
+            return 2 * root.diagonal().log().sum()
+        if number not in self._spectra:
+            self._spectra[number] = widen(block.eigenvalues()).clamp(min=0)
+        return (factor * self._spectra[number] + own).log().sum()
+
+
+def positive(what: str, given: Any, device: torch.device) -> Tensor:
+    """A positive number, or several, as a tensor in the widest precision of the device.
+
+    Raises:
+        TypeError: neither a number nor a tensor.
+        ValueError: not positive and finite.
+    """
+    if not isinstance(given, Tensor | int | float) or isinstance(given, bool):
+        raise TypeError(f"{what}: expected a positive number or a tensor, found {given!r:.80}")
+    found = torch.as_tensor(given, dtype=widest(device.type), device=device)
+    if not bool(((found > 0) & (found < math.inf)).all()):
+        raise ValueError(f"{what}: expected positive, finite numbers, found {given}")
+    return found
+
+
+def positive_scalar(what: str, given: Any, device: torch.device) -> Tensor:
+    """Like `positive`, a single number.
+
+    Raises:
+        TypeError, ValueError: as for `positive`; or several numbers.
+    """
+    found = positive(what, given, device)
+    if found.ndim:
+        raise ValueError(f"{what}: expected a single number, found shape {tuple(found.shape)}")
+    return found
+
+
+def module_of(name: str) -> str:
+    """The name of the module that holds a parameter; that of the parameter where it is the model itself."""
+    return name.rpartition(".")[0] or name
