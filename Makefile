@@ -46,7 +46,7 @@ test: .venv/test.stamp
 	$(SIMULATED) $(PYTEST) $(ON_DEVICE)
 
 # Everything that takes a device, on a simulated accelerator: two devices with CUDA's rules, and torch's own settings of
-# precision. The first run compiles it for about a minute; without a C++ compiler all is skipped.
+# precision. The first run compiles it for about a minute; without a C++ compiler or Python's headers all is skipped.
 test-device: .venv/test.stamp
 	$(SIMULATED) $(PYTEST)
 

@@ -21,7 +21,7 @@ class Folding(nn.Module):
         self.first, self.minor, self.major = (nn.Linear(N, N) for _ in range(3))
 
     def forward(self, x):
-        h = x + self.table(torch.arange(N))
+        h = x + self.table(torch.arange(N, device=x.device))
         h = self.first(h.transpose(0, 1)).tanh()  # (T, N, d)
         h = self.minor(h.reshape(-1, N)).tanh().view(N, -1, N).transpose(0, 1)
         return self.major(h.reshape(-1, N)).view(-1, N, N)

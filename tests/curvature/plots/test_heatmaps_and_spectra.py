@@ -17,6 +17,7 @@ from curvature import ekfac, fisher, fisher_blocks, fisher_diagonal, kfac, plots
 from curvature.operators import BlockDiagonal, Dense, Diagonal, Space
 from curvature.operators.matrix_free import MatrixFree
 from curvature.plots.heatmaps import MAX_GROUPS, MAX_LAYERS, MAX_POINTS
+from support.cases.case import seeded
 from support.pictures import assert_refused
 
 LOSS = nn.CrossEntropyLoss()
@@ -29,8 +30,7 @@ def _closed() -> Iterator[None]:
 
 
 def problem(device="cpu", model=None, shape=(3,), classes=2):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded(0):
         model = model or nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
         x, y = torch.randn(12, *shape), torch.randint(classes, (12,))
     return model.to(device), LOSS, (x.to(device), y.to(device))

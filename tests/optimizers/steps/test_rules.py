@@ -22,6 +22,7 @@ from optimizers.steps.stacks import Stack, families, row_squares
 from optimizers.steps.step_size import RATE, START, START_RATE
 from optimizers.steps.trust_region import TrustRegionStep
 from optimizers.steps.updates import take
+from support.cases.case import seeded
 
 pytestmark = pytest.mark.fast
 
@@ -117,13 +118,11 @@ class Steady(StepRule):
 
 
 def network() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
+    with seeded(1):
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-with torch.random.fork_rng():
-    torch.manual_seed(0)
+with seeded(0):
     X, Y = torch.randn(8, 3), torch.randint(2, (8,))
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from support.oracles.brute_force import forward, map_tensors
+from support.oracles.brute_force import forked, forward, map_tensors
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -21,8 +21,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers from a seed inside, on the CPU and on all accelerators; those outside go on as before."""
     kind = torch.accelerator.current_accelerator()
-    devices = range(torch.accelerator.device_count())
-    with torch.random.fork_rng(devices, device_type="cuda" if kind is None else kind.type):
+    with forked():
         # torch.manual_seed takes 2 ms: it notes where it was called from for every kind of device that is not there
         seed_all = torch.manual_seed if kind is not None else torch.default_generator.manual_seed
         seed_all(seed)

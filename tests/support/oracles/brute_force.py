@@ -366,12 +366,19 @@ def _take(tree: Any, n: int, count: int, dim: int) -> Any:
     return map_tensors(one, tree)
 
 
+def forked() -> contextlib.AbstractContextManager[None]:
+    """What is drawn inside leaves the random state of the CPU and of all accelerators as it was."""
+    kind = torch.accelerator.current_accelerator()
+    devices = range(torch.accelerator.device_count())
+    return torch.random.fork_rng(devices, device_type="cuda" if kind is None else kind.type)
+
+
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Forward passes inside leave the random state and the buffers (running statistics) as they were."""
     before = [buffer.clone() for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng():
+        with forked():
             yield
     finally:
         with torch.no_grad():

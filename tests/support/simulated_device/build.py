@@ -44,7 +44,10 @@ def _compile(target: Path) -> None:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         raise Unavailable(f"the simulated device needs a C++ compiler, and there is no {compiler} here")
-    headers = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
+    python = sysconfig.get_path("include")
+    if not Path(python, "Python.h").exists():
+        raise Unavailable(f"the simulated device needs Python's headers, and there is no Python.h in {python}")
+    headers = [*cpp_extension.include_paths(), python]
     libraries = cpp_extension.library_paths()
     command = [
         compiler, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", str(SOURCE), "-o", str(target),
