@@ -27,6 +27,7 @@ from curvature.gradients.per_sample import (
     per_sample_gram,
     per_sample_norms,
     per_sample_norms_by_parameter,
+    sample_terms,
 )
 from curvature.gradients.plans import Plan, find_plan, learn_and_verify, plan_key, record
 from curvature.gradients.sample_axes import candidate_axes, sample_layouts
@@ -38,5 +39,5 @@ __all__ = [
     "gradient_noise_scale", "joint_bias", "kind_of", "learn_and_verify", "number_of_batches", "output_changes",
     "pairs", "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter",
     "plan_key", "record", "require_independent_samples", "require_pairs", "residual_jacobian", "sample_layouts",
-    "single_sample_reference", "terms_by_parameter", "validate_loss", "weighted_gradients",
+    "sample_terms", "single_sample_reference", "terms_by_parameter", "validate_loss", "weighted_gradients",
 ]  # fmt: skip

@@ -212,6 +212,13 @@ MUTANTS = [
     ),
     # -- Laplace posteriors
     *broken(
+        "curvature/attribution/scores.py",
+        "curvature/attribution",
+        ("right @ row.to(right).mT", "right @ row.to(right).mT.abs()"),
+        ("DAMPING * mean if", "mean if"),
+        ("min(start + step, count)", "min(start + 1, count)"),
+    ),
+    *broken(
         "curvature/posteriors/outputs.py",
         "curvature/posteriors/test_laplace.py",
         ("a.square(), block.values)", "a.abs(), block.values)"),

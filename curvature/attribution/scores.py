@@ -1,0 +1,138 @@
+"""Influence functions: how the loss of a query changes as a training sample is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from curvature.gradients import Batch, number_of_batches, pairs, require_pairs, sample_terms
+from curvature.linalg import full_precision, stack
+from curvature.losses import Loss
+from curvature.matrices import ekfac
+from curvature.operators import BlockDiagonal, Operator
+from curvature.terms import Term, gradients
+
+DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
+ENTRIES = 1 << 24  # of the training samples' gradients that are built at a time
+
+
+def influence(
+    model: nn.Module,
+    loss: Loss,
+    train: Any,
+    query: Any,
+    curvature: Operator | None = None,
+    *,
+    damping: float | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
+    progress: bool = False,
+) -> Tensor:
+    """Scores ``g_q^T (K + damping I)^-1 g_n`` (Q, N) of training samples n for queries q.
+
+    g is the gradient of a sample's own loss (`per_sample_gradients`), K the curvature of the loss over the training
+    data. To first order, training without sample n raises the loss of query q by score / N for a loss that is a mean
+    over N samples, and by the score for a sum (Koh and Liang 2017, arXiv:1703.04730, equation 2): samples with large
+    positive scores have helped, those with large negative ones have harmed.
+
+    Args:
+        model: trained, in the mode in which it is used: ``model.eval()`` if it has dropout or BatchNorm.
+        loss: as for `per_sample_gradients`.
+        train: the training data: one pair ``(x, y)``, or an iterable of pairs that can be gone over twice (a
+            DataLoader that does not shuffle: columns are in its order).
+        query: the queries, likewise; their targets say which answer's loss it is about.
+        curvature: K, any operator over the parameters or some of them, of the same loss and data: `kfac`,
+            `gauss_newton` (exact; above 2000 parameters by conjugate gradients), a block of one (only these
+            parameters count then). By default `ekfac` of the training data (arXiv:2308.03296).
+        damping: in the units of K. By default 0.1 times the mean eigenvalue of K, block by block where it has blocks.
+        sample_dim: as for `per_sample_gradients`.
+        progress: whether to show a bar over the training batches.
+
+    Raises:
+        ValueError: there are no data, the matrix is singular with this damping, or as for `per_sample_gradients`:
+            BatchNorm in training mode is refused by name.
+        TypeError: an argument of the wrong kind.
+
+    The queries' gradients and their solutions are held, Q times the parameters; of the training samples' gradients a
+    bounded number of entries at a time. Time is that of Q products with each of these gradients.
+    """
+    options = {"damping": damping, "sample_dim": sample_dim, "progress": progress}
+    found = influence_by_parameter(model, loss, train, query, curvature, **options)  # type: ignore[arg-type]
+    return stack(found.values()).sum(0)
+
+
+@full_precision()
+def influence_by_parameter(
+    model: nn.Module,
+    loss: Loss,
+    train: Any,
+    query: Any,
+    curvature: Operator | None = None,
+    *,
+    damping: float | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """What each parameter adds to the scores of `influence`, ``{name: (Q, N)}``. Arguments and errors as there."""
+    for data in (train, query):
+        require_pairs(data)
+    K = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress) if curvature is None else curvature
+    if not isinstance(K, Operator):
+        raise TypeError(f"curvature: expected an operator, as curvature.kfac(...) gives, found a {type(K).__name__}")
+    asked = [_built(terms) for terms in _terms(model, loss, query, sample_dim, K.space.names, False)]
+    if not asked:
+        raise ValueError("query: no batch")
+    solved = _solved(K, {name: torch.cat([own[name] for own in asked]) for name in K.space.names}, damping)
+    found = [_scores(terms, solved) for terms in _terms(model, loss, train, sample_dim, K.space.names, progress)]
+    if not found:
+        raise ValueError("train: no batch; an iterator gives its batches once: pass a list or a DataLoader")
+    return {name: torch.cat([own[name] for own in found], 1) for name in solved}
+
+
+def _terms(
+    model: nn.Module, loss: Loss, data: Any, sample_dim: Any, names: Sequence[str], progress: bool
+) -> Iterator[dict[str, list[Term]]]:
+    """The gradients of each batch's samples with respect to the parameters of these names."""
+    total = number_of_batches(data)
+    for x, y in tqdm(pairs(data), total=total, unit="batch", leave=False, disable=not progress):
+        terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
+        missing = [name for name in names if name not in terms]
+        if missing:
+            raise ValueError(f"curvature: it is of {', '.join(missing)}, which the model does not train")
+        yield {name: list(terms[name]) for name in names}
+
+
+def _built(terms: Mapping[str, list[Term]]) -> dict[str, Tensor]:
+    return {name: gradients(parts) for name, parts in terms.items()}
+
+
+def _solved(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -> dict[str, Tensor]:
+    """``(K + damping)^-1 g`` for gradients (Q, *shape) by name; each block with its own damping if none is given."""
+    blocks = list(K.blocks.values()) if isinstance(K, BlockDiagonal) and damping is None else [K]
+    found: dict[str, Tensor] = {}
+    for block in blocks:
+        space = block.space
+        flat = space.flatten({name: queries[name].to(space.dtype) for name in space.names})
+        own = _usual_damping(block) if damping is None else float(damping)
+        found |= space.split(block.solve(flat.mT, own).mT)
+    return found
+
+
+def _usual_damping(block: Operator) -> float:
+    mean = float(block.trace()) / block.space.size
+    return DAMPING * mean if mean > 0 else 1.0  # without curvature: inner products
+
+
+def _scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """(Q, N) for each parameter, of the samples of a batch."""
+    found: dict[str, Tensor] = {}
+    for name, parts in terms.items():
+        right = solved[name].flatten(1)
+        count, step = len(parts[0]), max(1, ENTRIES // right.shape[1])
+        chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        rows = (gradients([term.samples(chunk) for term in parts]).flatten(1) for chunk in chunks)
+        found[name] = torch.cat([right @ row.to(right).mT for row in rows], 1)
+    return found

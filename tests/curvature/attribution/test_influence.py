@@ -1,0 +1,117 @@
+"""Influence scores against dense inverses and loops over samples, and against training without a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+import curvature.attribution.scores
+from support.cases.case import seeded
+from support.oracles.influence import own_gradients, scores
+
+D = 0.3
+LOSS = nn.CrossEntropyLoss()
+
+
+def problem(device: str = "cpu") -> tuple[nn.Module, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    with seeded(0):
+        layers = (
+            nn.Conv2d(1, 2, 3, padding=1),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(18, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 3),
+        )
+        draw = lambda n: (torch.randn(n, 1, 3, 3).double().to(device), torch.randint(3, (n,)).to(device))
+        return nn.Sequential(*layers).double().to(device), draw(7), draw(4)
+
+
+def wanted(matrix: Tensor, damping: float = D) -> Tensor:
+    model, train, query = problem()
+    return scores(matrix, own_gradients(model, LOSS, *query), own_gradients(model, LOSS, *train), damping)
+
+
+MATRICES: dict[str, Callable[..., curvature.Operator]] = {
+    "kfac": curvature.kfac, "ekfac": curvature.ekfac, "gauss_newton": curvature.gauss_newton,
+}  # fmt: skip
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", MATRICES)
+def test_scores_are_those_of_the_dense_matrix(name: str, device: str) -> None:
+    model, train, query = problem(device)
+    K = MATRICES[name](model, LOSS, train)
+    found = curvature.influence(model, LOSS, train, query, K, damping=D)
+    assert found.shape == (4, 7) and found.device.type == torch.device(device).type
+    torch.testing.assert_close(found.cpu(), wanted(MATRICES[name](*problem()[:1], LOSS, problem()[1]).to_dense()))
+    parts = curvature.influence_by_parameter(model, LOSS, train, query, K, damping=D)
+    assert list(parts) == [name for name, _ in model.named_parameters()]
+    torch.testing.assert_close(torch.stack(list(parts.values())).sum(0), found)
+
+
+def test_each_block_has_its_own_damping() -> None:
+    model, train, query = problem()
+    found = curvature.influence(model, LOSS, train, query)
+    K = curvature.ekfac(model, LOSS, train)
+    damped = [block.damped(0.1 * float(block.trace()) / block.space.size) for block in K.blocks.values()]
+    torch.testing.assert_close(found, wanted(curvature.BlockDiagonal(K.space, damped).to_dense(), 0.0))
+
+
+def test_batches_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, train, query = problem()
+    K = curvature.kfac(model, LOSS, train)
+    whole = curvature.influence(model, LOSS, train, query, K)
+    monkeypatch.setattr(curvature.attribution.scores, "ENTRIES", 40)
+    pieces = [[(x[:2], y[:2]), (x[2:3], y[2:3]), (x[3:], y[3:])] for x, y in (train, query)]
+    torch.testing.assert_close(curvature.influence(model, LOSS, *pieces, K), whole)
+
+
+def test_one_layer_alone() -> None:
+    model, train, query = problem()
+    K = curvature.kfac(model, LOSS, train)["5"]
+    parts = curvature.influence_by_parameter(model, LOSS, train, query, K, damping=D)
+    every = curvature.influence_by_parameter(model, LOSS, train, query, curvature.kfac(model, LOSS, train), damping=D)
+    assert list(parts) == ["5.weight", "5.bias"]
+    torch.testing.assert_close(parts, {name: every[name] for name in parts})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_leaving_a_sample_out(reduction: str) -> None:
+    """Ridge regression, whose minimum is known: the change of the queries' losses without each sample."""
+    with seeded(0):
+        x, noise, asked = torch.randn(40, 5).double(), torch.randn(40, 1).double(), torch.randn(6, 5).double()
+    y, answers = x.sum(1, keepdim=True) + noise, asked.sum(1, keepdim=True)
+    loss, model = nn.MSELoss(reduction=reduction), nn.Linear(5, 1, bias=False).double()
+
+    def trained(kept: Tensor) -> Tensor:
+        model.weight.data = torch.linalg.lstsq(x[kept], y[kept]).solution.T
+        return (model(asked).detach() - answers)[:, 0].square()
+
+    every = torch.arange(40)
+    changes = torch.stack([trained(every[every != n]) for n in every], 1) - trained(every)[:, None]
+    G = curvature.gauss_newton(model, loss, (x, y))
+    found = curvature.influence(model, loss, (x, y), (asked, answers), G, damping=0.0)
+    predicted = found / (40 if reduction == "mean" else 1)
+    assert torch.corrcoef(torch.stack([predicted.flatten(), changes.flatten()]))[0, 1] > 0.98
+    assert (predicted - changes).abs().mean() < 0.3 * changes.abs().mean()
+
+
+def test_what_is_refused() -> None:
+    model, train, query = problem()
+    with pytest.raises(TypeError, match=r"curvature: expected an operator.*found a str"):
+        curvature.influence(model, LOSS, train, query, "kfac")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="train: no batch"):
+        curvature.influence(model, LOSS, [], query, curvature.kfac(model, LOSS, train))
+    with pytest.raises(ValueError, match="query: no batch"):
+        curvature.influence(model, LOSS, train, [], curvature.kfac(model, LOSS, train))
+    other = curvature.kfac(nn.Sequential(nn.Flatten(), nn.Linear(9, 3)).double(), LOSS, train)
+    with pytest.raises(ValueError, match=r"curvature: it is of 1\.weight, 1\.bias, which the model does not train"):
+        curvature.influence(model, LOSS, train, query, other)
+    batchnorm = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 3)).double()
+    with pytest.raises(ValueError, match="BatchNorm"):
+        curvature.influence(batchnorm, LOSS, train, query)
