@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import matmul, psd_eigh, widen, widest
+from curvature.linalg import cholesky_with_jitter, matmul, psd_eigh, try_cholesky, widen, widest
 from curvature.operators import BlockDiagonal, Dense, Operator
 
 
@@ -99,7 +99,10 @@ class LayeredCurvature:
             if number not in self._semidefinite:  # despite rounding, so that every positive prior has a determinant
                 values, vectors = psd_eigh(widen(block.to_dense()))
                 self._semidefinite[number] = matmul(vectors * values, vectors.mT)
-            root = torch.linalg.cholesky(factor * self._semidefinite[number] + own.diag())
+            matrix = factor * self._semidefinite[number] + own.diag()
+            root = try_cholesky(matrix)
+            if root is None:
+                root = cholesky_with_jitter(matrix, f"the precision of {', '.join(block.space.names)}")
             return 2 * root.diagonal().log().sum()
         if number not in self._spectra:
             self._spectra[number] = widen(block.eigenvalues()).clamp(min=0)
