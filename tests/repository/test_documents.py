@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from support import programs
+from support import layer_table, programs
 from support.architecture import ROOT
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
@@ -80,3 +80,10 @@ def test_a_benchmark_starts_beside_folders_of_the_packages_names():
     """`tests` is on its path, where folders of the same names hide the installed packages."""
     script = ROOT / "tests" / "benchmarks" / "faults.py"
     subprocess.run([sys.executable, str(script), "--help"], check=True, capture_output=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_table_of_layers_says_what_the_package_does() -> None:
+    """python tests/support/layer_table.py writes it anew."""
+    text = layer_table.GUIDE.read_text("utf-8")
+    assert text == layer_table.with_table(text, layer_table.table())
