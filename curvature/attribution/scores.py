@@ -132,7 +132,7 @@ def _scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Tensor]) -> di
     for name, parts in terms.items():
         right = solved[name].flatten(1)
         count, step = len(parts[0]), max(1, ENTRIES // right.shape[1])
-        chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        chunks = [slice(start, min(start + step, count)) for start in range(0, max(count, 1), step)]
         rows = (gradients([term.samples(chunk) for term in parts]).flatten(1) for chunk in chunks)
         found[name] = torch.cat([right @ row.to(right).mT for row in rows], 1)
     return found

@@ -196,7 +196,7 @@ class Kronecker(LayerOperator):
     """``kron(B, A)`` per group (KFAC, arXiv:1503.05671).
 
     Without damping the inverse is that of the factors, by Cholesky decomposition, where these are far from singular.
-    Everything else but products uses an exact eigendecomposition.
+    Damped solves, eigenvalues, determinants and draws use an exact eigendecomposition.
 
     Args:
         space: of the weight, or of the weight and the bias.

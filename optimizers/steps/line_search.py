@@ -60,7 +60,7 @@ class LineSearch:
         for displacement in displacements:
             self.move_to(displacement)
             loss, own = self.evaluate()
-            losses.append(widen(loss))
+            losses.append(widen(loss).reshape(()))
             residuals.append(own)
         values = [x if math.isfinite(x) else math.inf for x in torch.stack(losses).tolist()]
         return [LinePoint(*own) for own in zip(displacements, values, residuals, step_sizes, strict=True)]

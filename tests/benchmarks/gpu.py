@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -255,18 +255,32 @@ def measured(options: argparse.Namespace, sizes: Sizes) -> Iterator[list[Result]
                 yield compare(case, precision, options.rounds, options.clock)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def shared_arguments(description: str, networks: Iterable[str], rounds: int) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
     usual = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--device", default=usual, help="DEVICE, or cuda where there is one")
     parser.add_argument("--small", action="store_true", help="small networks, as without a GPU")
-    parser.add_argument("--only", nargs="+", choices=list(FULL), default=list(FULL))
-    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), help="both on a GPU, else fp32")
-    parser.add_argument("--rounds", type=int, default=20, help="steps that are timed; a multiple of ten")
+    parser.add_argument("--only", nargs="+", choices=list(networks), default=list(networks))
+    parser.add_argument("--rounds", type=int, default=rounds, help="how often everything is timed")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--out", type=Path, help="write the tables to this file too")
+    return parser
+
+
+def save(options: argparse.Namespace, lines: list[str], found: Sequence[Any]) -> None:
+    """Tables to `--out`, results to `--json`."""
+    if options.out:
+        options.out.write_text("\n".join(lines))
+    if options.json:
+        content = {"machine": lines[0].strip(), "results": [asdict(result) for result in found]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = shared_arguments(__doc__ or "", FULL, 20)
+    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), help="both on a GPU, else fp32")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -281,11 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found += results
         lines.append(table(results))
         print(lines[-1], flush=True)
-    if options.out:
-        options.out.write_text("\n".join(lines))
-    if options.json:
-        content = {"machine": lines[0].strip(), "results": [asdict(result) for result in found]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    save(options, lines, found)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,18 @@ GPU, or with --small, the networks are small ones: that shows that it runs, not 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from _gpu_networks import FULL, SMALL, Network
 from _race_report import machine
 from _workloads import LOSS
-from gpu import peak_bytes, turned, wait
+from gpu import peak_bytes, save, shared_arguments, turned, wait
 
 import curvature
 
@@ -110,16 +106,7 @@ def table(title: str, results: Sequence[Result], with_published: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    usual = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--device", default=usual, help="DEVICE, or cuda where there is one")
-    parser.add_argument("--small", action="store_true", help="small networks, as without a GPU")
-    parser.add_argument("--only", nargs="+", choices=list(FULL), default=list(FULL))
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--out", type=Path, help="write the tables to this file too")
-    options = parser.parse_args(arguments)
+    options = shared_arguments(__doc__ or "", FULL, 10).parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     warnings.simplefilter("ignore")
@@ -131,11 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found += (results := measure(name, network, options.device, options.rounds))
         lines.append(table(network.title, results, not small))
         print(lines[-1], flush=True)
-    if options.out:
-        options.out.write_text("\n".join(lines))
-    if options.json:
-        content = {"machine": lines[0].strip(), "results": [asdict(result) for result in found]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    save(options, lines, found)
 
 
 if __name__ == "__main__":

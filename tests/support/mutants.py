@@ -363,6 +363,8 @@ MUTANTS = [
         "curvature/gradients/uneven_inputs.py",
         "curvature/gradients/test_uneven_inputs.py",
         ("return t[start:stop]", "return t"),
+        ("return offsets if sought.are_found else None", "return offsets"),
+        ("own is not None and self._is_derived(own)", "own is not None"),
     ),
     *broken(
         "curvature/gradients/clipping.py",

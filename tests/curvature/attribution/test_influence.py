@@ -69,6 +69,8 @@ def test_batches_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(curvature.attribution.scores, "ENTRIES", 40)
     pieces = [[(x[:2], y[:2]), (x[2:3], y[2:3]), (x[3:], y[3:])] for x, y in (train, query)]
     torch.testing.assert_close(curvature.influence(model, LOSS, *pieces, K), whole)
+    without = [[*own, (own[0][0][:0], own[0][1][:0])] for own in pieces]  # as a loader of a filtered set may give
+    torch.testing.assert_close(curvature.influence(model, LOSS, *without, K), whole)
 
 
 def test_one_layer_alone() -> None:

@@ -64,6 +64,25 @@ def test_weights_of_words():
     agrees(model, (WORDS, torch.tensor([0, 2, 2]), weights), y, plain_gradients(model, *pairs))
 
 
+# As many items as users, and a table shared by all samples
+@pytest.mark.parametrize("items", [6, 3])
+def test_identifiers_that_look_like_offsets(items: int):
+    """A bag reads them in rows of one, or makes the same offsets itself: they are inputs like any others."""
+
+    def run(m: Any, users: Tensor, items: Tensor) -> Tensor:
+        own = m.own(users, torch.arange(len(users), device=users.device))
+        read = m.items(items[:, None])
+        return m.head((m.users(users) + own).tanh() * (read if len(read) == len(users) else read.sum(0)))
+
+    with seeded(0):
+        layers = {"users": nn.Embedding(6, 3), "own": nn.EmbeddingBag(6, 3), "items": nn.EmbeddingBag(6, 3)}
+        model = Raw(run, **layers, head=nn.Linear(3, 4)).double()
+    users, table, y = WORDS[:6], torch.arange(items), torch.arange(6) % 4
+    some = lambda n: table[n : n + 1] if items == 6 else table
+    pairs = [(model(users[n : n + 1], some(n)), y[n : n + 1]) for n in range(6)]
+    agrees(model, (users, table), y, plain_gradients(model, *pairs))
+
+
 def test_packed_sequences():
     """As one argument, in the order of the batch, which packing sorts."""
 

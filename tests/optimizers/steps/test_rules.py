@@ -200,3 +200,21 @@ def test_step_residuals_refuses_losses() -> None:
         opt.step_residuals(residuals_of(model))
     with pytest.raises(ValueError, match=r"residuals \(M,\)"):
         KFAC(model).step_residuals(lambda: model(X).sum())
+
+
+@pytest.mark.parametrize("options", [{"line_search": True}, {"adaptive": True}])
+def test_a_loss_with_one_element(options: dict[str, bool]):
+    with seeded(0):
+        model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), torch.randn(8, 3).double()
+    opt = NaturalGradient(model, **options)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean().reshape(1)
+        loss.backward()
+        return loss
+
+    first = float(closure())
+    for _ in range(3):
+        opt.step(closure)
+    assert float(closure()) < 0.5 * first
