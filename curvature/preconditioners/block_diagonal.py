@@ -22,7 +22,7 @@ from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.row_ranges import RowRange, RowRangeBlock
 from curvature.preconditioners.statistics import CurvatureStatistics
-from curvature.recording import ParameterNode, Tape
+from curvature.recording import ParameterNode, Tape, stream_backprops
 from curvature.terms import (
     DenseGradients,
     ElementwiseProduct,
@@ -34,6 +34,7 @@ from curvature.terms import (
 )
 
 MAX_SIDE = 2048  # a larger side is kept as a sketch
+MOST_BYTES = 2**22  # of backprops that wait to be measured; layers of one form among them are measured together
 MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, and the loss by step is no better
 
 Named = Mapping[str, Tensor]
@@ -216,28 +217,52 @@ class BlockDiagonalCurvature(CurvatureStore):
         world_size: int = 1,
         displacement: Named = NOTHING,
     ) -> CurvatureStatistics:
-        total = CurvatureStatistics()
+        total, known = CurvatureStatistics(), len(self.blocks)
+        order = list(tape.parameters)
         for k in range(len(vectors[0])):
-            sent = [v[k] for v in vectors]
-            backprops = tape.gradients(outputs, sent)
-            terms, failed = terms_by_parameter(tape, backprops, _layouts(tape, count), set())
-            unseen = {name for name, own in terms.items() if not own}  # read in a scripted module, or without data
-            terms |= self._plain(tape, outputs, sent, sorted(failed | unseen))
-            total.add_(self.measure_terms(tape, terms, count if k == 0 else 0, rank, world_size))
-            total.add_(CurvatureStatistics(along=self._along(terms, displacement, count)))
+            sent, samples = [v[k] for v in vectors], count if k == 0 else 0
+            add = partial(self.measure_terms, tape, count=samples, rank=rank, world_size=world_size)
+            total.add_(self._measure_vector(tape, outputs, sent, count, add, displacement))
+        self.blocks[known:] = sorted(self.blocks[known:], key=lambda block: order.index(block.names[0]))
         return total
 
-    def _along(self, terms: Mapping[str, Sequence[Term]], displacement: Named, count: int) -> dict[str, Tensor]:
-        """`CurvatureStatistics.along` of one vector, of the blocks whose terms tell samples apart."""
+    def _measure_vector(
+        self,
+        tape: Tape,
+        outputs: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        count: int,
+        measure: Any,
+        displacement: Named,
+    ) -> CurvatureStatistics:
+        """Statistics of one vector from the terms of one layer after the other, as its backprops arrive."""
+        found, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
+
+        def add(terms: dict[str, list[Term]]) -> None:
+            found.add_(measure(terms))
+            changes.update(self._changes(terms, displacement, count))
+
+        def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
+            others = tape.parameters.keys() - names
+            terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), others)
+            terms = {name: own for name, own in terms.items() if own}
+            unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
+            add(terms)
+
+        stream_backprops(tape, outputs, sent, take, MOST_BYTES)
+        add(self._plain(tape, outputs, sent, sorted(unexplained)))
+        found.along = _energies(changes)
+        return found
+
+    def _changes(self, terms: Mapping[str, Sequence[Term]], displacement: Named, count: int) -> dict[str, Tensor]:
+        """``v^T J u`` (count,) of the blocks whose terms tell samples apart, by their first parameter."""
         found: dict[str, Tensor] = {}
         for block in self.blocks if displacement else ():
             names = [name for name in block.names if terms.get(name) and name in displacement]
             if names and all(len(term) == count for name in names for term in terms[name]):
                 pairs = ((terms[name], displacement[name]) for name in names)
                 found[block.names[0]] = sum_in_place(contractions.inner_products(*pair) for pair in pairs)
-        if found:
-            found[""] = stack(found.values()).sum(0)
-        return {name: change.square().sum() for name, change in found.items()}
+        return found
 
     def _plain(self, tape: Tape, outputs: Any, sent: Any, names: list[str]) -> dict[str, list[Term]]:
         """Gradients of the whole batch, for parameters without per-sample terms."""
@@ -263,7 +288,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), set(whole))
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
         found = self.measure_terms(tape, terms, count, rank, world_size)
-        found.along = self._along(terms, displacement, count)
+        found.along = _energies(self._changes(terms, displacement, count))
         return found
 
     def weighted_gradients(
@@ -298,6 +323,12 @@ class BlockDiagonalCurvature(CurvatureStore):
         for kind in dict.fromkeys(type(leaf) for leaf, _ in pairs):
             alike = [pair for pair in pairs if type(pair[0]) is kind]
             kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
+
+
+def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`CurvatureStatistics.along` of one vector from the changes (N,) in each block."""
+    every = {**changes, "": stack(changes.values()).sum(0)} if changes else {}
+    return {name: change.square().sum() for name, change in every.items()}
 
 
 def _measured(

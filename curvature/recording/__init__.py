@@ -7,6 +7,7 @@ are recorded, and `preserve_state` leaves buffers and random state as they were.
 """
 
 from curvature.recording.autograd_graph import graph_functions, graph_leaves, graph_signature, tape_from_graph
+from curvature.recording.backprop_stream import stream_backprops
 from curvature.recording.eager import force_eager, unwrap_compiled
 from curvature.recording.listener import Listener, capture
 from curvature.recording.log import warn_once
@@ -24,6 +25,7 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tenso
 
 __all__ = [
     "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "call_model", "capture", "force_eager",
-    "fresh_random_numbers", "graph_functions", "graph_leaves", "graph_signature", "is_sharded", "logits",
-    "map_tensors", "preserve_state", "tape_from_graph", "tensors_in", "traceable_body", "unwrap_compiled", "warn_once",
+    "fresh_random_numbers", "graph_functions", "graph_leaves", "graph_signature", "is_sharded", "logits", "map_tensors",
+    "preserve_state", "stream_backprops", "tape_from_graph", "tensors_in", "traceable_body", "unwrap_compiled",
+    "warn_once",
 ]  # fmt: skip

@@ -84,6 +84,7 @@ class RecordingMode(TorchFunctionMode):
         data = [saved[k] for k, x in bound.items() if isinstance(x, Tensor) and id(x) not in self.nodes]
         versions = [(x, x._version) for x in data]
         before = [(x, x._version) for x in found if id(x) in self.nodes]
+        follows_graph = any(x.requires_grad for x in found if id(x) not in self.nodes)
         out = func(*args, **kwargs)
         outs = [x for x in tensors_in(out) if x.requires_grad]
         if not outs or any(out is x and x._version == version for x, version in before):
@@ -99,7 +100,9 @@ class RecordingMode(TorchFunctionMode):
             rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
         call = RecordedCall(saved, tuple(outs[0].shape)) if rule is not None else None
         edge = _edge_of(outs[0]) if rule is not None else None
-        use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule is not None else [])
+        use = Use(
+            len(self.tape.uses), func, rule, call, slots, edge, versions if rule is not None else [], follows_graph
+        )
         self.tape.uses.append(use)
         for node in used.values():
             node.readers.append(weakref.ref(use))

@@ -57,6 +57,7 @@ class Use:
         slots: the arguments that are parameters, or computed from parameters alone, by name.
         edge: where the backprop of the output arrives.
         versions: the data among the arguments, with the versions that they had.
+        follows_graph: whether autograd's graph goes on behind the data.
         results: the outputs, if they depend on parameters alone.
     """
 
@@ -67,6 +68,7 @@ class Use:
     slots: dict[str, ParameterNode]
     edge: GradientEdge | None
     versions: list[tuple[Tensor, int]]
+    follows_graph: bool = False
     results: list[ParameterNode] = field(default_factory=list)
 
     @property

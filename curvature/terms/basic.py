@@ -77,7 +77,7 @@ class OuterProduct:
         layout = AffineLayout((self.shape,), self.groups, self.outputs, self.sizes, self.order)
         weight = layout.to_matrices([vector.to(self.a.dtype).reshape(self.shape)])
         moved = self.a.permute(2, 0, 1, 3).flatten(1, 2) @ weight.mT
-        return (moved.unflatten(1, self.b.shape[:2]).permute(1, 2, 0, 3) * self.b).sum((1, 2, 3))
+        return moved.unflatten(1, self.b.shape[:2]).permute(1, 2, 0, 3).mul_(self.b).sum((1, 2, 3))
 
     def transpose(self) -> OuterProduct:
         """The same term for the transpose of a matrix parameter."""

@@ -67,7 +67,7 @@ class Convolution:
         moved = torch.convolution(x, weight, None, self.stride, zeros, self.dilation, False, zeros, self.groups)
         for axis, size in enumerate(self.b.shape[3:], 2):  # the stride may leave some of the input
             moved = moved.narrow(axis, 0, size)
-        return (moved.reshape(self.b.shape) * self.b).flatten(1).sum(1)
+        return moved.reshape(self.b.shape).mul_(self.b).flatten(1).sum(1)
 
     def gradients(self) -> Tensor:
         n, dims = len(self.b), len(self.stride)

@@ -30,12 +30,10 @@ class OutputScale:
     @torch.no_grad()
     def of(outputs: Sequence[Tensor]) -> Sums:
         """The sums of one pass, given its outputs (N, ...). Entries that are not finite do not count."""
-        found = [x.detach().float().square() for x in outputs]
-        entries = stack(x.isfinite().sum() for x in found).sum()
-        squares = stack(x.nan_to_num_(0.0, 0.0, 0.0).sum() for x in found).sum()
-        count = torch.full_like(
-            squares, len(outputs[0])
-        )  # to fill a tensor needs no wait, as a copy to the device does
+        each = [_sums(x.detach()) for x in outputs]
+        squares, entries = (stack(column).sum() for column in zip(*each, strict=True))
+        # to fill a tensor needs no wait, as a copy to the device does
+        count = torch.full_like(squares, len(outputs[0]))
         return {"squares": squares, "numbers": torch.stack([count, entries])}
 
     def update(self, sums: Sums, along: Sums, home: torch.device) -> None:
@@ -48,3 +46,10 @@ class OutputScale:
             self.rms = torch.where(scale.isfinite() & (entries > 0), scale, known)
             self.entries_per_sample = torch.where(entries > 0, entries / count, self.entries_per_sample)
             self.along = {name: square.to(home) / count for name, square in along.items()}
+
+
+def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of squares, and the number of finite entries."""
+    squares = x.float().square()  # a copy, and the only one of the size of x
+    entries = (squares < torch.inf).count_nonzero()  # isfinite, and a sum of its truths, would make copies
+    return squares.nan_to_num_(0.0, 0.0, 0.0).sum(), entries

@@ -152,9 +152,10 @@ class Recorder:
         outputs, team = found.tensors, self.teams.current()
         scales = outputs if found.scale is None else [found.scale.expand(found.count)]
         rank, size = team.processes.rank, team.processes.size
+        sums = OutputScale.of(scales)
         with torch.autocast(outputs[0].device.type, enabled=False):
             measured = self.store.measure(tape, outputs, vectors, found.count, rank, size, self.displacement())
-        self.passes.wait(Measured(measured, OutputScale.of(scales)), found.sources, team.statistics.discard)
+        self.passes.wait(Measured(measured, sums), found.sources, team.statistics.discard)
         if size > 1:
             for x in found.sources:
                 x.register_hook(lambda _: team.statistics.launch())

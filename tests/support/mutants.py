@@ -360,6 +360,14 @@ MUTANTS = [
         ("(squares - count * mean) / (count - 1)", "(squares - count * mean) / count"),
     ),
     *broken(
+        "curvature/recording/backprop_stream.py",
+        "curvature/recording/test_backprop_stream.py",
+        ("if self.bytes >= self.most_bytes:", "if False:"),
+        ("if not group.missing]", "]"),
+        ("missed = [use for use, _ in edges if use not in stream.seen]", "missed = []"),
+        ("joined.update(dict.fromkeys(names, names))", "pass"),
+    ),
+    *broken(
         "curvature/gradients/uneven_inputs.py",
         "curvature/gradients/test_uneven_inputs.py",
         ("return t[start:stop]", "return t"),
