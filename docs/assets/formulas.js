@@ -1,0 +1,10 @@
+// Loads MathJax, which lies beside this file, on pages with formulas.
+window.MathJax = {
+  tex: { inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]] },
+  options: { enableMenu: false, ignoreHtmlClass: ".*|", processHtmlClass: "arithmatex" },
+};
+if (document.querySelector(".arithmatex")) {
+  const script = document.createElement("script");
+  script.src = new URL("mathjax.js", document.currentScript.src);
+  document.head.append(script);
+}
