@@ -1,4 +1,4 @@
-"""What the site has beside the Markdown files: the notebooks of examples/ with a gallery, and MathJax."""
+"""What the site has beside the Markdown files: the notebooks of examples/, and MathJax."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[2]
-# The picture of a notebook in the gallery, where that is not its first.
-THUMBNAILS: dict[str, int] = {}
 CELLS = """
 {% extends "markdown/index.md.j2" %}
 {% block stream %}
@@ -27,38 +25,30 @@ CELLS = """
 ![]({{ output.metadata.filenames["image/png"] }})
 {% endblock %}
 """
-GALLERY = """# Notebooks
-
-Each runs from its first cell to its last in seconds to a minute on two cores; `examples/` has the files.
-
-<div class="gallery" markdown="0">
-{cards}
-</div>
-"""
-CARD = '<a href="{name}.html"><img src="{picture}" alt="" loading="lazy"><strong>{title}</strong><p>{text}</p></a>'
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     mathjax = resources.files("mathjax") / "static/mathjax/es5/tex-svg.js"
     files.append(File.generated(config, "assets/mathjax.js", content=mathjax.read_bytes()))
-    cards = []
-    for path in sorted((ROOT / "examples").glob("*.ipynb"), key=lambda path: int(path.stem.split("_")[0])):
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
         page, pictures = converted(path)
         files.append(File.generated(config, f"notebooks/{path.stem}.md", content=page))
         for name, content in pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=content))
-        cards.append(card(path.stem, page, list(pictures)))
-    files.append(File.generated(config, "notebooks/index.md", content=GALLERY.format(cards="\n".join(cards))))
     return files
 
 
 def converted(path: Path) -> tuple[str, dict[str, bytes]]:
-    """A notebook as it was stored: Markdown, and its pictures by file name."""
+    """A notebook as it was stored: Markdown, and its pictures by file name, NOTEBOOK/1.png and so on."""
     exporter = MarkdownExporter(extra_loaders=[DictLoader({"cells.md.j2": CELLS})], template_file="cells.md.j2")
     page, found = exporter.from_filename(str(path), resources={"output_files_dir": path.stem})
     page = re.sub(r"\]\(#(.+?)\)", lambda link: f"](#{slugify(link[1], '-')})", page)  # Jupyter's names of sections
     page = page.replace("](../docs/", "](../")
-    return described(page), found["outputs"]
+    pictures = {}
+    for number, (name, content) in enumerate(found["outputs"].items(), 1):
+        pictures[new := f"{path.stem}/{number}.png"] = content
+        page = page.replace(f"]({name})", f"]({new})")
+    return described(page), pictures
 
 
 def described(page: str) -> str:
@@ -68,11 +58,6 @@ def described(page: str) -> str:
         heading = line.lstrip("# ") if re.match(r"##? ", line) else heading
         lines.append(line.replace("![](", f"![{heading}](", 1) if line.startswith("![](") else line)
     return "\n".join(lines) + "\n"
-
-
-def card(name: str, page: str, pictures: list[str]) -> str:
-    title, text = page.split("\n\n")[:2]
-    return CARD.format(name=name, picture=pictures[THUMBNAILS.get(name, 0)], title=title, text=text)
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
