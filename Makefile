@@ -80,7 +80,7 @@ format: .venv/test.stamp
 # pages are not opened.
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/config/mkdocs.yml
-	$(BIN)/python -m pytest tests/repository/test_site.py
+	SITE=site $(BIN)/python -m pytest -q tests/repository/test_site.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build site *.egg-info

@@ -1,6 +1,10 @@
 // Loads MathJax, which lies beside this file, on pages with formulas.
 window.MathJax = {
-  tex: { inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]] },
+  tex: {
+    inlineMath: [["\\(", "\\)"]],
+    displayMath: [["\\[", "\\]"]],
+    packages: { "[-]": ["autoload", "noundefined", "require"] }, // what is unknown is an error
+  },
   options: { enableMenu: false, ignoreHtmlClass: ".*|", processHtmlClass: "arithmatex" },
 };
 if (document.querySelector(".arithmatex")) {

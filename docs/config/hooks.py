@@ -1,4 +1,4 @@
-"""What the site has beside the Markdown files: the notebooks of examples/, and MathJax."""
+"""What the site has beside the Markdown files: the notebooks of examples/, MathJax, and links to papers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[2]
+PAPER = re.compile(r"(?P<kept><(?P<tag>a|code|pre)\b.*?</(?P=tag)>)|arXiv:(?P<number>\d{4}\.\d{4,5})", re.DOTALL)
 CELLS = """
 {% extends "markdown/index.md.j2" %}
 {% block stream %}
@@ -64,3 +65,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Links to files of examples/ go to their pages."""
     to_notebooks = "../" * page.file.src_uri.count("/") + "notebooks/"
     return re.sub(r"\]\((?:\.\./)+examples/(\w+)\.ipynb\)", rf"]({to_notebooks}\1.md)", markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Papers that docstrings name become links."""
+    link = '<a href="https://arxiv.org/abs/{0}">arXiv:{0}</a>'
+    return PAPER.sub(lambda found: found["kept"] or link.format(found["number"]), html)

@@ -59,7 +59,7 @@ const sides = e => getComputedStyle(e).overflowX;
 const scrolls = e => e !== document.body && (/auto|scroll/.test(sides(e)) || scrolls(e.parentElement));
 const outside = e => e.checkVisibility() && (box => box.width && (box.left < -1 || box.right > innerWidth + 1))(
   e.getBoundingClientRect());
-const isRead = e => e && e.getBoundingClientRect().width > 4 && e.getBoundingClientRect().height > 4
+const isRead = e => e && e.getBoundingClientRect().width > 0.8 * e.width.baseVal.value
   && !e.querySelector("[data-mml-node=merror]");
 const content = document.querySelector("article"), all = selector => [...content.querySelectorAll(selector)];
 return {
