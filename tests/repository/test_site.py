@@ -99,6 +99,7 @@ def browser() -> Iterator[Any]:
         options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "SEVERE"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver.set_script_timeout(120)
     yield driver
     driver.quit()
 
