@@ -54,9 +54,10 @@ def converted(path: Path) -> tuple[str, dict[str, bytes]]:
 
 def described(page: str) -> str:
     """Every picture gets the heading above it as its text."""
-    heading, lines = "", []
+    heading, is_code, lines = "", False, []
     for line in page.splitlines():
-        heading = line.lstrip("# ") if re.match(r"##? ", line) else heading
+        is_code ^= line.startswith("```")
+        heading = line.lstrip("# ") if re.match(r"##? ", line) and not is_code else heading
         lines.append(line.replace("![](", f"![{heading}](", 1) if line.startswith("![](") else line)
     return "\n".join(lines) + "\n"
 
