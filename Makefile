@@ -76,8 +76,11 @@ format: .venv/test.stamp
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# The site, and each of its pages in headless Chromium, which Debian has in chromium-driver; without it the pages are not
+# opened. site/index.html needs no server, its search does: python3 -m http.server -d site
 docs: .venv/docs.stamp
-	$(BIN)/mkdocs build --strict -f docs/config/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/config/mkdocs.yml
+	SITE=site $(BIN)/python -m pytest -q tests/repository/test_site.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build site *.egg-info

@@ -33,12 +33,14 @@ def _intervals(given: tuple[int | None, int | None], usual: tuple[int, int]) -> 
 class KFAC(SecondOrderOptimizer):
     """Natural-gradient descent with Kronecker-factored curvature (arXiv:1503.05671; shared weights: arXiv:2311.00636).
 
-    Usage:
+    In a training loop:
+
         opt = KFAC(model)
         for x, y in loader:
             opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); opt.step()
 
-    or, with step size, momentum and damping from an exact model of each batch, as long as batches are large enough:
+    Or, with step size, momentum and damping from an exact model of each batch, as long as batches are large enough:
+
         opt = KFAC(model, adaptive=True)
         for x, y in loader:
             def closure():
@@ -63,8 +65,10 @@ class KFAC(SecondOrderOptimizer):
 
     A closure that returns residuals r (M,) in place of a loss means ``1/2 ||r||^2``, as for `NaturalGradient`; it may
     differentiate the model, and calls no ``backward``:
+
         def closure():
             return torch.cat([interior(model) / len(x) ** 0.5, boundary(model) / len(y) ** 0.5])
+
     Each step then computes the Kronecker factors of each layer and piece of ``J^T J`` (`residual_blocks`;
     arXiv:2405.15603), and minimizes the exact quadratic model over their layerwise directions and the last
     displacements. It never takes a step that raises the loss. `damping` is then added to ``J^T J``, in

@@ -30,12 +30,14 @@ class NaturalGradient(SecondOrderOptimizer):
     Meant for residuals, and for batches that are the whole data set or nearly so. In loops of small batches it has the
     noise of each in its curvature, and falls behind `KFAC` after some 50 steps: use `KFAC` there.
 
-    Usage: the training loop as it is,
+    In a training loop:
+
         opt = NaturalGradient(model, loss=nn.CrossEntropyLoss())
         for x, y in loader:
             opt.zero_grad(); loss = F.cross_entropy(model(x), y); loss.backward(); opt.step()
 
-    or a closure that returns residuals r (M,) and calls no backward; the loss is then ``1/2 ||r||^2``:
+    With a closure that returns residuals r (M,) and calls no backward; the loss is then ``1/2 ||r||^2``:
+
         opt = NaturalGradient(model)
         def closure():
             return torch.cat([interior(model) / len(x) ** 0.5, boundary(model) / len(y) ** 0.5])

@@ -34,10 +34,10 @@ def clipped_gradient(
 
     g_n is the gradient of the sample's own loss over all parameters together, as in `per_sample_gradients`. One sample
     more or less changes the sum by ``max_norm`` at most, whatever the loss's reduction. Divide by the expected batch
-    size, not by the number of samples drawn, to get the mean.
+    size, not by the number of samples drawn, to get the mean. ``model``, ``loss``, ``x``, ``y`` and ``sample_dim`` are
+    those of `per_sample_gradients`. A batch may be empty.
 
     Args:
-        model, loss, x, y, sample_dim: as for `per_sample_gradients`. A batch may be empty.
         max_norm: to which each g_n is clipped, in units of loss / parameter.
         noise: standard deviation of the noise on the sum, in units of ``max_norm`` (the accountants' noise multiplier).
         mask: (N,), bool: which samples count. All others, which fill a batch up to its usual size, must be finite.

@@ -39,8 +39,9 @@ def gradient_noise_scale(
     ``|G|^2 = |mean|^2 - tr(Sigma) / N`` have no bias (appendix A.1, for batches of 1 and N); their quotient has one
     that falls as 1 / N.
 
+    ``model``, ``loss`` and ``sample_dim`` are those of `per_sample_gradients`. All samples count alike.
+
     Args:
-        model, loss, sample_dim: as for `per_sample_gradients`. All samples count alike.
         data: one pair ``(x, y)``, or an iterable of pairs (a DataLoader), over which sums are streamed.
 
     Raises:

@@ -137,7 +137,8 @@ def _running_frames() -> list[Any]:
 def capture(model: nn.Module) -> Iterator[Tape]:
     """Record where `model` reads its parameters, in every forward pass inside the context.
 
-    Usage:
+    What each layer saw, and what comes back to it from ``vectors`` at the output:
+
         with capture(model) as tape:
             output = model(x)
         backprops = tape.backprops(output, vectors)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from support import layer_table, programs
+from support import guide_pictures, layer_table, programs
 from support.architecture import ROOT
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
@@ -87,3 +87,11 @@ def test_the_table_of_layers_says_what_the_package_does() -> None:
     """python tests/support/layer_table.py writes it anew."""
     text = layer_table.GUIDE.read_text("utf-8")
     assert text == layer_table.with_table(text, layer_table.table())
+
+
+def test_the_guide_on_plots_has_its_pictures() -> None:
+    """python tests/support/guide_pictures.py draws them anew."""
+    folder = guide_pictures.GUIDE.parent
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in (folder / "plots").iterdir()}
+    assert set(sizes) == set(guide_pictures.names())
+    assert max(sizes.values()) < 60_000

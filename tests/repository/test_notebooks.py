@@ -37,3 +37,8 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
 def test_a_notebook_that_fails_is_seen(tmp_path: Path) -> None:
     result = programs.run(programs.run_cells, [("cell 0", "x = 1"), ("cell 1", "\nassert x == 2")], folder=tmp_path)
     assert result.returncode == 1 and 'cell 1", line 2' in result.stderr
+
+
+def test_the_gallery_has_every_notebook() -> None:
+    shown = re.findall(r"\]\((\w+)\.md\)$", (ROOT / "docs" / "notebooks" / "index.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(shown) == [path.stem for path in NOTEBOOKS]
