@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
+from support.documents import run_here, text_of
 from support.training import assert_same, copied
 
 OPTIMIZERS = [KFAC, EKFAC, NaturalGradient]
@@ -256,6 +257,16 @@ def test_hooks_on_parts_go_when_the_model_is_called():
     opt = KFAC(other)
     del opt
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in other.modules())
+
+
+# -- the guide
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_guide(accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with seeded(0):
+        run_here("guides/frameworks.md", text_of("guides/frameworks.md"))
 
 
 # -- habits
