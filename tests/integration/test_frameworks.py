@@ -244,6 +244,12 @@ def test_parts_called_one_after_the_other_are_refused():
         fitted(Chained(KFAC, "self"))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_closure_of_lightning_is_refused_with_the_way_out():
+    with pytest.raises(TypeError, match="without a graph.*manual optimization"):
+        fitted(Classifier(functools.partial(KFAC, adaptive=True)))
+
+
 def test_hooks_on_parts_go_when_the_model_is_called():
     model = network()
     opt = KFAC(model)
