@@ -101,6 +101,7 @@ def note_general(tape: Tape, failed: set[str]) -> None:
         name: sorted({getattr(u.function, "__name__", str(u.function)) for u in tape.uses if name in u.names})
         for name in sorted(failed)
     }
-    names = ", ".join(f"{name} (read by {', '.join(found) or 'nothing recorded'})" for name, found in readers.items())
+    unseen = "an autograd.Function or the like"  # what torch does not let a mode see
+    names = ", ".join(f"{name} (read by {', '.join(found) or unseen})" for name, found in readers.items())
     if names:
         warn_once("no per-sample rule explains %s; computed exactly all the same, which is slower", names)

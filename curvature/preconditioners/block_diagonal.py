@@ -62,7 +62,7 @@ def blocks_by_layer(
     for name, node in todo.items():
         if name not in taken:
             readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
-            used = f"used in {', '.join(readers)}" if readers else "used in nothing that was recorded"
+            used = f"used in {', '.join(readers)}" if readers else "read by an autograd.Function or the like"
             reason = f"no Kronecker factors: {used}"
             blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
     return blocks

@@ -277,7 +277,10 @@ def _products(
     The closure may add a penalty on the parameters, for example. Changes may cover every stride-th row only.
     """
     if not loss.requires_grad:
-        raise TypeError("closure: it returned a loss without a graph; return the loss itself, not loss.detach()")
+        raise TypeError(
+            "closure: it returned a loss without a graph; return the loss itself, not loss.detach() (Lightning's own "
+            "closure detaches it: use manual optimization)"
+        )
     found = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     live = [n for n, g in enumerate(found) if g is not None and g.requires_grad]
     total = widen(loss.new_zeros(len(changes), len(changes)))

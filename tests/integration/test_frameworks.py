@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
+from support.documents import run_here, text_of
 from support.training import assert_same, copied
 
 OPTIMIZERS = [KFAC, EKFAC, NaturalGradient]
@@ -243,6 +244,12 @@ def test_parts_called_one_after_the_other_are_refused():
         fitted(Chained(KFAC, "self"))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_closure_of_lightning_is_refused_with_the_way_out():
+    with pytest.raises(TypeError, match="without a graph.*manual optimization"):
+        fitted(Classifier(functools.partial(KFAC, adaptive=True)))
+
+
 def test_hooks_on_parts_go_when_the_model_is_called():
     model = network()
     opt = KFAC(model)
@@ -256,6 +263,16 @@ def test_hooks_on_parts_go_when_the_model_is_called():
     opt = KFAC(other)
     del opt
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in other.modules())
+
+
+# -- the guide
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_guide(accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with seeded(0):
+        run_here("guides/frameworks.md", text_of("guides/frameworks.md"))
 
 
 # -- habits

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import KFAC
 from support.cases.case import Raw, seeded
+from support.cases.shared import Doubled
 from support.training import TASKS, Loss, assert_same, backward, copied, curvature_of, digits, mlp, task, train
 
 
@@ -283,6 +284,13 @@ def test_a_layer_first_used_between_decompositions():
     train(model, opt, *batch, 1)
     assert all(block.is_ready for block in opt.preconditioner.blocks)
     assert all(map(math.isfinite, train(model, opt, *batch, 2))) and model.late.any()
+
+
+def test_report_says_what_it_cannot_look_into():
+    model = Raw(lambda m, x: Doubled.apply(m.layer(x), m.scale), layer=nn.Linear(4, 3), scale=(3,))
+    opt = KFAC(model)
+    model(torch.randn(6, 4))
+    assert "no Kronecker factors: read by an autograd.Function or the like" in opt.report()
 
 
 def test_report_names_every_parameter():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 import subprocess
 import sys
@@ -13,29 +12,12 @@ import pytest
 
 from support import guide_pictures, layer_table, programs
 from support.architecture import ROOT
-
-FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\S*)")
-
-
-def script_of(markdown: str) -> str:
-    """The python blocks with every other line blank, so that a traceback shows the line number of the document."""
-    script, opened = [], None
-    for line in markdown.splitlines():
-        fence = FENCE.match(line)
-        code = ""
-        if opened is None:
-            opened = fence
-        elif fence and fence["ticks"] == opened["ticks"] and not fence["language"]:
-            opened = None
-        elif opened["language"] == "python":
-            code = line.removeprefix(opened["indent"])
-        script.append(code)
-    return "\n".join(script) + "\n"
-
+from support.documents import script_of
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PEERS = ["opacus"]  # that a page uses
-FILES = [path for path in PAGES if script_of(path.read_text("utf-8")).strip()]
+ELSEWHERE = ["coming_from.md", "frameworks.md"]  # run by tests/integration, where what they need is imported anyway
+FILES = [path for path in PAGES if path.name not in ELSEWHERE and script_of(path.read_text("utf-8")).strip()]
 
 
 def run(script: str, name: str, folder: Path) -> SimpleNamespace:

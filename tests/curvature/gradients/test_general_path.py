@@ -13,6 +13,7 @@ from curvature.gradients import general_path
 from curvature.gradients.batch import Batch
 from curvature.gradients.plans import PLANS
 from support.cases.case import Raw, seeded
+from support.cases.shared import Doubled
 from support.oracles import brute_force as oracle
 
 pytestmark = pytest.mark.fast
@@ -43,3 +44,9 @@ def test_the_loop_is_taken_where_vmap_is_wrong(is_wrong: bool, monkeypatch: pyte
         found = curvature.per_sample_gradients(model, nn.MSELoss(), x, y)
         torch.testing.assert_close(found, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
     assert {plan.loop for plan in PLANS[model].values()} == {is_wrong}
+
+
+def test_the_log_says_what_torch_does_not_let_it_see(caplog: pytest.LogCaptureFixture) -> None:
+    model = Raw(lambda m, x: Doubled.apply(x, m.hidden), hidden=(3,))
+    curvature.per_sample_norms(model, nn.MSELoss(), torch.randn(5, 3), torch.randn(5, 3))
+    assert "hidden (read by an autograd.Function or the like)" in caplog.text
