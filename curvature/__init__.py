@@ -46,6 +46,7 @@ from curvature.operators import (
     Kronecker,
     MatrixFree,
     Operator,
+    SampleSpace,
     Space,
     conjugate_gradient,
     load,
@@ -62,8 +63,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker",
-    "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale", "Operator", "Space", "Tape", "Use",
-    "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
+    "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale", "Operator", "SampleSpace", "Space",
+    "Tape", "Use", "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
     "empirical_fisher", "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton",
     "gradient_noise_scale", "hessian", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence",
     "influence_by_parameter", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace", "laplacian",

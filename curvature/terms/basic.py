@@ -150,7 +150,7 @@ class IndexedRows:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         values = (self.values * weights.to(self.values.dtype)[:, None, None]).flatten(0, 1)
-        return values.new_zeros(self.shape).index_add_(0, self.index.flatten(), values)
+        return values.new_zeros(self.shape).index_add(0, self.index.flatten(), values)
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""

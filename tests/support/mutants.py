@@ -210,6 +210,19 @@ MUTANTS = [
         ),
         ("return 1, lambda start, stop: gradient[None]", "return 1, lambda start, stop: gradient.abs()[None]"),
     ),
+    *broken(
+        "curvature/operators/sample_space.py",
+        "curvature/matrices/test_sample_rows.py",
+        ("(V - self._transposed(inner)) / damping", "(V + self._transposed(inner)) / damping"),
+        ("- len(self.gram)) * math.log", "- 0) * math.log"),
+        ("(root * whole * (root + whole))", "(root * whole * root)"),
+    ),
+    *broken(
+        "curvature/matrices/sample_rows.py",
+        "curvature/matrices/test_sample_rows.py",
+        ("roots = weights.sqrt()", "roots = weights"),
+        ("if found > limit", "if found > 2 * limit"),
+    ),
     # -- Laplace posteriors
     *broken(
         "curvature/attribution/scores.py",

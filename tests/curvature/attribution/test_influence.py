@@ -38,6 +38,7 @@ def wanted(matrix: Tensor, damping: float = D) -> Tensor:
 
 MATRICES: dict[str, Callable[..., curvature.Operator]] = {
     "kfac": curvature.kfac, "ekfac": curvature.ekfac, "gauss_newton": curvature.gauss_newton,
+    "by samples": lambda *given: curvature.gauss_newton(*given).compact(),
 }  # fmt: skip
 
 
