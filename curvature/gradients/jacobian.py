@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -205,6 +205,16 @@ class Jacobian:
         """(P,) to tensors by name."""
         parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
         return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def depends(self, name: str) -> bool:
+        """Whether a value depends on this parameter."""
+        return any(bool(contractions.norms_squared(terms[name]).any()) for _, terms in self.parts)
+
+    def restricted(self, names: Iterable[str]) -> Jacobian:
+        """The columns of these parameters alone."""
+        names = list(names)
+        parts = [(size, {name: terms[name] for name in names}) for size, terms in self.parts]
+        return replace(self, parts=parts, shapes={name: self.shapes[name] for name in names})
 
     def stacked(self) -> Jacobian:
         """The same Jacobian with small pieces of like terms put together: a few large products in place of many."""
