@@ -25,7 +25,7 @@ from optimizers.steps.trust_region import TrustRegionStep
 
 
 class NaturalGradient(SecondOrderOptimizer):
-    """Natural-gradient or Gauss-Newton steps of all parameters together, solved for exactly.
+    """Natural-gradient or Gauss-Newton steps of all parameters together, or layer by layer, solved for exactly.
 
     Meant for residuals, and for batches that are the whole data set or nearly so. In loops of small batches it has the
     noise of each in its curvature, and falls behind `KFAC` after some 50 steps: use `KFAC` there.
@@ -108,7 +108,7 @@ class NaturalGradient(SecondOrderOptimizer):
             "step_rule": step_rule,
         }  # fmt: skip
         always = {"factor_every": 1, "decompose_every": 1, "max_overhead": None}
-        why = "solves for all parameters together on every process"
+        why = "solves for all parameters on every process"
         own, config = checked_model(type(self).__name__, model, options | arguments | always, why)
         is_sum = getattr(loss, "reduction", "mean") == "sum"
         super().__init__(
@@ -123,11 +123,13 @@ class NaturalGradient(SecondOrderOptimizer):
             ValueError: parameters that are solved for together have not the same damping or momentum.
         """
         context = super()._context(closure)
-        layers = [block.names for block in self.store.blocks] if self.arguments["layerwise"] else [context.options]
-        for names in layers:
-            together = {name: context.options[name] for name in names if name in context.options}
-            for option in ("damping", "momentum") if together else ():
-                shared_option(together, option)
+        together = {"all parameters": context.options}
+        if self.arguments["layerwise"]:
+            layers = [[name for name in b.names if name in context.options] for b in self.store.blocks]
+            together = {", ".join(names): {name: context.options[name] for name in names} for names in layers if names}
+        for who, options in together.items():
+            for name in ("damping", "momentum"):
+                shared_option(options, name, who)
         return context
 
     def residual_solver(self) -> GaussNewton:

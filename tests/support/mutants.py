@@ -568,6 +568,11 @@ MUTANTS = [
         ("left = (a * (beta / (len(a) * size)).sqrt()", "left = (a * (alpha / (len(a) * size)).sqrt()"),
     ),
     *broken(
+        "curvature/preconditioners/full_curvature.py",
+        "optimizers/test_layerwise.py",
+        ("return kept + layers_of(tape, new)", "return [*kept, *((name,) for name in new)]"),
+    ),
+    *broken(
         "curvature/preconditioners/woodbury.py",
         "optimizers/test_natural_gradient_training.py",
         ("damping * self.divisor)", "damping)"),
@@ -644,10 +649,10 @@ MUTANTS = [
     ),
     *broken(
         "optimizers/steps/descent.py",
-        "optimizers/steps/test_descent.py optimizers/steps/test_calibration.py "
+        "optimizers/steps/test_descent.py optimizers/steps/test_calibration.py optimizers/test_layerwise.py "
         "optimizers/test_natural_gradient_training.py",
         ("energies * scale.square()", "energies * scale"),
-        ("alpha=damping * momentum", "alpha=momentum"),
+        ("(own * momentum).to(rows)", "(0 * own + momentum).to(rows)"),
         ("torch.maximum(slope - damping * square,", "torch.maximum(slope + damping * square,"),
     ),
     *broken(
