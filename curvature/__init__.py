@@ -1,6 +1,6 @@
 """Second-order information for PyTorch: activations and backprops of every layer, and what follows from them."""
 
-from curvature.attribution import influence, influence_by_parameter
+from curvature.attribution import influence, influence_by_parameter, influence_by_place
 from curvature.estimators import (
     hutchinson_diagonal,
     hutchinson_trace,
@@ -67,8 +67,8 @@ __all__ = [
     "Tape", "Use", "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
     "empirical_fisher", "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton",
     "gradient_noise_scale", "hessian", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence",
-    "influence_by_parameter", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace", "laplacian",
-    "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram", "per_sample_norms",
-    "per_sample_norms_by_parameter", "propagated", "quadratic_penalty", "residual_jacobian", "sample_layouts",
-    "sampled", "spectral_density", "xdiag", "xtrace",
+    "influence_by_parameter", "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet",
+    "laplace", "laplacian", "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram",
+    "per_sample_norms", "per_sample_norms_by_parameter", "propagated", "quadratic_penalty", "residual_jacobian",
+    "sample_layouts", "sampled", "spectral_density", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -51,7 +51,7 @@ def codes() -> Problem:
     )  # fmt: skip
 
 
-PROBLEMS = {"classes": classes, "codes": codes, "deep": lambda: tanh(batch=1500)}
+PROBLEMS = {"classes": classes, "codes": codes, "deep": lambda: replace(tanh(batch=1500), name="deep")}
 EXACT = {"classes": nn.CrossEntropyLoss()}  # the others take one random vector for each sample
 
 

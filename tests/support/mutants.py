@@ -51,7 +51,7 @@ MUTANTS = [
         "curvature/terms/basic.py",
         "curvature/terms/test_contractions.py curvature/gradients/test_jacobian.py optimizers/steps/test_residuals.py",
         ("a[:, 0, :, None, :])", "a[:, 0, :, None, :] * 1.01)"),
-        ("(1, 2, 0, 3) * self.b).sum((1, 2, 3))", "(1, 2, 0, 3) * self.b.abs()).sum((1, 2, 3))"),
+        ("(1, 2, 0, 3) * self.b).sum((2, 3))", "(1, 2, 0, 3) * self.b.abs()).sum((2, 3))"),
         ("b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3)", "b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3).flip(2)"),
         ("(self.index + start).flatten()", "self.index.expand_as(self.index + start).flatten()"),
     ),
@@ -229,6 +229,7 @@ MUTANTS = [
         "curvature/attribution",
         ("right @ row.to(right).mT", "right @ row.to(right).mT.abs()"),
         ("DAMPING * mean if", "mean if"),
+        ("term.place_products(v).to(v) for term in parts]", "term.place_products(v).to(v) for term in parts[::-1]]"),
         ("min(start + step, count)", "min(start + 1, count)"),
     ),
     *broken(
