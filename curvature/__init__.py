@@ -1,6 +1,6 @@
 """Second-order information for PyTorch: activations and backprops of every layer, and what follows from them."""
 
-from curvature.attribution import influence, influence_by_parameter
+from curvature.attribution import influence, influence_by_parameter, influence_by_place
 from curvature.estimators import (
     hutchinson_diagonal,
     hutchinson_trace,
@@ -46,6 +46,7 @@ from curvature.operators import (
     Kronecker,
     MatrixFree,
     Operator,
+    SampleSpace,
     Space,
     conjugate_gradient,
     load,
@@ -62,12 +63,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker",
-    "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale", "Operator", "Space", "Tape", "Use",
-    "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
+    "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale", "Operator", "SampleSpace", "Space",
+    "Tape", "Use", "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
     "empirical_fisher", "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton",
     "gradient_noise_scale", "hessian", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence",
-    "influence_by_parameter", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace", "laplacian",
-    "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram", "per_sample_norms",
-    "per_sample_norms_by_parameter", "propagated", "quadratic_penalty", "residual_jacobian", "sample_layouts",
-    "sampled", "spectral_density", "xdiag", "xtrace",
+    "influence_by_parameter", "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet",
+    "laplace", "laplacian", "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram",
+    "per_sample_norms", "per_sample_norms_by_parameter", "propagated", "quadratic_penalty", "residual_jacobian",
+    "sample_layouts", "sampled", "spectral_density", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -129,15 +129,15 @@ class ModelOptimizer(torch.optim.Optimizer):
         return self.monitor.summary()
 
 
-def shared_option(options: Mapping[str, Mapping[str, Any]], name: str) -> Any:
-    """The value of an option that all parameters must share.
+def shared_option(options: Mapping[str, Mapping[str, Any]], name: str, who: str = "all parameters") -> Any:
+    """The value of an option that these parameters must share.
 
     Raises:
         ValueError: the parameter groups differ in it.
     """
     found = list(dict.fromkeys(group[name] for group in options.values()))
     if len(found) > 1:
-        raise ValueError(f"{name}: all parameters are solved for together, found {found} in the parameter groups")
+        raise ValueError(f"{name}: {who} are solved for together, found {found} in the parameter groups")
     return found[0]
 
 

@@ -25,7 +25,7 @@ from optimizers.steps.trust_region import TrustRegionStep
 
 
 class NaturalGradient(SecondOrderOptimizer):
-    """Natural-gradient or Gauss-Newton steps of all parameters together, solved for exactly.
+    """Natural-gradient or Gauss-Newton steps of all parameters together, or layer by layer, solved for exactly.
 
     Meant for residuals, and for batches that are the whole data set or nearly so. In loops of small batches it has the
     noise of each in its curvature, and falls behind `KFAC` after some 50 steps: use `KFAC` there.
@@ -67,6 +67,9 @@ class NaturalGradient(SecondOrderOptimizer):
         solver: "woodbury" solves in sample space where that is smaller: the Gram matrix of the rows from activations
             and backprops; "cg" by conjugate gradients, preconditioned by KFAC, from the last solution on; "dense" keeps
             the running average of the whole matrix, "diagonal" that of its diagonal. Residuals take "woodbury".
+        layerwise: solve layer by layer, by the same solver, with the exact block of G for each weight and its bias
+            (arXiv:2510.09378). Steps of layers do not know of each other then, as in `KFAC`; dampings of groups may
+            differ, and None means 0.05 of the mean eigenvalue of each block.
         loss: the loss module, needed by injections other than `curvature.isotropic` and `curvature.empirical`.
         inject: the vectors to backpropagate: by default `curvature.exact()`, the Fisher or Gauss-Newton matrix of the
             batch, if the loss is given, else `curvature.isotropic()`; `curvature.sampled()` suits many outputs.
@@ -87,10 +90,11 @@ class NaturalGradient(SecondOrderOptimizer):
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.0,
         weight_decay: float = 0.0, solver: str = "woodbury", loss: Any = None, inject: Injection | None = None,
-        adaptive: bool = False, line_search: bool = False, factor_decay: float = 0.9, seed: int = 0,
-        distributed: Distributed | None = None, step_rule: StepRule | None = None,
+        layerwise: bool = False, adaptive: bool = False, line_search: bool = False, factor_decay: float = 0.9,
+        seed: int = 0, distributed: Distributed | None = None, step_rule: StepRule | None = None,
     ) -> None:  # fmt: skip
         check_flag("line_search", line_search)
+        check_flag("layerwise", layerwise)
         refuse_sharded(model, "NaturalGradient")
         if inject is None:
             inject = isotropic() if loss is None else exact()
@@ -101,22 +105,33 @@ class NaturalGradient(SecondOrderOptimizer):
         check_flag("adaptive", adaptive)
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
         arguments = {
-            "solver": solver, "loss": loss, "inject": inject, "adaptive": adaptive, "line_search": line_search,
-            "factor_decay": factor_decay, "seed": seed, "distributed": distributed, "step_rule": step_rule,
+            "solver": solver, "layerwise": layerwise, "loss": loss, "inject": inject, "adaptive": adaptive,
+            "line_search": line_search, "factor_decay": factor_decay, "seed": seed, "distributed": distributed,
+            "step_rule": step_rule,
         }  # fmt: skip
         always = {"factor_every": 1, "decompose_every": 1, "max_overhead": None}
-        why = "solves for all parameters together on every process"
+        why = "solves for all parameters on every process"
         own, config = checked_model(type(self).__name__, model, options | arguments | always, why)
         is_sum = getattr(loss, "reduction", "mean") == "sum"
         super().__init__(
-            own, options, arguments | always, config=config, store=FullCurvature(own, solver, is_sum),
+            own, options, arguments | always, config=config, store=FullCurvature(own, solver, is_sum, layerwise),
             rule=step_rule or _step_rule(adaptive, line_search), backprops=LossRows,
         )  # fmt: skip
         self.arguments = arguments
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
+        """
+        Raises:
+            ValueError: parameters that are solved for together have not the same damping or momentum.
+        """
         context = super()._context(closure)
-        shared_option(context.options, "damping")
+        together = {"all parameters": context.options}
+        if self.arguments["layerwise"]:
+            layers = [[name for name in b.names if name in context.options] for b in self.store.blocks]
+            together = {", ".join(names): {name: context.options[name] for name in names} for names in layers if names}
+        for who, options in together.items():
+            for name in ("damping", "momentum"):
+                shared_option(options, name, who)
         return context
 
     def residual_solver(self) -> GaussNewton:
@@ -128,11 +143,13 @@ class NaturalGradient(SecondOrderOptimizer):
                 f'solver: residuals are solved for exactly, by "woodbury", found "{solver}"; KFAC takes the same '
                 "closure where that is too much"
             )
+        if self.arguments["layerwise"]:
+            raise ValueError("layerwise: residuals are solved for all parameters together; KFAC takes layer by layer")
         return GaussNewton(by_damping=self.arguments["adaptive"])
 
     def kind(self) -> dict[str, Any]:
-        own = {"curvature": self.arguments["solver"], "adaptive": self.arguments["adaptive"]}
-        return own | {"step_rule": type(self.rule).__name__}
+        own = {name: self.arguments[name] for name in ("layerwise", "adaptive")}
+        return {"curvature": self.arguments["solver"], **own, "step_rule": type(self.rule).__name__}
 
 
 def _step_rule(adaptive: bool, line_search: bool) -> StepRule:

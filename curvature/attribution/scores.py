@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from curvature.matrices import ekfac
 from curvature.operators import BlockDiagonal, Operator
 from curvature.terms import Term, gradients
 
+Score = Callable[[Mapping[str, list[Term]], Mapping[str, Tensor]], dict[str, Tensor]]
 DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
 ENTRIES = 1 << 24  # of the training samples' gradients that are built at a time
 
@@ -77,6 +78,43 @@ def influence_by_parameter(
     progress: bool = False,
 ) -> dict[str, Tensor]:
     """What each parameter adds to the scores of `influence`, ``{name: (Q, N)}``. Arguments and errors as there."""
+    return _by_parameter(_scores, model, loss, train, query, curvature, damping, sample_dim, progress)
+
+
+@full_precision()
+def influence_by_place(
+    model: nn.Module,
+    loss: Loss,
+    train: Any,
+    query: Any,
+    curvature: Operator | None = None,
+    *,
+    damping: float | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """What each place of a training sample adds to the scores, ``{name: (Q, N, places)}``: over the places they add up
+    to those of `influence_by_parameter`.
+
+    A place is where a layer reads its weight: a token of a sequence, a pixel of a convolution's output, a step of a
+    recurrent layer; places of several reads follow one another in their order (a tied embedding has those of the
+    embedding, then those of the decoder). A bias, which is added at all of them, and a parameter that no layer rule
+    explains have a single place for each sample.
+
+    Arguments and errors as for `influence`.
+
+    Raises:
+        ValueError: the training samples of different batches have not the same number of places: pad them alike; or a
+            batch has a single sample, of which only the gradient is known.
+    """
+    return _by_parameter(_place_scores, model, loss, train, query, curvature, damping, sample_dim, progress)
+
+
+def _by_parameter(
+    score: Score, model: nn.Module, loss: Loss, train: Any, query: Any, curvature: Operator | None,
+    damping: float | None, sample_dim: int | tuple[int, int, int], progress: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The scores of all training samples: `score` gives those of a batch, from its terms and the solved queries."""
     for data in (train, query):
         require_pairs(data)
     K = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress) if curvature is None else curvature
@@ -86,9 +124,13 @@ def influence_by_parameter(
     if not asked:
         raise ValueError("query: no batch")
     solved = _solved(K, {name: torch.cat([own[name] for own in asked]) for name in K.space.names}, damping)
-    found = [_scores(terms, solved) for terms in _terms(model, loss, train, sample_dim, K.space.names, progress)]
+    found = [score(terms, solved) for terms in _terms(model, loss, train, sample_dim, K.space.names, progress)]
     if not found:
         raise ValueError("train: no batch; an iterator gives its batches once: pass a list or a DataLoader")
+    for name in solved:
+        if len({own[name].shape[2:] for own in found}) > 1:
+            places = sorted({own[name].shape[2] for own in found})
+            raise ValueError(f"train: {name} is read at {places} places in different batches: pad all samples alike")
     return {name: torch.cat([own[name] for own in found], 1) for name in solved}
 
 
@@ -136,3 +178,13 @@ def _scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Tensor]) -> di
         rows = (gradients([term.samples(chunk) for term in parts]).flatten(1) for chunk in chunks)
         found[name] = torch.cat([right @ row.to(right).mT for row in rows], 1)
     return found
+
+
+def _place_scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """(Q, N, places) for each parameter, of the samples of a batch."""
+    if any(len(parts[0]) == 1 for parts in terms.values()):
+        raise ValueError("train: a batch with a single sample does not tell its places; take batches of at least two")
+    return {
+        name: torch.stack([torch.cat([term.place_products(v).to(v) for term in parts], 1) for v in solved[name]])
+        for name, parts in terms.items()
+    }

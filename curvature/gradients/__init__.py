@@ -18,6 +18,7 @@ from curvature.gradients.parameter_terms import (
     Terms,
     computed_weights,
     joint_bias,
+    layers_of,
     terms_by_parameter,
     weighted_gradients,
 )
@@ -36,8 +37,9 @@ from curvature.gradients.verification import require_independent_samples, single
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "Terms", "batched_vjp", "candidate_axes",
     "check_gradients", "clipped_gradient", "computed_weights", "find_plan", "general_path_terms",
-    "gradient_noise_scale", "joint_bias", "kind_of", "learn_and_verify", "number_of_batches", "output_changes",
-    "pairs", "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter",
-    "plan_key", "record", "require_independent_samples", "require_pairs", "residual_jacobian", "sample_layouts",
-    "sample_terms", "single_sample_reference", "terms_by_parameter", "validate_loss", "weighted_gradients",
+    "gradient_noise_scale", "joint_bias", "kind_of", "layers_of", "learn_and_verify", "number_of_batches",
+    "output_changes", "pairs", "per_sample_gradients", "per_sample_gram", "per_sample_norms",
+    "per_sample_norms_by_parameter", "plan_key", "record", "require_independent_samples", "require_pairs",
+    "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference", "terms_by_parameter",
+    "validate_loss", "weighted_gradients",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,7 +142,7 @@ class Jacobian:
             parts.append((len(values), {k: [promote(t, torch.float32) for t in terms] for k, terms in own.items()}))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         zero = outputs[0].new_zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32))
-        return Jacobian(_stacked(parts), shapes, zero)
+        return Jacobian(parts, shapes, zero).stacked()
 
     def rows(self) -> dict[str, Tensor]:
         """{name: (M, *shape)}."""
@@ -205,6 +205,20 @@ class Jacobian:
         """(P,) to tensors by name."""
         parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
         return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def depends(self, name: str) -> bool:
+        """Whether a value depends on this parameter."""
+        return any(bool(contractions.norms_squared(terms[name]).any()) for _, terms in self.parts)
+
+    def restricted(self, names: Iterable[str]) -> Jacobian:
+        """The columns of these parameters alone."""
+        names = list(names)
+        parts = [(size, {name: terms[name] for name in names}) for size, terms in self.parts]
+        return replace(self, parts=parts, shapes={name: self.shapes[name] for name in names})
+
+    def stacked(self) -> Jacobian:
+        """The same Jacobian with small pieces of like terms put together: a few large products in place of many."""
+        return replace(self, parts=_stacked(self.parts))
 
     def merged(self) -> Jacobian:
         """The same Jacobian with the terms of each parameter merged, for many products."""
@@ -285,8 +299,7 @@ def _moved(parts: Parts, device: torch.device | str) -> list[tuple[int, dict[str
     return [(size, {name: [to_device(t, device) for t in own] for name, own in terms.items()}) for size, terms in parts]
 
 
-def _stacked(parts: list[tuple[int, dict[str, list[Term]]]]) -> Sequence[tuple[int, Mapping[str, list[Term]]]]:
-    """Stack small parts of like terms into one: a few large products in place of many small ones."""
+def _stacked(parts: Parts) -> Parts:
     found: dict[str, list[Term]] = {}
     for name in parts[0][1]:
         own = [terms[name] for _, terms in parts]

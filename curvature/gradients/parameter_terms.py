@@ -202,6 +202,17 @@ def joint_bias(tape: Tape, weight: str) -> str | None:
     return name if len(_reads(tape.parameters[name])) == joint else None
 
 
+def layers_of(tape: Tape, names: Iterable[str]) -> list[tuple[str, ...]]:
+    """The parameters of these names by layer: a weight with its `joint_bias`, all others alone."""
+    found: dict[str, tuple[str, ...]] = {}
+    names = list(names)
+    for name in names:
+        bias = joint_bias(tape, name)
+        if bias in names and bias not in found and name not in found:
+            found |= dict.fromkeys([name, bias], (name, bias))
+    return list(dict.fromkeys(found.get(name, (name,)) for name in names))
+
+
 def _reads(node: ParameterNode) -> list[tuple[Use, ParameterNode, int]]:
     """Where a parameter is read: the use, the parameter or the rows of it that are read, and the first of these."""
     found: list[tuple[Use, ParameterNode, int]] = []

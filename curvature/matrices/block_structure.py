@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from curvature.gradients import joint_bias
+from curvature.gradients import layers_of
 from curvature.kronecker import Scheme
 from curvature.losses import SEED, Injection
 from curvature.matrices.accumulators import (
@@ -113,16 +113,6 @@ def collected(
     return [accumulator.result(1.0 if passes.is_sum else 1 / total) for accumulator in accumulators]
 
 
-def layers_of(chunk: Chunk, space: Space) -> list[tuple[str, ...]]:
-    """The parameters by layer: a weight with the bias that is read wherever it is, all others alone."""
-    found: dict[str, tuple[str, ...]] = {}
-    for name in space.names:
-        bias = joint_bias(chunk.tape, name)
-        if bias is not None and bias not in found and name not in found:
-            found |= dict.fromkeys([name, bias], (name, bias))
-    return list(dict.fromkeys(found.get(name, (name,)) for name in space.names))
-
-
 class Structures:
     """The structures that the caller has chosen for some layers.
 
@@ -148,7 +138,7 @@ class Structures:
                 raise ValueError(f"structure: no layer {key!r} with trainable parameters; there are {', '.join(known)}")
 
         def make(chunk: Chunk) -> list[Accumulator]:
-            return [self._one(names, chunk, space, default, sharing) for names in layers_of(chunk, space)]
+            return [self._one(names, chunk, space, default, sharing) for names in layers_of(chunk.tape, space.names)]
 
         return make
 

@@ -7,6 +7,7 @@ Conventions and units: docs/conventions.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, space_of
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
+from curvature.matrices.sample_rows import in_sample_space
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import BlockDiagonal, MatrixFree
 
@@ -109,6 +111,10 @@ def fisher(
     Every product goes over ``data`` again, which must give the same batches each time, and the model must not change
     in between; both are checked. ``to_dense``, ``diagonal`` and ``trace`` take one pass.
 
+    ``compact()``, too; it holds the matrix for any number of solves: dense, or where N samples with C vectors each are
+    fewer than the parameters, by their rows ``v^T J`` as activations and backprops, and the (N C, N C) inner products
+    of these (`SampleSpace`). With up to 2000 of either, ``solve`` does so by itself.
+
     Arguments and errors as for `fisher_diagonal`.
     """
     source = DataSource(model, loss, data, sample_dim, progress)
@@ -128,7 +134,8 @@ def fisher(
         (found,) = collected(passes, inject, seed, space, lambda chunk: [DenseAccumulator(space)])
         return found.to_dense()
 
-    return MatrixFree(space, matmat, diagonal=diagonal, dense=dense)
+    rows = partial(in_sample_space, passes, inject, seed, space)
+    return MatrixFree(space, matmat, diagonal=diagonal, dense=dense, in_sample_space=rows)
 
 
 def gauss_newton(

@@ -76,8 +76,10 @@ class Repeated:
             visit(run)
 
         forward = lambda batch: self.forward.record(batch, direction(batch))
-        self.source.each(checked, forward, again=bool(self.seen))
-        self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
+        try:
+            self.source.each(checked, forward, again=bool(self.seen))
+        finally:
+            self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         self.seen = self.seen or seen
         known, found = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (self.seen, seen))
         if not self.ordered:

@@ -13,10 +13,11 @@ from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.loading import load
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import merge, quadratic_penalty
+from curvature.operators.sample_space import SampleSpace
 from curvature.operators.space import Space
 
 __all__ = [
     "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Kronecker", "MatrixFree", "Operator",
-    "RowBlocks", "Scaled", "Space", "Sum", "conjugate_gradient", "load", "merge", "quadratic_penalty",
+    "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "conjugate_gradient", "load", "merge", "quadratic_penalty",
     "truncated_conjugate_gradient", "two_sided",
 ]  # fmt: skip

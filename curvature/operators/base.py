@@ -105,6 +105,10 @@ class Operator(Exportable, ABC):
         """The same matrix as `Dense`, which can be saved and solves without further products."""
         return Dense(self.space, self.to_dense())
 
+    def compact(self) -> Operator:
+        """The same matrix in its smallest form that solves without further products: `Dense`, or `SampleSpace`."""
+        return self.materialise()
+
     def diagonal(self) -> Tensor:
         """The diagonal, (P,)."""
         return self.to_dense().diagonal()
@@ -135,9 +139,10 @@ class Operator(Exportable, ABC):
         return self._largest_eigenvalues(k)
 
     def _eigenvalues(self) -> Tensor:
-        if self.is_known_by_products:
+        held = self.compact()
+        if self.is_known_by_products and isinstance(held, Dense):
             warn_of_decomposition(self.space)
-        return self.materialise()._eigenvalues()
+        return held._eigenvalues()
 
     def _largest_eigenvalues(self, k: int) -> Tensor:
         if self.is_known_by_products and self.space.size > MAX_DIRECT_SIZE:
@@ -157,15 +162,11 @@ class Operator(Exportable, ABC):
         return self.by_columns(lambda V: self._solve(V, float(damping)), v)
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        return self.materialise()._solve(V, damping)
+        return self.compact()._solve(V, damping)
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        """``(M + damping I)^-1``, decomposed once.
-
-        Raises:
-            ValueError: as for `solve`.
-        """
-        return self.materialise().inverse(damping)
+        """``(M + damping I)^-1``, decomposed once; errors as for `solve`."""
+        return self.compact().inverse(damping)
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         """``log det(M + damping I)``, a scalar tensor.
@@ -173,7 +174,7 @@ class Operator(Exportable, ABC):
         Raises:
             ValueError: as for `solve`; the message gives the smallest eigenvalue and a sufficient damping.
         """
-        return self.materialise().logdet(damping)
+        return self.compact().logdet(damping)
 
     def sample(self, k: int | None = None, *, damping: float = 0.0, generator: torch.Generator | None = None) -> Tensor:
         """Draw from the normal distribution ``N(0, (M + damping I)^-1)``: (P,), or (k, P).
@@ -198,7 +199,7 @@ class Operator(Exportable, ABC):
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         """R Z with ``R R^T = (M + damping I)^-1``, for columns (P, c)."""
-        return self.materialise()._inverse_root(Z, damping)
+        return self.compact()._inverse_root(Z, damping)
 
     def scaled(self, factor: float) -> Operator:
         """``factor * M``."""
@@ -209,10 +210,7 @@ class Operator(Exportable, ABC):
         return Scaled(self, 1.0, damping)
 
     def factored_damping(self, damping: float) -> Operator:
-        """Damp Kronecker factors instead of their product, which is cheaper; see `Kronecker.factored_damping`.
-
-        A matrix without Kronecker factors is damped exactly, as by `damped`.
-        """
+        """Damp Kronecker factors, which is cheaper (`Kronecker.factored_damping`); other matrices as by `damped`."""
         return self.damped(damping)
 
     def __mul__(self, factor: float) -> Operator:
@@ -302,8 +300,7 @@ class Scaled(Operator):
         self.is_known_by_products = inner.is_known_by_products
 
     def _matmat(self, V: Tensor) -> Tensor:
-        product = self.factor * self.inner._matmat(V)
-        return product + self.shift * V if self.shift else product
+        return torch.add(self.factor * self.inner._matmat(V), V, alpha=self.shift)
 
     def to_dense(self) -> Tensor:
         matrix = self.factor * self.inner.to_dense()

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from curvature.operators.base import Operator
 from curvature.operators.conjugate_gradient import conjugate_gradient
-from curvature.operators.costs import MAX_DIRECT_SIZE, require_dense_size
+from curvature.operators.costs import DENSE_LIMIT, MAX_DIRECT_SIZE, require_dense_size
 from curvature.operators.space import Space
 
 
 class MatrixFree(Operator):
     """A matrix given by its product with columns.
 
-    With up to 2000 rows, `solve` and `inverse` build and decompose the matrix; with more, they use `conjugate_gradient`
-    with its default tolerance (call that directly for a preconditioner). Nothing is cached: ``materialise()`` gives a
-    matrix that several calls can share. All other methods but ``eigenvalues(k)`` build the matrix, with up to
-    `DENSE_LIMIT` rows, and warn of the cost above 2000.
+    With up to 2000 parameters, or rows in sample space, `solve` and `inverse` build and decompose the matrix there;
+    with more, they use `conjugate_gradient` with its default tolerance (call that directly for a preconditioner).
+    Nothing is cached: ``compact()`` gives a matrix that several calls can share. All other methods but
+    ``eigenvalues(k)`` build the matrix, with up to `DENSE_LIMIT` rows, and warn of the cost above 2000.
 
     Args:
         space: of the parameters.
@@ -26,6 +26,7 @@ class MatrixFree(Operator):
         diagonal: a cheaper exact way to compute the diagonal, (P,).
         dense: a cheaper exact way to compute the matrix, (P, P).
         trace: a cheaper exact way to compute the trace, a scalar tensor.
+        in_sample_space: returns the same matrix as `SampleSpace` if it has at most this many rows, else None.
     """
 
     is_known_by_products = True
@@ -38,10 +39,12 @@ class MatrixFree(Operator):
         diagonal: Callable[[], Tensor] | None = None,
         dense: Callable[[], Tensor] | None = None,
         trace: Callable[[], Tensor] | None = None,
+        in_sample_space: Callable[[int], Operator | None] = lambda limit: None,
     ) -> None:
         super().__init__(space)
         self._product = matmat
         self._known_diagonal, self._known_dense, self._known_trace = diagonal, dense, trace
+        self._in_sample_space = in_sample_space
 
     def _matmat(self, V: Tensor) -> Tensor:
         return self.space.checked(self._product(V), V.shape, "the product with the matrix")
@@ -56,15 +59,25 @@ class MatrixFree(Operator):
     def trace(self) -> Tensor:
         return super().trace() if self._known_trace is None else self._known_trace()
 
+    def compact(self) -> Operator:
+        """The same matrix for several solves: by the rows of the samples where these are fewer than the parameters.
+
+        Raises:
+            ValueError: both are more than `DENSE_LIMIT`.
+        """
+        return self._in_sample_space(min(self.space.size - 1, DENSE_LIMIT)) or self.materialise()
+
+    def _direct(self) -> Operator | None:
+        """As `compact`, if it is small enough to do unasked."""
+        return self.compact() if self.space.size <= MAX_DIRECT_SIZE else self._in_sample_space(MAX_DIRECT_SIZE)
+
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        if self.space.size <= MAX_DIRECT_SIZE:
-            return super()._solve(V, damping)
-        return conjugate_gradient(self, V, damping)
+        held = self._direct()
+        return conjugate_gradient(self, V, damping) if held is None else held._solve(V, damping)
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        if self.space.size <= MAX_DIRECT_SIZE:
-            return super().inverse(damping)
-        return Inverse(self, damping)
+        held = self._direct()
+        return Inverse(self, damping) if held is None else held.inverse(damping)
 
 
 class Inverse(Operator):

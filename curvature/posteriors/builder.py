@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from curvature.linalg import widen
 from curvature.losses import Loss
 from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac, space_of
-from curvature.operators import BlockDiagonal, Dense, Diagonal
+from curvature.operators import BlockDiagonal, Diagonal
 from curvature.posteriors.labels import LabelDistribution, labels_of
 from curvature.posteriors.layered import LayeredCurvature, module_of, positive_scalar
 from curvature.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws, trained_alone
@@ -22,7 +22,7 @@ Build = Callable[[nn.Module, Loss, Any], BlockDiagonal]
 
 def _dense(model: nn.Module, loss: Loss, data: Any) -> BlockDiagonal:
     space = space_of(model)
-    return BlockDiagonal(space, [Dense(space, fisher(model, loss, data).to_dense())])
+    return BlockDiagonal(space, [fisher(model, loss, data).compact()])
 
 
 def _diagonal(model: nn.Module, loss: Loss, data: Any) -> BlockDiagonal:
@@ -64,8 +64,9 @@ def laplace(
             ``GaussianNLLLoss`` (mean and variance heads), or the functions of the same names. Class weights, ignored
             labels and the like count as in the loss.
         data: one pair ``(x, y)``, or an iterable of pairs that can be gone over twice (a DataLoader).
-        structure: of G: "kfac" (Kronecker factors by layer), "diagonal", "dense" (P^2 numbers), or "last_layer" (dense
-            over the parameters of the last module that the forward pass reads parameters of; all others stay fixed).
+        structure: of G: "kfac" (Kronecker factors by layer), "diagonal", "dense" (exact: P^2 numbers, or the rows and
+            M^2 numbers for samples times outputs M < P), or "last_layer" (dense over the parameters of the last module
+            that the forward pass reads parameters of; all others stay fixed).
         prior: precision, in 1 / parameter^2: a number, one for each layer as a tensor, or by the layer's name
             (``posterior.layers``).
         noise: standard deviation of the labels around the output, in their units; only for ``MSELoss``, by default 1.

@@ -1,7 +1,8 @@
-"""Blocks for the curvature of all parameters together, without approximation: ``G = 1/N sum_nk J_n^T v_nk v_nk^T J_n``.
+"""Blocks for the curvature of parameters together, without approximation: ``G = 1/N sum_nk J_n^T v_nk v_nk^T J_n``.
 
-J_n is the Jacobian of the outputs of sample n and v_nk are the vectors sent back; with exact vectors G is the Fisher or
-Gauss-Newton matrix of the batch. The (N k, P) rows ``v_nk^T J_n`` are stored as activations and backprops.
+J_n is the Jacobian of the outputs of sample n with respect to them, all of the model or those of a layer, and v_nk are
+the vectors sent back; with exact vectors G is the Fisher or Gauss-Newton matrix of the batch, or its block. The (N k,
+P) rows ``v_nk^T J_n`` are stored as activations and backprops.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class FullBlock(Block):
 
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         rows = statistics.rows
-        if rows is None or rows.shapes != self.shapes:
+        if rows is None or any(rows.shapes.get(name) != shape for name, shape in self.shapes.items()):
             return
-        jacobian = rows.jacobian
+        jacobian = rows.jacobian.restricted(self.names)
         new, trace = self.summarize(jacobian)
         if math.isfinite(total := float(trace)):
             self.count = (1 if self.is_sum else rows.samples) / rows.times**2

@@ -1,14 +1,14 @@
-"""The store for the curvature of all parameters of a model together."""
+"""The store for the exact curvature of all parameters of a model together, or of each layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import Jacobian
+from curvature.gradients import Jacobian, layers_of
 from curvature.linalg import full_precision
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.block_diagonal import NOTHING, CurvatureStore, Named
@@ -20,20 +20,21 @@ from curvature.recording import Tape
 
 
 class FullCurvature(CurvatureStore):
-    """One block for all parameters.
+    """One block for all parameters, or for those of each layer: its exact block of the whole matrix.
 
     Args:
         model: whose parameters they are.
         solver: "woodbury", "dense", "diagonal" or "cg".
         is_sum: whether G is a sum over samples, not a mean.
+        layerwise: whether each layer has its own block, weight and bias together.
     """
 
-    def __init__(self, model: nn.Module, solver: str, is_sum: bool = False) -> None:
+    def __init__(self, model: nn.Module, solver: str, is_sum: bool = False, layerwise: bool = False) -> None:
         if not isinstance(solver, str) or solver not in SOLVERS:
             raise ValueError(f"solver: expected one of {', '.join(SOLVERS)}, found {solver!r:.80}")
         super().__init__()
         self.blocks: list[FullBlock] = []  # type: ignore[assignment]
-        self.model, self.solver, self.is_sum = model, solver, is_sum
+        self.model, self.solver, self.is_sum, self.layerwise = model, solver, is_sum, layerwise
         self.kind = SOLVERS[solver]
 
     def measure(
@@ -46,14 +47,37 @@ class FullCurvature(CurvatureStore):
         world_size: int = 1,
         displacement: Named = NOTHING,
     ) -> CurvatureStatistics:
-        """The rows of a recorded pass, arguments as for `CurvatureStore.measure`. Rows need no `displacement`."""
+        """The rows of a recorded pass, arguments as for `CurvatureStore.measure`."""
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)
-        block = self._block_of(jacobian.shapes)
-        found = CurvatureStatistics(rows=RowStatistics([jacobian], count))
-        if isinstance(block, ConjugateGradientBlock):
-            for k, (_, terms) in enumerate(jacobian.parts):
-                found.add_(block.factors.measure_terms(tape, dict(terms), count if k == 0 else 0))
+        self._arrange(jacobian.shapes, self._layers(tape, jacobian))
+        found = CurvatureStatistics(
+            rows=RowStatistics([jacobian], count), along=self._along(jacobian, displacement, count)
+        )
+        for block in self.blocks:
+            if isinstance(block, ConjugateGradientBlock):
+                for k, (_, terms) in enumerate(jacobian.restricted(block.names).parts):
+                    found.add_(block.factors.measure_terms(tape, dict(terms), count if k == 0 else 0))
         return found
+
+    def _layers(self, tape: Tape, jacobian: Jacobian) -> list[tuple[str, ...]]:
+        """The names of each block: those that there are and, of parameters that are read for the first time, theirs."""
+        shapes = jacobian.shapes
+        if not self.layerwise:
+            return [tuple(shapes)]
+        kept = [b.names for b in self.blocks if all(shapes.get(name) == shape for name, shape in b.shapes.items())]
+        known = {name for names in kept for name in names}
+        new = [name for name in shapes if name not in known and (tape.parameters[name].uses or jacobian.depends(name))]
+        return kept + layers_of(tape, new)
+
+    def _along(self, jacobian: Jacobian, displacement: Named, count: int) -> dict[str, Tensor]:
+        """`CurvatureStatistics.along`; one block for all parameters needs none, for it predicts the same."""
+        blocks = [b.names for b in self.blocks if all(name in displacement for name in b.names)]
+        if not self.layerwise or not blocks:
+            return {}
+        changes = jacobian.columns(displacement, blocks) * (count**0.5 if self.is_sum else 1.0)
+        squares = changes.square().sum(0).unbind()
+        own = {names[0]: square for names, square in zip(blocks, squares, strict=True)}
+        return own | {"": changes.sum(1).square().sum()}
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
@@ -73,24 +97,28 @@ class FullCurvature(CurvatureStore):
         unused = {name for block in self.blocks for name in block.names} - gradients.keys()
         return {**gradients, **{name: torch.zeros_like(trained[name]) for name in unused}}
 
-    def _block_of(self, shapes: Mapping[str, tuple[int, ...]]) -> FullBlock:
-        """The block of these parameters, a new one if others were trained before."""
-        if not self.blocks or self.blocks[0].shapes != shapes:
-            self.blocks = [self.kind(shapes, self.is_sum)]
-        return self.blocks[0]
+    def _arrange(self, shapes: Mapping[str, tuple[int, ...]], layers: Iterable[tuple[str, ...]]) -> None:
+        """One block for the parameters of each layer: those that there are, new ones where these are of others."""
+        known = {block.names: block for block in self.blocks}
+
+        def block(names: tuple[str, ...]) -> FullBlock:
+            own, found = {name: shapes[name] for name in names}, known.get(names)
+            return found if found is not None and found.shapes == own else self.kind(own, self.is_sum)
+
+        self.blocks = [block(names) for names in layers]
 
     def gather(self, statistics: CurvatureStatistics, objects: Callable[[Any], Sequence[Any]]) -> None:
         """Replace local rows by those of all processes, each of which then solves the whole problem."""
-        own = statistics.rows
-        known = [x for x in objects(own and (own.shapes, own.samples, own.times)) if x is not None]
+        own, layers = statistics.rows, [block.names for block in self.blocks]
+        known = [x for x in objects(own and (own.shapes, own.samples, own.times, layers)) if x is not None]
         if not known:
             return
-        shapes, _, times = known[0]
+        shapes, _, times, _ = known[0]
         device = next(self.model.parameters()).device
         rows = own.jacobian if own is not None else Jacobian((), shapes, torch.zeros((), device=device))
         rows, _ = rows.gathered(objects)
-        self._block_of(shapes)
-        statistics.rows = RowStatistics([rows], sum(samples for _, samples, _ in known), times)
+        self._arrange(shapes, _disjoint(names for *_, theirs in known for names in theirs))
+        statistics.rows = RowStatistics([rows], sum(samples for _, samples, *_ in known), times)
 
     def summed_blocks(self) -> list[Block]:
         """The blocks of a preconditioner."""
@@ -101,7 +129,17 @@ class FullCurvature(CurvatureStore):
     def complete(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         for block in self.blocks:
             if isinstance(block, ConjugateGradientBlock):
-                block.factors.complete(states, device)
+                own = [state for state in states if set(state["names"]) <= set(block.names)]
+                block.factors.complete(own, device)
+
+
+def _disjoint(layers: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Those layers that share no parameter with an earlier one: the same on all processes."""
+    found: list[tuple[str, ...]] = []
+    for names in layers:
+        if not any(set(names) & set(other) for other in found):
+            found.append(names)
+    return found
 
 
 SOLVERS: dict[str, type[FullBlock]] = {

@@ -74,10 +74,14 @@ class OuterProduct:
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""
+        return self.place_products(vector).sum(1)
+
+    def place_products(self, vector: Tensor) -> Tensor:
+        """What each place adds to the `inner_products`, (N, t)."""
         layout = AffineLayout((self.shape,), self.groups, self.outputs, self.sizes, self.order)
         weight = layout.to_matrices([vector.to(self.a.dtype).reshape(self.shape)])
         moved = self.a.permute(2, 0, 1, 3).flatten(1, 2) @ weight.mT
-        return moved.unflatten(1, self.b.shape[:2]).permute(1, 2, 0, 3).mul_(self.b).sum((1, 2, 3))
+        return moved.unflatten(1, self.b.shape[:2]).permute(1, 2, 0, 3).mul_(self.b).sum((2, 3))
 
     def transpose(self) -> OuterProduct:
         """The same term for the transpose of a matrix parameter."""
@@ -150,11 +154,15 @@ class IndexedRows:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         values = (self.values * weights.to(self.values.dtype)[:, None, None]).flatten(0, 1)
-        return values.new_zeros(self.shape).index_add_(0, self.index.flatten(), values)
+        return values.new_zeros(self.shape).index_add(0, self.index.flatten(), values)
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""
-        return (self.values * vector.to(self.values.dtype).view(self.shape)[self.index]).sum((1, 2))
+        return self.place_products(vector).sum(1)
+
+    def place_products(self, vector: Tensor) -> Tensor:
+        """What each place adds to the `inner_products`, (N, t)."""
+        return (self.values * vector.to(self.values.dtype).view(self.shape)[self.index]).sum(2)
 
     def gradients(self) -> Tensor:
         n = len(self.index)
@@ -196,6 +204,10 @@ class DenseGradients:
         """Inner products (N,) of the gradients with a tensor of their shape."""
         return self.values.reshape(len(self), -1) @ vector.to(self.values.dtype).flatten()
 
+    def place_products(self, vector: Tensor) -> Tensor:
+        """`inner_products` as those of a single place, (N, 1)."""
+        return self.inner_products(vector)[:, None]
+
     def gradients(self) -> Tensor:
         return self.values
 
@@ -226,6 +238,10 @@ class WithDirectForm:
         """Inner products (N,) of the gradients with a tensor of their shape."""
         return cast(Tensor, self.direct.inner_products(vector))
 
+    def place_products(self, vector: Tensor) -> Tensor:
+        """What each place adds to the `inner_products`, (N, t)."""
+        return cast(Tensor, self.direct.place_products(vector))
+
     def gradients(self) -> Tensor:
         return cast(Tensor, self.direct.gradients())
 
@@ -253,6 +269,9 @@ class ElementwiseProduct(WithDirectForm):
     @property
     def places(self) -> int:
         return self.b.shape[1]
+
+    def place_products(self, vector: Tensor) -> Tensor:
+        return (self.inputs() * self.b) @ vector.to(self.b.dtype).flatten()
 
     def activations(self) -> Iterator[Activations]:
         yield None, self.inputs()[..., None]

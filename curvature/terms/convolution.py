@@ -69,6 +69,10 @@ class Convolution:
             moved = moved.narrow(axis, 0, size)
         return moved.reshape(self.b.shape).mul_(self.b).flatten(1).sum(1)
 
+    def place_products(self, vector: Tensor) -> Tensor:
+        """What each of the output's pixels adds to the `inner_products`, (N, t)."""
+        return self.unfold().place_products(vector)
+
     def gradients(self) -> Tensor:
         n, dims = len(self.b), len(self.stride)
         x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (self.x, self.b))

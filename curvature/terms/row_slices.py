@@ -46,6 +46,10 @@ class RowSlice:
         """Inner products (N,) of the gradients with a tensor of the parameter's shape."""
         return self.term.inner_products(vector.view(self.shape)[slice(*self.rows)])
 
+    def place_products(self, vector: Tensor) -> Tensor:
+        """What each place adds to the `inner_products`, (N, t)."""
+        return self.term.place_products(vector.view(self.shape)[slice(*self.rows)])
+
     def gradients(self) -> Tensor:
         inner = self.term.gradients()
         out = inner.new_zeros(len(inner), *self.shape)

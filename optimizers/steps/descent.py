@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from optimizers.model_optimizer import shared_option
+from curvature.linalg import widest
 from optimizers.steps.calibration import scales
 from optimizers.steps.rule import StepContext
 from optimizers.steps.stacks import Stack, row_products, row_squares
@@ -61,28 +61,37 @@ class MomentumDescent:
 
 
 class SpringDescent:
-    """``u = (G + damping)^-1 (g + damping * momentum * last u)`` for all parameters together.
+    """``u = (G + damping)^-1 (g + damping * momentum * last u)`` for each block of exact curvature.
 
     This is the minimum of ``1/2 u^T G u - g^T u + damping/2 ||u - momentum * last u||^2`` (SPRING, arXiv:2401.10190).
     """
 
     def __call__(self, context: StepContext, gradients: Stack, good: Tensor) -> Descent:
-        blocks = context.preconditioner.blocks
-        damping = (getattr(blocks[0], "damping", None) if blocks else None) or 0.0
-        momentum = shared_option(context.options, "momentum")
+        dampings = _dampings(context, gradients)
+        momenta = [context.options[family.names[0]]["momentum"] for family in gradients.families]
         right = gradients
-        if momentum:
+        if any(momenta):
             last = gradients.state("direction", context.states, context.trained)
-            right = Stack(gradients.families, torch._foreach_add(gradients.rows, last.rows, alpha=damping * momentum))
+            kept = zip(dampings.split([len(rows) for rows in last.rows]), momenta, last.rows, strict=True)
+            pulls = [rows * (own * momentum).to(rows)[:, None] for own, momentum, rows in kept]
+            right = Stack(gradients.families, torch._foreach_add(gradients.rows, pulls))
         found = gradients.like(context.solve(right))
-        if momentum:
+        if any(momenta):
             torch._foreach_copy_(last.rows, found.rows)  # the step scales u in place
         squares, along = row_squares(found.rows, context.home), row_products(right.rows, found.rows, context.home)
-        energy = (along - damping * squares).sum().clamp(min=0)
-        return Descent(found, row_products(gradients.rows, found.rows, context.home), energy[None])
+        energies = along - dampings.to(squares) * squares
+        energies = energies.sum()[None] if len(context.preconditioner.blocks) == 1 else energies
+        return Descent(found, row_products(gradients.rows, found.rows, context.home), energies.clamp(min=0))
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"direction": torch.zeros_like(p)} if any(group["momentum"] for group in options) else {}
+
+
+def _dampings(context: StepContext, gradients: Stack) -> Tensor:
+    """The damping that the block of each layer was decomposed with; zero where there is none."""
+    blocks = [context.block_of(layer[0]) for layer in gradients.layers]
+    found = [getattr(block, "damping", None) or 0.0 for block in blocks]
+    return torch.tensor(found, dtype=widest(context.home.type), device=context.home)
 
 
 def running_means(context: StepContext, gradients: Stack, good: Tensor) -> Stack:

@@ -35,6 +35,8 @@ CHOICES: dict[str, tuple[type[KFAC], dict[str, Any]]] = {
     "woodbury": (NaturalGradient, {"momentum": 0.5}),
     "woodbury adaptive": (NaturalGradient, {"adaptive": True}),
     "woodbury residuals": (NaturalGradient, {"momentum": 0.5}),
+    "layerwise": (NaturalGradient, {"layerwise": True, "momentum": 0.5}),
+    "layerwise dense": (NaturalGradient, {"layerwise": True, "solver": "dense", "inject": curvature.isotropic(2)}),
     "search": (NaturalGradient, {"line_search": True}),
     "cg": (NaturalGradient, {"solver": "cg"}),
     "dense": (NaturalGradient, {"solver": "dense", "inject": curvature.isotropic(2)}),
@@ -257,7 +259,7 @@ def test_no_state_at_all():
         opt.load_state_dict(sgd.state_dict())
 
 
-DIFFERENT = ["KFAC", "EKFAC", "KFAC adaptive", "KFAC reduce", "woodbury", "dense", "woodbury adaptive"]
+DIFFERENT = ["KFAC", "EKFAC", "KFAC adaptive", "KFAC reduce", "woodbury", "dense", "layerwise", "woodbury adaptive"]
 
 
 @pytest.mark.parametrize("there", DIFFERENT)
@@ -272,6 +274,6 @@ def test_states_of_other_optimizers(there: str):
             other.load_state_dict(state)
             assert other.steps == 2
             continue
-        with pytest.raises(ValueError, match="state_dict: of an optimizer with (curvature|adaptive|sharing)"):
+        with pytest.raises(ValueError, match="state_dict: of an optimizer with (curvature|layerwise|adaptive|sharing)"):
             other.load_state_dict(state)
         assert other.steps == 0 and not other.store.blocks

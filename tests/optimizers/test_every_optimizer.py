@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
         f"NaturalGradient-{solver}": functools.partial(NaturalGradient, solver=solver)
         for solver in ("woodbury", "dense", "cg", "diagonal")
     },
+    "NaturalGradient-layerwise": functools.partial(NaturalGradient, layerwise=True),
 }
 
 
@@ -54,7 +55,7 @@ def test_the_loss_falls(optimizer: str, device: str) -> None:
     assert max(values[-3:]) < 0.9 * values[0]
 
 
-@pytest.mark.parametrize("optimizer", ["KFAC", "EKFAC", "NaturalGradient-woodbury"])
+@pytest.mark.parametrize("optimizer", ["KFAC", "EKFAC", "NaturalGradient-woodbury", "NaturalGradient-layerwise"])
 def test_the_loss_falls_with_steps_that_set_themselves(optimizer: str, device: str) -> None:
     model, loss, x, y = task("mlp", device)
     opt = OPTIMIZERS[optimizer](model, loss=nn.CrossEntropyLoss(), adaptive=True)

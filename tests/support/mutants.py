@@ -51,7 +51,7 @@ MUTANTS = [
         "curvature/terms/basic.py",
         "curvature/terms/test_contractions.py curvature/gradients/test_jacobian.py optimizers/steps/test_residuals.py",
         ("a[:, 0, :, None, :])", "a[:, 0, :, None, :] * 1.01)"),
-        ("(1, 2, 0, 3) * self.b).sum((1, 2, 3))", "(1, 2, 0, 3) * self.b.abs()).sum((1, 2, 3))"),
+        ("(1, 2, 0, 3) * self.b).sum((2, 3))", "(1, 2, 0, 3) * self.b.abs()).sum((2, 3))"),
         ("b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3)", "b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3).flip(2)"),
         ("(self.index + start).flatten()", "self.index.expand_as(self.index + start).flatten()"),
     ),
@@ -210,12 +210,26 @@ MUTANTS = [
         ),
         ("return 1, lambda start, stop: gradient[None]", "return 1, lambda start, stop: gradient.abs()[None]"),
     ),
+    *broken(
+        "curvature/operators/sample_space.py",
+        "curvature/matrices/test_sample_rows.py",
+        ("(V - self._transposed(inner)) / damping", "(V + self._transposed(inner)) / damping"),
+        ("- len(self.gram)) * math.log", "- 0) * math.log"),
+        ("(root * whole * (root + whole))", "(root * whole * root)"),
+    ),
+    *broken(
+        "curvature/matrices/sample_rows.py",
+        "curvature/matrices/test_sample_rows.py",
+        ("roots = weights.sqrt()", "roots = weights"),
+        ("if found > limit", "if found > 2 * limit"),
+    ),
     # -- Laplace posteriors
     *broken(
         "curvature/attribution/scores.py",
         "curvature/attribution",
         ("right @ row.to(right).mT", "right @ row.to(right).mT.abs()"),
         ("DAMPING * mean if", "mean if"),
+        ("term.place_products(v).to(v) for term in parts]", "term.place_products(v).to(v) for term in parts[::-1]]"),
         ("min(start + step, count)", "min(start + 1, count)"),
     ),
     *broken(
@@ -565,6 +579,11 @@ MUTANTS = [
         ("left = (a * (beta / (len(a) * size)).sqrt()", "left = (a * (alpha / (len(a) * size)).sqrt()"),
     ),
     *broken(
+        "curvature/preconditioners/full_curvature.py",
+        "optimizers/test_layerwise.py",
+        ("return kept + layers_of(tape, new)", "return [*kept, *((name,) for name in new)]"),
+    ),
+    *broken(
         "curvature/preconditioners/woodbury.py",
         "optimizers/test_natural_gradient_training.py",
         ("damping * self.divisor)", "damping)"),
@@ -641,10 +660,10 @@ MUTANTS = [
     ),
     *broken(
         "optimizers/steps/descent.py",
-        "optimizers/steps/test_descent.py optimizers/steps/test_calibration.py "
+        "optimizers/steps/test_descent.py optimizers/steps/test_calibration.py optimizers/test_layerwise.py "
         "optimizers/test_natural_gradient_training.py",
         ("energies * scale.square()", "energies * scale"),
-        ("alpha=damping * momentum", "alpha=momentum"),
+        ("(own * momentum).to(rows)", "(0 * own + momentum).to(rows)"),
         ("torch.maximum(slope - damping * square,", "torch.maximum(slope + damping * square,"),
     ),
     *broken(

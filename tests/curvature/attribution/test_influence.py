@@ -38,6 +38,7 @@ def wanted(matrix: Tensor, damping: float = D) -> Tensor:
 
 MATRICES: dict[str, Callable[..., curvature.Operator]] = {
     "kfac": curvature.kfac, "ekfac": curvature.ekfac, "gauss_newton": curvature.gauss_newton,
+    "by samples": lambda *given: curvature.gauss_newton(*given).compact(),
 }  # fmt: skip
 
 
@@ -80,6 +81,71 @@ def test_one_layer_alone() -> None:
     every = curvature.influence_by_parameter(model, LOSS, train, query, curvature.kfac(model, LOSS, train), damping=D)
     assert list(parts) == ["5.weight", "5.bias"]
     torch.testing.assert_close(parts, {name: every[name] for name in parts})
+
+
+class Tokens(nn.Module):
+    """A tied embedding, a layer for each token, a norm, a parameter that is added whatever the token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix, self.norm = nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.places = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm(torch.tanh(self.mix(self.table(tokens) + self.places))) @ self.table.weight.T
+
+
+def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def gradients_by_token(model: Tokens, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """(N, places, *shape): with a copy of each parameter for every token, or for every read of it."""
+    rows: dict[str, list[Tensor]] = {"table.weight": [], "mix.weight": [], "norm.weight": []}
+    for own, wanted in zip(tokens, targets, strict=True):
+        copies = {name: model.get_parameter(name).detach().expand(3, *model.get_parameter(name).shape) for name in rows}
+        copies["last"] = copies["table.weight"]
+        copies = {name: x.clone().requires_grad_() for name, x in copies.items()}
+        read = copies["table.weight"][torch.arange(3), own] + model.places.detach()
+        hidden = torch.tanh(torch.einsum("toi,ti->to", copies["mix.weight"], read) + model.mix.bias.detach())
+        hidden = nn.functional.layer_norm(hidden, (4,)) * copies["norm.weight"] + model.norm.bias.detach()
+        logits = torch.einsum("toi,ti->to", copies["last"], hidden)
+        found = dict(
+            zip(copies, torch.autograd.grad(token_loss(logits[None], wanted), list(copies.values())), strict=True)
+        )
+        found["table.weight"] = torch.cat([found["table.weight"], found.pop("last")])
+        for name in rows:
+            rows[name].append(found[name])
+    return {name: torch.stack(own) for name, own in rows.items()}
+
+
+def test_each_token_has_its_share() -> None:
+    with seeded(0):
+        model = Tokens().double()
+        train, query = ((torch.randint(5, (n, 3)), torch.randint(5, (n, 3))) for n in (4, 2))
+    K = curvature.gauss_newton(model, token_loss, train).materialise()
+    order = torch.tensor([0, 1, 3, 2])
+    train_batches = [(train[0][part], train[1][part]) for part in order.split(2)]
+    found = curvature.influence_by_place(model, token_loss, train_batches, query, K, damping=D)
+    every = curvature.influence_by_parameter(model, token_loss, train, query, K, damping=D)
+    solved = K.space.split(K.solve(own_gradients(model, token_loss, *query).T, D).T)
+    for name, rows in gradients_by_token(model, train[0][order], train[1][order]).items():
+        expected = torch.einsum("qp,ntp->qnt", solved[name].flatten(1), rows.flatten(2))
+        torch.testing.assert_close(found[name], expected)
+        torch.testing.assert_close(found[name].sum(2), every[name][:, order])
+    for name in ("places", "mix.bias", "norm.bias"):
+        torch.testing.assert_close(found[name], every[name][:, order, None])
+    with pytest.raises(ValueError, match="train: a batch with a single sample does not tell its places"):
+        curvature.influence_by_place(model, token_loss, [(train[0][:1], train[1][:1])], query, K, damping=D)
+
+
+def test_batches_of_other_lengths_have_other_places() -> None:
+    with seeded(0):
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5)).double()
+        long, short = ((torch.randint(5, (2, t)), torch.randint(5, (2, t))) for t in (3, 2))
+    K = curvature.kfac(model, token_loss, long)
+    with pytest.raises(ValueError, match=r"train: 0\.weight is read at \[2, 3\] places in different batches"):
+        curvature.influence_by_place(model, token_loss, [long, short], long, K)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -1,0 +1,72 @@
+"""Matrices by their rows ``v^T J_n``, kept as activations and backprops, where the data have few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from curvature.gradients import Jacobian
+from curvature.losses import Injection
+from curvature.matrices.accumulators import Accumulator, Chunk, Terms
+from curvature.matrices.block_structure import PassesOverData, collected
+from curvature.matrices.passes import RecordedBatch, samples_first
+from curvature.operators import Operator, SampleSpace, Space
+from curvature.terms import DenseGradients, Term, promote
+
+
+class NotFewRows(Exception):
+    """There are more rows than asked for, or the matrix is no sum of squares of known rows."""
+
+
+class RowAccumulator(Accumulator):
+    """The rows of all chunks, whose vectors hold the roots of their weights."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
+        self.parts: list[tuple[int, dict[str, list[Term]]]] = []
+
+    def add(self, chunk: Chunk) -> None:
+        count = len(chunk.weights)
+        self.parts += [(count, self._complete(terms, count)) for terms in chunk.left]
+
+    def _complete(self, terms: Terms, count: int) -> dict[str, list[Term]]:
+        zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)
+        none = {name: [DenseGradients(zero.expand(count, *shape))] for name, shape in self.entries()}
+        return {name: [promote(t, self.space.dtype) for t in terms.get(name, none[name])] for name in self.names}
+
+    def result(self, scale: float) -> SampleSpace:
+        zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)
+        shapes = dict(self.entries())
+        return SampleSpace(self.space, Jacobian(self.parts, shapes, zero).stacked(), scale)
+
+
+def in_sample_space(passes: PassesOverData, inject: Injection, seed: int, space: Space, limit: int) -> Operator | None:
+    """The matrix by its rows; None if there are more than `limit`, which costs no backward pass that exceeds it.
+
+    None also for a loss whose Hessian at the output has no root that is known.
+    """
+    found = 0
+
+    def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
+        nonlocal found
+        dims, count = run.batch.dims, run.batch.count
+        output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
+        found += inject.number(output, count) * count
+        if found > limit:
+            raise NotFewRows
+        weights = run.weights(inject)
+        roots = weights.sqrt().repeat_interleave(len(output) // count).reshape(-1, *[1] * (output.ndim - 1))
+        sent = inject.pairs(output, loss, target, count=count, size=run.chunk_size, generator=generator)
+        for number, (left, right) in enumerate(sent):
+            if right is not None:
+                raise NotFewRows
+            for k, part in enumerate((left * roots).to(left).movedim(1, dims[1] + 1).split(run.cached_size)):
+                terms = run.terms(part)
+                yield run.chunk(terms, terms, weights, number == k == 0)
+
+    try:
+        (rows,) = collected(passes, inject, seed, space, lambda chunk: [RowAccumulator(space)], chunks)
+    except NotFewRows:
+        return None
+    return rows
