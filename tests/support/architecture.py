@@ -31,9 +31,15 @@ FLOORS = {
     "preconditioners": 5,
     "posteriors": 6,
     "attribution": 6,
+    "projections": 5,
 }
 # What may be imported from outside, beside the standard library and torch.
-LIBRARIES = {"matrices": {"tqdm"}, "attribution": {"tqdm"}, "plots": {"matplotlib", "numpy"}}
+LIBRARIES = {
+    "matrices": {"tqdm"},
+    "attribution": {"tqdm"},
+    "projections": {"numpy", "tqdm"},
+    "plots": {"matplotlib", "numpy"},
+}
 FILE_LINES, FUNCTION_LINES = 400, 60
 # Files that are one thing and longer than that.
 LONGER = {
