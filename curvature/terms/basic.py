@@ -113,7 +113,11 @@ class OuterProduct:
 
     def projected(self, left: Tensor, right: Tensor) -> Tensor:
         """``left g[n] right^T`` (N, k, l) of the gradients as matrices, if it has rows."""
-        return (self.b[:, :, 0] @ left.mT.to(self.b.dtype)).mT @ (self.a[:, :, 0] @ right.mT.to(self.a.dtype))
+        b, a = (
+            (t.flatten(0, 2) @ side.mT.to(t.dtype)).view(*t.shape[:3], len(side))
+            for t, side in ((self.b, left), (self.a, right))
+        )
+        return OuterProduct(a, b, (len(left), len(right))).gradients()
 
     def merges_with(self, other: object) -> bool:
         return (
@@ -187,7 +191,8 @@ class IndexedRows:
     def projected(self, left: Tensor, right: Tensor) -> Tensor:
         """``left g[n] right^T`` (N, k, l)."""
         left, right = left.to(self.values.dtype), right.to(self.values.dtype)
-        return left.mT[self.index].mT @ (self.values @ right.mT)
+        values = (self.values.flatten(0, 1) @ right.mT).unflatten(0, self.index.shape)
+        return left.mT[self.index].mT @ values
 
     def samples(self, part: Samples) -> IndexedRows:
         valid = None if self.valid is None else self.valid[part]
@@ -233,7 +238,9 @@ class DenseGradients:
 
     def projected(self, left: Tensor, right: Tensor) -> Tensor:
         """``left g[n] right^T`` (N, k, l) of the gradients as matrices (shape[0], all other axes)."""
-        return left.to(self.values.dtype) @ self._matrices() @ right.mT.to(self.values.dtype)
+        left, right = left.to(self.values.dtype), right.to(self.values.dtype)
+        found = left @ (self._matrices() @ right.mT).movedim(1, 0).flatten(1)
+        return found.view(len(left), len(self), len(right)).movedim(1, 0)
 
     def _matrices(self) -> Tensor:
         height, *rest = self.shape or (1,)

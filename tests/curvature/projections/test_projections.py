@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import curvature
 import curvature.projections.projection
@@ -134,6 +136,29 @@ def test_inner_products_are_right_on_average() -> None:
             norms = g.norm(dim=1)
             bound = ((norms[:, None] * norms) ** 2 + (g @ g.T) ** 2).div(4).sqrt()
             assert (found.std(0) < 1.3 * bound).all()
+
+
+class Largest(TorchDispatchMode):
+    """Notes the entries of the largest tensor that a function returns."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.entries = max([self.entries, *(t.numel() for t in tree_leaves(found) if isinstance(t, Tensor))])
+        return found
+
+
+def test_neither_gradients_nor_map_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer of 14,400 weights at 30 samples, with a map to 64."""
+    monkeypatch.setattr(curvature.projections.projection, "BLOCK_ENTRIES", 10_000)
+    monkeypatch.setattr(curvature.terms.projections, "PIECE_ENTRIES", 20_000)
+    model, x, y = nn.Linear(120, 120), torch.randn(30, 2, 120), torch.randn(30, 2, 120)
+    for projection, most in ((curvature.SignProjection(64), 20_000), (curvature.KroneckerProjection(8), 14_400)):
+        curvature.per_sample_projections(model, LOSS, x, y, projection)
+        with Largest() as seen:
+            curvature.per_sample_projections(model, LOSS, x, y, projection)
+        assert 7_200 <= seen.entries <= most
 
 
 @pytest.mark.usefixtures("small_pieces")
