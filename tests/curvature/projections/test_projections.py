@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -70,6 +71,21 @@ def test_every_layer(name: str) -> None:
         for _ in range(2):  # learning how the model is explained, and knowing it
             found = curvature.per_sample_projections(model, LOSS, x, y, projection)
             torch.testing.assert_close(found, wanted @ matrix(projection, model))
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("second", [4, 2], ids=["apart", "overlapping"])
+def test_rows_that_are_read_separately(second: int) -> None:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        return F.linear(x, m.w[:4]).tanh() + F.linear(x, m.w[second : second + 4])
+
+    with seeded(0):
+        model, x = Raw(run, w=nn.Parameter(torch.randn(8, 5))).double(), torch.randn(6, 3, 5).double()
+        y = torch.randn(6, 3, 4).double()
+    wanted = rows(model, LOSS, x, y)
+    for projection in PROJECTIONS:
+        found = curvature.per_sample_projections(model, LOSS, x, y, projection)
+        torch.testing.assert_close(found, wanted @ matrix(projection, model))
 
 
 @pytest.mark.fast
