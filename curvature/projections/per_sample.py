@@ -23,7 +23,8 @@ def per_sample_projections(
     """The projection (N, K) of the gradient of each sample's own loss.
 
     It is ``projection(per_sample_gradients(model, loss, x, y))``, without the gradients: a sample has the same
-    projection in every batch and in every call with the same seed.
+    projection in every batch and in every call with the same seed, unless the forward pass draws random numbers
+    (dropout in training mode).
 
     Args:
         model, loss, x, y, sample_dim: as for `per_sample_gradients`. A batch may be empty.
@@ -33,7 +34,7 @@ def per_sample_projections(
         TypeError: ``projection`` is none of these.
         ValueError, TypeError: as for `per_sample_gradients`; BatchNorm in training mode is refused by name.
 
-    Beside what a forward and a backward pass take, memory is a few megabytes, K numbers for each sample, and the
+    Beside what a forward and a backward pass take, memory is about ten megabytes, K numbers for each sample, and the
     gradients of parameters that no layer rule explains, N at once. Time: a `KroneckerProjection` takes less than a
     backward pass if its side is small beside the layers, a dense projection N * K products for each parameter.
     """

@@ -103,7 +103,7 @@ class SignProjection(_DenseProjection):
 
     Inner products of projections are those of the gradients on average, with a standard deviation of at most
     ``sqrt((|g|^2 |h|^2 + (g . h)^2) / k)`` (Johnson-Lindenstrauss; TRAK, Park et al. 2023, arXiv:2303.14186, section
-    3.2). R is drawn a block at a time and never kept; the same seed gives the same R at every call and on every device.
+    3). R is drawn a block at a time and never kept; the same seed gives the same R at every call and on every device.
 
     Args:
         k: numbers for each sample.
@@ -133,7 +133,7 @@ class KroneckerProjection(Projection):
     """``L G R^T / sqrt(l r)`` of each parameter's gradient G, a matrix (shape[0], all other axes); L, R random signs.
 
     Of a layer that is ``sum_t (L b_t) (R a_t)^T``: activations and backprops are projected, and no gradient is built
-    (LoGra, Choe et al. 2024, arXiv:2405.13954, equation 4). The columns of all parameters follow each other
+    (LoGra, Choe et al. 2024, arXiv:2405.13954, section 3.1). The columns of all parameters follow each other
     (`columns`). Inner products are right on average; their error falls with the side, the root of a layer's columns,
     so that for as many columns in all it is larger than that of a `SignProjection`, for much less time.
 

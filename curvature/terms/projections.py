@@ -18,7 +18,7 @@ from curvature.terms.contractions import direct_forms, gradients, row_ranges, su
 from curvature.terms.convolution import Convolution
 from curvature.terms.row_slices import Term, promote
 
-PIECE_ENTRIES = 1 << 22  # of the gradients that are built at a time
+PIECE_ENTRIES = 1 << 20  # of the gradients that are built at a time
 
 WithRows = OuterProduct | Convolution | IndexedRows | DenseGradients
 
