@@ -81,7 +81,7 @@ def _results(batch: Batch, out: Mapping[str, Any] | None) -> dict[str, Tensor]:
         if found.get(name) != shapes.get(name):
             expected = shapes.get(name, "no such parameter")
             raise ValueError(f"out: expected {name} of shape {expected}, found {found.get(name, 'none')}")
-    return {name: torch.as_tensor(out[name]) for name in shapes}
+    return {name: out[name] if isinstance(out[name], Tensor) else torch.from_numpy(out[name]) for name in shapes}
 
 
 def per_sample_norms(

@@ -378,7 +378,7 @@ MUTANTS = [
         "curvature/gradients/clipping.py",
         "curvature/gradients/test_clipping.py",
         ("max_norm / norms, 1)", "max_norm / norms, max_norm / norms)"),
-        ("own[: turn - start] = False", "pass"),
+        ("own[: turn - part.start] = False", "pass"),
         ("alpha=noise * max_norm", "alpha=noise"),
         (".where(counted.to(norms.device), 0)", ""),
     ),
