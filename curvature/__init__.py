@@ -57,18 +57,27 @@ from curvature.posteriors import LaplacePosterior, laplace
 from curvature.preconditioners import (
     LeastSquares,
 )
+from curvature.projections import (
+    KroneckerProjection,
+    NormalProjection,
+    SignProjection,
+    per_sample_projections,
+    store_projections,
+)
 from curvature.recording import Tape, Use, capture
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker",
-    "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale", "Operator", "SampleSpace", "Space",
-    "Tape", "Use", "capture", "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical",
-    "empirical_fisher", "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton",
-    "gradient_noise_scale", "hessian", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence",
-    "influence_by_parameter", "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet",
-    "laplace", "laplacian", "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram",
-    "per_sample_norms", "per_sample_norms_by_parameter", "propagated", "quadratic_penalty", "residual_jacobian",
-    "sample_layouts", "sampled", "spectral_density", "xdiag", "xtrace",
+    "KroneckerProjection", "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale",
+    "NormalProjection", "Operator", "SampleSpace", "SignProjection", "Space", "Tape", "Use", "capture",
+    "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical", "empirical_fisher",
+    "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton", "gradient_noise_scale", "hessian",
+    "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence", "influence_by_parameter",
+    "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace",
+    "laplacian", "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram",
+    "per_sample_norms", "per_sample_norms_by_parameter", "per_sample_projections", "propagated",
+    "quadratic_penalty", "residual_jacobian", "sample_layouts", "sampled", "spectral_density",
+    "store_projections", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,6 +101,19 @@ class Batch:
             x = map_tensors(lambda t: t.narrow(dim, some.start, count) if has_samples(t) else t, self.x)
         y = map_tensors(lambda t: rows(t) if t.ndim > target_dim else t, self.y)
         return replace(self, x=x, y=y, count=count, offsets=None if self.offsets is None else tensors_in(x)[1])
+
+    def parts(self, size: int | None, name: str) -> Iterator[tuple[int, slice]]:
+        """Parts of one size: the first sample whose turn it is, and the part; the last one begins before its turn.
+
+        Raises:
+            ValueError: the size, an argument of this name, is no positive number.
+        """
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: expected a number of samples, found {size}")
+        size = self.count if size is None else min(size, self.count)
+        for turn in range(0, self.count, max(1, size)):
+            start = min(turn, self.count - size)
+            yield turn, slice(start, start + size)
 
     def output(self) -> Any:
         return join_heads(self.loss, logits(call_model(self.model, self.x)))

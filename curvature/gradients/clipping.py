@@ -80,17 +80,11 @@ def clipped_gradient(
 
 
 def _parts(batch: Batch, counted: Tensor, size: int | None) -> Iterator[tuple[Batch, Tensor]]:
-    """The batch in parts of one size, and which of their samples count: the last part begins before its turn."""
-    if size is None or size >= batch.count:
-        yield batch, counted
-        return
-    if size < 1:
-        raise ValueError(f"microbatch: expected a number of samples, found {size}")
-    for turn in range(0, batch.count, size):
-        start = min(turn, batch.count - size)
-        own = counted[start : start + size].clone()
-        own[: turn - start] = False
-        yield batch.part(slice(start, start + size)), own
+    """The batch in parts, and which of their samples count: those whose turn has been do not."""
+    for turn, part in batch.parts(size, "microbatch"):
+        own = counted[part].clone()
+        own[: turn - part.start] = False
+        yield batch.part(part), own
 
 
 def _add_clipped(total: dict[str, Tensor], batch: Batch, counted: Tensor, max_norm: float) -> None:

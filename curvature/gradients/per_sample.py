@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,14 @@ from curvature.terms import DenseGradients, contractions
 
 
 def per_sample_gradients(
-    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+    model: nn.Module,
+    loss: Loss,
+    x: Any,
+    y: Any,
+    *,
+    sample_dim: int | tuple[int, int, int] = 0,
+    chunk: int | None = None,
+    out: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
     """Gradient of each sample's own loss with respect to every parameter.
 
@@ -35,23 +42,46 @@ def per_sample_gradients(
             Samples may also be bags, as ``(values, offsets)`` for `nn.EmbeddingBag`, or a `PackedSequence`.
         y: the target, as the loss takes it: N, or N * m rows.
         sample_dim: the axis of the samples; or one each for input, output and target.
+        chunk: samples at a time, which bounds all memory but that of the results; these are the same, unless the
+            forward pass draws random numbers (each chunk draws the same ones).
+        out: where the results go, ``{name: (N, *parameter.shape)}`` of tensors, or of numpy arrays (mapped into
+            memory, if they are to go to files).
 
     Returns:
-        ``{name: (N, *parameter.shape)}`` in the order of ``named_parameters()``, in units of loss / parameter. A batch
-        may be empty.
+        ``{name: (N, *parameter.shape)}``, those of `out` if given, in the order of ``named_parameters()``, in units of
+        loss / parameter. A batch may be empty.
 
     Raises:
         ValueError: samples are not independent (BatchNorm in training mode, named), the loss has no scalar reduction,
             model or loss differentiate the model (then `residual_jacobian` is right), nothing requires a gradient, or
-            sizes disagree.
+            sizes disagree. `chunk` is not positive; `out` has other names or shapes than the trained parameters.
         TypeError: an argument of the wrong kind.
 
     Nothing of the model's is changed: no ``.grad``, buffer, mode, hook or random state. The first call on a model at a
     shape of its inputs checks itself. Parameters that the layer rules do not explain go through ``torch.func.vmap``
     over the model, which is logged once.
     """
-    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
-    return {name: contractions.gradients(parts) for name, parts in terms.items()}
+    batch = Batch.of(model, loss, x, y, sample_dim)
+    if out is None and (chunk is None or not batch.count):
+        return {name: contractions.gradients(parts) for name, parts in sample_terms(batch).items()}
+    found = _results(batch, out)
+    for _, part in batch.parts(chunk, "chunk"):
+        for name, parts in sample_terms(batch.part(part)).items():
+            found[name][part] = contractions.gradients(parts)
+    return found
+
+
+def _results(batch: Batch, out: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Tensors for the gradients of all samples: those of `out`, which share its memory, or new ones."""
+    shapes = {name: (batch.count, *p.shape) for name, p in batch.parameters.items()}
+    if out is None:
+        return {name: torch.empty(shapes[name], dtype=p.dtype, device=p.device) for name, p in batch.parameters.items()}
+    found = {name: tuple(t.shape) for name, t in out.items()}
+    for name in dict.fromkeys([*shapes, *found]):
+        if found.get(name) != shapes.get(name):
+            expected = shapes.get(name, "no such parameter")
+            raise ValueError(f"out: expected {name} of shape {expected}, found {found.get(name, 'none')}")
+    return {name: out[name] if isinstance(out[name], Tensor) else torch.from_numpy(out[name]) for name in shapes}
 
 
 def per_sample_norms(

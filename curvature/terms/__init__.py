@@ -5,7 +5,7 @@ at t places gives ``sum_t b[n,t,g,o] a[n,t,g,i]`` (`OuterProduct`; before unfold
 `TransposedConvolution`), an embedding gives rows to add at indices (`IndexedRows`), a scale an `ElementwiseProduct`,
 everything else the gradients themselves (`DenseGradients`). A parameter whose row ranges are read separately has one
 `RowSlice` for each. `contractions` turns terms into gradients, norms and Gram matrices, `squared_gradients` into
-diagonals.
+diagonals, `projections` into linear maps of them.
 
 Indices: n sample, t place, g group, i input, o output.
 """
@@ -15,12 +15,13 @@ from curvature.terms.affine_layout import AffineLayout
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients, merge_places, name_of_rows, row_ranges, sum_in_place, unfold
 from curvature.terms.convolution import Convolution, TransposedConvolution
+from curvature.terms.projections import pieces, project_sides
 from curvature.terms.row_slices import RowSlice, Term, promote, to_device, without_bias
 from curvature.terms.squared_gradients import TermsByVector, sum_of_products, sum_of_squares
 
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct",
     "RowSlice", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients", "merge_places",
-    "promote", "name_of_rows", "row_ranges", "squared_gradients", "sum_in_place", "sum_of_products",
-    "sum_of_squares", "to_device", "unfold", "without_bias",
+    "name_of_rows", "pieces", "project_sides", "promote", "row_ranges", "squared_gradients", "sum_in_place",
+    "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

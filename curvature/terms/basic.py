@@ -106,6 +106,23 @@ class OuterProduct:
     def samples(self, part: Samples) -> OuterProduct:
         return replace(self, a=self.a[part], b=self.b[part])
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether each output of the layer has a row of the parameter, seen as a matrix (shape[0], all other axes)."""
+        return self.groups == 1 and self.order is None and self.shape[0] == self.outputs
+
+    def rows(self, start: int, stop: int) -> OuterProduct:
+        """The same for some rows of the parameter, if it has rows."""
+        return replace(self, b=self.b[..., start:stop], shape=(stop - start, *self.shape[1:]))
+
+    def projected(self, left: Tensor, right: Tensor) -> Tensor:
+        """``left g[n] right^T`` (N, k, l) of the gradients as matrices, if it has rows."""
+        b, a = (
+            (t.flatten(0, 2) @ side.mT.to(t.dtype)).view(*t.shape[:3], len(side))
+            for t, side in ((self.b, left), (self.a, right))
+        )
+        return OuterProduct(a, b, (len(left), len(right))).gradients()
+
     def merges_with(self, other: object) -> bool:
         return (
             isinstance(other, OuterProduct)
@@ -128,6 +145,7 @@ class IndexedRows:
 
     groups: ClassVar[int] = 1
     order: ClassVar[tuple[int, ...]] = (1, 0)
+    has_rows: ClassVar[bool] = True
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -171,6 +189,19 @@ class IndexedRows:
         out = self.values.new_zeros(n * rows, width)
         return out.index_add_(0, (self.index + start).flatten(), self.values.flatten(0, 1)).view(n, rows, width)
 
+    def rows(self, start: int, stop: int) -> IndexedRows:
+        """The same for some rows of the table."""
+        inside = (self.index >= start) & (self.index < stop)
+        index = torch.where(inside, self.index - start, 0)
+        valid = inside if self.valid is None else inside & self.valid
+        return IndexedRows(index, self.values * inside[..., None], (stop - start, self.shape[1]), valid)
+
+    def projected(self, left: Tensor, right: Tensor) -> Tensor:
+        """``left g[n] right^T`` (N, k, l)."""
+        left, right = left.to(self.values.dtype), right.to(self.values.dtype)
+        values = (self.values.flatten(0, 1) @ right.mT).unflatten(0, self.index.shape)
+        return left.mT[self.index].mT @ values
+
     def samples(self, part: Samples) -> IndexedRows:
         valid = None if self.valid is None else self.valid[part]
         return replace(self, index=self.index[part], values=self.values[part], valid=valid)
@@ -181,6 +212,8 @@ class DenseGradients:
     """The per-sample gradients themselves, (N, *shape)."""
 
     values: Tensor
+
+    has_rows: ClassVar[bool] = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -210,6 +243,20 @@ class DenseGradients:
 
     def gradients(self) -> Tensor:
         return self.values
+
+    def rows(self, start: int, stop: int) -> DenseGradients:
+        """The same for some rows of the parameter."""
+        return DenseGradients(self._matrices()[:, start:stop])
+
+    def projected(self, left: Tensor, right: Tensor) -> Tensor:
+        """``left g[n] right^T`` (N, k, l) of the gradients as matrices (shape[0], all other axes)."""
+        left, right = left.to(self.values.dtype), right.to(self.values.dtype)
+        found = left @ (self._matrices() @ right.mT).movedim(1, 0).flatten(1)
+        return found.view(len(left), len(self), len(right)).movedim(1, 0)
+
+    def _matrices(self) -> Tensor:
+        height, *rest = self.shape or (1,)
+        return self.values.reshape(len(self), height, math.prod(rest))
 
     def samples(self, part: Samples) -> DenseGradients:
         return DenseGradients(self.values[part])

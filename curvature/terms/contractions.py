@@ -119,7 +119,7 @@ def norms_squared(terms: Sequence[Term]) -> Tensor:
     apart = row_ranges(terms)
     if apart[0].terms is not terms:
         return torch.stack([norms_squared(piece.terms) for piece in apart]).sum(0)
-    terms = _direct_forms(terms)
+    terms = direct_forms(terms)
     if _pairs_cheaper(terms, samples=1):
         found, where = _norms_by_pairs(terms)
         if len(where):
@@ -133,7 +133,7 @@ def gram(terms: Sequence[Term]) -> Tensor:
     apart = row_ranges(terms)
     if apart[0].terms is not terms:
         return sum_in_place(gram(piece.terms) for piece in apart)
-    terms = _direct_forms(terms)
+    terms = direct_forms(terms)
     n = len(terms[0])
     if _pairs_cheaper(terms, samples=n):
         found, where = _summed_pairs(terms, terms), _norms_by_pairs(terms)[1]
@@ -147,7 +147,7 @@ def gram(terms: Sequence[Term]) -> Tensor:
 
 def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
     """Inner products (N, M) between the gradients of two sets of samples."""
-    left, right = _direct_forms(left), _direct_forms(right)
+    left, right = direct_forms(left), direct_forms(right)
     if all(_pairs_cheaper(terms, samples=max(len(left[0]), len(right[0]))) for terms in (left, right, [*left, *right])):
         found = _summed_pairs(left, right)
         rows, columns = (_norms_by_pairs(terms)[1] for terms in (left, right))
@@ -161,7 +161,7 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
 
 def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     """Inner products (N,) of the per-sample gradients with a tensor of the parameter's shape."""
-    return sum_in_place(u.inner_products(vector) for u in _direct_forms(terms))
+    return sum_in_place(u.inner_products(vector) for u in direct_forms(terms))
 
 
 def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
@@ -187,7 +187,7 @@ def merge_terms(terms: Sequence[Term]) -> list[Term]:
     return merge_places([term.untransposed if isinstance(term, OuterProduct) else term for term in terms])
 
 
-def _direct_forms(terms: Sequence[Term]) -> list[Term]:
+def direct_forms(terms: Sequence[Term]) -> list[Term]:
     """The terms in the form that is fastest to sum."""
     return [t.direct if isinstance(t, TransposedConvolution | ElementwiseProduct) else t for t in merge_terms(terms)]
 

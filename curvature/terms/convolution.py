@@ -61,17 +61,35 @@ class Convolution:
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""
-        x, dims = self.x.flatten(0, 1), len(self.stride)
-        weight = vector.to(x.dtype).view(self.shape)
-        zeros = [0] * dims
-        moved = torch.convolution(x, weight, None, self.stride, zeros, self.dilation, False, zeros, self.groups)
+        return self._outputs(vector.view(self.shape)).reshape(self.b.shape).mul_(self.b).flatten(1).sum(1)
+
+    def _outputs(self, weight: Tensor) -> Tensor:
+        """What the layer would give with another weight, (N * m, outputs, *out)."""
+        x, zeros = self.x.flatten(0, 1), [0] * len(self.stride)
+        weight = weight.to(x.dtype)
+        found = torch.convolution(x, weight, None, self.stride, zeros, self.dilation, False, zeros, self.groups)
         for axis, size in enumerate(self.b.shape[3:], 2):  # the stride may leave some of the input
-            moved = moved.narrow(axis, 0, size)
-        return moved.reshape(self.b.shape).mul_(self.b).flatten(1).sum(1)
+            found = found.narrow(axis, 0, size)
+        return found
 
     def place_products(self, vector: Tensor) -> Tensor:
         """What each of the output's pixels adds to the `inner_products`, (N, t)."""
         return self.unfold().place_products(vector)
+
+    @property
+    def has_rows(self) -> bool:
+        """As of `OuterProduct`."""
+        return self.groups == 1
+
+    def rows(self, start: int, stop: int) -> Convolution:
+        """The same for some output channels, without groups."""
+        return replace(self, b=self.b[:, :, start:stop], shape=(stop - start, *self.shape[1:]))
+
+    def projected(self, left: Tensor, right: Tensor) -> Tensor:
+        """``left g[n] right^T`` (N, k, l) of the gradients as matrices, without groups: nothing is unfolded."""
+        inputs = self._outputs(right.view(len(right), *self.shape[1:]))
+        found = (left.to(self.b.dtype) @ self.b.flatten(0, 1).flatten(2)) @ inputs.flatten(2).mT
+        return found.unflatten(0, self.b.shape[:2]).sum(1)
 
     def gradients(self) -> Tensor:
         n, dims = len(self.b), len(self.stride)

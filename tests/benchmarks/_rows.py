@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import os
 import statistics
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 PLAIN = "plain"
 Named = dict[str, Tensor]
@@ -180,6 +182,21 @@ def worst_error(result: Named, reference: Named, tolerance: float = 2e-4) -> flo
         allowed = tolerance * largest[name] + 1e-6 * max(largest.values())
         errors.append(max(float((a - b).abs().max()) for a, b in zip(result[name], wanted, strict=True)) / allowed)
     return max(errors)
+
+
+def peak_bytes(run: Callable[[], object], is_cuda: bool) -> float:
+    """Most bytes in tensors that a call adds to what there was."""
+    gc.collect()
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return float(torch.cuda.max_memory_allocated() - before)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    found = profiler.profiler.kineto_results.events()  # every allocation and release
+    changes = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
+    return float(max(itertools.accumulate(change for _, change in changes)))
 
 
 def shorten(reason: Exception) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import os
 import statistics
@@ -27,7 +26,7 @@ import torch
 from _gpu_models import FULL, SMALL, Case, Sizes, cases
 from _race_report import machine
 from _race_rivals import adamw, muon, sgd, soap
-from torch.profiler import ProfilerActivity, profile
+from _rows import peak_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimizers import EKFAC, KFAC
@@ -186,21 +185,6 @@ def peak_of(name: str, case: Case, precision: torch.dtype | None) -> float:
             run.step()
 
     return peak_bytes(train, case.x.is_cuda)
-
-
-def peak_bytes(run: Callable[[], object], is_cuda: bool) -> float:
-    """Most bytes in tensors that a call adds to what there was."""
-    gc.collect()
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return float(torch.cuda.max_memory_allocated() - before)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    found = profiler.profiler.kineto_results.events()  # every allocation and release
-    changes = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
-    return float(max(itertools.accumulate(change for _, change in changes)))
 
 
 def compare(case: Case, precision: str, rounds: int, clock: Callable[[], float]) -> list[Result]:

@@ -31,14 +31,20 @@ FLOORS = {
     "preconditioners": 5,
     "posteriors": 6,
     "attribution": 6,
+    "projections": 5,
 }
 # What may be imported from outside, beside the standard library and torch.
-LIBRARIES = {"matrices": {"tqdm"}, "attribution": {"tqdm"}, "plots": {"matplotlib", "numpy"}}
+LIBRARIES = {
+    "matrices": {"tqdm"},
+    "attribution": {"tqdm"},
+    "projections": {"numpy", "tqdm"},
+    "plots": {"matplotlib", "numpy"},
+}
 FILE_LINES, FUNCTION_LINES = 400, 60
 # Files that are one thing and longer than that.
 LONGER = {
     "injections.py": 420,  # the five injections, which share one contract
-    "mutants.py": 860,  # a list
+    "mutants.py": 900,  # a list
 }
 # Functions of torch that make tensors on the default device, which the user may have set to any.
 FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones"}

@@ -225,6 +225,16 @@ MUTANTS = [
     ),
     # -- Laplace posteriors
     *broken(
+        "curvature/terms/projections.py",
+        "curvature/projections",
+        ("slice(0, count), start * rest", "slice(0, count), (start - part.start) * rest"),
+    ),
+    *broken(
+        "curvature/projections/projection.py",
+        "curvature/projections",
+        ("values[:, part.start - start : part.stop - start]", "values[:, : part.stop - part.start]"),
+    ),
+    *broken(
         "curvature/attribution/scores.py",
         "curvature/attribution",
         ("right @ row.to(right).mT", "right @ row.to(right).mT.abs()"),
@@ -392,7 +402,7 @@ MUTANTS = [
         "curvature/gradients/clipping.py",
         "curvature/gradients/test_clipping.py",
         ("max_norm / norms, 1)", "max_norm / norms, max_norm / norms)"),
-        ("own[: turn - start] = False", "pass"),
+        ("own[: turn - part.start] = False", "pass"),
         ("alpha=noise * max_norm", "alpha=noise"),
         (".where(counted.to(norms.device), 0)", ""),
     ),
