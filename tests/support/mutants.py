@@ -51,7 +51,7 @@ MUTANTS = [
         "curvature/terms/basic.py",
         "curvature/terms/test_contractions.py curvature/gradients/test_jacobian.py optimizers/steps/test_residuals.py",
         ("a[:, 0, :, None, :])", "a[:, 0, :, None, :] * 1.01)"),
-        ("(1, 2, 0, 3) * self.b).sum((2, 3))", "(1, 2, 0, 3) * self.b.abs()).sum((2, 3))"),
+        ("(1, 2, 0, 3).mul_(self.b).sum((2, 3))", "(1, 2, 0, 3).mul_(self.b.abs()).sum((2, 3))"),
         ("b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3)", "b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3).flip(2)"),
         ("(self.index + start).flatten()", "self.index.expand_as(self.index + start).flatten()"),
     ),
