@@ -28,6 +28,12 @@ class Measured:
         known = self.outputs
         self.outputs = {**known, **{k: known[k] + x if k in known else x for k, x in other.outputs.items()}}
 
+    def scale_vectors_(self, times: float) -> None:
+        """Rescale as if the vectors had been `times` as long."""
+        self.curvature.scale_vectors_(times)
+        if self.outputs:
+            self.outputs = {**self.outputs, "squares": times**2 * self.outputs["squares"]}
+
     def pop_sums(self, rank: int, size: int) -> dict[tuple[str, str], Tensor]:
         """Return and remove the sums to all-reduce, by name of the block ("" for the outputs) and of the sum."""
         found = {(name, k): x for name, own in self.curvature.blocks.items() for k, x in own.sums(rank, size).items()}

@@ -22,21 +22,20 @@ from curvature.recording import ParameterNode
 from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes
 from optimizers.recording.model_outputs import as_real, samples_first
-from optimizers.recording.output_scale import Sums
+from optimizers.recording.output_scale import OutputScale, squares_along
 
 SHARED_UNIT = 256.0  # of rows that several processes with batches of different sizes share
 
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """A recorded forward pass over `count` samples, the tensors that its loss is made of, and their sizes.
+    """A recorded forward pass over `count` samples, and the tensors that its loss is made of.
 
     `signs` draws a random sign (count,) for each sample; `displacement` is the last one, by name.
     """
 
     tape: Tape
     outputs: Sequence[Tensor]
-    output_sums: Sums
     count: int
     signs: Callable[[], Tensor]
     displacement: Mapping[str, Tensor]
@@ -68,6 +67,7 @@ class Arrived:
 
     Attributes:
         backprops: at every use.
+        squares: `squares_along` of the outputs, as the loss is scaled.
         computed: sums over samples, each with a random sign, of the gradients of parameters from which a tensor was
             computed that data met; by that tensor.
         whole: gradients of the batch, of parameters that no function with a rule reads together with data.
@@ -75,6 +75,7 @@ class Arrived:
 
     found: RecordedPass
     backprops: list[Tensor | None]
+    squares: Tensor
     computed: dict[ParameterNode, Mapping[str, Tensor]] = field(default_factory=dict)
     whole: dict[str, Tensor] = field(default_factory=dict)
 
@@ -89,6 +90,7 @@ class Arrived:
         self.backprops[:] = [None] * len(self.backprops)
         self.computed.clear()
         self.whole.clear()
+        self.squares = torch.zeros_like(self.squares)
 
 
 class LayerBackprops:
@@ -109,7 +111,9 @@ class LayerBackprops:
 
     def listen(self, found: RecordedPass) -> None:
         tape = found.tape
-        arrival = Arrived(replace(found, outputs=()), [None] * len(tape.uses))  # hooks on the graph hold no part of it
+        zero = next(iter(tape.parameters.values())).tensor.new_zeros((), dtype=torch.float32)
+        # hooks on the graph hold no part of it
+        arrival = Arrived(replace(found, outputs=()), [None] * len(tape.uses), zero)
         tape.losses.clear()
         tape.reductions.clear()
         computed = computed_weights(tape)
@@ -127,7 +131,7 @@ class LayerBackprops:
             if x.is_leaf or id(x) in held:  # the tape would hold its own graph
                 self.without_graph.append(arrival)
             else:
-                x.register_hook(functools.partial(_keep, arrival))
+                x.register_hook(functools.partial(_add_squares, arrival, x.detach()))
         for use in tape.uses:
             if use.edge is not None and not use.results:  # the graph of a computed weight is held by the tape
                 use.edge.node.register_prehook(self._backprop_hook(arrival, use.index, use.edge.output_nr))
@@ -185,7 +189,8 @@ class LayerBackprops:
                 processes.size,
                 own.found.displacement,
             )
-            self.passes.total.add_(Measured(measured, own.found.output_sums))
+            sums = OutputScale.in_metric(own.squares * each**2, own.found.count)
+            self.passes.total.add_(Measured(measured, sums))
         self.discard()
 
     def zero(self) -> None:
@@ -201,8 +206,10 @@ class LayerBackprops:
         return bool(self.arrived)
 
 
-def _keep(arrival: Arrived, gradient: Tensor) -> None:
-    """A hook that does nothing; it holds the arrival."""
+def _add_squares(arrival: Arrived, output: Tensor, gradient: Tensor) -> None:
+    """A hook that holds the arrival."""
+    found = squares_along(as_real(output), as_real(gradient))
+    arrival.squares = arrival.squares + found.to(arrival.squares.device)
 
 
 def _widened(gradient: Tensor) -> Tensor:
@@ -261,11 +268,12 @@ class LossRows:
         vectors = samples_first(as_real(gradient) * (each / self.unit), found.count).detach()[None]
         with torch.autocast(gradient.device.type, enabled=False):
             measured = self.store.measure(found.tape, [output], [vectors], found.count)
-        self.passes.total.add_(Measured(measured, found.output_sums))
+        sums = OutputScale.in_metric(squares_along(output, vectors[0]), found.count)
+        self.passes.total.add_(Measured(measured, sums))
 
     def deliver(self, scale: Callable[[], float]) -> None:
         if self.unit is not None:  # only now: times the scale of the loss it may be too much for float16
-            self.passes.total.curvature.scale_vectors_(self.unit / scale())
+            self.passes.total.scale_vectors_(self.unit / scale())
         self.discard()
 
     def zero(self) -> None:

@@ -1,4 +1,4 @@
-"""How large the outputs of a model are: sums of each forward pass in, their root mean square out."""
+"""How large the outputs of a model are, in the metric of the curvature: sums of each forward pass in, a norm out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ Sums = Mapping[str, Tensor]
 
 
 class OutputScale:
-    """Root mean square and number of the output entries of the last batch.
+    """The size of the outputs of the last batch, in the same units as the energies ``v^T M v`` of the curvature.
+
+    Isotropic curvature measures changes of the outputs, so their size is the root mean square of an entry. Fisher
+    matrices measure changes in nats, which near zero loss are far smaller: their size is the root of the mean over
+    samples of ``f^T H f``, with H the matrix at the output and f the output.
 
     Attributes:
-        rms: root mean square of an output entry.
-        entries_per_sample: their number.
+        rms: the size.
+        entries_per_sample: number of output entries that an energy is a sum over; 1 but for isotropic curvature.
         along: `CurvatureStatistics.along` of the last renewal, means over samples; empty if nothing was measured.
     """
 
@@ -29,12 +33,17 @@ class OutputScale:
     @staticmethod
     @torch.no_grad()
     def of(outputs: Sequence[Tensor]) -> Sums:
-        """The sums of one pass, given its outputs (N, ...). Entries that are not finite do not count."""
+        """The sums of one pass for isotropic curvature, given its outputs (N, ...). Only finite entries count."""
         each = [_sums(x.detach()) for x in outputs]
         squares, entries = (stack(column).sum() for column in zip(*each, strict=True))
         # to fill a tensor needs no wait, as a copy to the device does
         count = torch.full_like(squares, len(outputs[0]))
         return {"squares": squares, "numbers": torch.stack([count, entries])}
+
+    @staticmethod
+    def in_metric(squares: Tensor, count: int) -> Sums:
+        """The sums of one pass over `count` samples for other curvature, given the sum of ``f^T H f`` over them."""
+        return {"squares": squares, "numbers": torch.full_like(squares, count).expand(2)}
 
     def update(self, sums: Sums, along: Sums, home: torch.device) -> None:
         """Replace all by those of a step's passes, if it had any; all numbers are on the device `home`."""
@@ -46,6 +55,12 @@ class OutputScale:
             self.rms = torch.where(scale.isfinite() & (entries > 0), scale, known)
             self.entries_per_sample = torch.where(entries > 0, entries / count, self.entries_per_sample)
             self.along = {name: square.to(home) / count for name, square in along.items()}
+
+
+def squares_along(output: Tensor, vectors: Tensor) -> Tensor:
+    """Sum () over samples of ``f^T H f`` of an output f (N, ...); H is the sum of ``v v^T`` of vectors (k, N, ...)."""
+    flat = [x.detach().reshape(*x.shape[: -output.ndim], len(output), -1).float() for x in (vectors, output)]
+    return torch.linalg.vecdot(*flat).nan_to_num(0.0, 0.0, 0.0).square().sum()
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:

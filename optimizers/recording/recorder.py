@@ -8,13 +8,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import Injection, Tape, empirical, isotropic
+from curvature.linalg import stack
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import Listener, unwrap_compiled, warn_once
 from optimizers.distributed.processes import vectors_of_global_batch
@@ -23,7 +24,7 @@ from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
-from optimizers.recording.output_scale import OutputScale, Sums
+from optimizers.recording.output_scale import OutputScale, Sums, squares_along
 from optimizers.schedule import Schedule
 
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
@@ -123,24 +124,28 @@ class Recorder:
             return
         if not outputs:
             self._substitute(empirical(), SUBSTITUTE)
-            output_sums = OutputScale.of([next(iter(tape.parameters.values())).tensor.new_ones(count)])
-            self._listen(tape, [], output_sums, count)
+            self._listen(tape, [], count)
         elif found.gradients:
             self._substitute(empirical(), SUBSTITUTE)
-            self._send_back(tape, found, self._loss_vectors(found))
+            losses = cast("Tensor", found.scale).expand(count)
+            self._send_back(tape, found, self._loss_vectors(found), OutputScale.of([losses]))
         elif self.inject == empirical():
-            self._listen(tape, found.sources, OutputScale.of(outputs), count)
+            self._listen(tape, found.sources, count)
         elif len(outputs) > 1 and self.loss is not None:
             why = f"the model returned {len(outputs)} tensors, and loss= is of one: curvature by isotropic()"
             self._substitute(isotropic(), why)
-            self._send_back(tape, found, [self._vectors(isotropic(), None, x.detach(), None) for x in outputs])
+            vectors = [self._vectors(isotropic(), None, x.detach(), None) for x in outputs]
+            self._send_back(tape, found, vectors, OutputScale.of(outputs))
         else:
             both = zip(outputs, found.targets, strict=True)
-            self._send_back(tape, found, [self._vectors(self.inject, self.loss, x.detach(), y) for x, y in both])
+            vectors = [self._vectors(self.inject, self.loss, x.detach(), y) for x, y in both]
+            is_isotropic = isinstance(self.inject, type(isotropic()))
+            sums = OutputScale.of(outputs) if is_isotropic else _in_metric(outputs, vectors)
+            self._send_back(tape, found, vectors, sums)
 
-    def _listen(self, tape: Tape, outputs: Sequence[Tensor], sums: Sums, count: int) -> None:
+    def _listen(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         signs = lambda: self._signs(count)
-        self.loss_backprops.listen(RecordedPass(tape, outputs, sums, count, signs, self.displacement()))
+        self.loss_backprops.listen(RecordedPass(tape, outputs, count, signs, self.displacement()))
 
     def _substitute(self, inject: Injection, why: str) -> None:
         """Note that another injection takes the place of the one that was asked for, if it is another kind."""
@@ -148,11 +153,9 @@ class Recorder:
             self.substitute = why
             warn_once(why, logger="optimizers")
 
-    def _send_back(self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor]) -> None:
+    def _send_back(self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor], sums: Sums) -> None:
         outputs, team = found.tensors, self.teams.current()
-        scales = outputs if found.scale is None else [found.scale.expand(found.count)]
         rank, size = team.processes.rank, team.processes.size
-        sums = OutputScale.of(scales)
         with torch.autocast(outputs[0].device.type, enabled=False):
             measured = self.store.measure(tape, outputs, vectors, found.count, rank, size, self.displacement())
         self.passes.wait(Measured(measured, sums), found.sources, team.statistics.discard)
@@ -250,3 +253,8 @@ def _done(recorder: Recorder | None, tape: Tape, output: Any) -> None:
     if recorder is not None:
         with recorder.monitor.timed("capture"), recorder.monitor.watching():
             recorder.record(tape, output)
+
+
+def _in_metric(outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> Sums:
+    squares = stack(squares_along(x, v) for x, v in zip(outputs, vectors, strict=True)).sum()
+    return OutputScale.in_metric(squares, len(outputs[0]))

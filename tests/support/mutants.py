@@ -384,6 +384,18 @@ MUTANTS = [
         ("(squares - count * mean) / (count - 1)", "(squares - count * mean) / count"),
     ),
     *broken(
+        "optimizers/recording/output_scale.py",
+        "optimizers/recording/test_output_scale.py",
+        ("torch.full_like(squares, count).expand(2)", "torch.full_like(squares, 1).expand(2)"),
+        ("torch.linalg.vecdot(*flat)", "flat[0]"),
+    ),
+    *broken(
+        "optimizers/recording/loss_backprops.py",
+        "optimizers/recording/test_output_scale.py",
+        ("own.squares * each**2", "own.squares * each"),
+        ("self.passes.total.scale_vectors_(", "self.passes.total.curvature.scale_vectors_("),
+    ),
+    *broken(
         "curvature/recording/backprop_stream.py",
         "curvature/recording/test_backprop_stream.py",
         ("if self.bytes >= self.most_bytes:", "if False:"),

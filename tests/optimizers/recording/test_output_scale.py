@@ -1,0 +1,58 @@
+"""The size of the outputs is in the units of the curvature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+from optimizers import KFAC, NaturalGradient
+
+
+def batch() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), torch.randn(7, 5), torch.randint(3, (7,))
+
+
+def step(opt: Any, loss: Tensor) -> Any:
+    """The optimizer's output scale, after one step."""
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    return opt.recorder.outputs
+
+
+@pytest.mark.parametrize("kind", [KFAC, NaturalGradient])
+def test_fisher_measures_outputs_by_the_hessian_of_the_loss(kind: Any):
+    model, x, y = batch()
+    f = model(x).detach()
+    p = f.softmax(1)
+    expected = (torch.einsum("nc,nc->n", p, f.square()) - (p * f).sum(1).square()).mean().sqrt()
+    found = step(kind(model, loss=nn.CrossEntropyLoss(), inject=curvature.exact()), F.cross_entropy(model(x), y))
+    torch.testing.assert_close(found.rms, expected)
+    assert found.entries_per_sample == 1
+
+
+@pytest.mark.parametrize("kind", [KFAC, NaturalGradient])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_empirical_fisher_measures_outputs_by_the_gradient_of_the_loss(kind: Any, scale: float):
+    model, x, y = batch()
+    f = model(x).detach()
+    expected = ((f.softmax(1) - F.one_hot(y, 3)) * f).sum(1).square().mean().sqrt()
+    opt, scaler = kind(model, inject=curvature.empirical()), torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    scaler.step(opt)
+    torch.testing.assert_close(opt.recorder.outputs.rms, expected)
+    assert opt.recorder.outputs.entries_per_sample == 1
+
+
+def test_isotropic_curvature_measures_entries():
+    model, x, y = batch()
+    expected = model(x).detach().square().mean().sqrt()
+    found = step(KFAC(model), F.cross_entropy(model(x), y))
+    torch.testing.assert_close(found.rms, expected)
+    assert found.entries_per_sample == 3
