@@ -37,6 +37,7 @@ from curvature.matrices import (
     gauss_newton,
     hessian,
     kfac,
+    per_sample_jacobians,
 )
 from curvature.operators import (
     BlockDiagonal,
@@ -77,7 +78,7 @@ __all__ = [
     "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence", "influence_by_parameter",
     "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace",
     "laplacian", "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram",
-    "per_sample_norms", "per_sample_norms_by_parameter", "per_sample_projections", "propagated",
-    "quadratic_penalty", "residual_jacobian", "sample_layouts", "sampled", "spectral_density",
+    "per_sample_jacobians", "per_sample_norms", "per_sample_norms_by_parameter", "per_sample_projections",
+    "propagated", "quadratic_penalty", "residual_jacobian", "sample_layouts", "sampled", "spectral_density",
     "store_projections", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -17,9 +17,10 @@ from curvature.matrices.builders import (
     hessian,
     kfac,
 )
+from curvature.matrices.jacobians import per_sample_jacobians
 from curvature.matrices.passes import DataSource, RecordedBatch
 
 __all__ = [
     "DataSource", "RecordedBatch", "ekfac", "empirical_fisher", "fisher", "fisher_blocks", "fisher_diagonal",
-    "gauss_newton", "hessian", "kfac", "space_of",
+    "gauss_newton", "hessian", "kfac", "per_sample_jacobians", "space_of",
 ]  # fmt: skip
