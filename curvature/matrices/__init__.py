@@ -6,7 +6,7 @@ accumulator for each layer (`block_structure`). Matrix-free operators go over th
 `DataSource` and `RecordedBatch` are that pass, for what else needs the terms of ``J^T v``.
 """
 
-from curvature.matrices.block_structure import space_of
+from curvature.matrices.block_structure import Structure, space_of
 from curvature.matrices.builders import (
     ekfac,
     empirical_fisher,
@@ -21,6 +21,6 @@ from curvature.matrices.jacobians import per_sample_jacobians
 from curvature.matrices.passes import DataSource, RecordedBatch
 
 __all__ = [
-    "DataSource", "RecordedBatch", "ekfac", "empirical_fisher", "fisher", "fisher_blocks", "fisher_diagonal",
-    "gauss_newton", "hessian", "kfac", "per_sample_jacobians", "space_of",
+    "DataSource", "RecordedBatch", "Structure", "ekfac", "empirical_fisher", "fisher", "fisher_blocks",
+    "fisher_diagonal", "gauss_newton", "hessian", "kfac", "per_sample_jacobians", "space_of",
 ]  # fmt: skip

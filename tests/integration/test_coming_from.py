@@ -11,7 +11,13 @@ from support.cases.case import seeded
 from support.documents import run_here, sections, text_of
 
 PAGE = "coming_from.md"
-PEERS = {"BackPACK": "backpack", "Opacus": "opacus", "curvlinops": "curvlinops", "nngeometry": "nngeometry"}
+PEERS = {
+    "BackPACK": "backpack",
+    "Opacus": "opacus",
+    "curvlinops": "curvlinops",
+    "nngeometry": "nngeometry",
+    "laplace-torch": "laplace",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -32,12 +32,14 @@ FLOORS = {
     "posteriors": 6,
     "attribution": 6,
     "projections": 5,
+    "laplace_backend": 7,
 }
 # What may be imported from outside, beside the standard library and torch.
 LIBRARIES = {
     "matrices": {"tqdm"},
     "attribution": {"tqdm"},
     "projections": {"numpy", "tqdm"},
+    "laplace_backend": {"laplace"},
     "plots": {"matplotlib", "numpy"},
 }
 FILE_LINES, FUNCTION_LINES = 400, 60

@@ -68,22 +68,3 @@ def rows(values: Tensor, model: nn.Module) -> Tensor:
     leaves = list(trainable(model).values())
     found = [torch.autograd.grad(value, leaves, retain_graph=True, materialize_grads=True) for value in values]
     return torch.stack([torch.cat([g.flatten() for g in row]) for row in found])
-
-
-def output_jacobian(model: nn.Module, sample: Callable[[int], Any], count: int) -> dict[str, Tensor]:
-    """{name: (N, *output shape, *shape)}: `sample(n)` is sample n alone, as a batch of one; entry by entry."""
-    parameters = trainable(model)
-    found = []
-    for n in range(count):
-        output = model(sample(n))
-        entries = [
-            torch.autograd.grad(v, list(parameters.values()), retain_graph=True, materialize_grads=True)
-            for v in output.flatten()
-        ]
-        found.append(
-            [
-                torch.stack(column).reshape(*output.squeeze().shape, *column[0].shape)
-                for column in zip(*entries, strict=True)
-            ]
-        )
-    return {name: torch.stack(column) for name, column in zip(parameters, zip(*found, strict=True), strict=True)}

@@ -1,0 +1,211 @@
+"""A backend for laplace-torch: its posteriors on this package's exact curvature, for every layer type.
+
+::
+
+    from curvature.laplace_backend import CurvatureGGN
+    from laplace import Laplace
+
+    la = Laplace(model, "classification", hessian_structure="kron", backend=CurvatureGGN)
+
+In: what `laplace.curvature.CurvatureInterface` (laplace-torch 0.3) asks for. Out: numbers in its units, those of the
+loss summed over the samples, halved for squared errors. `curvature` does not import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.gradients import per_sample_gradients
+from curvature.losses import Injection, empirical, exact, sampled
+from curvature.matrices import Structure, fisher_diagonal, hessian, kfac, per_sample_jacobians
+from curvature.operators import Kronecker, Operator
+from curvature.posteriors import trained_alone
+
+try:
+    from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
+    from laplace.utils import Kron
+except ImportError as missing:
+    raise ImportError(
+        f"curvature.laplace_backend needs laplace-torch 0.3 and what that imports ({missing}); "
+        "curvature.laplace makes Laplace posteriors without it"
+    ) from missing
+
+__all__ = ["CurvatureEF", "CurvatureGGN", "CurvatureHessian"]
+
+
+class CurvatureBackend(CurvatureInterface):
+    """What the three backends share: Jacobians and gradients of single samples."""
+
+    @property
+    def inject(self) -> Injection:
+        """The vectors whose outer products make up the matrix."""
+        raise NotImplementedError
+
+    def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
+        """Jacobians (N, *outputs, P) and outputs (N, *outputs); differentiable ones are laplace-torch's own."""
+        if enable_backprop:
+            return super().jacobians(x, enable_backprop=True)
+        with self._trained():
+            found = per_sample_jacobians(self.model, arguments(x))
+        parameters = dict(self.model.named_parameters())
+        rows = [own.flatten(own.ndim - parameters[name].ndim) for name, own in found.items() if parameters[name].ndim]
+        return self._chosen(torch.cat(rows, -1)), self._outputs(x)
+
+    def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients (N, P) of the summed loss, and its value."""
+        with self._trained():
+            found = per_sample_gradients(self.model, self.lossfunc, arguments(x), y)
+        rows = torch.cat([own.flatten(1) for own in found.values()], 1)
+        return self._chosen(rows), self.lossfunc(self._outputs(x), y)
+
+    def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Loss and exact diagonal (P,) of this batch."""
+        with self._trained():
+            found = fisher_diagonal(
+                self.model, self.lossfunc, (arguments(x), y), self.inject, generator=draws(self.params[0])
+            )
+        return self._loss(x, y), self.factor * self._chosen(torch.cat([own.flatten() for own in found.values()]))
+
+    def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Kron]:
+        """Loss and Kronecker factors of this batch, of N samples in all: activations weigh 1 / N, backprops add up.
+
+        Args:
+            kwargs: ``kfac_approx="expand"`` or ``"reduce"``, as for laplace-torch's curvlinops backend.
+
+        Raises:
+            NotImplementedError: a parameter has no pair of factors that laplace-torch can hold.
+        """
+        with self._trained():
+            K = kfac(
+                self.model,
+                self.lossfunc,
+                (arguments(x), y),
+                self.inject,
+                sharing=kwargs.get("kfac_approx", "expand"),
+                structure=vectors_dense(self.model),
+                generator=draws(self.params[0]),
+            )
+        found = {name: factors(block, name, len(y), N) for block in K.blocks.values() for name in block.space.names}
+        pairs: list[Any] = [found[name] for name in K.space.names]  # their annotation says less than their code takes
+        return self._loss(x, y), self.factor * Kron(pairs)
+
+    def _trained(self) -> Any:
+        """Only the parameters of the posterior require a gradient inside: with `last_layer` those of that layer."""
+        own = set(map(id, self.params))
+        return trained_alone(self.model, [name for name, p in self.model.named_parameters() if id(p) in own])
+
+    def _chosen(self, rows: Tensor) -> Tensor:
+        return rows if self.subnetwork_indices is None else rows[..., self.subnetwork_indices]
+
+    def _outputs(self, x: Any) -> Tensor:
+        with torch.no_grad():
+            return self.model(x)
+
+    def _loss(self, x: Any, y: Tensor) -> Tensor:
+        return self.factor * self.lossfunc(self._outputs(x), y)
+
+
+class CurvatureGGN(CurvatureBackend, GGNInterface):
+    """The Gauss-Newton matrix, or with ``stochastic=True`` the Fisher matrix from `num_samples` drawn labels."""
+
+    @property
+    def inject(self) -> Injection:
+        return sampled(self.num_samples) if self.stochastic else exact()
+
+    def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return GGNInterface.full(self, x, y)
+
+
+class CurvatureEF(CurvatureBackend, EFInterface):
+    """The empirical Fisher matrix, of the gradients at the labels.
+
+    As in laplace-torch the matrix of squared errors, whose gradients are twice those of the log-likelihood, is halved.
+    """
+
+    @property
+    def inject(self) -> Injection:
+        return empirical()
+
+
+class CurvatureHessian(CurvatureBackend):
+    """The Hessian: full or its diagonal."""
+
+    def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        with self._trained():
+            H = hessian(self.model, self.lossfunc, (arguments(x), y)).to_dense()
+        return self._loss(x, y), self.factor * self._chosen(self._chosen(H).mT).mT
+
+    def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        with self._trained():
+            diagonal = hessian(self.model, self.lossfunc, (arguments(x), y)).diagonal()
+        return self._loss(x, y), self.factor * self._chosen(diagonal)
+
+
+def vectors_dense(model: nn.Module) -> dict[str, Structure]:
+    """Exact blocks for layers of vectors alone (norms): laplace-torch holds a whole block for a vector anyway."""
+
+    def trained(module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters(recurse=False) if p.requires_grad]
+
+    own = {name: trained(module) for name, module in model.named_modules() if name}
+    return {name: "dense" for name, found in own.items() if found and all(p.ndim == 1 for p in found)}
+
+
+def arguments(x: Any) -> Any:
+    """laplace-torch hands a dict on as one argument."""
+    return (dict(x),) if isinstance(x, Mapping) else x
+
+
+def draws(p: Tensor) -> torch.Generator:
+    """A generator that goes on with torch's global random numbers, as laplace-torch's own draws do."""
+    return torch.Generator(p.device).manual_seed(int(torch.randint(1 << 62, (), device="cpu")))
+
+
+def factors(block: Operator, name: str, here: int, all_of_them: int) -> list[Tensor]:
+    """A pair of factors for a weight, the exact block of a vector; sums of these over batches are those of all data.
+
+    laplace-torch adds pairs factor by factor, so that the first is to be a sum over samples, the second a mean.
+
+    Args:
+        here, all_of_them: samples of this batch and of all.
+
+    Raises:
+        NotImplementedError: there is no such pair.
+    """
+    shape = dict(zip(block.space.names, map(torch.Size, block.space.shapes), strict=True))[name]
+    if len(shape) == 1:
+        return [vector_block(block, name)]
+    instead = 'use hessian_structure="full" or "diag", or curvature.laplace'
+    if not isinstance(block, Kronecker) or block.sides[0] > 1:
+        raise NotImplementedError(
+            f"{name}: laplace-torch wants one pair of Kronecker factors, found {block!r}; {instead}"
+        )
+    inputs = shape.numel() // block.sides[1]
+    rows, columns = square(block.rows), square(block.columns)[:inputs, :inputs]
+    if block.arrangement.order is None:
+        return [rows, here / all_of_them * columns]
+    if len(shape) == 2:  # its first axis are the inputs
+        return [here * columns, rows / all_of_them]
+    raise NotImplementedError(
+        f"{name}: laplace-torch wants the outputs along the first axis, found the shape {tuple(shape)}; {instead}"
+    )
+
+
+def square(side: Tensor) -> Tensor:
+    """A factor (1, d, d), or its diagonal (1, d), as (d, d)."""
+    return torch.diag_embed(side[0]) if side.ndim == 2 else side[0]
+
+
+def vector_block(block: Operator, name: str) -> Tensor:
+    """The block of a bias, or of the scale or shift of a norm."""
+    weight = block.space.names[0]
+    if isinstance(block, Kronecker) and name != weight and block.sides[0] == 1:
+        return square(block.columns)[-1, -1] * square(block.rows)
+    positions = block.space.positions([name])
+    unit = torch.zeros(block.space.size, len(positions), dtype=block.space.dtype, device=block.space.device)
+    unit[positions, torch.arange(len(positions), device=positions.device)] = 1
+    return (block @ unit)[positions]
