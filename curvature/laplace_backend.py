@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from curvature.gradients import per_sample_gradients
 from curvature.losses import Injection, empirical, exact, sampled
-from curvature.matrices import Structure, fisher_diagonal, hessian, kfac, per_sample_jacobians
+from curvature.matrices import Structure, fisher, fisher_diagonal, hessian, kfac, per_sample_jacobians
 from curvature.operators import Kronecker, Operator
 from curvature.posteriors import trained_alone
 
@@ -38,12 +38,7 @@ __all__ = ["CurvatureEF", "CurvatureGGN", "CurvatureHessian"]
 
 
 class CurvatureBackend(CurvatureInterface):
-    """What the three backends share: Jacobians and gradients of single samples."""
-
-    @property
-    def inject(self) -> Injection:
-        """The vectors whose outer products make up the matrix."""
-        raise NotImplementedError
+    """What all backends share: Jacobians and gradients of single samples."""
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Jacobians (N, *outputs, P) and outputs (N, *outputs); differentiable ones are laplace-torch's own."""
@@ -52,7 +47,7 @@ class CurvatureBackend(CurvatureInterface):
         with self._trained():
             found = per_sample_jacobians(self.model, arguments(x))
         parameters = dict(self.model.named_parameters())
-        rows = [own.flatten(own.ndim - parameters[name].ndim) for name, own in found.items() if parameters[name].ndim]
+        rows = [own.reshape(*own.shape[: own.ndim - parameters[name].ndim], -1) for name, own in found.items()]
         return self._chosen(torch.cat(rows, -1)), self._outputs(x)
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,36 +57,13 @@ class CurvatureBackend(CurvatureInterface):
         rows = torch.cat([own.flatten(1) for own in found.values()], 1)
         return self._chosen(rows), self.lossfunc(self._outputs(x), y)
 
-    def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Loss and exact diagonal (P,) of this batch."""
-        with self._trained():
-            found = fisher_diagonal(
-                self.model, self.lossfunc, (arguments(x), y), self.inject, generator=draws(self.params[0])
-            )
-        return self._loss(x, y), self.factor * self._chosen(torch.cat([own.flatten() for own in found.values()]))
+    def _problem(self, x: Any, y: Tensor) -> tuple[nn.Module, Any, tuple[Any, Tensor]]:
+        return self.model, self.lossfunc, (arguments(x), y)
 
-    def kron(self, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Kron]:
-        """Loss and Kronecker factors of this batch, of N samples in all: activations weigh 1 / N, backprops add up.
-
-        Args:
-            kwargs: ``kfac_approx="expand"`` or ``"reduce"``, as for laplace-torch's curvlinops backend.
-
-        Raises:
-            NotImplementedError: a parameter has no pair of factors that laplace-torch can hold.
-        """
-        with self._trained():
-            K = kfac(
-                self.model,
-                self.lossfunc,
-                (arguments(x), y),
-                self.inject,
-                sharing=kwargs.get("kfac_approx", "expand"),
-                structure=vectors_dense(self.model),
-                generator=draws(self.params[0]),
-            )
-        found = {name: factors(block, name, len(y), N) for block in K.blocks.values() for name in block.space.names}
-        pairs: list[Any] = [found[name] for name in K.space.names]  # their annotation says less than their code takes
-        return self._loss(x, y), self.factor * Kron(pairs)
+    def _generator(self) -> torch.Generator:
+        """One that goes on with torch's global random numbers, as laplace-torch's own draws do."""
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        return torch.Generator(self.params[0].device).manual_seed(seed)
 
     def _trained(self) -> Any:
         """Only the parameters of the posterior require a gradient inside: with `last_layer` those of that layer."""
@@ -109,40 +81,82 @@ class CurvatureBackend(CurvatureInterface):
         return self.factor * self.lossfunc(self._outputs(x), y)
 
 
-class CurvatureGGN(CurvatureBackend, GGNInterface):
+class FisherBackend(CurvatureBackend):
+    """Matrices that are sums of outer products of vectors sent back."""
+
+    def inject(self, mc_samples: int | None) -> Injection:
+        """The vectors whose outer products make up the matrix."""
+        raise NotImplementedError
+
+    def full(self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None) -> tuple[Tensor, Tensor]:
+        """Loss and matrix (P, P) of this batch, whatever the number N of all samples."""
+        with self._trained():
+            matrix = fisher(*self._problem(x, y), self.inject(mc_samples), generator=self._generator()).to_dense()
+        return self._loss(x, y), self.factor * self._chosen(self._chosen(matrix).mT)
+
+    def diag(self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None) -> tuple[Tensor, Tensor]:
+        """Loss and diagonal (P,) of the matrix of this batch."""
+        with self._trained():
+            found = fisher_diagonal(*self._problem(x, y), self.inject(mc_samples), generator=self._generator())
+        return self._loss(x, y), self.factor * self._chosen(torch.cat([own.flatten() for own in found.values()]))
+
+    def kron(
+        self, x: Any, y: Tensor, N: int, kfac_approx: str = "expand", mc_samples: int | None = None
+    ) -> tuple[Tensor, Kron]:
+        """Loss and Kronecker factors of this batch, of N samples in all: activations weigh 1 / N, backprops add up.
+
+        Args:
+            kfac_approx: "expand" or "reduce", see ``sharing`` of `curvature.kfac`.
+            mc_samples: labels to draw, where the backend is stochastic; by default its own number. Both as for
+                laplace-torch's curvlinops backend.
+
+        Raises:
+            NotImplementedError: a parameter has no pair of factors that laplace-torch can hold.
+        """
+        with self._trained():
+            K = kfac(
+                *self._problem(x, y),
+                self.inject(mc_samples),
+                sharing=kfac_approx,
+                structure=vectors_dense(self.model),
+                generator=self._generator(),
+            )
+        found = {name: factors(block, name, len(y), N) for block in K.blocks.values() for name in block.space.names}
+        return self._loss(x, y), self.factor * Kron([found[name] for name in K.space.names])
+
+
+class CurvatureGGN(FisherBackend, GGNInterface):
     """The Gauss-Newton matrix, or with ``stochastic=True`` the Fisher matrix from `num_samples` drawn labels."""
 
-    @property
-    def inject(self) -> Injection:
-        return sampled(self.num_samples) if self.stochastic else exact()
-
-    def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return GGNInterface.full(self, x, y)
+    def inject(self, mc_samples: int | None) -> Injection:
+        return sampled(mc_samples or self.num_samples) if self.stochastic else exact()
 
 
-class CurvatureEF(CurvatureBackend, EFInterface):
+class CurvatureEF(FisherBackend, EFInterface):
     """The empirical Fisher matrix, of the gradients at the labels.
 
     As in laplace-torch the matrix of squared errors, whose gradients are twice those of the log-likelihood, is halved.
     """
 
-    @property
-    def inject(self) -> Injection:
+    def inject(self, mc_samples: int | None) -> Injection:
         return empirical()
 
 
 class CurvatureHessian(CurvatureBackend):
-    """The Hessian: full or its diagonal."""
+    """The Hessian: full or its diagonal. It has no Kronecker factors."""
 
-    def full(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def full(self, x: Any, y: Tensor, N: int | None = None) -> tuple[Tensor, Tensor]:
         with self._trained():
-            H = hessian(self.model, self.lossfunc, (arguments(x), y)).to_dense()
-        return self._loss(x, y), self.factor * self._chosen(self._chosen(H).mT).mT
+            matrix = hessian(*self._problem(x, y)).to_dense()
+        return self._loss(x, y), self.factor * self._chosen(self._chosen(matrix).mT)
 
-    def diag(self, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def diag(self, x: Any, y: Tensor, N: int | None = None) -> tuple[Tensor, Tensor]:
         with self._trained():
-            diagonal = hessian(self.model, self.lossfunc, (arguments(x), y)).diagonal()
+            diagonal = hessian(*self._problem(x, y)).diagonal()
         return self._loss(x, y), self.factor * self._chosen(diagonal)
+
+    def kron(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Kron]:
+        raise NotImplementedError("the Hessian has no Kronecker factors; take CurvatureGGN or CurvatureEF")
 
 
 def vectors_dense(model: nn.Module) -> dict[str, Structure]:
@@ -158,11 +172,6 @@ def vectors_dense(model: nn.Module) -> dict[str, Structure]:
 def arguments(x: Any) -> Any:
     """laplace-torch hands a dict on as one argument."""
     return (dict(x),) if isinstance(x, Mapping) else x
-
-
-def draws(p: Tensor) -> torch.Generator:
-    """A generator that goes on with torch's global random numbers, as laplace-torch's own draws do."""
-    return torch.Generator(p.device).manual_seed(int(torch.randint(1 << 62, (), device="cpu")))
 
 
 def factors(block: Operator, name: str, here: int, all_of_them: int) -> list[Tensor]:

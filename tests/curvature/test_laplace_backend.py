@@ -112,8 +112,11 @@ def test_reduced_factors_of_a_convolution():
 
 def test_factors_that_laplace_torch_cannot_hold_are_refused():
     model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(12, 2))
+    x, y = torch.randn(3, 4, 3), torch.tensor([0, 1, 1])
+    with pytest.raises(NotImplementedError, match="no Kronecker factors"):
+        CurvatureHessian(model, "classification").kron(x, y, N=3)
     with pytest.raises(NotImplementedError, match=r"0\.weight.*hessian_structure"):
-        CurvatureGGN(model, "classification").kron(torch.randn(3, 4, 3), torch.tensor([0, 1, 1]), N=3)
+        CurvatureGGN(model, "classification").kron(x, y, N=3)
 
 
 @likelihoods
@@ -162,6 +165,15 @@ def test_sampled_labels_follow_the_global_seed():
     torch.manual_seed(3)
     assert torch.equal(backend.diag(x, y)[1], first) and not torch.equal(first, second)
     assert (first - exact).norm() < 0.2 * exact.norm()
+    for name in ("full", "diag", "kron"):
+        few, many = (entries(backend, name, x, y, mc_samples=count) for count in (1, 400))
+        wanted = entries(CurvatureGGN(model, "classification"), name, x, y)
+        assert (many - wanted).norm() < 0.2 * (few - wanted).norm()
+
+
+def entries(backend: CurvatureInterface, name: str, x: Tensor, y: Tensor, **options: int) -> Tensor:
+    found = getattr(backend, name)(x, y, N=7, **options)[1]
+    return found if isinstance(found, Tensor) else found.to_matrix()
 
 
 def test_every_backend_is_one_of_theirs():
