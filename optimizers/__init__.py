@@ -4,9 +4,11 @@ In: a model, and a training loop that calls ``step``. Out: updated parameters. E
 (`recording`), a store of curvature (`curvature.preconditioners`), a `preconditioner` and a step rule (`steps`).
 """
 
-from optimizers.distributed.processes import Distributed
-from optimizers.kfac import EKFAC, KFAC
-from optimizers.natural_gradient import NaturalGradient
-from optimizers.steps.rule import Outcome, StepContext, StepRule
+from typing import TYPE_CHECKING
 
-__all__ = ["EKFAC", "KFAC", "Distributed", "NaturalGradient", "Outcome", "StepContext", "StepRule"]
+from curvature.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from optimizers.public import *  # noqa: F403
+
+__getattr__, __dir__ = on_first_use(__name__)

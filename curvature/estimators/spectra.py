@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvature.estimators.estimate import Estimate, mean_estimate
-from curvature.estimators.lanczos import lanczos_from_starts
+from curvature.estimators.tridiagonal import lanczos_from_starts
 from curvature.linalg import damp_eigenvalues, eigenvalue_rounding, largest_eigenpairs, symmetric_eigh
 from curvature.operators import Operator
 

@@ -27,8 +27,9 @@ def per_sample_projections(
     (dropout in training mode).
 
     Args:
-        model, loss, x, y, sample_dim: as for `per_sample_gradients`. A batch may be empty.
         projection: `SignProjection(k)`, `NormalProjection(k)` or `KroneckerProjection(side)`.
+
+    The other arguments are those of `per_sample_gradients`. A batch may be empty.
 
     Raises:
         TypeError: ``projection`` is none of these.

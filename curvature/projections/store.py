@@ -44,11 +44,12 @@ def store_projections(
     gradients of rows that are there are not computed again, but for the first batch, which must agree with them.
 
     Args:
-        model, loss, projection, sample_dim: as for `per_sample_projections`.
         data: one pair ``(x, y)``, or an iterable of pairs that can be gone over twice and does not shuffle (a
             DataLoader, a list).
         path: of the file, as ``"gradients.npy"``.
         progress: whether to show a bar over the batches.
+
+    The other arguments are those of `per_sample_projections`.
 
     Returns:
         The file as an array (N, K), mapped into memory for reading: ``numpy.load(path, mmap_mode="r")``.

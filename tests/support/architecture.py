@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("curvature", "optimizers")
 # A package imports only packages of lower floors, and only what their __init__ exports.
 FLOORS = {
+    "lazy": 0,
     "linalg": 1,
     "terms": 1,
     "functional": 1,
@@ -105,7 +106,7 @@ def imports_of(module: str, path: Path) -> Iterator[Import]:
 
 def package_of(module: str) -> str:
     """The room that a module is in: "curvature.layers" for "curvature.layers.base", "optimizers" for all of these."""
-    parts = module.split(".")
+    parts = module.removesuffix(".public").split(".")
     return ".".join(parts[: 2 if parts[0] == "curvature" else 1])
 
 

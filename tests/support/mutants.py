@@ -474,7 +474,7 @@ MUTANTS = [
         ("full[:, None] - (basis @ leaves) *", "full[:, None] + (basis @ leaves) *"),
     ),
     *broken(
-        "curvature/estimators/lanczos.py",
+        "curvature/estimators/tridiagonal.py",
         "curvature/estimators",
         (
             "alphas[:, step] = (basis[:, step] * image).sum(1)",

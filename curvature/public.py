@@ -1,0 +1,82 @@
+"""The public names of `curvature`, which imports them when one is first used."""
+
+from curvature.attribution import influence, influence_by_parameter, influence_by_place
+from curvature.estimators import (
+    hutchinson_diagonal,
+    hutchinson_trace,
+    hutchpp_trace,
+    lanczos_eigenvalues,
+    lanczos_logdet,
+    spectral_density,
+    xdiag,
+    xtrace,
+)
+from curvature.forward_laplacian import laplacian
+from curvature.gradients import (
+    Jacobian,
+    NoiseScale,
+    check_gradients,
+    clipped_gradient,
+    gradient_noise_scale,
+    output_changes,
+    per_sample_gradients,
+    per_sample_gram,
+    per_sample_norms,
+    per_sample_norms_by_parameter,
+    residual_jacobian,
+    sample_layouts,
+)
+from curvature.layers import Layout
+from curvature.losses import Injection, empirical, exact, isotropic, propagated, sampled
+from curvature.matrices import (
+    ekfac,
+    empirical_fisher,
+    fisher,
+    fisher_blocks,
+    fisher_diagonal,
+    gauss_newton,
+    hessian,
+    kfac,
+    per_sample_jacobians,
+)
+from curvature.operators import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    EigenKronecker,
+    Kronecker,
+    MatrixFree,
+    Operator,
+    SampleSpace,
+    Space,
+    conjugate_gradient,
+    load,
+    merge,
+    quadratic_penalty,
+)
+from curvature.posteriors import LaplacePosterior, laplace
+from curvature.preconditioners import (
+    LeastSquares,
+)
+from curvature.projections import (
+    KroneckerProjection,
+    NormalProjection,
+    SignProjection,
+    per_sample_projections,
+    store_projections,
+)
+from curvature.recording import Tape, Use, capture
+
+__all__ = [
+    "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker",
+    "KroneckerProjection", "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale",
+    "NormalProjection", "Operator", "SampleSpace", "SignProjection", "Space", "Tape", "Use", "capture",
+    "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical", "empirical_fisher",
+    "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton", "gradient_noise_scale", "hessian",
+    "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence", "influence_by_parameter",
+    "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace",
+    "laplacian", "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram",
+    "per_sample_jacobians", "per_sample_norms", "per_sample_norms_by_parameter", "per_sample_projections",
+    "propagated", "quadratic_penalty", "residual_jacobian", "sample_layouts", "sampled", "spectral_density",
+    "store_projections", "xdiag", "xtrace",
+]  # fmt: skip
