@@ -1,4 +1,4 @@
-# make demo | check | test | test-device | mutants | bench | race | generality | lint | format | docs | clean
+# make demo | check | test | test-device | mutants | bench | race | generality | lint | format | docs | package | clean
 #
 # Each target makes the virtual environment .venv, installs what it needs at the versions of constraints.txt and runs.
 # A second run installs nothing. Options: PYTHON=python3.12, DEVICE=cuda (tests, demo and benchmarks read it),
@@ -26,7 +26,7 @@ ON_DEVICE := $(addprefix tests/,repository/test_simulated_device.py curvature/la
 	curvature/matrices/test_every_builder.py optimizers/test_every_optimizer.py integration/devices)
 SIMULATED := DEVICE=sim SIM_DEVICES=2 SIM_TF32=1
 
-.PHONY: demo check fast test test-device mutants bench race generality lint format docs clean
+.PHONY: demo check fast test test-device mutants bench race generality lint format docs package clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -81,6 +81,11 @@ format: .venv/test.stamp
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/config/mkdocs.yml
 	SITE=site $(BIN)/python -m pytest -q tests/repository/test_site.py
+
+# sdist and wheel, and the wheel in an empty environment. VERSIONS="3.10:2.11.0 3.13:" tries other versions of Python and
+# torch there (none: the newest), with the fast tests.
+package: .venv/test.stamp
+	$(BIN)/python tests/support/versions.py $(VERSIONS)
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build site *.egg-info
