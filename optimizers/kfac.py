@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import nn
@@ -100,6 +101,8 @@ class KFAC(SecondOrderOptimizer):
         distributed: how the processes of torch.distributed share the work, if there are several.
         step_rule: a `StepRule` that makes the steps on a loss instead of the built-in rule, one instance for each
             optimizer, and not with `adaptive` (docs/guides/step_rules.md).
+        groups: parameter groups with an lr, momentum, damping or weight_decay of their own, as
+            ``[{"params": biases, "weight_decay": 0.0}]``; all other parameters are in the first group.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range; names it.
@@ -114,6 +117,7 @@ class KFAC(SecondOrderOptimizer):
         adaptive: bool = False, factor_decay: float = 0.9, factor_every: int | None = None,
         decompose_every: int | None = None, max_overhead: float | None = None, seed: int = 0,
         distributed: Distributed | None = None, step_rule: StepRule | None = None,
+        groups: Iterable[dict[str, Any]] = (),
     ) -> None:  # fmt: skip
         check_flag("adaptive", adaptive)
         if adaptive:
@@ -131,7 +135,7 @@ class KFAC(SecondOrderOptimizer):
         own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
         rule: StepRule = TrustRegionStep(MomentumDescent())
         super().__init__(
-            own, options, arguments, config=config, store=BlockDiagonalCurvature(sharing, self.structure),
+            own, options, groups, arguments, config=config, store=BlockDiagonalCurvature(sharing, self.structure),
             rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip
 

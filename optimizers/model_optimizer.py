@@ -22,12 +22,15 @@ class ModelOptimizer(torch.optim.Optimizer):
     Args:
         model: a module; frozen parameters are taken too, for they may be thawed later.
         options: those of a parameter group.
+        groups: parameter groups with options of their own; all other parameters are in the first group.
 
     Raises:
-        ValueError: no parameter of the model requires a gradient, or one is complex.
+        TypeError: a group is no dict with parameters.
+        ValueError: no parameter of the model requires a gradient, or one is complex; a group has a parameter that is
+            none of the model's or is in another group.
     """
 
-    def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]] = ()) -> None:
         if not any(p.requires_grad for p in model.parameters()):
             raise ValueError("model: no parameter requires a gradient")
         for name, p in model.named_parameters():
@@ -37,7 +40,10 @@ class ModelOptimizer(torch.optim.Optimizer):
         self.monitor = Monitor()
         self._names: dict[int, str] = {}
         self._unknown: set[str] = set()  # names that a warning was given for
-        super().__init__(list(model.parameters()), options)
+        groups = [parameter_group(group) for group in groups]
+        chosen = {id(p) for group in groups for p in group["params"]}
+        others = [p for p in model.parameters() if id(p) not in chosen]
+        super().__init__([{"params": others}, *groups] if others else groups, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model, as for any optimizer of torch.
@@ -46,20 +52,15 @@ class ModelOptimizer(torch.optim.Optimizer):
             TypeError: not a dict with parameters; an option of the wrong type.
             ValueError: a parameter does not belong to the model; an option is out of range.
         """
-        if not isinstance(param_group, dict) or "params" not in param_group:
-            raise TypeError(f'param_group: expected a dict with "params", found {param_group!r:.80}')
-        check_numbers(param_group)
-        given = param_group["params"]
-        given = [given] if isinstance(given, Tensor) else list(given)
+        param_group = parameter_group(param_group)
         self._names |= {id(p): name for name, p in self.model.named_parameters()}
-        given = [entry[1] if isinstance(entry, tuple) else entry for entry in given]  # their names are the model's
-        for p in given:
+        for p in param_group["params"]:
             if isinstance(p, Tensor) and id(p) not in self._names:
                 raise ValueError(
                     f"params: a parameter of shape {tuple(p.shape)} is none of the model's that the optimizer was "
                     "given; give the optimizer a module that holds them all"
                 )
-        super().add_param_group(param_group | {"params": given})
+        super().add_param_group(param_group)
 
     # -- parameters by name
 
@@ -127,6 +128,21 @@ class ModelOptimizer(torch.optim.Optimizer):
     def summary(self) -> str:
         """One line on the last step and the run, to print while training."""
         return self.monitor.summary()
+
+
+def parameter_group(group: Any) -> dict[str, Any]:
+    """The group with a list of its parameters, without their names: these are the model's.
+
+    Raises:
+        TypeError: not a dict with parameters; an option of the wrong type.
+        ValueError: an option is out of range.
+    """
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f'param_group: expected a dict with "params", found {group!r:.80}')
+    check_numbers(group)
+    given = group["params"]
+    given = [given] if isinstance(given, Tensor) else list(given)
+    return group | {"params": [entry[1] if isinstance(entry, tuple) else entry for entry in given]}
 
 
 def shared_option(options: Mapping[str, Mapping[str, Any]], name: str, who: str = "all parameters") -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -82,6 +82,8 @@ class NaturalGradient(SecondOrderOptimizer):
         distributed: which processes of torch.distributed train the model together, if there are several.
         step_rule: a `StepRule` that makes the steps on a loss instead of the built-in rule, one instance for each
             optimizer, and not with `adaptive` (docs/guides/step_rules.md).
+        groups: parameter groups with an lr, momentum, damping or weight_decay of their own, as
+            ``[{"params": biases, "weight_decay": 0.0}]``; all other parameters are in the first group.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range; names it.
@@ -92,6 +94,7 @@ class NaturalGradient(SecondOrderOptimizer):
         weight_decay: float = 0.0, solver: str = "woodbury", loss: Any = None, inject: Injection | None = None,
         layerwise: bool = False, adaptive: bool = False, line_search: bool = False, factor_decay: float = 0.9,
         seed: int = 0, distributed: Distributed | None = None, step_rule: StepRule | None = None,
+        groups: Iterable[dict[str, Any]] = (),
     ) -> None:  # fmt: skip
         check_flag("line_search", line_search)
         check_flag("layerwise", layerwise)
@@ -114,8 +117,9 @@ class NaturalGradient(SecondOrderOptimizer):
         own, config = checked_model(type(self).__name__, model, options | arguments | always, why)
         is_sum = getattr(loss, "reduction", "mean") == "sum"
         super().__init__(
-            own, options, arguments | always, config=config, store=FullCurvature(own, solver, is_sum, layerwise),
-            rule=step_rule or _step_rule(adaptive, line_search), backprops=LossRows,
+            own, options, groups, arguments | always, config=config,
+            store=FullCurvature(own, solver, is_sum, layerwise), rule=step_rule or _step_rule(adaptive, line_search),
+            backprops=LossRows,
         )  # fmt: skip
         self.arguments = arguments
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -65,10 +65,11 @@ class SecondOrderOptimizer(ModelOptimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, model: nn.Module, options: dict[str, Any], arguments: dict[str, Any], *, config: Distributed,
-        store: CurvatureStore, rule: StepRule, backprops: Callable[[Any, Passes, Teams, bool], LossBackprops],
+        self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]], arguments: dict[str, Any],
+        *, config: Distributed, store: CurvatureStore, rule: StepRule,
+        backprops: Callable[[Any, Passes, Teams, bool], LossBackprops],
     ) -> None:  # fmt: skip
-        super().__init__(model, options)
+        super().__init__(model, options, groups)
         name = type(self).__name__
         self.arguments, self.store, self.rule = arguments, store, rule
         self.residual_rule: ResidualStep | None = None

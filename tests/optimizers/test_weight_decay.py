@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -88,3 +89,36 @@ def test_decay_is_beside_the_step(name: str) -> None:
     share = 1e-3 * rate * decay
     before, after = ends[0] - share * start, (1 - share) * ends[0]  # of the parameters at the start, or at the end
     assert torch.allclose(ends[1], before, atol=1e-9) or torch.allclose(ends[1], after, atol=1e-9)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_groups_at_construction_have_their_own_options(maker: str) -> None:
+    """Weights decay, biases do not, and the last layer keeps still."""
+    with seeded(0):
+        model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), torch.randn(6, 3).double()
+    groups = [{"params": [model[0].bias], "weight_decay": 0.0}, {"params": model[1].named_parameters(), "lr": 0.0}]
+    opt = MAKERS[maker](model, weight_decay=0.1, groups=iter(groups))
+    assert [len(group["params"]) for group in opt.param_groups] == [1, 1, 2]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(10):
+        opt.zero_grad()
+        (0 * model(x).sum()).backward()
+        opt.step()
+    factors = {name: float(p.detach().sum() / before[name].sum()) for name, p in model.named_parameters()}
+    assert factors == pytest.approx({"0.weight": (1 - 1e-4) ** 10, "0.bias": 1, "1.weight": 1, "1.bias": 1}, abs=1e-12)
+    again = copy.deepcopy(opt)
+    assert [group["weight_decay"] for group in again.param_groups] == [0.1, 0.0, 0.1]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_one_group_of_all_and_wrong_groups(maker: str) -> None:
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    assert len(MAKERS[maker](model, groups=[{"params": model.parameters(), "lr": 0.5}]).param_groups) == 1
+    with pytest.raises(ValueError, match="none of the model's"):
+        MAKERS[maker](model, groups=[{"params": other.parameters()}])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        MAKERS[maker](model, groups=[{"params": [model.bias]}, {"params": [model.bias]}])
+    with pytest.raises(TypeError, match='expected a dict with "params"'):
+        MAKERS[maker](model, groups=[model.bias])
+    with pytest.raises(ValueError, match="weight_decay: expected"):
+        MAKERS[maker](model, groups=[{"params": [model.bias], "weight_decay": -1.0}])
