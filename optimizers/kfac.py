@@ -9,7 +9,7 @@ from torch import nn
 
 from curvature import Injection, isotropic
 from curvature.preconditioners import BlockDiagonalCurvature
-from optimizers.arguments import check_flag
+from optimizers.arguments import check_flag, check_whole
 from optimizers.construction import checked_model
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
@@ -89,6 +89,10 @@ class KFAC(SecondOrderOptimizer):
             backprops of the training loop's own backward pass, for a loss that is a mean over the batch unless `loss`
             says "sum".
         sharing: "expand" or "reduce", for weights used at several positions of a sample.
+        block_size: of the Kronecker factors with more rows than that (of a bias aside), only diagonal blocks of that
+            size are kept: four of them for the 4 d outputs of a transformer's MLP with ``block_size=d``. They are
+            inverted in a fraction of the time. None: factors are whole. Those of more than 2,048 rows are sketches
+            in either case.
         adaptive: find step size, momentum and damping; `step` then needs a closure.
         factor_decay: decay of the running averages of the factors, per renewal.
         factor_every: steps from one renewal of the factors to the next; 10, or 3 with `adaptive`. Shorter at first,
@@ -114,12 +118,14 @@ class KFAC(SecondOrderOptimizer):
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.9,
         weight_decay: float = 0.0, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
-        adaptive: bool = False, factor_decay: float = 0.9, factor_every: int | None = None,
-        decompose_every: int | None = None, max_overhead: float | None = None, seed: int = 0,
-        distributed: Distributed | None = None, step_rule: StepRule | None = None,
+        block_size: int | None = None, adaptive: bool = False, factor_decay: float = 0.9,
+        factor_every: int | None = None, decompose_every: int | None = None, max_overhead: float | None = None,
+        seed: int = 0, distributed: Distributed | None = None, step_rule: StepRule | None = None,
         groups: Iterable[dict[str, Any]] = (),
     ) -> None:  # fmt: skip
         check_flag("adaptive", adaptive)
+        if block_size is not None:
+            check_whole("block_size", block_size, 1, 10**9)
         if adaptive:
             refuse_sharded(model, "adaptive")
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
@@ -128,14 +134,15 @@ class KFAC(SecondOrderOptimizer):
         intervals = first if adaptive else plain
         arguments = {
             "loss": loss, "inject": isotropic(ADAPTIVE_VECTORS if adaptive else 1) if inject is None else inject,
-            "sharing": sharing, "adaptive": adaptive,
+            "sharing": sharing, "block_size": block_size, "adaptive": adaptive,
             "factor_decay": factor_decay, "factor_every": intervals[0], "decompose_every": intervals[1],
             "max_overhead": max_overhead, "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
         own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
         rule: StepRule = TrustRegionStep(MomentumDescent())
         super().__init__(
-            own, options, groups, arguments, config=config, store=BlockDiagonalCurvature(sharing, self.structure),
+            own, options, groups, arguments, config=config,
+            store=BlockDiagonalCurvature(sharing, self.structure, block_size),
             rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip
 
@@ -147,12 +154,14 @@ class KFAC(SecondOrderOptimizer):
             raise ValueError("loss: the closure returned residuals r, whose loss is 1/2 ||r||^2; leave loss= out")
         if not isinstance(inject, type(isotropic())):
             raise ValueError(f"inject: nothing is sent back but the residuals themselves, found {inject!r}")
+        if self.arguments["block_size"] is not None:
+            raise ValueError("block_size: factors of residuals are inverted whole; leave it out")
         if sharing != "expand":
             raise ValueError(f'sharing: expected "expand" for residuals, found {sharing!r}')
         return SubspaceSolver()
 
     def kind(self) -> dict[str, Any]:
-        own = {"adaptive": self.arguments["adaptive"], "sharing": self.arguments["sharing"]}
+        own = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size")}
         return {"curvature": self.structure, **own, "step_rule": type(self.rule).__name__}
 
 
@@ -161,9 +170,9 @@ class EKFAC(KFAC):
 
     Mean squares of the per-sample gradients in the eigenbasis replace the eigenvalues of each layer, without building
     those gradients; they are carried over when the basis changes. Where a layer is used at several places of a sample,
-    evenly spaced samples of the batch, 16 at least, stand for all. A layer with a side of more than 512 rows, whose
-    eigenbasis would cost several times the rest of a step, is treated as in `KFAC`, which `report()` says. Arguments as
-    for `KFAC`.
+    evenly spaced samples of the batch, 16 at least, stand for all. A layer with more than 512 rows in a side (with
+    `block_size`: in a diagonal block), whose eigenbasis would cost several times the rest of a step, is treated as in
+    `KFAC`, which `report()` says. Arguments as for `KFAC`.
     """
 
     structure = "eigen"

@@ -5,6 +5,7 @@ per-sample gradients in the factors' eigenbasis (`Basis`), damped inverses of pr
 of products (`invert_kronecker_sum`). Nothing here averages over batches.
 """
 
+from curvature.kronecker.diagonal_blocks import cuts_of, within_blocks
 from curvature.kronecker.eigenbasis import Basis
 from curvature.kronecker.factors import Affine, Reading, Scheme, at_least_float32
 from curvature.kronecker.inverses import (
@@ -13,14 +14,16 @@ from curvature.kronecker.inverses import (
     eigen_inverses,
     eigenbases,
     factored_inverses,
+    inverses_in_blocks,
     nonzero_or_one,
 )
 from curvature.kronecker.statistics import KroneckerStatistics, merge_products
 from curvature.kronecker.subsampling import subsample_samples
-from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum
+from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum, invert_kronecker_sums
 
 __all__ = [
     "Affine", "Basis", "KroneckerInverse", "KroneckerStatistics", "KroneckerSumInverse", "Pair", "Reading", "Scheme",
-    "at_least_float32", "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses",
-    "invert_kronecker_sum", "merge_products", "nonzero_or_one", "subsample_samples",
+    "at_least_float32", "carry_diagonal", "cuts_of", "eigen_inverses", "eigenbases", "factored_inverses",
+    "inverses_in_blocks", "invert_kronecker_sum", "invert_kronecker_sums", "merge_products", "nonzero_or_one",
+    "subsample_samples", "within_blocks",
 ]  # fmt: skip

@@ -64,6 +64,8 @@ class Scheme:
         arrangement: of weight and bias as (g, o, i).
         diagonal: whether the side of the outputs, and that of the inputs, is kept as its diagonal.
         sketched: whether the side is kept as a `curvature.linalg.sketch`.
+        block_size: a dense side with more rows than that, a bias aside, is zero outside of diagonal blocks of that
+            size; None: no side is.
         dtype: of the moments.
         sharing: "expand": each place counts as a sample; "reduce": activations are averaged and backprops added over
             the places of a sample first (arXiv:2311.00636).
@@ -74,6 +76,7 @@ class Scheme:
     dtype: torch.dtype
     sharing: str
     sketched: tuple[bool, bool] = (False, False)
+    block_size: int | None = None
 
     @staticmethod
     def of(
@@ -82,6 +85,7 @@ class Scheme:
         dtype: torch.dtype,
         sharing: str,
         largest: float = math.inf,
+        block_size: int | None = None,
     ) -> Scheme | None:
         """The scheme for a weight with these terms; None if they have no Kronecker factors.
 
@@ -90,6 +94,7 @@ class Scheme:
             dtype: of the parameter; moments are in single precision at least.
             largest: a larger side is kept as a sketch, or as its diagonal if the layer has groups or the weight is
                 tied. The side of an embedding's rows always is a diagonal.
+            block_size: see `Scheme`.
 
         Raises:
             ValueError: `sharing` is neither "expand" nor "reduce".
@@ -105,7 +110,7 @@ class Scheme:
             return None  # the bias is broadcast
         outputs, inputs = arrangement.outputs, arrangement.dimension // (arrangement.groups * arrangement.outputs)
         large = (outputs > largest, inputs > largest)
-        scheme = Scheme(arrangement, large, at_least_float32(dtype), sharing)
+        scheme = Scheme(arrangement, large, at_least_float32(dtype), sharing, block_size=block_size)
         if not all(scheme.accepts(term) for term in found):
             return None
         readings = {scheme.reading(term) for term in found}

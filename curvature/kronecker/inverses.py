@@ -5,13 +5,14 @@ A side is (g, d, d), or its diagonal (g, d); matrices that an inverse is applied
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvature.kronecker.diagonal_blocks import Cuts, joined, parts_of
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
     count_recovery,
@@ -23,7 +24,9 @@ from curvature.linalg import (
     own_precision,
     psd_eigh,
     sketch_spectrum,
+    small_on_host,
     spd_inverse,
+    to_device,
     try_cholesky,
 )
 
@@ -38,7 +41,7 @@ class KroneckerInverse:
     `roots` says of either side whether it is the Cholesky root L of what is inverted, and stands for ``(L L^T)^-1``.
     `shifts` has a number c where a side is V of ``c (I - V V^T)``, V (g, d, r) with orthogonal columns.
     Where `values` (1, r + 1, s + 1) are given for partial bases rows (1, o, r) and columns (1, i, s), the last of each
-    axis belongs to all directions outside of them.
+    axis belongs to all directions outside of them. `cuts` are those of both sides (`curvature.kronecker.cuts_of`).
     """
 
     rows: Tensor
@@ -46,17 +49,19 @@ class KroneckerInverse:
     values: Tensor | None = None
     roots: tuple[bool, bool] = (False, False)
     shifts: tuple[Tensor | None, Tensor | None] = (None, None)
+    cuts: Cuts = ((), ())
 
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
         """The product with x, in place if x is our own: allocating memory costs more than arithmetic."""
+        cut, other = self.cuts
         with own_precision(x):
             if self.values is None:
-                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own)
-                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False, own=True)
+                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own, cut=cut)
+                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False, own=True, cut=other)
             if self.is_partial:
                 return _partial(self.rows, self.columns, self.values, x)
-            inner = _right(self.columns, _left(_transposed(self.rows), x)).mul_(self.values)
-            return _right(_transposed(self.columns), _left(self.rows, inner))
+            inner = _right(self.columns, _left(_transposed(self.rows), x, cut), other).mul_(self.values)
+            return _right(_transposed(self.columns), _left(self.rows, inner, cut), other)
 
     @property
     def form(self) -> Any:
@@ -64,21 +69,22 @@ class KroneckerInverse:
         sides = (self.rows, self.columns) if self.values is None else (self.rows, self.columns, self.values)
         is_plain = not any(self.roots) and self.shifts == (None, None) and not self.is_partial
         is_small = max(self.rows.shape[-1], self.columns.shape[-1]) <= STACKED_MAX_SIDE
-        return (self.rows.device, *(side.shape for side in sides)) if is_plain and is_small else None
+        cuts = tuple(map(tuple, self.cuts))
+        return (self.rows.device, cuts, *(side.shape for side in sides)) if is_plain and is_small else None
 
     @staticmethod
     def stacked(inverses: Sequence[KroneckerInverse]) -> KroneckerInverse:
         """One inverse for several of one form, their groups one after the other."""
         rows, columns = torch.cat([i.rows for i in inverses]), torch.cat([i.columns for i in inverses])
         values = [i.values for i in inverses if i.values is not None]
-        return KroneckerInverse(rows, columns, torch.cat(values) if values else None)
+        return KroneckerInverse(rows, columns, torch.cat(values) if values else None, cuts=inverses[0].cuts)
 
     def parts(self, count: int) -> list[KroneckerInverse]:
         """What was `stacked`, in its memory."""
         sides = [
             [None] * count if side is None else side.chunk(count) for side in (self.rows, self.columns, self.values)
         ]
-        return [KroneckerInverse(*own) for own in zip(*sides, strict=True)]
+        return [KroneckerInverse(b, a, values, cuts=self.cuts) for b, a, values in zip(*sides, strict=True)]
 
     @property
     def is_partial(self) -> bool:
@@ -143,24 +149,57 @@ def factored_inverses(
     return [KroneckerInverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
 
 
-def eigen_inverses(pairs: Sequence[tuple[Tensor, Tensor]], damping: float) -> list[KroneckerInverse]:
-    """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse."""
+def inverses_in_blocks(pairs: Sequence[tuple[Tensor, Tensor]], share: float, cuts: Cuts) -> list[KroneckerInverse]:
+    """`factored_inverses` of sides with diagonal blocks, by Cholesky decomposition of blocks of one shape together.
+
+    Args:
+        cuts: of both sides of all pairs.
+    """
+    sides = [side for pair in pairs for side in pair]
+    found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
+        k: _of_sketch(side, share) for k, side in enumerate(sides) if is_sketch(side)
+    }
+    found |= {k: (*_damped(side, share, False), None) for k, side in enumerate(sides) if side.ndim == 2}
+    left = [k for k in range(len(sides)) if k not in found]
+    scaled = [sides[k] / _mean(sides[k])[:, None, None] for k in left]
+    for matrix in scaled:
+        matrix.diagonal(dim1=1, dim2=2).add_(share)
+    parts = parts_of(scaled, [cuts[k] for k in left])
+    inverted = _by_shape(parts, parts, lambda stack: (spd_inverse(stack),))
+    for k, (own,) in zip(left, joined(inverted, [cuts[k] for k in left]), strict=True):
+        found[k] = own.div_(_mean(sides[k])[:, None, None]), False, None
+    both = [(found[k], found[k + 1], cuts[k : k + 2]) for k in range(0, len(sides), 2)]
+    return [KroneckerInverse(b, a, None, (False, False), (c, d), own) for (b, _, c), (a, _, d), own in both]
+
+
+def eigen_inverses(
+    pairs: Sequence[tuple[Tensor, Tensor]], damping: float, cuts: Cuts | None = None
+) -> list[KroneckerInverse]:
+    """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse.
+
+    Args:
+        cuts: of both sides of all pairs, see `inverses_in_blocks`.
+    """
     parts = {k for k, pair in enumerate(pairs) if any(map(is_sketch, pair))}
-    whole = iter(eigenbases([side for k, pair in enumerate(pairs) if k not in parts for side in pair]))
+    some = [2 * k + side for k in range(len(pairs)) if k not in parts for side in (0, 1)]
+    whole = iter(eigenbases([pairs[k // 2][k % 2] for k in some], cuts and [cuts[k] for k in some]))
     found = [
         (_outlined(rows), _outlined(columns)) if k in parts else (next(whole), next(whole))
         for k, (rows, columns) in enumerate(pairs)
     ]
-    return [_in_eigenbasis(rows, columns, damping) for rows, columns in found]
+    own = [((), ()) if cuts is None or k in parts else cuts[2 * k : 2 * k + 2] for k in range(len(pairs))]
+    return [_in_eigenbasis(*both, damping, of_both) for both, of_both in zip(found, own, strict=True)]
 
 
-def _in_eigenbasis(rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], damping: float) -> KroneckerInverse:
+def _in_eigenbasis(
+    rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], damping: float, cuts: Cuts
+) -> KroneckerInverse:
     (b, left), (a, right) = rows, columns
     values = b[:, :, None] * a[:, None, :]
     if damping > 0:
-        return KroneckerInverse(left, right, 1 / (values + damping))
+        return KroneckerInverse(left, right, 1 / (values + damping), cuts=cuts)
     least = torch.finfo(values.dtype).eps * max(values.shape) * values.amax((1, 2), keepdim=True)
-    return KroneckerInverse(left, right, torch.where(values > least, 1 / values, 0.0))
+    return KroneckerInverse(left, right, torch.where(values > least, 1 / values, 0.0), cuts=cuts)
 
 
 def eigenbasis(side: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,13 +207,18 @@ def eigenbasis(side: Tensor) -> tuple[Tensor, Tensor]:
     return (side.clamp(min=0), torch.ones_like(side)) if side.ndim == 2 else psd_eigh(side)
 
 
-def eigenbases(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """`eigenbasis` of each side, sides of one shape together."""
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    for _, alike in _grouped({k: (side.shape[1:], side.dtype, side.device) for k, side in enumerate(sides)}):
-        sizes = [len(sides[k]) for k in alike]
-        values, vectors = (part.split(sizes) for part in eigenbasis(_stacked([sides[k] for k in alike])))
-        found |= dict(zip(alike, zip(values, vectors, strict=True), strict=True))
+def eigenbases(sides: Sequence[Tensor], cuts: Cuts | None = None) -> list[tuple[Tensor, Tensor]]:
+    """`eigenbasis` of each side, sides (or diagonal blocks) of one shape together.
+
+    Args:
+        cuts: of the sides, see `inverses_in_blocks`; eigenvalues are ascending in each block.
+    """
+    found = {k: eigenbasis(side) for k, side in enumerate(sides) if side.ndim == 2}
+    dense = [k for k in range(len(sides)) if k not in found]
+    own = [(sides[k].shape[-1],) if cuts is None else cuts[k] for k in dense]
+    parts = parts_of([sides[k] for k in dense], own)
+    made = _by_shape(parts, small_on_host(parts), eigenbasis)
+    found |= {k: (values, vectors) for k, (values, vectors) in zip(dense, joined(made, own), strict=True)}
     return [found[k] for k in range(len(sides))]
 
 
@@ -196,6 +240,18 @@ def _stacked(sides: Sequence[Tensor]) -> Tensor:
 def _grouped(kinds: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
     """Each kind with the indices of that kind."""
     return [(kind, [k for k, own in kinds.items() if own == kind]) for kind in dict.fromkeys(kinds.values())]
+
+
+def _by_shape(
+    parts: Sequence[Tensor], here: Sequence[Tensor], run: Callable[[Tensor], tuple[Tensor, ...]]
+) -> list[tuple[Tensor, ...]]:
+    """What `run` makes of what is `here` in place of parts, those of one shape together; on the parts' own devices."""
+    found: dict[int, tuple[Tensor, ...]] = {}
+    for (*_, device), alike in _grouped({k: (part.shape[1:], part.dtype, part.device) for k, part in enumerate(parts)}):
+        sizes = [len(parts[k]) for k in alike]
+        made = [to_device(x, device).split(sizes) for x in run(_stacked([here[k] for k in alike]))]
+        found |= dict(zip(alike, zip(*made, strict=True), strict=True))
+    return [found[k] for k in range(len(parts))]
 
 
 def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
@@ -275,12 +331,14 @@ def _parts(inverse: KroneckerInverse | None) -> Iterable[Tensor | None]:
     return (None if shift is None else side for side, shift in sides)
 
 
-def _solved(side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: bool, own: bool) -> Tensor:
+def _solved(
+    side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: bool, own: bool, cut: Sequence[int]
+) -> Tensor:
     """The product of a side with x from the left or the right, in place if x is our own."""
     if is_root:
         return torch.cholesky_solve(x, side) if left else torch.cholesky_solve(x.mT, side).mT
     if shift is None:
-        return _left(side, x) if left else _right(side, x)
+        return _left(side, x, cut) if left else _right(side, x, cut)
     one, other = (side, side.mT @ x) if left else (x @ side, side.mT)
     return (x if own else x.clone()).baddbmm_(one, other, alpha=-1).mul_(shift)
 
@@ -292,11 +350,17 @@ def _spectrum(side: Tensor, is_root: bool, shift: Tensor | None) -> Tensor:
     return side if side.ndim == 2 else eigenvalues_of(side @ side.mT if is_root else side)
 
 
-def _left(side: Tensor, x: Tensor) -> Tensor:
+def _left(side: Tensor, x: Tensor, cut: Sequence[int] = ()) -> Tensor:
+    if len(cut) > 1:
+        parts = zip(parts_of([side], [cut]), x.split(list(cut), 1), strict=True)
+        return torch.cat([_left(block, rows) for block, rows in parts], 1)
     return side[:, :, None] * x if side.ndim == 2 else side @ x
 
 
-def _right(side: Tensor, x: Tensor) -> Tensor:
+def _right(side: Tensor, x: Tensor, cut: Sequence[int] = ()) -> Tensor:
+    if len(cut) > 1:
+        parts = zip(parts_of([side], [cut]), x.split(list(cut), 2), strict=True)
+        return torch.cat([_right(block, columns) for block, columns in parts], 2)
     return x * side[:, None, :] if side.ndim == 2 else x @ side
 
 

@@ -20,7 +20,9 @@ from curvature.linalg import (
     eigenvalue_rounding,
     full_precision,
     matmul,
+    small_on_host,
     symmetric_eigh,
+    to_device,
     try_cholesky,
 )
 
@@ -54,12 +56,24 @@ def invert_kronecker_sum(pairs: Sequence[Pair], damping: float) -> KroneckerSumI
         pairs: B (o, o) and A (i, i), at least one, with traces above zero.
         damping: in units of the products, not negative.
     """
-    damped = [damped_pair(*pair, damping / len(pairs)) for pair in _two(pairs)]
-    scaled = [((b / _mean(b), a / _mean(a)), _mean(b) * _mean(a)) for b, a in damped]
-    (rows, t), (columns, s) = (_diagonalised([pair[side] for pair, _ in scaled]) for side in (0, 1))
-    values = scaled[0][1] * t[:, None] * s
-    if len(scaled) > 1:
-        values = values + scaled[1][1] * (1 - t)[:, None] * (1 - s)
+    return invert_kronecker_sums([pairs], damping)[0]
+
+
+def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> list[KroneckerSumInverse]:
+    """`invert_kronecker_sum` of several, small sides of which are decomposed together."""
+    scaled = []
+    for pairs in sums:
+        damped = [damped_pair(*pair, damping / len(pairs)) for pair in _two(pairs)]
+        scaled.append([((b / _mean(b), a / _mean(a)), _mean(b) * _mean(a)) for b, a in damped])
+    bases = iter(_diagonalised([[pair[side] for pair, _ in own] for own in scaled for side in (0, 1)]))
+    return [_inverse([mean for _, mean in own], next(bases), next(bases)) for own in scaled]
+
+
+def _inverse(means: Sequence[Tensor], row_basis: Pair, column_basis: Pair) -> KroneckerSumInverse:
+    (rows, t), (columns, s) = row_basis, column_basis
+    values = means[0] * t[:, None] * s
+    if len(means) > 1:
+        values = values + means[1] * (1 - t)[:, None] * (1 - s)
     return KroneckerSumInverse(rows, columns, values)
 
 
@@ -82,19 +96,26 @@ def _mean(side: Tensor) -> Tensor:
 def _two(pairs: Sequence[Pair]) -> list[Pair]:
     if len(pairs) <= 2:
         return list(pairs)
-    first, *others = sorted(pairs, key=lambda pair: -float(_mean(pair[0]) * _mean(pair[1])))
-    rows, columns = merge_products([(b[None], a[None]) for b, a in others])
-    return [first, (rows[0], columns[0])]
+    order = torch.stack([_mean(b) * _mean(a) for b, a in pairs]).argsort(descending=True, stable=True)
+    rows, columns = (torch.stack(list(own)).index_select(0, order) for own in zip(*pairs, strict=True))
+    (b,), (a,) = merge_products([(b[None], a[None]) for b, a in zip(rows[1:], columns[1:], strict=True)])
+    return [(rows[0], columns[0]), (b, a)]
 
 
 @full_precision()
-def _diagonalised(sides: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """W with ``W^T sum(sides) W = I`` and the diagonal of ``W^T sides[0] W``, from 0 to 1."""
-    total = sides[0] if len(sides) == 1 else sides[0] + sides[1]
-    root = try_cholesky(total)
-    if root is None:
-        root = cholesky_with_jitter(total, "a factor")
-    half = torch.linalg.solve_triangular(root, sides[0], upper=False)
-    whole = torch.linalg.solve_triangular(root, half.mT, upper=False)
-    values, vectors = symmetric_eigh(whole)
-    return torch.linalg.solve_triangular(root.mT, vectors, upper=True), values.clamp(0, 1)
+def _diagonalised(sums: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """For one or two sides each, W with ``W^T sum(sides) W = I`` and the diagonal of ``W^T sides[0] W``, 0 to 1."""
+    roots, wholes = [], []
+    for sides in sums:
+        total = sides[0] if len(sides) == 1 else sides[0] + sides[1]
+        root = try_cholesky(total)
+        if root is None:
+            root = cholesky_with_jitter(total, "a factor")
+        half = torch.linalg.solve_triangular(root, sides[0], upper=False)
+        roots.append(root)
+        wholes.append(torch.linalg.solve_triangular(root, half.mT, upper=False))
+    found = []
+    for root, whole in zip(roots, small_on_host(wholes), strict=True):
+        values, vectors = (to_device(x, root.device) for x in symmetric_eigh(whole))
+        found.append((torch.linalg.solve_triangular(root.mT, vectors, upper=True), values.clamp(0, 1)))
+    return found

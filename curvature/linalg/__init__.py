@@ -16,15 +16,16 @@ from curvature.linalg.decompositions import (
     psd_eigh,
     qr,
     require_finite,
+    small_on_host,
     spd_inverse,
     symmetric_eigh,
     symmetrize,
     try_cholesky,
     try_decompose,
 )
-from curvature.linalg.devices import by_device, stack, widen, widest
+from curvature.linalg.devices import by_device, copy_to_host_async, stack, to_device, widen, widest
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
-from curvature.linalg.outcomes import are_true, count_recovery, optimistically, recovery_counts
+from curvature.linalg.outcomes import are_true, count_recovery, on_host, optimistically, recovery_counts, soon
 from curvature.linalg.precision import full_precision, matmul, own_precision, product_rounding
 from curvature.linalg.sketch import (
     MAX_DENSE_SIDE,
@@ -45,10 +46,10 @@ from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
     "LOW_RANK_MIN_SIZE", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_", "are_true",
-    "average_moments", "by_device", "cholesky", "cholesky_with_jitter", "count_recovery", "damp_eigenvalues",
-    "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision", "is_sketch", "largest_eigenpairs",
-    "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "optimistically", "own_precision",
-    "product_rounding", "psd_eigh", "qr", "recovery_counts", "require_finite", "rounding_tolerance", "scale_moment",
-    "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "stacked", "sum_slots", "symmetric_eigh",
-    "symmetrize", "try_cholesky", "try_decompose", "widen", "widest",
+    "average_moments", "by_device", "cholesky", "cholesky_with_jitter", "copy_to_host_async", "count_recovery",
+    "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision", "is_sketch",
+    "largest_eigenpairs", "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "on_host", "optimistically",
+    "own_precision", "product_rounding", "psd_eigh", "qr", "recovery_counts", "require_finite", "rounding_tolerance",
+    "scale_moment", "sketch_rows", "sketch_spectrum", "small_on_host", "soon", "spd_inverse", "stack", "stacked",
+    "sum_slots", "symmetric_eigh", "symmetrize", "to_device", "try_cholesky", "try_decompose", "widen", "widest",
 ]  # fmt: skip

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.linalg.devices import widen
-from curvature.linalg.outcomes import are_true, count_recovery, refute
+from curvature.linalg.devices import SHARED_MEMORY, to_device, widen
+from curvature.linalg.outcomes import are_true, count_recovery, on_host, refute
 from curvature.linalg.precision import full_precision, matmul
 
 # Computed eigenvalues of singular matrices reach about 4 eps times the largest, at every size that we tried.
 ROUNDING_FACTOR = 10.0
 # as their errors name themselves; CUDA has the first three, ROCm the others but the last, XPU the last
 LIBRARIES = "cusolver", "cublas", "magma", "hipsolver", "rocsolver", "hipblas", "rocblas", "onemkl"
+HOST_MAX_SIDE = 128  # rows up to which the host decomposes a matrix in less time than an accelerator, which also waits
 RELATIVE_JITTERS = 1e-10, 1e-8, 1e-6, 1e-4  # relative to the mean eigenvalue
 
 
@@ -69,6 +70,20 @@ def _is_of_a_library(error: RuntimeError) -> bool:
     return known or any(library in str(error).lower() for library in LIBRARIES)
 
 
+def small_on_host(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Matrices (..., d, d), those of accelerators that are small as copies on the host, by one transfer.
+
+    `torch.linalg.eigh` on an accelerator waits at each call, for its error code.
+    """
+    away = {
+        k: matrix
+        for k, matrix in enumerate(matrices)
+        if matrix.device.type not in SHARED_MEMORY and matrix.shape[-1] <= HOST_MAX_SIDE
+    }
+    copies = dict(zip(away, on_host(list(away.values())), strict=True)) if away else {}
+    return [copies[k].to(matrix.dtype) if k in copies else matrix for k, matrix in enumerate(matrices)]
+
+
 @full_precision()
 def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors (columns) of symmetric matrices (..., d, d).
@@ -79,14 +94,16 @@ def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         torch.linalg.LinAlgError: every attempt failed.
     """
-    symmetric = (matrix + matrix.mT) / 2
+    (here,) = small_on_host([matrix])
+    symmetric = (here + here.mT) / 2
     symmetric = symmetric if symmetric.dtype in (torch.float32, torch.float64) else symmetric.float()
     found = try_decompose(partial(torch.linalg.eigh, symmetric))
     if found is None:
         shape, size = symmetric.shape, symmetric.shape[-1]
-        values, vectors = zip(*map(_eigh_with_retries, symmetric.reshape(-1, size, size)), strict=True)
-        found = torch.stack(values).reshape(shape[:-1]), torch.stack(vectors).reshape(shape)
-    return found[0].to(matrix.dtype), found[1].to(matrix.dtype)
+        some, more = zip(*map(_eigh_with_retries, symmetric.reshape(-1, size, size)), strict=True)
+        found = torch.stack(some).reshape(shape[:-1]), torch.stack(more).reshape(shape)
+    values, vectors = (to_device(x.to(matrix.dtype), matrix.device) for x in found)
+    return values, vectors
 
 
 @full_precision()

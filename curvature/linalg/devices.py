@@ -1,12 +1,14 @@
-"""What differs between devices: where numbers are that belong together, and whether there is double precision."""
+"""What differs between devices: where numbers are that belong together, how they get there, and their precision."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+SHARED_MEMORY = "cpu", "mps"  # kinds of devices whose memory is that of the host
 
 
 def stack(parts: Iterable[Tensor]) -> Tensor:
@@ -23,6 +25,28 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             runs.append([])
         runs[-1].append(x)
     return runs
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; if it comes from the host, that does not wait for it to arrive."""
+    is_there = x.device.type != "cpu" or device.type in SHARED_MEMORY
+    return x.to(device) if is_there else x.pin_memory().to(device, non_blocking=True)
+
+
+def copy_to_host_async(flag: Tensor) -> Callable[[], bool]:
+    """Send a flag to the host. To call what is returned waits for it, the first time."""
+    if flag.device.type in SHARED_MEMORY:
+        return functools.cache(lambda: bool(flag))
+    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    arrived = torch.accelerator.current_stream(flag.device).record_event()  # where the copy is, whatever is current
+
+    @functools.cache
+    def wait() -> bool:
+        arrived.synchronize()
+        return bool(host)
+
+    return wait
 
 
 @functools.cache

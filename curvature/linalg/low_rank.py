@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvature.linalg.decompositions import matmul, psd_eigh, qr
-from curvature.linalg.devices import widen
+from curvature.linalg.decompositions import matmul, psd_eigh, qr, small_on_host
+from curvature.linalg.devices import to_device, widen
 
 LOW_RANK_MIN_SIZE = 256  # rows from which it pays off
 MAX_RANK_DIVISOR = 3  # with more than a third of the directions, the inverse itself costs no more
@@ -64,12 +64,15 @@ def _ritz_pairs(matrices: Sequence[Tensor], bases: Sequence[Tensor]) -> list[tup
     """Ritz values, descending, and vectors (d, k) of each. Those of about one size are decomposed together."""
     sizes = [-(-basis.shape[1] // WIDTH_STEP) * WIDTH_STEP for basis in bases]
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    for size in dict.fromkeys(sizes):
+    inner = [matmul(basis.mT, matmul(matrix, basis)) for matrix, basis in zip(matrices, bases, strict=True)]
+    # negative numbers beyond the end come first among the eigenvalues, and have no part in the others
+    padded = {
+        size: torch.stack([_padded(x, size) for x, own in zip(inner, sizes, strict=True) if own == size])
+        for size in dict.fromkeys(sizes)
+    }
+    for size, here in zip(padded, small_on_host(list(padded.values())), strict=True):
         alike = [k for k, own in enumerate(sizes) if own == size]
-        inner = [matmul(bases[k].mT, matmul(matrices[k], bases[k])) for k in alike]
-        # negative numbers beyond the end come first among the eigenvalues, and have no part in the others
-        padded = torch.stack([_padded(x, size) for x in inner])
-        values, turns = psd_eigh(padded)
+        values, turns = (to_device(x, matrices[0].device) for x in psd_eigh(here))
         for k, own, turn in zip(alike, values.flip(1), turns.flip(2), strict=True):
             width = bases[k].shape[1]
             found[k] = own[:width], matmul(bases[k], turn[:width, :width])

@@ -1,7 +1,8 @@
 """How decompositions have gone: failures that were recovered from, and whether results can be relied on.
 
 A failure is rare, but to ask the device for each result makes the host wait each time. Inside `optimistically` all
-questions (`are_true`) are taken as answered with yes, and asked together at the end.
+questions (`are_true`) are taken as answered with yes, and asked together: with the next numbers that the host reads
+(`on_host`), or at the end.
 """
 
 from __future__ import annotations
@@ -10,16 +11,29 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from curvature.linalg.devices import widen
+
 Result = TypeVar("Result")
 
 
 RECOVERIES: ContextVar[Counter[str] | None] = ContextVar("recoveries", default=None)
-QUESTIONS: ContextVar[list[Tensor] | None] = ContextVar("questions", default=None)
+
+
+@dataclass
+class Pending:
+    """What the host reads next: flags that have to be true, and numbers () with what to tell them to."""
+
+    flags: list[Tensor]
+    numbers: list[tuple[Tensor, list[float]]] = field(default_factory=list)
+
+
+PENDING: ContextVar[Pending | None] = ContextVar("pending", default=None)
 
 
 class Refuted(Exception):
@@ -53,20 +67,20 @@ def optimistically(run: Callable[[], Result], flags: Sequence[Tensor] = ()) -> R
 
     None if the answer to one of them is no. What `run` has changed is then for the caller to restore.
     """
-    questions = list(flags)
-    token = QUESTIONS.set(questions)
+    pending = Pending(list(flags))
+    token = PENDING.set(pending)
     try:
         with recovery_counts() as counts:
             found = run()
     except Refuted:
         return None
     except (RuntimeError, ValueError):  # of LinAlgError the former is the base
-        if _all_true(questions):
+        if _all_true(pending.flags):
             raise
         return None  # it comes of what was wrong
     finally:
-        QUESTIONS.reset(token)
-    if not _all_true(questions):
+        PENDING.reset(token)
+    if not _all_true(pending.flags):
         return None
     for what, number in counts.items():
         for _ in range(number):
@@ -74,21 +88,61 @@ def optimistically(run: Callable[[], Result], flags: Sequence[Tensor] = ()) -> R
     return found
 
 
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the CPU, in float64, by one transfer; with it comes all that was asked `optimistically`."""
+    pending = PENDING.get() or Pending([])
+    both = [*tensors, *(number for number, _ in pending.numbers), *_verdicts(pending.flags)]
+    away = [x for x in both if x.device.type != "cpu"]
+    flat = [x.reshape(-1) if x.dtype == torch.bool else widen(x).reshape(-1) for x in away]
+    whole = torch.cat([x.to(flat[0].device) for x in flat]).cpu() if away else torch.empty(0, device="cpu")
+    parts = iter(whole.split([x.numel() for x in away]))
+    found = [(x if x.device.type == "cpu" else next(parts).view(x.shape)).double() for x in both]
+    end = len(tensors) + len(pending.numbers)
+    if not all(found[end:]):
+        raise Refuted
+    for (_, told), number in zip(pending.numbers, found[len(tensors) : end], strict=True):
+        told.append(float(number))
+    pending.flags.clear()
+    pending.numbers.clear()
+    return found[: len(tensors)]
+
+
+def soon(number: Tensor) -> Callable[[], float]:
+    """A number (), which comes to the host with what it reads next `optimistically`, or alone when called for."""
+    told: list[float] = []
+    pending = PENDING.get()
+    if pending is not None:
+        pending.numbers.append((number, told))
+
+    def read() -> float:
+        if not told:
+            told.append(float(number))
+        return told[0]
+
+    return read
+
+
+def _verdicts(flags: Sequence[Tensor]) -> list[Tensor]:
+    """Whether all flags are true, a flag () for those of accelerators, and one for those of the CPU."""
+    sides = [x for x in flags if x.device.type != "cpu"], [x for x in flags if x.device.type == "cpu"]
+    return [torch.cat([x.reshape(-1).to(own[0].device) for x in own]).all() for own in sides if own]
+
+
 def _all_true(flags: Sequence[Tensor]) -> bool:
     """Whether all flags are true, with one transfer to the host."""
-    return not flags or bool(torch.cat([x.reshape(-1).to(flags[0].device) for x in flags]).all())
+    return all(map(bool, _verdicts(flags)))
 
 
 def are_true(flags: Tensor) -> list[bool]:
-    """Flags (n,) on the host; inside `optimistically` all true, until they are asked for at its end."""
-    questions = QUESTIONS.get()
-    if questions is None:
+    """Flags (n,) on the host; inside `optimistically` all true, until they are asked for."""
+    pending = PENDING.get()
+    if pending is None:
         return flags.tolist()
-    questions.append(flags)
+    pending.flags.append(flags)
     return [True] * len(flags)
 
 
 def refute() -> None:
     """Say that something has failed, which ends what runs `optimistically`."""
-    if QUESTIONS.get() is not None:
+    if PENDING.get() is not None:
         raise Refuted

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import overload
 
 import torch
 from torch import Tensor
 
+from curvature.linalg import copy_to_host_async
 from curvature.operators.base import Operator
 
 Preconditioner = Operator | Callable[[Tensor], Tensor]
 # Stop when the relative progress per iteration is smaller, over this window or a tenth of all iterations.
 MIN_PROGRESS, PROGRESS_WINDOW = 5e-4, 10
 MAX_ITERATIONS = 250
-BETWEEN_LOOKS = 8  # iterations
+ITERATIONS_AHEAD = 2  # of an accelerator, that the host issues before it looks whether the one before them was the last
 
 
 @overload
@@ -147,13 +149,13 @@ def _round(
 
 def truncated_conjugate_gradient(
     product: Callable[[Tensor], Tensor], right: Tensor, start: Tensor | None, precondition: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, int]:
-    """Solve ``M x = right`` by conjugate gradients until progress is small; return x and the number of iterations.
+) -> tuple[Tensor, Tensor]:
+    """Solve ``M x = right`` by conjugate gradients until progress is small; return x and the number of iterations ().
 
     The quadratic model ``1/2 x^T M x - right^T x`` falls with every iteration. Stop when the last k iterations gained
     less than k * 5e-4 of the total, k the larger of 10 and a tenth of the iterations (Martens 2010, section 4.4).
 
-    An accelerator is asked only now and then whether to stop; x no longer changes meanwhile.
+    An accelerator tells late whether to stop, so that its queue is never empty; x no longer changes meanwhile.
     """
     x = torch.zeros_like(right) if start is None else start
     rest = right.clone() if start is None else right - product(x)
@@ -161,9 +163,11 @@ def truncated_conjugate_gradient(
     direction, inner = z, rest @ z
     is_active, count = inner > 0, torch.zeros_like(inner)
     values: list[Tensor] = []
-    between_looks = 1 if right.device.type == "cpu" else BETWEEN_LOOKS
+    ahead = 0 if right.device.type == "cpu" else ITERATIONS_AHEAD
+    answers: deque[Callable[[], bool]] = deque()
     for k in range(1, MAX_ITERATIONS + 1):
-        if k % between_looks == 0 and not is_active:
+        answers.append(copy_to_host_async(is_active))
+        if len(answers) > ahead and not answers.popleft()():
             break
         image = product(direction)
         length = torch.where(is_active, inner / (direction @ image), 0)
@@ -179,4 +183,4 @@ def truncated_conjugate_gradient(
         last, inner = inner, rest @ z
         is_active = is_active & (inner > 0)
         direction = torch.where(is_active, z + (inner / last) * direction, direction)
-    return x, int(count)
+    return x, count

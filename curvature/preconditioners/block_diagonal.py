@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter, weighted_gradients
-from curvature.kronecker import Scheme
+from curvature.kronecker import Scheme, cuts_of
 from curvature.layers import Layout
 from curvature.linalg import are_true, full_precision, stack, widen
 from curvature.preconditioners.block import Block, BlockStatistics
@@ -44,7 +44,12 @@ LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (
 
 
 def blocks_by_layer(
-    tape: Tape, terms: dict[str, list[Term]], taken: set[str], sharing: str, kind: str = "kronecker"
+    tape: Tape,
+    terms: dict[str, list[Term]],
+    taken: set[str],
+    sharing: str,
+    kind: str = "kronecker",
+    block_size: int | None = None,
 ) -> list[Block]:
     """New blocks for the parameters that have terms and are not `taken`."""
     blocks: list[Block] = []
@@ -54,7 +59,7 @@ def blocks_by_layer(
         bias = joint_bias(tape, name)
         names = [name] if bias is None or bias in taken else [name, bias]
         shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
-        make = partial(_kronecker_block, dtype=node.tensor.dtype, sharing=sharing, kind=kind)
+        make = partial(_kronecker_block, dtype=node.tensor.dtype, sharing=sharing, kind=kind, block_size=block_size)
         found = make(names, terms[name], shapes) or _row_range_block(names, terms[name], shapes, make)
         if found is not None:
             blocks.append(found)
@@ -76,11 +81,12 @@ def _kronecker_block(
     dtype: torch.dtype,
     sharing: str,
     kind: str,
+    block_size: int | None,
 ) -> Block | None:
-    scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE)
+    scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE, block_size)
     if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
         return None
-    dense = [width for width, flat in zip(scheme.widths, scheme.diagonal, strict=True) if not flat]
+    dense = [max(cut) for cut, flat in zip(cuts_of(scheme), scheme.diagonal, strict=True) if not flat]
     is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
     block = LAYERS["kronecker" if is_large else kind](names, scheme)
     block.reason = "too large for an eigenbasis" if is_large and kind == "eigen" else ""
@@ -195,17 +201,18 @@ class BlockDiagonalCurvature(CurvatureStore):
         sharing: "expand" counts every place of a shared weight as a sample of its own, "reduce" averages activations
             and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
         kind: structure of the blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
+        block_size: larger sides of factors are replaced by their diagonal blocks of that size; None: none is.
     """
 
     takes_several_devices = True  # blocks live where their layer lives
 
-    def __init__(self, sharing: str = "expand", kind: str = "kronecker") -> None:
+    def __init__(self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None) -> None:
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         if kind not in ("kronecker", "eigen"):
             raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
         super().__init__()
-        self.sharing, self.kind = sharing, kind
+        self.sharing, self.kind, self.block_size = sharing, kind, block_size
 
     def measure(
         self,
@@ -305,7 +312,7 @@ class BlockDiagonalCurvature(CurvatureStore):
     ) -> CurvatureStatistics:
         """Statistics from the terms of one vector."""
         taken = {name for block in self.blocks for name in block.names}
-        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind)
+        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind, self.block_size)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
         with full_precision():

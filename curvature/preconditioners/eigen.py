@@ -191,7 +191,8 @@ class EigenBlock(KroneckerBlock):
             share: adds to each eigenvalue the difference between ``kron(B + share mean(B) I, A + share mean(A) I)``
                 and ``kron(B, A)``, mean() being the mean eigenvalue (`curvature.kronecker.factored_inverses`).
         """
-        found = eigenbases([side for block in blocks for side in (block.rows, block.columns)])
+        sides = [side for block in blocks for side in (block.rows, block.columns)]
+        found = eigenbases(sides, [cut for block in blocks for cut in block.cuts])
         for block, rows, columns in zip(blocks, found[::2], found[1::2], strict=True):
             block._turn(rows, columns, damping, share)
 
@@ -201,7 +202,7 @@ class EigenBlock(KroneckerBlock):
             self.values = self._evened(carry_diagonal(self.values, self.basis, (rows, columns)), (rows, columns))
         if not self.seen:
             self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
-        self.inverse = KroneckerInverse(rows, columns, self._inverted(damping, share))
+        self.inverse = KroneckerInverse(rows, columns, self._inverted(damping, share), cuts=self.cuts)
 
     def _evened(self, values: Tensor, basis: Sides) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it.

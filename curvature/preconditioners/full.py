@@ -18,12 +18,18 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.kronecker import at_least_float32
-from curvature.linalg import cholesky, full_precision, try_decompose, widen
+from curvature.linalg import are_true, cholesky, full_precision, on_host, try_decompose, widen
 from curvature.preconditioners.block import Block
+from curvature.preconditioners.least_squares import Damping
 from curvature.preconditioners.statistics import CurvatureStatistics
 
 Named = Mapping[str, Tensor]
 MAX_DENSE_PARAMETERS = 1 << 15  # up to which the matrix is built
+
+
+def as_number(damping: Damping) -> float:
+    """A damping on the host."""
+    return float(on_host([damping])[0]) if isinstance(damping, Tensor) else damping
 
 
 class FullBlock(Block):
@@ -35,10 +41,10 @@ class FullBlock(Block):
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(list(shapes))
         self.shapes, self.is_sum = dict(shapes), is_sum
-        self.trace = 0.0
+        self.trace = torch.zeros((), device="cpu")
         self.rank = 1  # an upper bound
         self.count = 1.0  # divisor of the sum over the last rows
-        self.damping: float | None = None
+        self.damping: Damping | None = None
 
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         rows = statistics.rows
@@ -46,9 +52,9 @@ class FullBlock(Block):
             return
         jacobian = rows.jacobian.restricted(self.names)
         new, trace = self.summarize(jacobian)
-        if math.isfinite(total := float(trace)):
+        if are_true(trace.isfinite()[None])[0]:
             self.count = (1 if self.is_sum else rows.samples) / rows.times**2
-            self.trace, self.rank = total / self.count, min(jacobian.shape)
+            self.trace, self.rank = widen(trace) / self.count, min(jacobian.shape)
             self.absorb(new, decay)  # a running average has a trace of its own
             self.updates += 1
 
@@ -60,7 +66,7 @@ class FullBlock(Block):
         """Keep the result of `summarize`, which is finite."""
         raise NotImplementedError
 
-    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         """``(G + damping)^-1 gradient``."""
         raise NotImplementedError
 
@@ -72,13 +78,14 @@ class FullBlock(Block):
         found = self.solve_named(named, self.damping)
         return [found[name].to(g.dtype) for name, g in given.items()]
 
-    def decompose(self, damping: float) -> None:
+    def decompose(self, damping: Damping) -> None:
         self.damping = damping
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         for block in blocks:
-            block.decompose(share * block.trace / block.rank or 1.0)  # without curvature: along the gradient
+            damping = share * block.trace / block.rank
+            block.decompose(torch.where(damping != 0, damping, 1.0))  # without curvature: along the gradient
 
     @property
     def is_ready(self) -> bool:
@@ -86,7 +93,7 @@ class FullBlock(Block):
 
     @property
     def mean_eigenvalue(self) -> Tensor:
-        return torch.tensor(self.trace / self.dimension, device="cpu")
+        return self.trace / self.dimension
 
     @property
     def dimension(self) -> int:
@@ -102,8 +109,12 @@ class FullBlock(Block):
     def describe(self) -> str:
         return f"{self.dimension} parameters"
 
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"trace": float(self.trace)}
+
     def after_restore(self) -> None:
         self.damping = None
+        self.trace = torch.tensor(float(self.trace), dtype=torch.float64, device="cpu")
         self.shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
 
 
@@ -132,11 +143,11 @@ class DenseFullBlock(FullBlock):
         old = new if self.matrix is None else self.matrix
         w = self.gate.weight([(old[None], new[None])], self.debiased_weight(decay))
         self.matrix = old.lerp(new, w)
-        self.trace = float(self.matrix.trace())
+        self.trace = self.matrix.trace()
 
-    def decompose(self, damping: float) -> None:
+    def decompose(self, damping: Damping) -> None:
         assert self.matrix is not None
-        self.damping = damping
+        self.damping = damping = as_number(damping)
         is_diagonal = self.matrix.ndim == 1
         what = "NaturalGradient: the curvature"
         self.root = (self.matrix + damping).sqrt().diag() if is_diagonal else cholesky(self.matrix, damping, what)
@@ -152,7 +163,7 @@ class DenseFullBlock(FullBlock):
         yield
         self.matrix = whole
 
-    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         assert self.root is not None
         flat = torch.cat([g.flatten() for g in gradient.values()]).to(self.root.dtype)
         parts = torch.cholesky_solve(flat[:, None], self.root)[:, 0].split([g.numel() for g in gradient.values()])
@@ -191,9 +202,9 @@ class DiagonalFullBlock(FullBlock):
 
     def absorb(self, new: Tensor, decay: float) -> None:
         self.values = self.average(self.values, new / self.count, decay)
-        self.trace = float(self.values.sum())
+        self.trace = widen(self.values).sum()
 
-    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         assert self.values is not None
         parts = self.values.split([g.numel() for g in gradient.values()])
         return {k: g / (v.reshape(g.shape) + damping) for (k, g), v in zip(gradient.items(), parts, strict=True)}

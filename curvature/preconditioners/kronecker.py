@@ -25,9 +25,12 @@ from curvature.kronecker import (
     KroneckerInverse,
     KroneckerStatistics,
     Scheme,
+    cuts_of,
     eigen_inverses,
     factored_inverses,
+    inverses_in_blocks,
     subsample_samples,
+    within_blocks,
 )
 from curvature.linalg import average_moments, moment_diagonal, stacked
 from curvature.preconditioners.block import Block
@@ -142,7 +145,7 @@ class KroneckerBlock(Block):
     @staticmethod
     def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
         seen = [(b, own) for b, own in zip(blocks, statistics, strict=True) if own.samples and own.backprops]
-        news = [own.factors(1 / own.samples) for _, own in seen]
+        news = [within_blocks(own.factors(1 / own.samples), b.cuts) for b, own in seen]
         pairs = [((b.rows, rows), (b.columns, columns)) for (b, _), (rows, columns) in zip(seen, news, strict=True)]
         weights = OutlierFilter.weights([b.gate for b, _ in seen], pairs, [b.debiased_weight(decay) for b, _ in seen])
         for (block, _), (rows, columns), w in zip(seen, news, weights, strict=True):
@@ -159,11 +162,18 @@ class KroneckerBlock(Block):
 
     @staticmethod
     def decompose_all(blocks: Sequence[Any], damping: float) -> None:
-        for block, found in zip(blocks, eigen_inverses([(b.rows, b.columns) for b in blocks], damping), strict=True):
+        cuts = [cut for block in blocks for cut in block.cuts]
+        inverses = eigen_inverses([(b.rows, b.columns) for b in blocks], damping, cuts)
+        for block, found in zip(blocks, inverses, strict=True):
             block.inverse = found
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
+        cut = [b for b in blocks if b.is_cut]
+        parts = inverses_in_blocks([(b.rows, b.columns) for b in cut], share, [c for b in cut for c in b.cuts])
+        for block, found in zip(cut, parts, strict=True):
+            block.inverse = found
+        blocks = [b for b in blocks if not b.is_cut]
         pairs, before = [(b.rows, b.columns) for b in blocks], [b.inverse for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         for block in itertools.compress(blocks, anew):
@@ -217,6 +227,16 @@ class KroneckerBlock(Block):
         return (moment_diagonal(self.rows).mean(1) * moment_diagonal(self.columns).mean(1)).mean()
 
     @property
+    def cuts(self) -> list[tuple[int, ...]]:
+        """Numbers of rows of the diagonal blocks of both sides."""
+        return cuts_of(self.scheme)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a side has several diagonal blocks."""
+        return any(len(cut) > 1 for cut in self.cuts)
+
+    @property
     def dimension(self) -> int:
         return self.scheme.arrangement.dimension
 
@@ -226,8 +246,8 @@ class KroneckerBlock(Block):
 
     @property
     def cost(self) -> float:
-        sides = [side for side in (self.rows, self.columns) if side is not None]
-        return float(sum(side.numel() * (side.shape[1] if side.ndim == 3 else 1) for side in sides))
+        sides = zip((self.rows, self.columns), self.cuts, strict=True)
+        return float(sum(_cost(side, cut) for side, cut in sides if side is not None))
 
     def condition(self) -> float:
         return math.nan if self.inverse is None else self.inverse.condition()
@@ -239,8 +259,9 @@ class KroneckerBlock(Block):
         rows, columns = (
             "x".join(2 * [str(s.shape[-1])])
             + " diagonal" * (s.ndim == 2)
+            + (f" in {len(cut)} blocks" if len(cut) > 1 else "")
             + ("" if rank is None else f" by {rank} eigenvalues")
-            for s, rank in zip((self.rows, self.columns), ranks, strict=True)
+            for s, rank, cut in zip((self.rows, self.columns), ranks, self.cuts, strict=True)
         )
         return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
 
@@ -279,6 +300,13 @@ class JointInverses:
             and dtypes == self.dtypes
             and all(block.inverse is own for block, own in zip(blocks, self.inverses, strict=True))
         )
+
+
+def _cost(side: Tensor, cut: Sequence[int]) -> int:
+    """Operations of a decomposition, up to a constant factor."""
+    if side.ndim == 3 and len(cut) > 1:
+        return len(side) * sum(size**3 for size in cut)
+    return side.numel() * (side.shape[1] if side.ndim == 3 else 1)
 
 
 def grouped(forms: Sequence[Any]) -> list[list[int]]:

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.linalg import count_recovery, eigenvalue_rounding, full_precision, symmetric_eigh, try_cholesky
+from curvature.linalg import (
+    are_true,
+    count_recovery,
+    eigenvalue_rounding,
+    full_precision,
+    on_host,
+    symmetric_eigh,
+    try_cholesky,
+)
+
+Damping = float | Tensor  # a number, or () where the matrix is
 
 ZERO_FACTOR = 5.0  # eigenvalues and damping below this many times their rounding error count as zero
 
@@ -20,7 +30,13 @@ class LeastSquares:
     With P parameters and M values, ``(J^T J + damping) d = J^T b`` is solved where P <= M, else ``d = J^T (J J^T +
     damping)^-1 b`` (Woodbury's identity), by Cholesky. Without damping, or with less than the rounding error, by
     eigenvalues, leaving out those below 50 eps of the largest: this gives the shortest of all solutions.
+
+    Attributes:
+        was_large: whether the last damping exceeded the rounding error; the host need not wait for the answer if it is
+            the same for the next one.
     """
+
+    was_large = True
 
     @full_precision()
     def __init__(self, jacobian: Jacobian) -> None:
@@ -28,7 +44,8 @@ class LeastSquares:
         self.dense = jacobian.to_dense() if jacobian.shape[1] <= jacobian.shape[0] else None
         self.matrix = jacobian.gram() if self.dense is None else self.dense.mT @ self.dense
         self._spectrum: tuple[Tensor, Tensor] | None = None
-        self._root: tuple[float, Tensor | None] = (-1.0, None)  # Cholesky root for the last damping
+        self._last: Damping = -1.0  # damping
+        self._root: Tensor | None = None  # Cholesky root for it
 
     @full_precision()
     def solve(self, right: Tensor, damping: float = 0.0, cut: float = 0.0) -> dict[str, Tensor]:
@@ -41,13 +58,13 @@ class LeastSquares:
         return self.jacobian.split(self._solved(self.dense.mT @ right.to(self.dense), damping, cut))
 
     @full_precision()
-    def precondition(self, gradient: Mapping[str, Tensor], damping: float) -> dict[str, Tensor]:
+    def precondition(self, gradient: Mapping[str, Tensor], damping: Damping) -> dict[str, Tensor]:
         """``(J^T J + damping)^-1 g`` for any g, in the shapes of the parameters.
 
         Raises:
             ValueError: the damping is not positive.
         """
-        if not damping > 0:
+        if not isinstance(damping, Tensor) and not damping > 0:
             raise ValueError(f"damping: expected a positive number, found {damping}")
         if self.dense is not None:
             return self.jacobian.split(self._solved(self.jacobian.flat(gradient), damping))
@@ -69,41 +86,57 @@ class LeastSquares:
         return self._spectrum
 
     @cached_property
-    def _rounding(self) -> float:
-        """Below this a damping counts as zero."""
-        return float(ZERO_FACTOR * eigenvalue_rounding(self.matrix.trace()))
+    def trace(self) -> Tensor:
+        """The sum of the eigenvalues, ()."""
+        return self.matrix.trace()
+
+    def _is_large(self, damping: Damping) -> Tensor:
+        """Whether a damping does not count as zero, ()."""
+        return damping > ZERO_FACTOR * eigenvalue_rounding(self.trace)
 
     @property
     def largest(self) -> float:
         """The largest eigenvalue of ``J^T J``."""
-        return float(self.spectrum[0][-1])
+        return float(on_host([self.spectrum[0][-1]])[0])
 
-    def prepare(self, damping: float) -> None:
+    def prepare(self, damping: Damping) -> None:
         """Decompose for a damping, ahead of the first solution with it.
 
         Raises:
             torch.linalg.LinAlgError: every way to decompose failed.
         """
-        is_large = damping > self._rounding
-        if self._root[0] != damping:
+        if not _is_same(self._last, damping):
             root = None
-            if is_large and self._spectrum is None:
+            if self._spectrum is None and self._answer(damping):
                 damped = self.matrix.clone()
                 damped.diagonal().add_(damping)
                 root = try_cholesky(damped)
                 if root is None:
                     count_recovery("retried")
-            self._root = damping, root
-        if self._root[1] is None:
+            self._last, self._root = damping, root
+        if self._root is None:
             _ = self.spectrum
 
-    def _solved(self, right: Tensor, damping: float, cut: float = 0.0) -> Tensor:
+    def _answer(self, damping: Damping) -> bool:
+        """`_is_large` on the host, which waits if `was_large` is wrong."""
+        if not isinstance(damping, Tensor) and damping <= 0:
+            return False
+        is_same = are_true((self._is_large(damping) == self.was_large)[None])[0]
+        self.was_large = self.was_large if is_same else not self.was_large
+        return self.was_large
+
+    def _solved(self, right: Tensor, damping: Damping, cut: float = 0.0) -> Tensor:
         right = right.to(self.matrix)  # its precision may differ from that of the parameters
         self.prepare(damping)
-        if self._root[1] is not None:
-            return torch.cholesky_solve(right[:, None], self._root[1])[:, 0]
+        if self._root is not None:
+            return torch.cholesky_solve(right[:, None], self._root)[:, 0]
         values, vectors = self.spectrum
-        is_large = damping > self._rounding
-        kept = (values > torch.maximum(ZERO_FACTOR * eigenvalue_rounding(values[-1]), cut * values[-1])) | is_large
+        least = torch.maximum(ZERO_FACTOR * eigenvalue_rounding(values[-1]), cut * values[-1])
+        kept = (values > least) | self._is_large(damping)
         inverse = torch.where(kept, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
         return vectors @ (inverse * (vectors.mT @ right))
+
+
+def _is_same(one: Damping, other: Damping) -> bool:
+    """Whether two dampings are surely equal; the host does not wait for numbers."""
+    return one is other or (not isinstance(one, Tensor) and not isinstance(other, Tensor) and one == other)

@@ -24,8 +24,14 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import CentredJacobian, Jacobian
-from curvature.kronecker import KroneckerSumInverse, Pair, at_least_float32, invert_kronecker_sum
-from curvature.linalg import full_precision
+from curvature.kronecker import (
+    KroneckerSumInverse,
+    Pair,
+    at_least_float32,
+    invert_kronecker_sum,
+    invert_kronecker_sums,
+)
+from curvature.linalg import full_precision, on_host
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
 
 Named = Mapping[str, Tensor]
@@ -76,6 +82,12 @@ class ResidualBlock:
         return f"{product}, B {len(rows)}x{len(rows)}, A {len(columns)}x{len(columns)}"
 
 
+def residual_inverses(blocks: Sequence[ResidualBlock], damping: float) -> list[KroneckerSumInverse | Tensor]:
+    """`ResidualBlock.inverse` of each, with as few waits of the host as for one."""
+    sums = iter(invert_kronecker_sums([block.pairs for block in blocks if block.pairs], damping))
+    return [next(sums) if block.pairs else block.inverse(damping) for block in blocks]
+
+
 @full_precision()
 def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     """The blocks of ``J^T J`` in the order of the parameters, each parameter in one of them.
@@ -94,17 +106,19 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     known = {name: [_read(part[name]) for part in parts] for name, shape in jacobian.shapes.items() if len(shape) == 2}
     reads = {name: [read for read in own if read is not None] for name, own in known.items()}
     reads = {name: own for name, own in reads.items() if len(own) == len(parts)}
-    places = _bias_places(reads, parts, jacobian.shapes)
-    names: dict[str, tuple[str, ...]] = {}
-    for name, own in reads.items():
-        taken = {other for both in names.values() for other in both}
-        bias = next((other for weight, other in places if weight == name and other not in taken), None)
-        names[name] = (name,) if bias is None else (name, bias)
-        if bias is not None:
-            reads[name] = [_append_bias(read, at) for read, at in zip(own, places[name, bias], strict=True)]
+    places, sizes = _places_and_sizes(reads, parts, jacobian.shapes)
     found: dict[str, ResidualBlock] = {}
-    for name, pairs in _positive({name: [kronecker_pair(read) for read in own] for name, own in reads.items()}).items():
-        found |= dict.fromkeys(names[name], ResidualBlock(names[name], pairs))
+    taken: set[str] = set()
+    for name, own in reads.items():
+        bias = next((other for weight, other in places if weight == name and other not in taken), None)
+        names, at = ((name,), [None] * len(own)) if bias is None else ((name, bias), places[name, bias])
+        taken |= set(names)
+        whole = own if bias is None else [_append_bias(*pair) for pair in zip(own, at, strict=True)]
+        # those with a trace above zero
+        some = itertools.compress(whole, itertools.starmap(_is_positive, zip(sizes[name], at, strict=True)))
+        pairs = [kronecker_pair(read) for read in some]
+        if pairs:
+            found |= dict.fromkeys(names, ResidualBlock(names, pairs))
     for name, shape in jacobian.shapes.items():
         if name not in found:
             squares = contractions.sum_in_place(sum_of_squares(part[name]) for part in parts)
@@ -115,12 +129,23 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
 
 def kronecker_pair(read: OuterProduct) -> Pair:
     """B (o, o) and A (i, i) of one piece, as written above, in units of value^2 / parameter^2."""
-    a, b = (x[:, :, 0].to(at_least_float32(x.dtype)) for x in (read.a, read.b))
-    alpha, beta = a.square().sum((0, 2)) / len(a), b.square().sum((0, 2))
+    a, b = _matrices(read)
+    alpha, beta = _squares(read)
     size = (alpha * beta).sum().sqrt().clamp(min=torch.finfo(a.dtype).tiny)
     left = (a * (beta / (len(a) * size)).sqrt()[:, None]).flatten(0, 1)
     right = (b * (alpha / size).sqrt()[:, None]).flatten(0, 1)
     return right.mT @ right, left.mT @ left
+
+
+def _matrices(read: OuterProduct) -> tuple[Tensor, Tensor]:
+    """Activations (n, t, i) and backprops (n, t, o)."""
+    return read.a[:, :, 0].to(at_least_float32(read.a.dtype)), read.b[:, :, 0].to(at_least_float32(read.b.dtype))
+
+
+def _squares(read: OuterProduct) -> tuple[Tensor, Tensor]:
+    """alpha (t,) and beta (t,), as written above."""
+    a, b = _matrices(read)
+    return a.square().sum((0, 2)) / len(a), b.square().sum((0, 2))
 
 
 def _read(terms: Sequence[Term]) -> OuterProduct | None:
@@ -137,14 +162,18 @@ def _read(terms: Sequence[Term]) -> OuterProduct | None:
     return term if term.outputs == term.shape[0] else replace(term, a=term.b, b=term.a)
 
 
-def _bias_places(
+Places = dict[tuple[str, str], list[int | None]]
+
+
+def _places_and_sizes(
     reads: Mapping[str, Sequence[OuterProduct]],
     parts: Sequence[Mapping[str, Sequence[Term]]],
     shapes: Mapping[str, tuple[int, ...]],
-) -> dict[tuple[str, str], list[int | None]]:
+) -> tuple[Places, dict[str, list[Tensor]]]:
     """Biases that are read together with a weight in every piece that depends on them, and at which of its places.
 
-    There both have the same backprop. The place is None in a piece where the bias is not read. The host waits once.
+    There both have the same backprop. The place is None in a piece where the bias is not read. Also, for every piece
+    that reads a weight, alpha_t beta_t and beta_t (2, t) on the host. This waits once.
     """
     pairs, flags = [], []
     for other, shape in shapes.items():
@@ -156,14 +185,22 @@ def _bias_places(
                 torch.cat([own.any()[None], (read.b[:, :, 0] == own[:, None]).all(2).all(0)])
                 for read, own in zip(reads[name], rows, strict=True)
             ]
-    answers = iter(_answers(flags))
-    found: dict[tuple[str, str], list[int | None]] = {}
+    sizes = [torch.stack([alpha * beta, beta]) for own in reads.values() for alpha, beta in map(_squares, own)]
+    numbers = iter(on_host([*flags, *sizes]))
+    found: Places = {}
     for name, other in pairs:
-        at = [next(answers) for _ in parts]
+        at = [next(numbers).bool().tolist() for _ in parts]
         is_read = [is_any for is_any, *_ in at]
         if any(is_read) and all(any(same) for is_any, *same in at if is_any):
             found[name, other] = [same.index(True) if is_any else None for is_any, *same in at]
-    return found
+    return found, {name: [next(numbers) for _ in own] for name, own in reads.items()}
+
+
+def _is_positive(sizes: Tensor, at: int | None) -> bool:
+    """Whether the product of a piece has a trace above zero, given its sizes and the place of a bias."""
+    product, beta = sizes
+    total = product.sum() if at is None else product.sum() + beta[at]
+    return float(total) > torch.finfo(torch.float32).tiny
 
 
 def _append_bias(read: OuterProduct, place: int | None) -> OuterProduct:
@@ -172,21 +209,3 @@ def _append_bias(read: OuterProduct, place: int | None) -> OuterProduct:
     if place is not None:
         last[:, place] = 1
     return replace(read, a=torch.cat([read.a, last], 3), shape=(read.outputs, read.a.shape[3] + 1))
-
-
-def _positive(pairs: Mapping[str, Sequence[Pair]]) -> dict[str, list[Pair]]:
-    """The products with a trace above zero, of weights that have any. The host waits once."""
-    some = {name: own for name, own in pairs.items() if own}
-    traces = [torch.stack([rows.trace() * columns.trace() for rows, columns in own]) for own in some.values()]
-    answers = _answers([trace > 0 for trace in traces])
-    kept = {
-        name: list(itertools.compress(own, is_kept)) for (name, own), is_kept in zip(some.items(), answers, strict=True)
-    }
-    return {name: own for name, own in kept.items() if own}
-
-
-def _answers(flags: Sequence[Tensor]) -> list[list[bool]]:
-    """Flags (n,) on the host, with one transfer."""
-    whole = torch.cat(list(flags)).tolist() if flags else []
-    ends = list(itertools.accumulate((len(x) for x in flags), initial=0))
-    return [whole[start:end] for start, end in itertools.pairwise(ends)]

@@ -11,8 +11,9 @@ from torch import Tensor
 from curvature.gradients import Jacobian
 from curvature.operators import truncated_conjugate_gradient
 from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature
-from curvature.preconditioners.full import FullBlock, Named
+from curvature.preconditioners.full import FullBlock, Named, as_number
 from curvature.preconditioners.inversion import invert
+from curvature.preconditioners.least_squares import Damping
 from curvature.preconditioners.statistics import CurvatureStatistics
 
 WARM_START_FACTOR = 0.95  # times the last solution is where iterations start
@@ -29,7 +30,7 @@ class ConjugateGradientBlock(FullBlock):
     state_fields = ("last",)
     jacobian: Jacobian | None = None
     last: Tensor | None = None
-    iterations = 0  # for the last solution
+    iterations: Tensor | int = 0  # for the last solution
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], is_sum: bool = False) -> None:
         super().__init__(shapes, is_sum)
@@ -47,11 +48,11 @@ class ConjugateGradientBlock(FullBlock):
     def absorb(self, new: Jacobian, decay: float) -> None:
         self.jacobian = new.merged()
 
-    def decompose(self, damping: float) -> None:
-        self.damping = damping
-        invert(self.factors.blocks, 0.0, damping)
+    def decompose(self, damping: Damping) -> None:
+        self.damping = as_number(damping)
+        invert(self.factors.blocks, 0.0, self.damping)
 
-    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         jacobian, count = self.jacobian, self.count
         assert jacobian is not None
 
@@ -83,7 +84,7 @@ class ConjugateGradientBlock(FullBlock):
         return own + super().bytes + sum(block.bytes for block in self.factors.blocks)
 
     def describe(self) -> str:
-        return f"{super().describe()}, {self.iterations} iterations"
+        return f"{super().describe()}, {int(self.iterations)} iterations"
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"factors": self.factors.state_dict()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.preconditioners.full import FullBlock, Named
-from curvature.preconditioners.least_squares import LeastSquares
+from curvature.preconditioners.least_squares import Damping, LeastSquares
 
 
 class WoodburyBlock(FullBlock):
@@ -19,20 +19,25 @@ class WoodburyBlock(FullBlock):
     fresh: LeastSquares | None = None  # of the last batch, until `decompose`
     problem: LeastSquares | None = None  # of the last batch whose decomposition succeeded
     divisor = 1.0  # its `count`
+    scaled: Damping = 0.0  # its damping
+    was_large = True  # see `LeastSquares`
     squares: Named | None = None  # the diagonal, if no decomposition has succeeded
 
     def summarize(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
         problem = LeastSquares(jacobian)
-        return problem, problem.matrix.trace()
+        problem.was_large = self.was_large
+        return problem, problem.trace
 
     def absorb(self, new: LeastSquares, decay: float) -> None:
         self.fresh = new
 
-    def decompose(self, damping: float) -> None:
+    def decompose(self, damping: Damping) -> None:
         self.damping = damping
         if self.fresh is not None:
-            self.fresh.prepare(damping * self.count)
+            self.scaled = damping * self.count
+            self.fresh.prepare(self.scaled)
             self.problem, self.divisor, self.fresh = self.fresh, self.count, None
+            self.was_large = self.problem.was_large
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:
@@ -41,12 +46,12 @@ class WoodburyBlock(FullBlock):
         self.squares = {name: x / self.count for name, x in squares.items()}
         yield
 
-    def solve_named(self, gradient: dict[str, Tensor], damping: float) -> Named:
+    def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         if self.problem is None:
             assert self.squares is not None
             return {name: g / (self.squares[name] + damping) for name, g in gradient.items()}
         scaled = {name: g * self.divisor for name, g in gradient.items()}
-        return self.problem.precondition(scaled, damping * self.divisor)
+        return self.problem.precondition(scaled, self.scaled)
 
     @property
     def is_ready(self) -> bool:

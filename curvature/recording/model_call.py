@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -97,24 +97,62 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # torch.mps has one device, and no argument for it
 
 
+@dataclass
+class SavedBuffer:
+    """A buffer, a copy of it, and the version of the buffer that was known to have these values."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor | None
+    value: Tensor | None
+    version: int | None
+
+    @property
+    def may_be_unchanged(self) -> bool:
+        """Whether it is still there, and torch has noted no change of it: kernels of norms go unseen."""
+        is_there = self.module._buffers.get(self.name) is self.buffer
+        return is_there and (self.buffer is None or _version(self.buffer) == self.version)
+
+    def restore(self) -> None:
+        buffer, value = self.buffer, self.value
+        self.module._buffers[self.name] = buffer  # the model may have put another in its place
+        if buffer is None or value is None:
+            return
+        if self.version is None:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+        elif _version(buffer) == self.version:
+            buffer.data.copy_(value)  # what has changed it unseen is undone unseen, and nobody waits to learn of it
+        else:
+            buffer.copy_(value)
+            self.version = _version(buffer)
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
 class ModelState:
     """The buffers of a model and the random state of its devices, to come back to."""
 
     def __init__(self, model: nn.Module) -> None:
         named = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
-        self.buffers = [(module, name, b, None if b is None else b.clone()) for module, name, b in named]
+        self.buffers = [
+            SavedBuffer(module, name, b, None if b is None else b.clone(), None if b is None else _version(b))
+            for module, name, b in named
+        ]
         self.random = RandomState(model)
 
     def drew_random(self) -> bool:
         """Whether random numbers were drawn since, on the CPU or on the model's devices."""
         return self.random.has_moved()
 
-    def is_unchanged(self) -> bool:
-        """Whether no random number was drawn and no buffer changed since."""
-        return not self.drew_random() and all(
-            module._buffers.get(name) is b and (b is None or value is None or torch.equal(b, value))
-            for module, name, b, value in self.buffers
-        )
+    def unchanged(self) -> list[Tensor] | None:
+        """Flags (), all true if no random number was drawn and no buffer changed since; None if one surely has."""
+        if self.drew_random() or not all(own.may_be_unchanged for own in self.buffers):
+            return None
+        both = [(own.buffer, own.value) for own in self.buffers]
+        return [(buffer == value).all() for buffer, value in both if buffer is not None and value is not None]
 
     def restore(self) -> None:
         self.restore_buffers()
@@ -122,11 +160,8 @@ class ModelState:
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
-        for module, name, buffer, value in self.buffers:
-            module._buffers[name] = buffer  # the model may have put another in its place
-            # compare values: batch norm's kernel changes them without a new version
-            if buffer is not None and value is not None and not torch.equal(buffer, value):
-                buffer.copy_(value)
+        for own in self.buffers:
+            own.restore()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import optimistically, stack, widen
+from curvature.linalg import on_host, optimistically, stack, widen
 from curvature.preconditioners import Block
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
@@ -153,8 +153,9 @@ class AdaptiveStep(StepRule):
         groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()}) for d in groups]
         last = {name: d for name, d in self.last.items() if name in gradients and rates[name] > 0}
         directions = [*groups, last] if last else list(groups)
-        known = lambda: [*_products(directions, len(groups), gradients), replay.curvatures(directions, SAMPLE_STRIDE)]
-        slopes, norms, curvature, earlier = on_host([*(optimistically(known) or known()), before])
+        curvatures = lambda: replay.curvatures(directions, SAMPLE_STRIDE)
+        known = lambda: on_host([*_products(directions, len(groups), gradients), curvatures(), before])
+        slopes, norms, curvature, earlier = optimistically(known) or known()
         model = Quadratic(slopes, curvature, norms)
         if len(earlier):
             self._confirm(float(earlier), loss)
@@ -176,20 +177,19 @@ class AdaptiveStep(StepRule):
         parameters = dict(replay.model.named_parameters())
         start = {name: parameters[name].detach().clone() for d in directions for name in d}
 
-        def attempt(damping: float) -> tuple[float, tuple[Tensor, Named, float]]:
+        def attempt(damping: float) -> tuple[Tensor | float, tuple[Tensor, Named, float]]:
             alpha = lr * model.minimum(damping)
             expected = model.value(alpha, 0.0)
-            try:
-                step = _combined(directions, alpha.tolist())
-                set_parameters(parameters, start)
-                add_to_parameters(parameters, step)
-                progress = loss - float(replay.loss())
-            except BaseException:
-                set_parameters(parameters, start)
-                raise
-            return -progress / expected if expected < 0 else math.nan, (alpha, step, progress)
+            step = _combined(directions, alpha.tolist())
+            set_parameters(parameters, start)
+            add_to_parameters(parameters, step)
+            return (widen(replay.loss()) - loss) / expected if expected < 0 else math.nan, (alpha, step, expected)
 
-        trial = first_accepted(attempt, self.damping, LEAST_RATIO)
+        try:
+            trial = first_accepted(attempt, self.damping, LEAST_RATIO, replay.value.device)
+        except BaseException:
+            set_parameters(parameters, start)
+            raise
         largest = largest_curvature(model.curvature, model.norms)
         entry = {"ratio": trial.ratio, "rollbacks": trial.rollbacks, "accepted": trial.is_accepted}
         if not trial.is_accepted:
@@ -197,8 +197,10 @@ class AdaptiveStep(StepRule):
             self.damping = trial.damping_after_failure(largest)
             self.forget()
             return entry | {"damping": self.damping}
-        alpha, self.last, self.progress = trial.step
-        self.start = start
+        alpha, self.last, expected = trial.step
+        self.start, self.progress = start, -trial.ratio * expected
+        set_parameters(parameters, start)  # another one may have been tried since
+        add_to_parameters(parameters, self.last)
         self.damping = next_damping(trial.damping, trial.ratio, largest)
         return entry | {"step_size": float(alpha[:groups].mean()) / lr, "damping": trial.damping}
 
@@ -276,10 +278,3 @@ def _inner(one: Named, other: Named) -> Tensor:
     """A scalar."""
     found = [inner(d, other[name]) for name, d in one.items() if name in other]
     return widen(stack(found)).sum() if found else widen(next(iter(one.values())).new_zeros(()))
-
-
-def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in float64 on the CPU, by one copy."""
-    flat = torch.cat([widen(x).flatten() for x in tensors]).cpu().double()
-    parts = zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)
-    return [part.view(x.shape) for part, x in parts]

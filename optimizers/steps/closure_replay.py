@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature import output_changes
 from curvature.functional import TwiceDifferentiable
-from curvature.linalg import are_true, product_rounding, widen
+from curvature.linalg import are_true, product_rounding, stack, widen
 from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
 
@@ -45,7 +45,7 @@ class Call:
     precision: tuple[str, bool, torch.dtype]  # of autocast
     output: Any = None
     versions: Sequence[int] = ()  # of the output's tensors, when the model returned them
-    is_joint: bool = True  # whether a sample's output may depend on other samples or on random numbers
+    apart: Sequence[Tensor] | None = None  # flags () on whose truth no output depends on other samples or on chance
 
     def as_then(self) -> torch.autocast:
         """Restore the random state and buffers of the call's start; returns its autocast context."""
@@ -61,7 +61,9 @@ class Call:
     def cut(self, stride: int) -> tuple[Any, Any] | None:
         """The arguments for every stride-th sample; None if their outputs may depend on other samples or on chance."""
         counts = {len(x) if x.ndim else 0 for x in _tensors((self.args, self.kwargs, self.output))}
-        if stride == 1 or self.is_joint or self.is_changed or len(counts) != 1 or counts == {0}:
+        if stride == 1 or self.apart is None or self.is_changed or len(counts) != 1 or counts == {0}:
+            return None
+        if self.apart and not all(are_true(stack(self.apart))):
             return None
         some = lambda x: x[::stride].contiguous() if isinstance(x, Tensor) else x
         return pytree.tree_map(some, self.args), pytree.tree_map(some, self.kwargs)
@@ -149,8 +151,8 @@ class Replay:
         if torch.is_grad_enabled():
             call = self.calls[-1]
             call.output, call.versions = output, [x._version for x in _floats(output)]
-            mixing = any(isinstance(m, _BatchNorm) and m.training for m in module.modules())
-            call.is_joint = mixing or not call.before.is_unchanged()
+            mixing = any(isinstance(m, _NormBase) and m.training and _mixes(m) for m in module.modules())
+            call.apart = None if mixing else call.before.unchanged()
 
     def loss(self) -> Tensor:
         """The loss of the batch at the current parameters."""
@@ -298,6 +300,11 @@ def _products(
         if any(x is not None for x in rows) and any(x is not None for x in columns):
             total += factor * _gram(rows, columns)
     return (total + total.T) / 2
+
+
+def _mixes(norm: _NormBase) -> bool:
+    """Whether a norm in training mode makes samples depend on each other, or changes its buffers."""
+    return isinstance(norm, _BatchNorm) or norm.track_running_stats
 
 
 def _without_gradients(parameters: Iterable[Tensor]) -> None:

@@ -90,8 +90,9 @@ class SpringDescent:
 def _dampings(context: StepContext, gradients: Stack) -> Tensor:
     """The damping that the block of each layer was decomposed with; zero where there is none."""
     blocks = [context.block_of(layer[0]) for layer in gradients.layers]
-    found = [getattr(block, "damping", None) or 0.0 for block in blocks]
-    return torch.tensor(found, dtype=widest(context.home.type), device=context.home)
+    zero = torch.zeros((), dtype=widest(context.home.type), device=context.home)
+    found = [getattr(block, "damping", None) for block in blocks]
+    return torch.stack([zero if damping is None else zero + damping for damping in found])
 
 
 def running_means(context: StepContext, gradients: Stack, good: Tensor) -> Stack:

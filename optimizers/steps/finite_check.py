@@ -1,9 +1,8 @@
-"""Whether a batch is fit for a step: decided on the device, told to the host without waiting."""
+"""Whether a batch is fit for a step, decided on the device."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -30,19 +29,3 @@ def unscale_and_check_finite(gradients: Iterable[Tensor], scale: Tensor | None =
         )
         torch._amp_foreach_non_finite_check_and_unscale_(alike, devices[device], inverse)
     return stack(devices.values()).sum() == 0
-
-
-def copy_to_host_async(flag: Tensor) -> Callable[[], bool]:
-    """Send a flag to the host. To call what is returned waits for it, the first time."""
-    if flag.device.type in ("cpu", "mps"):  # memory that the host shares
-        return functools.cache(lambda: bool(flag))
-    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    arrived = torch.accelerator.current_stream(flag.device).record_event()  # where the copy is, whatever is current
-
-    @functools.cache
-    def wait() -> bool:
-        arrived.synchronize()
-        return bool(host)
-
-    return wait

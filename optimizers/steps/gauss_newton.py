@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from curvature import Jacobian
+from curvature.linalg import soon
 from curvature.preconditioners import LeastSquares
 from optimizers.model_optimizer import shared_option
 from optimizers.steps.line_search import LinePoint, LineSearch, accept, times_lr
 from optimizers.steps.quadratic_model import first_accepted, next_damping
-from optimizers.steps.residuals import ResidualReplay, aligned, loss_of
+from optimizers.steps.residuals import Late, ResidualReplay, aligned, loss_of
 from optimizers.steps.rule import StepContext
 
 FIRST_DAMPING = 1e-3  # relative to the largest eigenvalue
@@ -43,13 +44,18 @@ class GaussNewton:
         self.damping = -1.0
         self.moves: list[dict[str, Tensor]] = []
         self.wait, self.pause = 0, 1
+        self._was_large = True  # see `LeastSquares`
+        self._counts: dict[str, int] = {}  # of a `LineSearch`
 
-    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext) -> dict[str, Any]:
+    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Late) -> dict[str, Any]:
         """See `ResidualSolver`."""
         if not any(group["lr"] for group in context.options.values()):  # a schedule that begins at zero
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
         with context.monitor.timed("gram"):
             problem = LeastSquares(jacobian)
+            problem.was_large = self._was_large
+            problem.prepare(0.0 if self._by_damping else shared_option(context.options, "damping") or 0.0)
+        self._was_large = problem.was_large
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
 
@@ -57,7 +63,7 @@ class GaussNewton:
             found = replay.residuals()
             return found.square().sum() / 2, found
 
-        search = LineSearch(own, loss_of(replay.values), evaluate)
+        search = LineSearch(own, loss(), evaluate, self._counts)
         step = _Step(self, problem, replay.values, search, context)
         with search.restoring():
             entry, found = step.levenberg_marquardt() if self._by_damping else step.line_search()
@@ -89,14 +95,16 @@ class _Step:
         damping = shared_option(self.options, "damping") or 0.0
         best, count = self.search.origin, 0
         d = self._direction(damping)
-        promised = loss - self._promised(d)
+        left = soon(self._promised(d))
         memory.wait = max(0, memory.wait - 1)
         for cutoff in CUTOFFS if damping == 0 and not memory.wait else CUTOFFS[:1]:
             if cutoff:
                 d = self._direction(damping, cutoff)
             with self.timed("trials"):
-                is_near = promised < NEAR_MINIMUM * loss
-                found = self.search.straight(d) if is_near else self._bent(d, damping, cutoff)
+                found = self.search.straight(d)
+                promised = loss - left()
+                if promised >= NEAR_MINIMUM * loss:
+                    found = self._bent(d, found, damping, cutoff)
             best = min(best, found, key=lambda point: point.loss)
             if loss - best.loss > LEAST_PROGRESS * promised:
                 memory.pause = 1
@@ -112,14 +120,14 @@ class _Step:
         if memory.damping <= 0:
             memory.damping = FIRST_DAMPING * largest
 
-        def attempt(damping: float) -> tuple[float, LinePoint]:
+        def attempt(damping: float) -> tuple[Tensor, LinePoint]:
             d = self._direction(damping)
             expected = loss - self._promised(d)
             with self.timed("trials"):
-                point = self.search.point_at(d, 1.0)
-            return (loss - point.loss) / expected if expected > 0 else math.nan, point
+                found, _ = self.search.evaluated(d)
+            return torch.where(expected > 0, (loss - found) / expected, math.nan), LinePoint(d, math.nan, None, 1.0)
 
-        trial = first_accepted(attempt, memory.damping)
+        trial = first_accepted(attempt, memory.damping, device=self.values.device)
         entry = {"damping": trial.damping, "ratio": trial.ratio, "rollbacks": trial.rollbacks}
         if not trial.is_accepted:
             memory.damping = trial.damping_after_failure(largest)
@@ -138,31 +146,30 @@ class _Step:
             rest = problem.solve(-self.values - problem.times(carried), damping, cutoff)
             return times_lr({name: d + carried[name] for name, d in rest.items()}, self.options)
 
-    def _promised(self, d: Tensor) -> float:
-        """The loss after a step, were the residuals linear."""
+    def _promised(self, d: Tensor) -> Tensor:
+        """The loss () after a step, were the residuals linear."""
         return loss_of(self.values + self._times(d))
 
     def _times(self, d: Tensor) -> Tensor:
         return self.problem.times(self.problem.jacobian.split(d))
 
-    def _bent(self, d: Tensor, damping: float, cutoff: float) -> LinePoint:
-        """The better of a straight step ``t d`` and a bent one ``t d + t^2/2 a``, corrected once.
+    def _bent(self, d: Tensor, best: LinePoint, damping: float, cutoff: float) -> LinePoint:
+        """The better of the best straight step ``t d`` and a bent one ``t d + t^2/2 a``, corrected once.
 
         Along ``t d`` the residuals bend by r'', seen by a difference; ``a = -J^+ r''`` bends the step back (geodesic
         acceleration, arXiv:1201.5885, equation 3).
         """
         solve = lambda v: times_lr(self.problem.solve(-v, damping, cutoff), self.options)
         search, origin = self.search, self.search.origin
-        best = search.straight(d)
         t = BEND_STEP * (best.step_size or LEAST_STEP)
-        seen = search.residuals_at(t * d)
+        _, seen = search.evaluated(t * d)
         assert seen is not None
         a = solve(2 / t * ((seen - self.values) / t - self._times(d)))
-        if bool(torch.isfinite(a).all()):
-            best = min(best, search.lowest(lambda t: t * d + t * t / 2 * a, origin), key=lambda point: point.loss)
+        a = torch.where(torch.isfinite(a).all(), a, 0)  # straight again
+        best = min(best, search.lowest(lambda t: t * d + t * t / 2 * a, origin, "bent"), key=lambda point: point.loss)
         if best is origin:
             return best
         assert best.residuals is not None
         correction = solve(best.residuals)
-        found = search.lowest(lambda t: best.displacement + t * correction, best)
+        found = search.lowest(lambda t: best.displacement + t * correction, best, "corrected")
         return LinePoint(found.displacement, found.loss, found.residuals, best.step_size)

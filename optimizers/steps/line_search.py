@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import widen
+from curvature.linalg import on_host, widen
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.descent import DescentRule
+from optimizers.steps.quadratic_model import tried_together
 from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule
 from optimizers.steps.updates import are_finite, kept_by_decay
 
 MOST_HALVINGS = 30  # of a step
-MOST_AT_ONCE = 4  # points that an accelerator evaluates before the host reads their losses
+FIRST_AT_ONCE = 2  # points on an accelerator: a step and its half, which tells that the former is best
 
 
 @dataclass(frozen=True)
@@ -36,34 +37,25 @@ class LineSearch:
 
     Args:
         evaluate: loss and residuals (if any) with the parameters as they are now.
+        counts: how many points each kind of search looked at last, and one more; an accelerator begins with as many.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], loss: float, evaluate: Callable[[], tuple[Tensor, Tensor | None]]
+        self,
+        parameters: Mapping[str, Tensor],
+        loss: float,
+        evaluate: Callable[[], tuple[Tensor, Tensor | None]],
+        counts: dict[str, int],
     ) -> None:
-        self.parameters, self.evaluate = parameters, evaluate
+        self.parameters, self.evaluate, self.counts = parameters, evaluate, counts
         self.starts = [p.detach().clone() for p in parameters.values()]
         self.origin = LinePoint(torch.cat([torch.zeros_like(x).flatten() for x in self.starts]), loss)
 
-    def point_at(self, displacement: Tensor, step_size: float = 0.0) -> LinePoint:
-        """Move the parameters and evaluate the loss there."""
-        return self._points_at([displacement], [step_size])[0]
-
-    def residuals_at(self, displacement: Tensor) -> Tensor | None:
-        """Move the parameters and evaluate the residuals there."""
+    def evaluated(self, displacement: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Move the parameters; the loss there (), infinite if it is not finite, and the residuals (if any)."""
         self.move_to(displacement)
-        return self.evaluate()[1]
-
-    def _points_at(self, displacements: Sequence[Tensor], step_sizes: Sequence[float]) -> list[LinePoint]:
-        """The points one after the other; the host waits once for all."""
-        losses, residuals = [], []
-        for displacement in displacements:
-            self.move_to(displacement)
-            loss, own = self.evaluate()
-            losses.append(widen(loss).reshape(()))
-            residuals.append(own)
-        values = [x if math.isfinite(x) else math.inf for x in torch.stack(losses).tolist()]
-        return [LinePoint(*own) for own in zip(displacements, values, residuals, step_sizes, strict=True)]
+        loss, residuals = self.evaluate()
+        return widen(loss).reshape(()).nan_to_num(math.inf, math.inf, math.inf), residuals
 
     def move_to(self, displacement: Tensor) -> None:
         pieces = displacement.split([x.numel() for x in self.starts])
@@ -71,29 +63,25 @@ class LineSearch:
             for p, start, piece in zip(self.parameters.values(), self.starts, pieces, strict=True):
                 p.copy_(start).add_(piece.reshape(p.shape))
 
-    def lowest(self, curve: Callable[[float], Tensor], start: LinePoint) -> LinePoint:
+    def lowest(self, curve: Callable[[float], Tensor], start: LinePoint, kind: str) -> LinePoint:
         """Halve the step until the loss is below that of `start` and stops falling; `start` if it never is below."""
-        best = start
-        for step_sizes in self._halvings():
-            for seen in self._points_at([curve(t) for t in step_sizes], step_sizes):
-                if seen.loss < best.loss:
-                    best = seen
+        best, seen = start, 0
+        halvings = [0.5**k for k in range(MOST_HALVINGS + 1)]
+        for some in tried_together(halvings, start.displacement.device, self.counts.get(kind, FIRST_AT_ONCE)):
+            points = [self.evaluated(curve(t)) for t in some]
+            losses = map(float, on_host([loss for loss, _ in points]))
+            for t, loss, (_, residuals) in zip(some, losses, points, strict=True):
+                seen += 1
+                self.counts[kind] = seen + 1
+                if loss < best.loss:
+                    best = LinePoint(curve(t), loss, residuals, t)
                 elif best is not start:
                     return best
         return best
 
-    def _halvings(self) -> Iterator[list[float]]:
-        """Step sizes that are tried together: on an accelerator more and more, so that the host seldom waits."""
-        is_cpu = self.origin.displacement.device.type == "cpu"
-        first, count = 0, 1
-        while first <= MOST_HALVINGS:
-            last = min(first + count, MOST_HALVINGS + 1)
-            yield [0.5**k for k in range(first, last)]
-            first, count = last, 1 if is_cpu else min(2 * count, MOST_AT_ONCE)
-
     def straight(self, step: Tensor) -> LinePoint:
         """The lowest along a step from the origin."""
-        return self.lowest(lambda t: t * step, self.origin)
+        return self.lowest(lambda t: t * step, self.origin, "straight")
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
@@ -117,6 +105,7 @@ class LineSearchStep(StepRule):
 
     def __init__(self, descent: DescentRule) -> None:
         self.descent = descent
+        self.counts: dict[str, int] = {}  # of a `LineSearch`
 
     def evaluate(self, context: StepContext) -> Evaluation:
         """
@@ -139,7 +128,7 @@ class LineSearchStep(StepRule):
             good = context.unscale_and_check_finite(gradients)
             directions = self.descent(context, context.stack(gradients), good).directions
         own = {name: context.trained[name] for name in directions}
-        search = LineSearch(own, float(loss), lambda: (replay.loss(), None))
+        search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
         step = -times_lr(directions, context.options)
         with context.monitor.timed("trials"), search.restoring():
             found = search.straight(step)

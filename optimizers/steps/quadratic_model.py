@@ -7,14 +7,14 @@ their products with the Gauss-Newton matrix and N their inner products (arXiv:15
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import symmetric_eigh
+from curvature.linalg import on_host, symmetric_eigh, try_cholesky
 
 FIRST_DAMPING = 1e-3  # relative to the curvature along the first directions
 GOOD, POOR = 0.75, 0.25  # reduction ratios between which the damping stays
@@ -23,6 +23,9 @@ SHRINK, GROW = 0.8, 4.0  # factors of the damping: slowly down, quickly up
 MOST_TRIES = 12  # dampings tried before a step is given up
 MOST_DAMPING = 1e3  # relative to the largest curvature: failures raise it no further
 LEAST_DAMPING = 1e-30  # likewise: a damping of zero could never grow again
+MOST_AT_ONCE = 8  # candidates that an accelerator evaluates before the host reads their losses; more if expected
+
+Candidate = TypeVar("Candidate")
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,31 @@ class Quadratic:
         Combinations of directions of length one count as zero whose curvature is below `least` of the largest.
         Negative curvature counts by its size (saddle-free Newton, arXiv:1406.2572).
         """
-        matrix = self.curvature + damping * self.norms
-        size = matrix.diagonal().abs()
-        scale = torch.where(size > 0, size, 1.0).rsqrt()
-        values, vectors = symmetric_eigh(scale[:, None] * matrix * scale)
+        matrix, scale = self._scaled(damping)
+        values, vectors = symmetric_eigh(matrix)
         values = values.abs()
         # directions that are the same to the precision of the products are not told apart
         kept = values > least * values.max().clamp(min=torch.finfo(values.dtype).tiny)
         inverse = torch.where(kept, 1 / values, torch.zeros_like(values))
         return -scale * (vectors @ (inverse * (vectors.T @ (scale * self.slopes))))
+
+    def minimum_nearby(self, damping: float, least: float = SINGLE_PRECISION) -> Tensor:
+        """About `minimum`, of a positive semi-definite model on an accelerator, which need not wait for eigenvalues."""
+        if self.curvature.device.type == "cpu":
+            return self.minimum(damping, least)
+        matrix, scale = self._scaled(damping)
+        matrix.diagonal().add_(least * len(matrix))
+        root = try_cholesky(matrix)
+        if root is None:
+            return self.minimum(damping, least)
+        return -scale * torch.cholesky_solve((scale * self.slopes)[:, None], root)[:, 0]
+
+    def _scaled(self, damping: float) -> tuple[Tensor, Tensor]:
+        """The damped matrix for directions that have a curvature of one, and what these are multiplied by."""
+        matrix = self.curvature + damping * self.norms
+        size = matrix.diagonal().abs()
+        scale = torch.where(size > 0, size, 1.0).rsqrt()
+        return scale[:, None] * matrix * scale, scale
 
     @property
     def is_finite(self) -> bool:
@@ -119,22 +138,43 @@ class Trial:
         return max(self.first, min(self.first * GROW, MOST_DAMPING * largest))
 
 
-def first_accepted(attempt: Callable[[float], tuple[float, Any]], damping: float, least_ratio: float = 0.0) -> Trial:
+def first_accepted(
+    attempt: Callable[[float], tuple[Tensor | float, Any]],
+    damping: float,
+    least_ratio: float = 0.0,
+    device: torch.device | None = None,
+    first: int = 1,
+) -> Trial:
     """Try ever more damping until the loss falls, or until it does not change at all: then it cannot tell.
 
     Args:
         attempt: makes the step with the damping given, and returns its reduction ratio (actual decrease of the loss
-            over the expected one) and the step.
+            over the expected one), which the host need not know yet, and the step.
         damping: of the first try.
         least_ratio: that is accepted.
+        device: where attempts are made; on an accelerator later ones may follow the one that is accepted.
+        first: how many an accelerator makes before the host looks for the first time.
     """
-    first = damping
-    for rollbacks in range(MOST_TRIES):
-        if rollbacks:
-            damping *= GROW
-        ratio, step = attempt(damping)
-        if math.isfinite(ratio) and ratio > least_ratio:
-            return Trial(first, damping, ratio, rollbacks, True, step)
-        if ratio == 0:
-            break
-    return Trial(first, damping, ratio, rollbacks + 1, False, step)
+    dampings = [damping * GROW**k for k in range(MOST_TRIES)]
+    count = 0
+    for some in tried_together(dampings, device, first):
+        made = [attempt(damping) for damping in some]
+        ratios = on_host([x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x, _ in made])
+        for ratio, tried, (_, step) in zip(map(float, ratios), some, made, strict=True):
+            if math.isfinite(ratio) and ratio > least_ratio:
+                return Trial(damping, tried, ratio, count, True, step)
+            count += 1
+            if ratio == 0 or count == MOST_TRIES:
+                return Trial(damping, tried, ratio, count, False, step)
+    raise AssertionError("the last damping ends the tries")
+
+
+def tried_together(
+    candidates: Sequence[Candidate], device: torch.device | None, first: int = 1
+) -> Iterator[Sequence[Candidate]]:
+    """Candidates that are evaluated before the host looks: one on a CPU, more and more on an accelerator."""
+    is_cpu = device is None or device.type == "cpu"
+    start, count = 0, 1 if is_cpu else first
+    while start < len(candidates):
+        yield candidates[start : start + count]
+        start, count = start + count, 1 if is_cpu else min(2 * count, MOST_AT_ONCE)

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from curvature import Jacobian
 from curvature.functional import ExactNorms
-from curvature.linalg import optimistically, stack, widen
-from curvature.preconditioners import ResidualBlock, residual_blocks
+from curvature.linalg import on_host, optimistically, soon, stack, widen
+from curvature.preconditioners import ResidualBlock, residual_blocks, residual_inverses
 from curvature.recording import ModelState, warn_once
 from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
-from optimizers.steps.adaptive import grouped, on_host, set_parameters
+from optimizers.steps.adaptive import grouped, set_parameters
 from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.updates import are_finite, inner, kept_by_decay
+from optimizers.steps.updates import all_finite, inner, kept_by_decay
 
 DIRECTIONS = 4  # that the Kronecker factors give
 REMEMBERED = 3  # displacements that are directions again
@@ -36,6 +36,9 @@ SINGLE_PRECISION = (
     "steps may soon stop helping: take double precision, model.double() and inputs of torch.float64"
 )
 SHRINK = 0.5  # of the damping after a good step: no noise in the batch calls for caution
+
+
+Late = Callable[[], float]  # a number, which the host may have to wait for
 
 
 def call_residuals(closure: Callable[[], Any]) -> Tensor:
@@ -55,10 +58,9 @@ def call_residuals(closure: Callable[[], Any]) -> Tensor:
     return residuals
 
 
-def loss_of(residuals: Tensor) -> float:
-    """``1/2 ||r||^2``; infinite where it is not finite."""
-    value = float(residuals.square().sum()) / 2
-    return value if math.isfinite(value) else math.inf
+def loss_of(residuals: Tensor) -> Tensor:
+    """``1/2 ||r||^2``, (); infinite where it is not finite."""
+    return widen(residuals.square().sum()).nan_to_num(math.inf, math.inf, math.inf) / 2
 
 
 class ResidualReplay:
@@ -87,8 +89,8 @@ class ResidualReplay:
         found = self.processes.concatenated(call_residuals(self.closure).detach())
         return found if self.order is None else found[self.order]
 
-    def loss(self) -> float:
-        """The loss at the current parameters; infinite if it is not finite."""
+    def loss(self) -> Tensor:
+        """The loss () at the current parameters; infinite if it is not finite."""
         return loss_of(self.residuals())
 
 
@@ -100,8 +102,12 @@ class ResidualSolver(Protocol):
 
     moves: list[dict[str, Tensor]]  # the last displacements
 
-    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext) -> dict[str, Any]:
-        """Take the step, or leave the parameters as they are; the entry for the history."""
+    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Late) -> dict[str, Any]:
+        """Take the step, or leave the parameters as they are; the entry for the history.
+
+        Args:
+            loss: at the parameters.
+        """
 
     def report(self, model: nn.Module) -> str:
         """How every parameter is preconditioned."""
@@ -114,6 +120,7 @@ class ResidualStep(StepRule):
 
     def __init__(self, solver: ResidualSolver) -> None:
         self.solver = solver
+        self.known: set[int] = set()  # numbers of residuals whose Jacobian was found before
 
     def evaluate(self, context: StepContext) -> Evaluation:
         """
@@ -131,8 +138,7 @@ class ResidualStep(StepRule):
         if torch.finfo(replay.values.dtype).bits < 64:
             warn_once(SINGLE_PRECISION, context.owner, str(replay.values.dtype), logger="optimizers")
         loss = replay.values.square().sum() / 2
-        value = float(loss)
-        if not math.isfinite(value):
+        if len(replay.values) not in self.known and not bool(loss.isfinite()):  # nothing can be learnt of the Jacobian
             replay.before.restore_buffers()
             return Outcome(loss, is_skipped=True)
         for name in ("damping", "momentum"):
@@ -141,17 +147,41 @@ class ResidualStep(StepRule):
             with context.monitor.timed("jacobian"):
                 jacobian = replay.jacobian(context.model)
             check_trained(jacobian.shapes, context.trained)
-            if not are_finite(jacobian.transposed(replay.values).values()):  # a root of zero, say
-                return Outcome(loss, is_skipped=True)
-            entry = context.attempt(lambda: self._move(jacobian, replay, context))
+            self.known.add(len(replay.values))
+            with context.monitor.timed("step"):
+                entry = self._moved(jacobian, replay, context, loss)
         finally:
             replay.after.restore()
-        rollbacks = entry.pop("rollbacks")
-        return Outcome(loss, entry={"loss": value} | entry, rollbacks=rollbacks)
+        if entry is not None:
+            rollbacks = entry.pop("rollbacks")
+            return Outcome(loss, entry=entry, rollbacks=rollbacks)
+        if not bool(loss.isfinite()):
+            replay.before.restore_buffers()
+        return Outcome(loss, is_skipped=True)
 
-    def _move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext) -> dict[str, Any]:
-        with context.monitor.timed("step"):
-            return self.solver.move(jacobian, replay, context)
+    def _moved(
+        self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Tensor
+    ) -> dict[str, Any] | None:
+        """The entry for the history; None, and nothing has changed, where loss or Jacobian are not finite.
+
+        The host learns that, and whether decompositions succeeded, with the numbers that it reads anyway.
+        """
+        good = all_finite([loss, *jacobian.transposed(replay.values).values()])  # a root of zero has no derivative
+        before = dict(vars(self.solver))
+
+        def move() -> dict[str, Any]:
+            value = soon(loss)
+            found = self.solver.move(jacobian, replay, context, value)
+            return {"loss": value()} | found
+
+        def either() -> dict[str, Any] | None:
+            found = optimistically(move, [good])
+            if found is None:
+                vars(self.solver).update(before)
+                found = move() if bool(good) else None
+            return found
+
+        return context.attempt(either)
 
     def state_dict(self) -> dict[str, Any]:
         own = {k: v for k, v in vars(self.solver).items() if not k.startswith("_")}
@@ -165,30 +195,29 @@ class ResidualStep(StepRule):
 class Subspace:
     """Directions, each cut into groups of parameters, and the quadratic model over all that they span.
 
-    The model is kept on the host, in float64: it is small, and each choice in it would make the host wait.
+    The model is in float64, and on the host in the end: it is small, and each choice in it would make the host wait.
     """
 
     def __init__(self, jacobian: Jacobian, values: Tensor, groups: Sequence[Sequence[str]]) -> None:
         self.jacobian, self.values, self.groups = jacobian, values, groups
         self.directions: list[Named] = []
-        (self.residuals,) = on_host([values])
-        self.columns = torch.zeros(jacobian.shape[0], 0, dtype=torch.float64, device="cpu")
-        self.curvature = self.norms = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
+        self.residuals = widen(values)
+        self.columns = self.residuals.new_zeros(jacobian.shape[0], 0)
+        self.curvature = self.norms = self.residuals.new_zeros(0, 0)
         self.dtype = torch.float64
 
     def add(self, *directions: Named) -> None:
-        """Add directions; the host waits once for all."""
+        """Add directions."""
         if not directions:
             return
         old, groups = len(self.directions), len(self.groups)
         self.directions += directions
         found = torch.cat([self.jacobian.columns(d, self.groups) for d in directions], 1)
         self.dtype = found.dtype
-        products = [[self._inner(d, other) for other in self.directions] for d in directions]
-        columns, inner_products = on_host([found, torch.stack([torch.stack(row) for row in products])])
+        columns = widen(found)
         self.columns = torch.cat([self.columns, columns], 1)
         self.curvature = _bordered(self.curvature, self.columns.mT @ columns)
-        blocks = [[torch.diag(own) for own in row] for row in inner_products]
+        blocks = [[torch.diag(self._inner(d, other)) for other in self.directions] for d in directions]
         border = torch.cat([torch.cat(row) for row in blocks], 1)
         assert len(border) == (old + len(directions)) * groups
         self.norms = _bordered(self.norms, border)
@@ -196,13 +225,18 @@ class Subspace:
     def _inner(self, one: Named, other: Named) -> Tensor:
         return stack(stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups)
 
+    def bring_to_host(self) -> None:
+        """The model from now on is on the host, which waits once."""
+        mine = [self.residuals, self.columns, self.curvature, self.norms]
+        self.residuals, self.columns, self.curvature, self.norms = on_host(mine)
+
     def minimum(self, damping: float) -> Tensor:
-        """The coefficients of the damped minimum."""
+        """The coefficients of the damped minimum; on an accelerator about those."""
         model = Quadratic(self.columns.mT @ self.residuals, self.curvature, self.norms)
-        return model.minimum(damping, least=4 * torch.finfo(self.dtype).eps)
+        return model.minimum_nearby(damping, least=4 * torch.finfo(self.dtype).eps)
 
     def loss(self, alpha: Tensor) -> float:
-        """``1/2 ||r + J d||^2`` of a combination."""
+        """``1/2 ||r + J d||^2`` of a combination, on the host."""
         return float((self.residuals + self.columns @ alpha).square().sum()) / 2
 
     def left(self, alpha: Tensor) -> Tensor:
@@ -211,13 +245,14 @@ class Subspace:
 
     def combined(self, alpha: Tensor) -> dict[str, Tensor]:
         """``d``, in the shapes of the parameters."""
-        rows = alpha.reshape(len(self.directions), len(self.groups)).tolist()
+        whole = alpha.reshape(len(self.directions), len(self.groups))
+        rows: Any = whole.tolist() if alpha.device.type == "cpu" else whole
         found: dict[str, Tensor] = {}
         for direction, row in zip(self.directions, rows, strict=True):
             for group, factor in zip(self.groups, row, strict=True):
                 for name in group:
-                    d = direction[name]
-                    found[name] = found[name].add_(d, alpha=factor) if name in found else d * factor
+                    d = direction[name] * factor
+                    found[name] = found[name].add_(d) if name in found else d
         return found
 
 
@@ -232,34 +267,33 @@ class SubspaceSolver:
         self.damping = -1.0
         self.moves: list[dict[str, Tensor]] = []
         self._blocks: list[ResidualBlock] = []  # of the last step, for reports
+        self._tries = 1  # of dampings, at the last step
 
-    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext) -> dict[str, Any]:
+    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Late) -> dict[str, Any]:
         """See `ResidualSolver`. The largest lr shortens the step, the others, relative to it, the directions."""
         jacobian, values, options = jacobian.merged(), replay.values, context.options
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
         rates = {name: float(options[name]["lr"]) for name in own}
-        lr, loss = max(rates.values()), float(values.square().sum()) / 2
-        if lr == 0 or loss == 0:  # a schedule that starts at zero, or nothing left to do
-            entry = {"loss": loss, "accepted": True, "rollbacks": 0}
+        lr, blocks = max(rates.values()), residual_blocks(jacobian)
+        if lr == 0 or loss() == 0:  # a schedule that starts at zero, or nothing left to do
+            entry = {"accepted": True, "rollbacks": 0}
             return entry | {"step_size": 0.0, "damping": self.damping, "ratio": math.nan}
         given = next(iter(options.values()))["damping"]
-        gradient = jacobian.transposed(values)
+        gradient, self._blocks = jacobian.transposed(values), blocks
         if given is not None:
             self.damping = float(given)
         elif self.damping < 0:
             self.damping = FIRST_DAMPING * _curvature_along(jacobian, gradient)
-        self._blocks = residual_blocks(jacobian)
         space = self._spanned(jacobian, values, gradient, {name: rate / lr for name, rate in rates.items()})
-        return {"loss": loss} | self._first_accepted(space, replay, context, lr, loss)
+        return self._first_accepted(space, replay, context, lr, loss())
 
     def _spanned(self, jacobian: Jacobian, values: Tensor, gradient: Named, scales: Mapping[str, float]) -> Subspace:
         """The last displacements, and what the factors make of what is left of the gradient, again and again."""
         layers = [{name: gradient[name] for name in block.names} for block in self._blocks]
         space = Subspace(jacobian, values, [list(group) for group in grouped(layers)])
         space.add(*self.moves)
-        invert = lambda: [block.inverse(self.damping) for block in self._blocks]
-        inverses = optimistically(invert) or invert()
+        inverses = residual_inverses(self._blocks, self.damping)
         left: Named = gradient
         for k in range(DIRECTIONS):
             if k:
@@ -271,6 +305,7 @@ class SubspaceSolver:
             for block, inverse in zip(self._blocks, inverses, strict=True):
                 solved |= block.solve(inverse, left)
             space.add({name: d * -scales[name] for name, d in solved.items()})
+        space.bring_to_host()
         return space
 
     def _first_accepted(
@@ -280,19 +315,23 @@ class SubspaceSolver:
         options, parameters = context.options, context.trained
         start = {name: parameters[name].detach().clone() for name in space.jacobian.shapes}
 
-        def attempt(damping: float) -> tuple[float, tuple[Tensor, Named]]:
+        def place(move: Named) -> None:
+            for name, d in move.items():
+                parameters[name].copy_(start[name]).mul_(kept_by_decay(options[name])).add_(d)
+
+        def attempt(damping: float) -> tuple[Tensor | float, tuple[Tensor, Named]]:
             alpha = lr * space.minimum(damping)
             move = space.combined(alpha)
             expected = loss - space.loss(alpha)
-            try:
-                for name, d in move.items():
-                    parameters[name].copy_(start[name]).mul_(kept_by_decay(options[name])).add_(d)
-                return (loss - replay.loss()) / expected if expected > 0 else math.nan, (alpha, move)
-            except BaseException:
-                set_parameters(parameters, start)
-                raise
+            place(move)
+            return (loss - replay.loss()) / expected if expected > 0 else math.nan, (alpha, move)
 
-        trial, largest = first_accepted(attempt, self.damping), largest_curvature(space.curvature, space.norms)
+        try:
+            trial = first_accepted(attempt, self.damping, device=space.values.device, first=self._tries)
+        except BaseException:
+            set_parameters(parameters, start)
+            raise
+        largest, self._tries = largest_curvature(space.curvature, space.norms), trial.rollbacks + 1
         is_fixed = next(iter(options.values()))["damping"] is not None
         entry = {"accepted": trial.is_accepted, "ratio": trial.ratio, "rollbacks": trial.rollbacks}
         if not trial.is_accepted:
@@ -301,6 +340,7 @@ class SubspaceSolver:
             self.damping = self.damping if is_fixed else trial.damping_after_failure(largest)
             return entry | {"step_size": 0.0, "damping": trial.damping}
         alpha, move = trial.step
+        place(move)  # another one may have been tried since
         kept = REMEMBERED if options[next(iter(move))]["momentum"] else 0
         self.moves = [*self.moves, move][-kept:] if kept else []
         if not is_fixed:

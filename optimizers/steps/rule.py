@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from optimizers.steps.updates import Move
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
 
 Named = Mapping[str, Tensor]
+Entry = TypeVar("Entry")
 __all__ = ["Evaluation", "Named", "Options", "Outcome", "Scaling", "StepContext", "StepRule"]
 
 
@@ -181,7 +182,7 @@ class StepContext:
 
     # -- closures
 
-    def attempt(self, move: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def attempt(self, move: Callable[[], Entry]) -> Entry | dict[str, Any]:
         """The entry that `move` returns, or that of a step not accepted if a decomposition fails.
 
         Raises:

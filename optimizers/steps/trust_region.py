@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.linalg import copy_to_host_async
 from curvature.preconditioners import Block
 from optimizers.distributed.sharding import to_local
 from optimizers.monitor import Undecided
@@ -16,7 +17,6 @@ from optimizers.preconditioner import Renewal
 from optimizers.recording.output_scale import OutputScale
 from optimizers.steps.calibration import calibrate, underestimate
 from optimizers.steps.descent import Descent, DescentRule
-from optimizers.steps.finite_check import copy_to_host_async
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
 from optimizers.steps.stacks import Stack, products, row_squares, scaled
 from optimizers.steps.step_size import (

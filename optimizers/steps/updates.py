@@ -141,7 +141,12 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether no entry is infinite or nan."""
     some = [t for t in tensors if t.numel()]
     # sums are quick, but those of finite entries may overflow
-    return bool(torch.isfinite(_sums(some)).all()) or bool(stack(torch.isfinite(t).all() for t in some).all())
+    return bool(torch.isfinite(_sums(some)).all()) or bool(all_finite(some))
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """`are_finite` of at least one tensor, as a flag () on the device of the first."""
+    return stack(torch.isfinite(t).all() for t in tensors).all()
 
 
 def finite_value(loss: Tensor, gradients: Iterable[Tensor]) -> float:

@@ -86,9 +86,13 @@ def measure(
 
 
 def recorded(
-    model: nn.Module, x: Any, vectors: Callable[[Tensor], Tensor] = unit_vectors, sharing: str = "expand"
+    model: nn.Module,
+    x: Any,
+    vectors: Callable[[Tensor], Tensor] = unit_vectors,
+    sharing: str = "expand",
+    **options: Any,
 ) -> BlockDiagonalCurvature:
-    factors = BlockDiagonalCurvature(sharing)
+    factors = BlockDiagonalCurvature(**options)
     factors.update_average(measure(factors, model, x, vectors), 0.95)
     return factors
 

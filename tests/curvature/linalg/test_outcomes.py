@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.linalg import are_true, count_recovery, optimistically, recovery_counts
+from curvature.linalg import are_true, count_recovery, on_host, optimistically, recovery_counts, soon
 from curvature.linalg.decompositions import spd_inverse, symmetric_eigh, try_cholesky
 from support.cases.case import seeded
 from support.host_waits import Waits
@@ -73,3 +73,35 @@ def test_events_count_once_it_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
         assert counts == {"kept": 1}
         spd_inverse(spd())
         assert counts == {"kept": 1, "retried": 1}
+
+
+def test_numbers_that_the_host_reads_bring_the_answers() -> None:
+    numbers = [torch.arange(6).reshape(2, 3), torch.ones((), dtype=torch.float32)]
+
+    def run(flag: Tensor) -> list[Tensor]:
+        are_true(flag)
+        found = on_host(numbers)
+        reached.append(flag)
+        return found
+
+    reached: list[Tensor] = []
+    assert optimistically(lambda: run(NO)) is None and not reached
+    found = optimistically(lambda: run(YES))
+    assert found is not None and len(reached) == 1
+    for own, x in zip(found, numbers, strict=True):
+        assert own.dtype == torch.float64 and torch.equal(own, x.double())
+    assert on_host([]) == [] and optimistically(lambda: on_host([])) == []
+
+
+def test_a_number_comes_with_the_next_transfer() -> None:
+    x = torch.tensor(2.5)
+
+    def run() -> tuple[float, int, float]:
+        sooner, later = soon(x), soon(x + 1)
+        on_host([x])
+        before = waits.count
+        return sooner(), waits.count - before, later()
+
+    with Waits() as waits:
+        assert optimistically(run) == (2.5, 0, 3.5)
+    assert soon(x)() == 2.5 and optimistically(lambda: soon(x)()) == 2.5

@@ -1,0 +1,123 @@
+"""Factors that are cut into diagonal blocks: whole factors with the rest set to zero, entry by entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvature.preconditioners import Block, invert
+from optimizers import EKFAC, KFAC
+from support.cases.case import seeded
+from support.running_blocks import MODELS, block_of, close, full, recorded
+
+pytestmark = pytest.mark.fast
+
+SHARE = 0.3
+PLAIN = ["linear", "places", "no_bias", "conv", "grouped_conv", "transformers_conv1d", "tied_autoencoder"]
+
+
+def by_hand(side: Tensor, size: int, has_bias: bool) -> Tensor:
+    """Entries of rows and columns in one run of `size` stay; a bias, the last row, belongs to the last run."""
+    found = torch.zeros_like(side)
+    last = side.shape[1] - 1 - has_bias
+    for r in range(side.shape[1]):
+        for c in range(side.shape[1]):
+            if min(r, last) // size == min(c, last) // size:
+                found[:, r, c] = side[:, r, c]
+    return found
+
+
+def pair(name: str, size: int, device: str = "cpu", **options: Any) -> tuple[nn.Module, Any, tuple[Tensor, Tensor]]:
+    """A model, its first block, cut, and the factors by hand."""
+    make, inputs = MODELS[name]
+    with seeded(0):
+        model, x = make().to(device, torch.float64), inputs().double().to(device)
+    whole = block_of(recorded(model, x), model)
+    cut = block_of(recorded(model, x, block_size=size, **options), model)
+    return model, cut, (by_hand(whole.rows, size, False), by_hand(whole.columns, size, len(cut.names) > 1))
+
+
+def damped(side: Tensor) -> Tensor:
+    eye = torch.eye(side.shape[1], dtype=side.dtype, device=side.device)
+    return torch.stack([m + SHARE * m.trace() / len(m) * eye for m in side])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", PLAIN)
+def test_factors_and_steps_are_those_of_the_blocks(name: str, size: int, device: str):
+    """With damping of either kind."""
+    model, block, (rows, columns) = pair(name, size, device)
+    close(block.rows, rows)
+    close(block.columns, columns)
+    gradients = [torch.sin(7 * dict(model.named_parameters())[k].detach()) for k in block.names]
+    right = block.scheme.arrangement.to_matrices(gradients)
+
+    def solved() -> Tensor:
+        return block.scheme.arrangement.to_matrices(block.solve(gradients))
+
+    invert([block], SHARE)
+    close(solved(), torch.linalg.solve(damped(rows), right) @ torch.linalg.inv(damped(columns)))
+    block.decompose(0.1)
+    found = solved()
+    for b, a, g, u in zip(rows, columns, right, found, strict=True):
+        matrix = torch.kron(b, a)
+        eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        close(u.flatten(), torch.linalg.solve(matrix + 0.1 * eye, g.flatten()))
+
+
+@pytest.mark.parametrize("name", ["linear", "places", "grouped_conv"])
+def test_eigenbases_are_those_of_the_blocks(name: str):
+    _, block, (rows, columns) = pair(name, 2, kind="eigen")
+    assert block.structure == "eigen"
+    block.decompose(0.1)
+    for side, values, basis in (
+        (rows, block.row_values, block.basis[0]),
+        (columns, block.column_values, block.basis[1]),
+    ):
+        close(basis.mT @ side @ basis, full(values))
+        assert not basis[by_hand(torch.ones_like(side), 2, side is columns and len(block.names) > 1) == 0].any()
+
+
+def test_a_side_that_is_not_larger_stays_whole():
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    opt = KFAC(model, block_size=8)
+    model(torch.randn(16, 8)).square().mean().backward()
+    opt.step()
+    assert "B 32x32 in 4 blocks, A 9x9" in opt.report() and "B 4x4, A 33x33 in 4 blocks" in opt.report()
+    first, last = opt.store.blocks
+    assert [*first.cuts, *last.cuts] == [(8,) * 4, (9,), (4,), (8, 8, 8, 9)]
+    assert first.cost == 4 * 8**3 + 9**3
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_checkpoints_keep_the_blocks(kind: type[KFAC]):
+    def build() -> tuple[nn.Module, KFAC]:
+        with seeded(1):
+            model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        return model, kind(model, block_size=2)
+
+    x = torch.linspace(-1, 1, 32).reshape(8, 4)
+    (model, opt), (other, copy) = build(), build()
+    for _ in range(3):
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+    state = opt.state_dict()
+    copy.load_state_dict(state)
+    for one, two in zip(opt.store.blocks, copy.store.blocks, strict=True):
+        assert isinstance(two, Block) and one.cuts == two.cuts and torch.equal(one.rows, two.rows)
+    with pytest.raises(ValueError, match="block_size"):
+        kind(other).load_state_dict(state)
+
+
+def test_what_block_size_is_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match="block_size: expected a whole number"):
+        KFAC(model, block_size=1.5)
+    with pytest.raises(ValueError, match="block_size: expected a whole number from 1"):
+        KFAC(model, block_size=0)
+    with pytest.raises(ValueError, match="block_size: factors of residuals"):
+        KFAC(model, block_size=1).step(lambda: model(torch.ones(3, 2))[:, 0])
