@@ -225,10 +225,10 @@ class Exact(Injection):
 
     def _pair_source(self, batch: OutputBatch) -> tuple[int, MakePairs]:
         curvature = self._curvature(batch)
-        k, root = self.number(batch.output, batch.count), curvature.root
-        if root is not None:
-            return k, lambda start, stop: (root(batch.basis(start, stop)), None)
-        product = curvature.product()
+        if curvature.columns is not None:
+            k, columns = curvature.columns
+            return k, lambda start, stop: (columns(start, stop), None)
+        k, product = self.number(batch.output, batch.count), curvature.product()
 
         def make(start: int, stop: int) -> VectorPair:
             left = batch.basis(start, stop)
@@ -345,7 +345,8 @@ class Empirical(Injection):
 def exact() -> Injection:
     """All columns of a root of the Hessian: sum_k v_k v_k^T = H, without randomness.
 
-    There are as many vectors as entries in one sample's output (classes times places). If the loss is a negative
+    There are as many vectors as entries in one sample's output (classes times places); matrices of a cross-entropy over
+    C classes need C - 1 for each place. If the loss is a negative
     log-likelihood (those of `sampled`), H is the Fisher information at the output, that is the expected Hessian over
     labels drawn from the model. It needs no target, except for class weights, ``pos_weight`` and ignored places.
     ``NLLLoss`` takes log-probabilities whose exponentials sum to one: after a log-softmax it gives what

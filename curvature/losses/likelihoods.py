@@ -5,8 +5,8 @@ With p(y | f) the likelihood of the label of one term of the loss at output f, t
     H = E[s s^T] = -E[d^2 log p(y | f) / df^2],     s = -d log p(y | f) / df,     y drawn from p(. | f)
 
 It is the Hessian of the term if that does not depend on the label (``is_hessian``), else the expected Hessian. Root of
-the categorical: Martens, Sutskever & Swersky 2012, arXiv:1206.6464. Sampled labels: Martens & Grosse 2015,
-arXiv:1503.05671. The two notions of curvature: Kunstner, Balles & Hennig 2019, arXiv:1905.12558.
+the categorical: Martens, Sutskever & Swersky 2012, arXiv:1206.6464; its Cholesky root: Tanabe & Sagae 1992,
+doi:10.1111/j.2517-6161.1992.tb01875.x. Sampled labels: Martens & Grosse 2015, arXiv:1503.05671. The two notions of curvature: Kunstner, Balles & Hennig 2019, arXiv:1905.12558.
 
 Everything is for terms of mass 1. ``eps``, ``u`` and all results have shape (k, *output.shape); classes and heads are
 dim 1 of the output. A nan in the output makes nan of everything that depends on it.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -28,10 +29,15 @@ class Likelihood:
     """Base class: H at one output, as a root, as a product, and as the second moment of sampled gradients."""
 
     is_hessian: ClassVar[bool] = True
+    spares_last_class: ClassVar[bool] = False  # whether `thin_root` needs no vector for it
 
     def root(self, eps: Tensor) -> Tensor:
         """S eps, with S square and S S^T = H."""
         raise NotImplementedError
+
+    def thin_root(self, eps: Tensor) -> Tensor:
+        """T eps, with T T^T = H, T having as few columns that are not zero as H allows."""
+        return self.root(eps)
 
     def product(self, u: Tensor) -> Tensor:
         """H u."""
@@ -67,7 +73,13 @@ class DiagonalLikelihood(Likelihood):
 
 
 class Categorical(Likelihood):
-    """Of logits (N, C, ...): H = diag(p) - p p^T."""
+    """Of logits (N, C, ...): H = diag(p) - p p^T, of rank C - 1.
+
+    The root S mixes all classes alike, which keeps the variance of random signs low (`propagated`). The Cholesky root
+    T has no column for the last class: the columns of all others suffice for an exact sum.
+    """
+
+    spares_last_class = True
 
     def __init__(self, output: Tensor) -> None:
         self.output, self.p = output, output.softmax(1)
@@ -76,12 +88,28 @@ class Categorical(Likelihood):
         mixed = self.p.sqrt() * eps
         return mixed - self.p * mixed.sum(2, keepdim=True)
 
+    def thin_root(self, eps: Tensor) -> Tensor:
+        # T_jj^2 = p_j q_j / (p_j + q_j) and T_ij = -p_i T_jj / q_j for i > j, q_j = sum_(i > j) p_i
+        rest = self.p.flip(1).cumsum(1).flip(1)
+        after = torch.cat([rest[:, 1:], torch.zeros_like(rest[:, :1])], 1)
+        share = (self.p / rest).sqrt()  # of roots, since quotients of the least numbers overflow
+        along = torch.where(after == 0, 0, share / after.sqrt()) * eps
+        before = along.cumsum(2) - along
+        return torch.where(rest == 0, 0, share * after.sqrt()) * eps - self.p * before
+
     def product(self, u: Tensor) -> Tensor:
-        mixed = self.p * u
+        # H 1 = 0: relative to the likeliest class nothing cancels, however near to one its probability is
+        mixed = self.p * (u - u.gather(2, self.likeliest.expand(len(u), *self.likeliest.shape)))
         return mixed - self.p * mixed.sum(2, keepdim=True)
 
     def diagonal(self) -> Tensor:
-        return self.p * (1 - self.p)
+        others = self.p.scatter(1, self.likeliest, 0).sum(1, keepdim=True)
+        return self.p * (1 - self.p).scatter(1, self.likeliest, others)
+
+    @cached_property
+    def likeliest(self) -> Tensor:
+        """The class with the largest probability at every place, (N, 1, ...)."""
+        return self.p.argmax(1, keepdim=True)
 
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
         label = draw_classes(self.output, k, generator)

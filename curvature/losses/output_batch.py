@@ -46,13 +46,12 @@ class OutputBatch:
         return vectors.reshape(len(vectors), self.count, -1)
 
     def basis(self, start: int, stop: int) -> Tensor:
-        """`unit_vectors` of this output."""
-        return unit_vectors(self.output, self.count, start, stop)
+        """`unit_vectors` of entries start..stop of a sample's output."""
+        return unit_vectors(self.output, self.count, torch.arange(start, stop, device=self.output.device))
 
 
-def unit_vectors(output: Tensor, count: int, start: int, stop: int) -> Tensor:
-    """Unit vectors start..stop of one sample's output, the same for every sample: (stop - start, *output.shape)."""
-    numbers = torch.arange(start, stop, device=output.device)
-    vectors = output.new_zeros(stop - start, 1, output.numel() // count)
-    vectors[numbers - start, 0, numbers] = 1
-    return vectors.expand(-1, count, -1).reshape(stop - start, *output.shape)
+def unit_vectors(output: Tensor, count: int, entries: Tensor) -> Tensor:
+    """Unit vectors of these entries (k,) of a sample's output, the same for every sample: (k, *output.shape)."""
+    vectors = output.new_zeros(len(entries), 1, output.numel() // count)
+    vectors[torch.arange(len(entries), device=output.device), 0, entries] = 1
+    return vectors.expand(-1, count, -1).reshape(len(entries), *output.shape)

@@ -32,6 +32,7 @@ from curvature.losses.per_sample import GaussianNLLLoss, Loss, name_of, per_samp
 
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Draw = Callable[[int, torch.Generator], Tensor]
+Columns = tuple[int, Callable[[int, int], Tensor]]  # number of vectors; (start, stop) -> vectors start..stop
 COLUMNS_PER_CHUNK = 64  # columns of H at a time
 
 
@@ -42,11 +43,13 @@ class OutputCurvature:
     Attributes:
         product: builds the graph for products and returns u -> H u.
         root: eps -> S eps; None if only a decomposition of H gives it.
+        columns: the columns of a root of H, as few as possible; None if there is no `root`.
         diagonal: of H, in the shape of the output; None if it needs a product for every entry.
     """
 
     product: Callable[[], LinearMap]
     root: LinearMap | None = None
+    columns: Columns | None = None
     diagonal: Callable[[], Tensor] | None = None
 
 
@@ -68,7 +71,7 @@ def fisher_information(loss: Loss, output: Tensor, target: Any = None, count: in
     if kind is None or kind.likelihood is None:
         return _by_differentiating(loss, kind, output, target, count)
     masses = term_masses(loss, output, target, count=count)
-    return _of_likelihood(kind.likelihood(loss, output), masses)
+    return _of_likelihood(kind.likelihood(loss, output), masses, output, count)
 
 
 def hessian(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> OutputCurvature:
@@ -78,7 +81,7 @@ def hessian(loss: Loss, output: Tensor, target: Any = None, count: int | None = 
         masses = term_masses(loss, output, target, count=count)
         unit = kind.likelihood(loss, output)
         if unit.is_hessian:
-            return _of_likelihood(unit, masses)
+            return _of_likelihood(unit, masses, output, count)
     return _by_differentiating(loss, kind, output, target, count)
 
 
@@ -158,7 +161,7 @@ def label_gradient_sampler(loss: Loss, output: Tensor, target: Any = None, count
 
 def class_gradients(
     loss: Loss, output: Tensor, target: Any, count: int, k: int, generator: torch.Generator
-) -> tuple[int, Callable[[int, int], Tensor]] | None:
+) -> Columns | None:
     """Fewer vectors than k with the outer products of k labels' gradients: their number, and what makes some of them.
 
     None unless a sample is one term with fewer than k classes: with several, labels of terms would go together.
@@ -283,13 +286,23 @@ def _resolve(loss: Loss) -> tuple[Any, _LossKind | None]:
     return loss, _KINDS.get(type(loss))
 
 
-def _of_likelihood(unit: Likelihood, masses: Tensor) -> OutputCurvature:
+def _of_likelihood(unit: Likelihood, masses: Tensor, output: Tensor, count: int | None) -> OutputCurvature:
     scale = masses.sqrt()
     return OutputCurvature(
         product=lambda: lambda u: masses * unit.product(u),
         root=lambda eps: scale * unit.root(eps),
+        columns=_columns(lambda eps: scale * unit.thin_root(eps), output, count, unit.spares_last_class),
         diagonal=lambda: masses * unit.diagonal(),
     )
+
+
+def _columns(root: LinearMap, output: Tensor, count: int | None, spares_last_class: bool = False) -> Columns:
+    """The columns of a root, but for those of the last class if it spares them."""
+    count = count or len(output)
+    entries = torch.arange(output.numel() // count, device=output.device)
+    if spares_last_class and output.shape[1] > 1:
+        entries = entries.reshape(len(output) // count, *output.shape[1:])[:, :-1].flatten()
+    return len(entries), lambda start, stop: root(unit_vectors(output, count, entries[start:stop]))
 
 
 def _by_differentiating(
@@ -304,7 +317,8 @@ def _by_differentiating(
     curves = product()(torch.ones_like(output)[None])[0]
     _require_semidefinite(loss, curves)
     scale = curves.clamp(min=0).sqrt()
-    return OutputCurvature(lambda: lambda u: curves * u, lambda eps: scale * eps)
+    root = lambda eps: scale * eps
+    return OutputCurvature(lambda: lambda u: curves * u, root, _columns(root, output, count))
 
 
 def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target: Tensor, count: int) -> Tensor:
@@ -329,8 +343,8 @@ def _root_by_eigh(loss: Loss, product: LinearMap, output: Tensor, count: int) ->
     """A root of H by eigendecomposition, D x D for every sample, with D the entries of its output."""
     size = output.numel() // count
     columns = [
-        product(unit_vectors(output, count, k, min(k + COLUMNS_PER_CHUNK, size)))
-        for k in range(0, size, COLUMNS_PER_CHUNK)
+        product(unit_vectors(output, count, entries))
+        for entries in torch.arange(size, device=output.device).split(COLUMNS_PER_CHUNK)
     ]
     matrix = torch.cat(columns).reshape(size, count, size).movedim(0, 1)
     finite = matrix.isfinite().all(2).all(1)[:, None, None]

@@ -175,7 +175,8 @@ class KroneckerAccumulator(Accumulator):
         return found
 
     def result(self, scale: float) -> Kronecker:
-        return Kronecker(self.space, self.total.scheme.arrangement, *self.total.factors_(scale))
+        factors = self.total.factors_(scale)
+        return Kronecker(self.space, self.total.scheme.arrangement, *factors, is_symmetric=True)
 
     def refined(self, block: Operator) -> Accumulator:
         assert isinstance(block, Kronecker)

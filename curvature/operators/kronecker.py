@@ -59,11 +59,12 @@ class LayerOperator(Operator):
         groups, outputs = self.arrangement.groups, self.arrangement.outputs
         return groups, outputs, self.space.size // (groups * outputs)
 
-    def _side(self, matrix: Tensor, what: str, size: int) -> Tensor:
+    def _side(self, matrix: Tensor, what: str, size: int, is_symmetric: bool) -> Tensor:
         """Check a factor (g, size, size), or (g, size) if it is diagonal."""
         if matrix.ndim == 2:
             return self.space.kept(matrix, (self.sides[0], size), what)
-        return symmetrize(self.space.kept(matrix, (self.sides[0], size, size), what), what)
+        matrix = self.space.kept(matrix, (self.sides[0], size, size), what)
+        return matrix if is_symmetric else symmetrize(matrix, what)
 
     def _to_matrices(self, V: Tensor) -> Tensor:
         """Columns (P, c) to (c, g, o, i)."""
@@ -203,6 +204,8 @@ class Kronecker(LayerOperator):
         arrangement: likewise.
         rows: B, from backprops, (g, o, o), or (g, o) if it is diagonal.
         columns: A, from activations, (g, i, i), or (g, i) if it is diagonal.
+        is_symmetric: whether the factors are known to be symmetric up to rounding; otherwise that is tested, which takes
+            as long as a tenth of the sums over a batch that they are made of.
 
     Raises:
         ValueError: wrong shapes, dtype or device, not symmetric, or not finite.
@@ -210,11 +213,19 @@ class Kronecker(LayerOperator):
 
     fields = ("space", "arrangement", "rows", "columns")
 
-    def __init__(self, space: Space, arrangement: AffineLayout, rows: Tensor, columns: Tensor) -> None:
+    def __init__(
+        self,
+        space: Space,
+        arrangement: AffineLayout,
+        rows: Tensor,
+        columns: Tensor,
+        *,
+        is_symmetric: bool = False,
+    ) -> None:
         super().__init__(space, arrangement)
         _, outputs, inputs = self.sides
-        self.rows = self._side(rows, "rows", outputs)
-        self.columns = self._side(columns, "columns", inputs)
+        self.rows = self._side(rows, "rows", outputs, is_symmetric)
+        self.columns = self._side(columns, "columns", inputs, is_symmetric)
         self._eigen: EigenKronecker | None = None
         self._inverse: Kronecker | None = None
 
@@ -273,7 +284,7 @@ class Kronecker(LayerOperator):
         if self._inverse is None and self._eigen is None:
             rows, columns = map(_inverted, (self.rows, self.columns))
             if rows is not None and columns is not None:
-                self._inverse = Kronecker(self.space, self.arrangement, rows, columns)
+                self._inverse = Kronecker(self.space, self.arrangement, rows, columns, is_symmetric=True)
         return self._inverse
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
@@ -291,7 +302,8 @@ class Kronecker(LayerOperator):
         return self.eigen.logdet(damping)
 
     def scaled(self, factor: float) -> Operator:
-        return Kronecker(self.space, self.arrangement, require_finite(factor) * self.rows, self.columns)
+        rows = require_finite(factor) * self.rows
+        return Kronecker(self.space, self.arrangement, rows, self.columns, is_symmetric=True)
 
     def damped(self, damping: float) -> Operator:
         return self.eigen.damped(damping)
