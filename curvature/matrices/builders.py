@@ -111,9 +111,10 @@ def fisher(
     Every product goes over ``data`` again, which must give the same batches each time, and the model must not change
     in between; both are checked. ``to_dense``, ``diagonal`` and ``trace`` take one pass.
 
-    ``compact()``, too; it holds the matrix for any number of solves: dense, or where N samples with C vectors each are
-    fewer than the parameters, by their rows ``v^T J`` as activations and backprops, and the (N C, N C) inner products
-    of these (`SampleSpace`). With up to 2000 of either, ``solve`` does so by itself.
+    ``compact()``, too; it holds the matrix for any number of solves: dense, or where N samples with k vectors each are
+    fewer than the parameters, by their rows ``v^T J`` as activations and backprops, and the (N k, N k) inner products
+    of these (`SampleSpace`); k is the size of a sample's output, or C - 1 under a cross-entropy over C classes. With up
+    to 2000 of either, ``solve`` does so by itself.
 
     Arguments and errors as for `fisher_diagonal`.
     """

@@ -204,8 +204,8 @@ class Kronecker(LayerOperator):
         arrangement: likewise.
         rows: B, from backprops, (g, o, o), or (g, o) if it is diagonal.
         columns: A, from activations, (g, i, i), or (g, i) if it is diagonal.
-        is_symmetric: whether the factors are known to be symmetric up to rounding; otherwise that is tested, which takes
-            as long as a tenth of the sums over a batch that they are made of.
+        is_symmetric: whether the factors are known to be symmetric up to rounding; otherwise that is tested, which
+            takes about a tenth as long as the sums over a batch that they are made of.
 
     Raises:
         ValueError: wrong shapes, dtype or device, not symmetric, or not finite.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from _workloads import Block
+from _networks import Block
 from torch import Tensor, nn
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _gpu_models import resnet18
+from _networks import resnet18
 from _race_problems import GPT
 from torch import Tensor, nn
 

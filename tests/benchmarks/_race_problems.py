@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from _workloads import Block
+from _networks import Block
 from torch import Tensor, nn
 
 Pair = tuple[Tensor, Tensor]

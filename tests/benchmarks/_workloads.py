@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
+from _networks import GPT, IMAGE_SIDE, LSTM, ViT, resnet18
 from torch import Tensor, nn
 
 LOSS = nn.CrossEntropyLoss()
@@ -30,40 +30,6 @@ class Workload:
     def result_bytes(self) -> int:
         """Size of the per-sample gradients."""
         return self.samples * sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-
-
-class Block(nn.Module):
-    """Transformer block, norm first: self-attention from plain Linear layers, then a GELU layer of width 4 d."""
-
-    def __init__(self, d: int, heads: int, causal: bool = True) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.up, self.down = nn.Linear(d, 4 * d), nn.Linear(4 * d, d)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, t, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.out(mixed.transpose(1, 2).reshape(n, t, d))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """Tokens (N, T) to logits (N, vocabulary, T), the layout that `nn.CrossEntropyLoss` takes."""
-
-    def __init__(self, vocabulary: int = 256, length: int = 64, d: int = 128, layers: int = 2, heads: int = 4) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, d), nn.Embedding(length, d)
-        self.blocks = nn.Sequential(*(Block(d, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, vocabulary)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # One row of positions per sample: Opacus and expanded weights need the batch in every layer's input.
-        places = torch.arange(x.shape[1], device=x.device).expand_as(x).contiguous()
-        hidden = self.blocks(self.tokens(x) + self.positions(places))
-        return self.head(self.norm(hidden)).transpose(1, 2)
 
 
 def mlp(device: str, samples: int = 256) -> Workload:
@@ -97,10 +63,29 @@ def gpt(device: str) -> Workload:
     return _workload("GPT 2 x 128, T=64, N=16", GPT(), tokens, targets, device)
 
 
+def resnet(device: str, samples: int = 32) -> Workload:
+    model = resnet18(16, 10, norm=lambda width: nn.GroupNorm(8, width))
+    x, y = torch.randn(samples, 3, IMAGE_SIDE, IMAGE_SIDE), torch.randint(10, (samples,))
+    return _workload(f"ResNet-18 GroupNorm, width 16, N={samples}", model, x, y, device)
+
+
+def lstm(device: str) -> Workload:
+    tokens, classes = torch.randint(256, (32, 32)), torch.randint(10, (32,))
+    return _workload("LSTM 2 x 256, T=32, N=32", LSTM(256, 256, 2, 10), tokens, classes, device)
+
+
+def vit(device: str) -> Workload:
+    """ViT-Tiny (arXiv:2012.12877): 12 blocks of width 192 with three heads."""
+    x, y = torch.randn(8, 3, IMAGE_SIDE, IMAGE_SIDE), torch.randint(10, (8,))
+    return _workload("ViT-Tiny 12 x 192, 65 tokens, N=8", ViT(192, 12, 3, 4, 10), x, y, device)
+
+
 def _workload(name: str, model: nn.Module, x: Tensor, y: Tensor, device: str) -> Workload:
     return Workload(name, model.to(device).train(), x.to(device), y.to(device))
 
 
 Workloads = dict[str, Callable[[str], Workload]]
-PER_SAMPLE: Workloads = {"mlp": mlp, "cnn": cnn, "gpt": gpt}
-MATRICES: Workloads = {"mlp": partial(mlp, samples=128), "cnn": small_cnn, "gpt": gpt}
+PER_SAMPLE: Workloads = {"mlp": mlp, "cnn": cnn, "gpt": gpt, "resnet": resnet, "lstm": lstm, "vit": vit}
+MATRICES: Workloads = {
+    "mlp": partial(mlp, samples=128), "cnn": small_cnn, "gpt": gpt, "resnet": partial(resnet, samples=8),
+}  # fmt: skip
