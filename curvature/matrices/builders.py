@@ -125,7 +125,7 @@ def fisher(
 
     def matmat(matrix: Tensor) -> Tensor:
         drawn = torch.Generator(space.device).manual_seed(seed)
-        return passes.times(lambda run: through_outputs(run, inject, drawn), matrix, forward=True)
+        return passes.times(lambda run: through_outputs(run, inject, drawn, passes.forward), matrix, forward=True)
 
     def diagonal() -> Tensor:
         (found,) = collected(passes, inject, seed, space, lambda chunk: [DiagonalAccumulator(space)], diagonal_chunks)

@@ -1,7 +1,8 @@
 """Products of curvature matrices with vectors, by passes over the data; nothing here has P x P entries.
 
 ``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` comes with the forward pass, if there is one column and
-`forward_mode` proves right; else it takes two backward passes, the second through the first. A Hessian's product
+`forward_mode` proves right, or is made by it for the columns of a network of convolutions; else it takes two backward
+passes, the second through the first. A Hessian's product
 differentiates the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
 """
 
@@ -110,9 +111,7 @@ class Repeated:
         def visit(run: RecordedBatch) -> None:
             nonlocal weight
             add, counts = prepare(run)
-            step = max(1, run.pass_size // 4)  # J v holds the graph of a backward pass
-            for part, rows in zip(columns.split(step), total.split(step), strict=True):
-                add(part, rows)
+            add(columns, total)
             weight += counts
 
         def direction(batch: Batch) -> Mapping[str, Tensor] | None:
@@ -126,7 +125,9 @@ class Repeated:
         return (total if self.source.is_sum else total.div_(weight)).T
 
 
-def through_outputs(run: RecordedBatch, inject: Injection, drawn: torch.Generator) -> tuple[AddProduct, float]:
+def through_outputs(
+    run: RecordedBatch, inject: Injection, drawn: torch.Generator, forward_mode: ForwardMode
+) -> tuple[AddProduct, float]:
     """Multiply with ``sum_n weights[n] J_n^T M_n J_n``, M_n the injection's matrix at the output of sample n."""
     parameters = list(run.batch.parameters.values())
     dims = run.batch.dims
@@ -135,16 +136,45 @@ def through_outputs(run: RecordedBatch, inject: Injection, drawn: torch.Generato
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = inject.product(output, loss, target, **options)
     rows = weights.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
-    forward = None if run.change is None else run.change[None]
-    changes_along = _jacobian(run.output, parameters) if forward is None else lambda _: forward
+    changes_along, step = _changes(run, parameters, forward_mode)
 
     def add(part: Tensor, total: Tensor) -> None:
         changes = changes_along(part)
         if changes is not None:
             products = (multiply(changes.movedim(dims[1] + 1, 1)) * rows).movedim(1, dims[1] + 1)
-            _add(batched_vjp([run.output], parameters, [products]), parameters, total)
+            for some, where in zip(products.split(run.pass_size), total.split(run.pass_size), strict=True):
+                _add(batched_vjp([run.output], parameters, [some]), parameters, where)
 
-    return add, float(weights.sum())
+    return _in_steps(add, step), float(weights.sum())
+
+
+def _in_steps(add: AddProduct, step: int) -> AddProduct:
+    """Add the product with `step` columns at a time."""
+
+    def each(columns: Tensor, total: Tensor) -> None:
+        for part, rows in zip(columns.split(step), total.split(step), strict=True):
+            add(part, rows)
+
+    return each
+
+
+def _through_backward(run: RecordedBatch) -> int:
+    """Number of columns for which to differentiate a backward pass at once: its graph is held."""
+    return max(1, run.pass_size // 4)
+
+
+def _changes(
+    run: RecordedBatch, parameters: list[nn.Parameter], forward_mode: ForwardMode
+) -> tuple[Callable[[Tensor], Tensor | None], int]:
+    """A function of columns (c, P) to ``J v`` (c, *output.shape), None being zero, and for how many to call it."""
+    if run.change is not None:
+        change = run.change[None]
+        return (lambda _: change), 1
+    found = forward_mode.columns(run.batch, run.tape, run.output)
+    if found is None:
+        return _jacobian(run.output, parameters), _through_backward(run)
+    along, step = found
+    return (lambda part: along(dict(zip(run.batch.parameters, _split(part, parameters), strict=True)))), step
 
 
 def _jacobian(output: Tensor, parameters: list[nn.Parameter]) -> Callable[[Tensor], Tensor | None]:
@@ -175,7 +205,7 @@ def through_gradient(run: RecordedBatch) -> tuple[AddProduct, float]:
             products = batched_vjp([gradients[k] for k in live], parameters, [directions[k] for k in live])
             _add(products, parameters, total)
 
-    return add, float(weights.sum())
+    return _in_steps(add, _through_backward(run)), float(weights.sum())
 
 
 def coarsest(model: nn.Module) -> float:

@@ -18,16 +18,20 @@ from torch import Tensor, nn
 STEP = 1e-10  # of finite differences in double precision; longer, ReLUs switch on the way and Hessians jump
 
 
+def trained(model: nn.Module) -> Named:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def vectors(model: nn.Module, count: int) -> Tensor:
     """The same columns (P, count) for every method."""
     first = next(model.parameters())
-    size = sum(p.numel() for p in model.parameters())
+    size = sum(p.numel() for p in trained(model).values())
     return torch.randn(size, count, generator=torch.Generator().manual_seed(1)).to(first)
 
 
 def by_parameter(model: nn.Module, columns: Tensor) -> Named:
     """(P, c) to {name: (c, *shape)}."""
-    named = dict(model.named_parameters())
+    named = trained(model)
     parts = columns.T.split([p.numel() for p in named.values()], 1)
     return {name: part.reshape(-1, *p.shape) for (name, p), part in zip(named.items(), parts, strict=True)}
 
@@ -35,7 +39,7 @@ def by_parameter(model: nn.Module, columns: Tensor) -> Named:
 def diagonal(workload: Workload) -> Named:
     """``(1/N) sum_n sum_c p_nc (d log p_nc / d parameter)^2``, one sample and one label at a time."""
     model = workload.model
-    named = dict(model.named_parameters())
+    named = trained(model)
     sums = {name: torch.zeros_like(p) for name, p in named.items()}
     for x in workload.x.split(1):
         scores = model(x).log_softmax(1)[0]
@@ -75,17 +79,19 @@ def _rows(module: nn.Module, a: Tensor) -> Tensor:
     if isinstance(module, nn.Conv2d):
         options = {name: getattr(module, name) for name in ("kernel_size", "dilation", "padding", "stride")}
         a = F.unfold(a, **options).mT.flatten(0, 1)
-    return torch.cat([a, a.new_ones(len(a), 1)], 1)
+    return a if module.bias is None else torch.cat([a, a.new_ones(len(a), 1)], 1)
 
 
 def times_kronecker(model: nn.Module, factors: dict[str, tuple[Tensor, Tensor]], columns: Tensor) -> Named:
-    """``kron(B, A)`` times the columns, for factors (A, B) by layer, each a weight and a bias."""
+    """``kron(B, A)`` times the columns, for factors (A, B) by layer, each a weight and perhaps a bias."""
     found = by_parameter(model, columns)
     for layer, (A, B) in factors.items():
-        weight, bias = found[f"{layer}.weight"], found[f"{layer}.bias"]
-        product = B @ torch.cat([weight.flatten(2), bias[..., None]], 2) @ A
-        found[f"{layer}.weight"] = product[..., :-1].reshape(weight.shape)
-        found[f"{layer}.bias"] = product[..., -1]
+        weight, bias = found[f"{layer}.weight"], found.get(f"{layer}.bias")
+        rows = weight.flatten(2)
+        product = B @ (rows if bias is None else torch.cat([rows, bias[..., None]], 2)) @ A
+        found[f"{layer}.weight"] = product[..., : rows.shape[2]].reshape(weight.shape)
+        if bias is not None:
+            found[f"{layer}.bias"] = product[..., -1]
     return found
 
 
@@ -116,7 +122,7 @@ def hessian(workload: Workload, columns: Tensor) -> Named:
 def _movable(workload: Workload) -> tuple[nn.Module, list[Tensor], Callable[[nn.Module, Tensor], Tensor]]:
     """A copy in double precision, its parameters, and its output with a flat step added to them."""
     model = copy.deepcopy(workload.model).double()
-    parameters = list(model.parameters())
+    parameters = list(trained(model).values())
     start = nn.utils.parameters_to_vector(parameters).detach()
     x = workload.x.double() if workload.x.is_floating_point() else workload.x
 

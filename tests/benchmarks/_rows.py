@@ -130,7 +130,7 @@ class Row:
             method.clear()
         except ImportError as reason:
             return f"not installed: {reason.name}"
-        except (Unsupported, NotImplementedError, AttributeError, RuntimeError, ValueError, TypeError) as reason:
+        except (Unsupported, AssertionError, AttributeError, RuntimeError, ValueError, TypeError) as reason:
             return f"unsupported: {shorten(reason)}"
         return "" if worst <= 1 else f"wrong (max error {worst:.2g} x tolerance)"
 

@@ -17,8 +17,9 @@ and a first product, where ours tests the Hessian for symmetry, has gone before.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import _matrix_peers as peers
@@ -26,6 +27,7 @@ import _matrix_references as references
 from _matrix_peers import PROBES, Kinds, Matrix
 from _rows import Named, Plain, Row, arguments, chosen, report, worst_error
 from _workloads import LOSS, MATRICES, Workload
+from torch import nn
 
 COLUMNS = ["curvature", "curvlinops", "BackPACK", "nngeometry"]
 DRAWS = 200  # over which a random quantity is averaged
@@ -57,6 +59,7 @@ class Quantity:
         error: of a method, given the reference, in units of the tolerance.
         models: those that the reference, or most peers, can do it for.
         counts: numbers of columns to multiply with, a row each; none where it is no product.
+        affine: whether linear layers and convolutions alone are trained: peers have no factors of others.
     """
 
     label: str
@@ -65,8 +68,11 @@ class Quantity:
     error: Callable[[Matrix, Named], float] = exact_error
     models: tuple[str, ...] = ("mlp", "cnn")
     counts: tuple[int, ...] = ()
+    affine: bool = False
 
     def rows(self, workload: Workload) -> Iterator[Row]:
+        if self.affine:
+            workload = replace(workload, model=_affine_layers(workload.model))
         if not self.counts:
             yield self.row(workload, self.label, self.reference(workload))
         for count in self.counts:
@@ -83,12 +89,24 @@ def _factors(workload: Workload) -> Named:
     return references.kronecker(workload, references.vectors(workload.model, PROBES))
 
 
-ALL = ("mlp", "cnn", "gpt")
+def _affine_layers(model: nn.Module) -> nn.Module:
+    """A copy in which nothing else is trained."""
+    model = copy.deepcopy(model).requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            module.requires_grad_(True)
+    return model
+
+
+ALL = ("mlp", "cnn", "gpt", "resnet")
+IMAGES = ("mlp", "cnn", "resnet")  # of a GPT, exact ones would take a vector for each of 64 tokens and 256 words
 QUANTITIES = {
-    "diagonal": Quantity("diagonal, exact", peers.DIAGONAL, references.diagonal),
-    "sampled-diagonal": Quantity("diagonal, one sample", peers.SAMPLED_DIAGONAL, references.diagonal, mean_error),
-    "kfac": Quantity("K-FAC, exact", peers.FACTORS, _factors),
-    "sampled-kfac": Quantity("K-FAC, one sample", peers.SAMPLED_FACTORS, _factors, mean_error),
+    "diagonal": Quantity("diagonal, exact", peers.DIAGONAL, references.diagonal, models=IMAGES),
+    "sampled-diagonal": Quantity(
+        "diagonal, one sample", peers.SAMPLED_DIAGONAL, references.diagonal, mean_error, models=IMAGES
+    ),
+    "kfac": Quantity("K-FAC, exact", peers.FACTORS, _factors, models=IMAGES, affine=True),
+    "sampled-kfac": Quantity("K-FAC, one sample", peers.SAMPLED_FACTORS, _factors, mean_error, IMAGES, affine=True),
     "gauss-newton": Quantity("G V", peers.GAUSS_NEWTON, references.gauss_newton, models=ALL, counts=(1, 10)),
     "hessian": Quantity("H V", peers.HESSIAN, references.hessian, models=ALL, counts=(1, 10)),
 }

@@ -79,6 +79,59 @@ def test_one_column_is_right_whatever_forward_mode_gives(name: str, caplog: Any)
     assert bool(found.proved) == is_right and bool(found.refuted) != is_right
 
 
+class PastItsConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Conv2d(1, 2, 2), nn.Linear(8, 3)
+        self.reads = [self.head.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)).flatten(1) @ self.reads[0].T + self.head.bias
+
+
+def convolved(square: type[WithoutJvp]) -> nn.Module:
+    run = lambda m, x: m.b(square.apply(m.a(x)).flatten(1))
+    return Raw(run, a=nn.Conv2d(1, 2, 2), b=nn.Linear(8, 3))
+
+
+norms = lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.GroupNorm(1, 2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+CONVOLVED: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "right": (norms, True),
+    "no forward derivative": (lambda: convolved(WithoutJvp), False),
+    "one that vmap cannot take": (lambda: convolved(WrongJvp), False),
+    "read past the module": (PastItsConvolution, False),
+}
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 20])
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_columns_through_convolutions(name: str, at_once: int, caplog: Any, monkeypatch: Any) -> None:
+    """Several columns are right whatever forward mode gives, one by one and together, in batches of unlike sizes."""
+    monkeypatch.setattr("curvature.matrices.forward_mode.CACHED_ENTRIES", at_once)
+    make, is_right = CONVOLVED[name]
+    with seeded(0):
+        model, x = make().double(), torch.randn(5, 1, 3, 3, dtype=torch.float64)
+    y, loss = torch.tensor([0, 1, 1, 0, 2]), nn.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]).double())
+    caplog.set_level(logging.INFO, logger="curvature")
+    operator = curvature.gauss_newton(model, loss, [(x[:3], y[:3]), (x[3:], y[3:])])
+    V = operator.space.normal(4)
+    expected = oracle.Matrices(model, loss, (x, y)).gauss_newton @ V
+    for _ in range(2):
+        torch.testing.assert_close(operator @ V, expected, rtol=1e-10, atol=1e-12)
+    assert ("J v takes two backward passes" in caplog.text) != is_right
+    found = forward_mode(operator)
+    assert bool(found.proved) == is_right and bool(found.refuted) != is_right
+
+
+def test_columns_elsewhere_take_two_backward_passes() -> None:
+    """They are as fast there."""
+    model, x = nn.Linear(3, 3).double(), torch.randn(4, 3).double()
+    operator = curvature.gauss_newton(model, nn.MSELoss(), (x, x))
+    expected = oracle.Matrices(model, nn.MSELoss(), (x, x)).gauss_newton
+    torch.testing.assert_close(operator @ torch.eye(12).double(), expected)
+    assert not forward_mode(operator).proved and not forward_mode(operator).refuted
+
+
 def test_other_functions_at_a_known_shape_are_compared_anew() -> None:
     """A branch that the first batch does not take has a wrong forward derivative."""
     with seeded(0):
