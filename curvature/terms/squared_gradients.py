@@ -108,24 +108,30 @@ def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights:
 def _from_gradients(
     left: list[list[Term]], right: list[list[Term]], weights: Tensor, alone: bool, patches: list[Tensor]
 ) -> Tensor:
-    """Build the gradients for a bounded number of samples at a time."""
+    """Build the gradients of a few samples at a time: on a CPU of as many as its cache holds, for all vectors."""
     first = left[0][0]
     convolved = first if alone and isinstance(first, Convolution) else None
     unfolded = 0 if convolved is None else convolved.groups * convolved.places * math.prod(first.shape[1:])
-    step = max(1, contractions.CHUNK_ELEMENTS // max(1, math.prod(first.shape), unfolded))
+    keeps_patches = convolved is not None and unfolded * len(weights) <= contractions.CHUNK_ELEMENTS
+    if convolved is not None and keeps_patches and not patches:
+        patches.append(next(convolved.activations())[1])
+    is_cpu = weights.device.type == "cpu"
+    most = contractions.CACHED_CHUNK_ELEMENTS if is_cpu else contractions.CHUNK_ELEMENTS
+    step = max(1, most // max(1, math.prod(first.shape), 0 if keeps_patches else unfolded))
     total = None
     for start in range(0, len(weights), step):
         part = slice(start, start + step)
         shared = None  # by all vectors
         if convolved is not None:
-            shared = patches[0] if patches else next(convolved.samples(part).activations())[1]
-            patches += [shared] if step >= len(weights) and not patches else []
-        scale = weights[part]
+            shared = patches[0][part] if keeps_patches else next(convolved.samples(part).activations())[1]
+        products = None
         for us, ws in zip(left, right, strict=True):
             x = _gradients(us, part, shared)
             y = x if ws is us else _gradients(ws, part, shared)
-            found = torch.tensordot(scale.to(x.dtype), x * y, 1)
-            total = found if total is None else total.add_(found)
+            products = x * y if products is None else products.addcmul_(x, y)
+        assert products is not None
+        found = torch.tensordot(weights[part].to(products.dtype), products, 1)
+        total = found if total is None else total.add_(found)
     assert total is not None
     return total
 
