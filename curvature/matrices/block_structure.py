@@ -21,7 +21,7 @@ from curvature.matrices.accumulators import (
     RowRangeAccumulator,
 )
 from curvature.matrices.passes import RecordedBatch
-from curvature.operators import Operator, Space
+from curvature.operators import Operator, Space, require_held_size
 from curvature.recording import unwrap_compiled
 from curvature.terms import Term, name_of_rows, row_ranges
 
@@ -150,6 +150,8 @@ class Structures:
             found = chunk.of(names[0])
             factored = None if found is None else _factored(own, found[0][0], sharing)
             if factored is not None:
+                if not chosen and isinstance(factored, KroneckerAccumulator):
+                    _require_held_sides(factored)
                 return factored
             if chosen:
                 raise ValueError(
@@ -157,7 +159,20 @@ class Structures:
                     'map); choose "dense" or "diagonal"'
                 )
             return _exact(own)
-        return DenseAccumulator(own) if (chosen or default) == "dense" else DiagonalAccumulator(own)
+        if (chosen or default) == "diagonal":
+            return DiagonalAccumulator(own)
+        if not chosen:
+            require_held_size(names, "the exact block", own.size, own.dtype, ("diagonal", "kronecker", "dense"))
+        return DenseAccumulator(own)
+
+
+def _require_held_sides(factored: KroneckerAccumulator) -> None:
+    scheme = factored.total.scheme
+    for what, rows, is_diagonal in zip(("outputs", "inputs"), scheme.widths, scheme.diagonal, strict=True):
+        if not is_diagonal:
+            require_held_size(
+                factored.names, f"the factor of its {what}", rows, scheme.dtype, ("diagonal", "kronecker")
+            )
 
 
 def _exact(space: Space) -> Accumulator:

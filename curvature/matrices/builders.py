@@ -88,6 +88,9 @@ def fisher_blocks(
         structure: other structures for some layers, by the name of a module or parameter:
             ``{"embedding": "diagonal"}``.
 
+    Raises:
+        ValueError: a layer has more than 30,000 parameters, and no structure of its own.
+
     Other arguments and errors as for `fisher_diagonal`. A block of p parameters takes p^2 numbers.
     """
     source = DataSource(model, loss, data, sample_dim, progress)
@@ -205,7 +208,10 @@ def kfac(
         sharing: how the places of one sample enter the factors of a shared weight (arXiv:2311.00636): "expand" counts
             each as a sample, "reduce" averages activations and adds backprops over them first.
         structure: other structures for some layers, by the name of a module or parameter:
-            ``{"head": "dense"}`` ("kronecker", "dense" or "diagonal").
+            ``{"head": "diagonal"}`` ("kronecker", "dense" or "diagonal").
+
+    Raises:
+        ValueError: a factor has more than 30,000 rows, and its layer no structure of its own.
 
     Layers without Kronecker factors get their exact block, or above 1024 parameters their exact diagonal. Other
     arguments and errors as for `fisher_diagonal`. Sources: arXiv:1503.05671, arXiv:1602.01407 (convolutions).

@@ -8,7 +8,7 @@ losses they are penalties (`quadratic_penalty`), whose sums have a minimum (`mer
 from curvature.operators.base import Dense, Operator, Scaled, Sum
 from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
-from curvature.operators.costs import DENSE_LIMIT
+from curvature.operators.costs import DENSE_LIMIT, require_held_size
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.loading import load
 from curvature.operators.matrix_free import MatrixFree
@@ -19,5 +19,5 @@ from curvature.operators.space import Space
 __all__ = [
     "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Kronecker", "MatrixFree", "Operator",
     "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "conjugate_gradient", "load", "merge", "quadratic_penalty",
-    "truncated_conjugate_gradient", "two_sided",
+    "require_held_size", "truncated_conjugate_gradient", "two_sided",
 ]  # fmt: skip

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+
+import torch
 
 from curvature.operators.space import Space
 
@@ -22,6 +25,29 @@ def require_dense_size(space: Space) -> None:
             f"this needs a dense {rows} x {rows} matrix ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT}. "
             "These need products only: conjugate_gradient, eigenvalues(k), hutchpp_trace, xtrace, xdiag, "
             "lanczos_eigenvalues, lanczos_logdet, spectral_density"
+        )
+
+
+def require_held_size(
+    names: Sequence[str], what: str, rows: int, dtype: torch.dtype, structures: Sequence[str]
+) -> None:
+    """
+    Args:
+        names: of a layer's parameters.
+        what: is held of them, with this number of rows.
+        structures: to choose instead, the last to hold it all the same.
+
+    Raises:
+        ValueError: there are more than `DENSE_LIMIT` rows.
+    """
+    if rows > DENSE_LIMIT:
+        layer = names[0].rpartition(".")[0] or names[0]
+        gigabytes = rows**2 * dtype.itemsize / 1e9
+        raise ValueError(
+            f"{layer}: {what} would have {rows} x {rows} entries ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT} "
+            f"rows; choose structure={{{layer!r}: {structures[0]!r}}}"
+            + "".join(f" or {other!r}" for other in structures[1:-1])
+            + f", or {structures[-1]!r} to build it all the same"
         )
 
 
