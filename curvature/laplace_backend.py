@@ -23,7 +23,7 @@ from curvature.gradients import per_sample_gradients
 from curvature.losses import Injection, empirical, exact, sampled
 from curvature.matrices import Structure, fisher, fisher_diagonal, hessian, kfac, per_sample_jacobians
 from curvature.operators import Kronecker, Operator
-from curvature.posteriors import trained_alone
+from curvature.recording import trained_alone
 
 try:
     from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface

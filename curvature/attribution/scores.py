@@ -14,6 +14,7 @@ from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
 from curvature.matrices import ekfac
 from curvature.operators import BlockDiagonal, Operator
+from curvature.recording import trained_parameters
 from curvature.terms import Term, gradients
 
 Score = Callable[[Mapping[str, list[Term]], Mapping[str, Tensor]], dict[str, Tensor]]
@@ -139,11 +140,12 @@ def _terms(
 ) -> Iterator[dict[str, list[Term]]]:
     """The gradients of each batch's samples with respect to the parameters of these names."""
     total = number_of_batches(data)
+    trained = trained_parameters(model)
+    missing = [name for name in names if name not in trained]
+    if missing:
+        raise ValueError(f"curvature: it is of {', '.join(missing)}, which the model does not train")
     for x, y in tqdm(pairs(data), total=total, unit="batch", leave=False, disable=not progress):
-        terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
-        missing = [name for name in names if name not in terms]
-        if missing:
-            raise ValueError(f"curvature: it is of {', '.join(missing)}, which the model does not train")
+        terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, names))
         yield {name: list(terms[name]) for name in names}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from curvature.gradients.uneven_inputs import number_of_bags, offsets_of, packed_in, some_bags, some_sequences
 from curvature.losses import Loss, join_heads, per_sample_losses, reduction_of, resolve
-from curvature.recording import call_model, logits, map_tensors, tensors_in, unwrap_compiled
+from curvature.recording import call_model, logits, map_tensors, tensors_in, trained_parameters, unwrap_compiled
 
 
 def validate_loss(loss: Loss) -> Loss:
@@ -38,24 +38,27 @@ class Batch:
     y: Any
     count: int
     dims: tuple[int, int, int]
-    parameters: dict[str, nn.Parameter]  # that require a gradient
+    parameters: dict[str, nn.Parameter]  # that require a gradient, or those of them that are asked for
     offsets: Tensor | None = None  # where the samples begin, if x is (values, offsets, ...) of bags
 
     @staticmethod
-    def of(model: nn.Module, loss: Loss, x: Any, y: Any, sample_dim: int | tuple[int, int, int] = 0) -> Batch:
+    def of(
+        model: nn.Module,
+        loss: Loss,
+        x: Any,
+        y: Any,
+        sample_dim: int | tuple[int, int, int] = 0,
+        parameters: Iterable[str] | None = None,
+    ) -> Batch:
         """Check the arguments and count the samples.
 
         Raises:
             TypeError: `model` is no module, `loss` not callable, or `x` holds no tensor.
-            ValueError: the loss has no scalar reduction, no parameter requires a gradient, or sizes disagree.
+            ValueError: the loss has no scalar reduction, no parameter requires a gradient, none is called by one of the
+                names in `parameters`, or sizes disagree.
         """
-        model = unwrap_compiled(model)
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+        model, chosen = unwrap_compiled(model), trained_parameters(model, parameters)
         loss = validate_loss(loss)
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not parameters:
-            raise ValueError("model: no parameter requires a gradient")
         dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
         if len(dims) != 3:
             raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
@@ -72,7 +75,7 @@ class Batch:
             if t.ndim <= dims[2] or t.shape[dims[2]] % max(1, count) or bool(t.shape[dims[2]]) > bool(count):
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
         same: Callable[[Tensor], Tensor] = lambda t: t
-        return Batch(model, loss, map_tensors(same, x), map_tensors(same, y), count, dims, parameters, offsets)
+        return Batch(model, loss, map_tensors(same, x), map_tensors(same, y), count, dims, chosen, offsets)
 
     @property
     def is_uneven(self) -> bool:

@@ -16,7 +16,7 @@ from curvature.gradients.plans import PLANS, Plan, per_sample_terms, plan_key, r
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
-from curvature.recording import preserve_state
+from curvature.recording import preserve_state, trained_alone
 from curvature.terms import DenseGradients, contractions
 
 
@@ -26,6 +26,7 @@ def per_sample_gradients(
     x: Any,
     y: Any,
     *,
+    parameters: Iterable[str] | None = None,
     sample_dim: int | tuple[int, int, int] = 0,
     chunk: int | None = None,
     out: Mapping[str, Any] | None = None,
@@ -41,6 +42,8 @@ def per_sample_gradients(
         x: a tensor, a tuple of positional or a dict of keyword arguments; a dict that is one argument comes in a tuple.
             Samples may also be bags, as ``(values, offsets)`` for `nn.EmbeddingBag`, or a `PackedSequence`.
         y: the target, as the loss takes it: N, or N * m rows.
+        parameters: names of parameters, or of modules for all that are below them: the others count as frozen, which
+            saves the backward pass to them; None: all that require a gradient.
         sample_dim: the axis of the samples; or one each for input, output and target.
         chunk: samples at a time, which bounds all memory but that of the results; these are the same, unless the
             forward pass draws random numbers (each chunk draws the same ones).
@@ -53,15 +56,16 @@ def per_sample_gradients(
 
     Raises:
         ValueError: samples are not independent (BatchNorm in training mode, named), the loss has no scalar reduction,
-            model or loss differentiate the model (then `residual_jacobian` is right), nothing requires a gradient, or
-            sizes disagree. `chunk` is not positive; `out` has other names or shapes than the trained parameters.
+            model or loss differentiate the model (then `residual_jacobian` is right), nothing requires a gradient, no
+            parameter has one of the names (near ones are shown), or sizes disagree. `chunk` is not positive; `out` has
+            other names or shapes than the parameters asked for.
         TypeError: an argument of the wrong kind.
 
     Nothing of the model's is changed: no ``.grad``, buffer, mode, hook or random state. The first call on a model at a
     shape of its inputs checks itself. Parameters that the layer rules do not explain go through ``torch.func.vmap``
     over the model, which is logged once.
     """
-    batch = Batch.of(model, loss, x, y, sample_dim)
+    batch = Batch.of(model, loss, x, y, sample_dim, parameters)
     if out is None and (chunk is None or not batch.count):
         return {name: contractions.gradients(parts) for name, parts in sample_terms(batch).items()}
     found = _results(batch, out)
@@ -85,40 +89,64 @@ def _results(batch: Batch, out: Mapping[str, Any] | None) -> dict[str, Tensor]:
 
 
 def per_sample_norms(
-    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+    model: nn.Module,
+    loss: Loss,
+    x: Any,
+    y: Any,
+    *,
+    parameters: Iterable[str] | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
 ) -> Tensor:
-    """Norm (N,) of each sample's gradient over all parameters together.
+    """Norm (N,) of each sample's gradient over all parameters together, or over those asked for.
 
     Arguments and errors as for `per_sample_gradients`. The gradients are built, a bounded number of samples at a time,
     only where the inner products of activations and of backprops would cost more.
     """
-    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
+    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, parameters))
     return _sum(contractions.norms_squared(parts) for parts in terms.values()).sqrt()
 
 
 def per_sample_norms_by_parameter(
-    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+    model: nn.Module,
+    loss: Loss,
+    x: Any,
+    y: Any,
+    *,
+    parameters: Iterable[str] | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
 ) -> dict[str, Tensor]:
     """Norm (N,) of each sample's gradient with respect to every parameter, ``{name: (N,)}``; their squares add up to
     those of `per_sample_norms`. Arguments and errors as for `per_sample_gradients`.
     """
-    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
+    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, parameters))
     return {name: contractions.norms_squared(parts).sqrt() for name, parts in terms.items()}
 
 
 def per_sample_gram(
-    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+    model: nn.Module,
+    loss: Loss,
+    x: Any,
+    y: Any,
+    *,
+    parameters: Iterable[str] | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
 ) -> Tensor:
     """Inner products (N, N) of the samples' gradients over all parameters together (the empirical tangent kernel of
     the loss). Arguments and errors as for `per_sample_gradients`.
     """
-    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim))
+    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, parameters))
     return _sum(contractions.gram(parts) for parts in terms.values())
 
 
 @full_precision()
 def check_gradients(
-    model: nn.Module, loss: Loss, x: Any, y: Any, *, sample_dim: int | tuple[int, int, int] = 0
+    model: nn.Module,
+    loss: Loss,
+    x: Any,
+    y: Any,
+    *,
+    parameters: Iterable[str] | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
 ) -> None:
     """Compare `per_sample_gradients` with plain backward passes of single samples.
 
@@ -129,12 +157,12 @@ def check_gradients(
         RuntimeError: a gradient differs; names the parameter, the sample and both norms.
         ValueError: the forward pass draws random numbers, so that there is nothing to compare with.
     """
-    batch = Batch.of(model, loss, x, y, sample_dim)
+    batch = Batch.of(model, loss, x, y, sample_dim, parameters)
     if _is_random(batch):
         raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
-    found = per_sample_gradients(model, loss, x, y, sample_dim=sample_dim)
+    found = per_sample_gradients(model, loss, x, y, parameters=parameters, sample_dim=sample_dim)
     for n in range(batch.count):
-        with preserve_state(batch.model):
+        with preserve_state(batch.model), trained_alone(batch.model, batch.parameters):
             alone = batch.sample(n).gradients()
         for name in differences({k: g[n] for k, g in found.items()}, alone):
             raise RuntimeError(
@@ -177,7 +205,7 @@ def sample_terms(batch: Batch) -> Terms:
     """
     if not batch.count:
         return {name: [DenseGradients(p.new_empty(0, *p.shape))] for name, p in batch.parameters.items()}
-    with preserve_state(batch.model) as drew_random:
+    with preserve_state(batch.model) as drew_random, trained_alone(batch.model, batch.parameters):
         with RefuseDoubleBackward():
             tape, output = record(batch)
         random, key = drew_random(), plan_key(batch)

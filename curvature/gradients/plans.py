@@ -55,16 +55,23 @@ def tape_signature(tape: Tape) -> list[tuple[Any, ...]]:
 def record(batch: Batch) -> tuple[Tape, Any]:
     """The tape and the output of a forward pass, in full precision if the plan is to be learnt from it.
 
+    Raises:
+        ValueError: the output depends on no parameter.
+
     What is learnt compares passes that round differently in TF32. Once the plan is known, the settings in force hold.
     """
     model, state = batch.model, ModelState(batch.model)
     plan = PLANS.get(model, {}).get(plan_key(batch))
-    with nullcontext() if plan else full_precision(), capture(model) as tape:
+    with nullcontext() if plan else full_precision(), capture(model, batch.parameters) as tape:
         output = batch.output()
     if plan and plan.signature and plan.signature != tape_signature(tape):  # a plan that no longer fits
         state.restore()
-        with full_precision(), capture(model) as tape:
+        with full_precision(), capture(model, batch.parameters) as tape:
             output = batch.output()
+    if isinstance(output, Tensor) and not output.requires_grad:
+        names = list(batch.parameters)
+        few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ValueError(f"model: its output depends on none of the parameters {few}, as far as autograd knows")
     return tape, output
 
 

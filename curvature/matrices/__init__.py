@@ -6,7 +6,7 @@ accumulator for each layer (`block_structure`). Matrix-free operators go over th
 `DataSource` and `RecordedBatch` are that pass, for what else needs the terms of ``J^T v``.
 """
 
-from curvature.matrices.block_structure import Structure, space_of
+from curvature.matrices.block_structure import Structure
 from curvature.matrices.builders import (
     ekfac,
     empirical_fisher,
@@ -22,5 +22,5 @@ from curvature.matrices.passes import DataSource, RecordedBatch
 
 __all__ = [
     "DataSource", "RecordedBatch", "Structure", "ekfac", "empirical_fisher", "fisher", "fisher_blocks",
-    "fisher_diagonal", "gauss_newton", "hessian", "kfac", "per_sample_jacobians", "space_of",
+    "fisher_diagonal", "gauss_newton", "hessian", "kfac", "per_sample_jacobians",
 ]  # fmt: skip

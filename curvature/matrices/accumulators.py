@@ -6,7 +6,7 @@ w_kn^T`` or an approximation of that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from curvature import operators
+from curvature.gradients import layers_of
 from curvature.kronecker import Affine, Basis, KroneckerStatistics, Reading, Scheme
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
@@ -200,6 +201,40 @@ class EigenAccumulator(Accumulator):
     def result(self, scale: float) -> EigenKronecker:
         rows, columns = self.basis.rows, self.basis.columns
         return EigenKronecker(self.space, self.basis.scheme.arrangement, rows, columns, scale * self.sum)
+
+
+class LayersAccumulator(Accumulator):
+    """One accumulator for each layer, made when the first vectors arrive there; what gets none has a zero block.
+
+    Args:
+        space: of all layers.
+        make: makes an accumulator for the parameters of a layer, from the first chunk that has vectors for them.
+    """
+
+    def __init__(self, space: Space, make: Callable[[tuple[str, ...], Chunk], Accumulator]) -> None:
+        super().__init__(space)
+        self.make = make
+        self.parts: dict[tuple[str, ...], Accumulator] = {}
+        self.waiting = list(space.names)
+
+    def add(self, chunk: Chunk) -> None:
+        arrived = [name for name in self.waiting if chunk.of(name) is not None]
+        if arrived:
+            self.waiting = [name for name in self.waiting if name not in arrived]
+            self.parts |= {names: self.make(names, chunk) for names in layers_of(chunk.tape, arrived)}
+        for part in self.parts.values():
+            part.add(chunk)
+
+    def result(self, scale: float) -> BlockDiagonal:
+        zeros = [DiagonalAccumulator(self.space.subspace([name])) for name in self.waiting]
+        return BlockDiagonal(self.space, [part.result(scale) for part in [*self.parts.values(), *zeros]])
+
+    def refined(self, block: Operator) -> LayersAccumulator:
+        assert isinstance(block, BlockDiagonal)
+        again = LayersAccumulator(self.space, self.make)
+        again.waiting = list(self.waiting)
+        again.parts = {names: part.refined(block.blocks[names[0]]) for names, part in self.parts.items()}
+        return again
 
 
 class RowRangeAccumulator(Accumulator):

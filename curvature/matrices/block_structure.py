@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
 
-from curvature.gradients import layers_of
 from curvature.kronecker import Scheme
 from curvature.losses import SEED, Injection
 from curvature.matrices.accumulators import (
@@ -17,18 +15,18 @@ from curvature.matrices.accumulators import (
     DenseAccumulator,
     DiagonalAccumulator,
     KroneckerAccumulator,
+    LayersAccumulator,
     Range,
     RowRangeAccumulator,
 )
 from curvature.matrices.passes import RecordedBatch
 from curvature.operators import Operator, Space, require_held_size
-from curvature.recording import unwrap_compiled
+from curvature.recording import is_within
 from curvature.terms import Term, name_of_rows, row_ranges
 
 MAX_EXACT_SIZE = 1024  # up to this size a layer without Kronecker factors gets its exact block
 Structure = Literal["kronecker", "dense", "diagonal"]
 STRUCTURES = ("kronecker", "dense", "diagonal")
-Make = Callable[[Chunk], list[Accumulator]]
 Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
 
 
@@ -39,22 +37,6 @@ class PassesOverData(Protocol):
 
     @property
     def is_sum(self) -> bool: ...
-
-
-def space_of(model: nn.Module) -> Space:
-    """The trainable parameters, in single precision at least.
-
-    Raises:
-        TypeError: `model` is no module.
-        ValueError: no parameter requires a gradient.
-    """
-    model = unwrap_compiled(model)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not found:
-        raise ValueError("model: no parameter requires a gradient")
-    return Space.of(found)
 
 
 def require_injection(inject: Any) -> None:
@@ -79,11 +61,10 @@ def collected(
     passes: PassesOverData,
     inject: Injection,
     seed: int,
-    space: Space,
-    make: Make,
+    accumulator: Accumulator,
     chunks: Chunks = RecordedBatch.chunks,
-) -> list[Operator]:
-    """The operators of the accumulators that `make` returns for the first chunk, after one pass over the data.
+) -> Operator:
+    """The operator of an accumulator, after one pass over the data.
 
     `chunks` sends back the vectors of the injection, or others with the same accumulated result.
 
@@ -92,25 +73,22 @@ def collected(
         ValueError: no term of a mean loss counts.
     """
     require_injection(inject)
-    generator = torch.Generator(space.device).manual_seed(seed)
-    accumulators: list[Accumulator] = []
+    device = accumulator.space.device
+    generator = torch.Generator(device).manual_seed(seed)
     total = 0.0
 
     def visit(run: RecordedBatch) -> None:
         nonlocal total
         for chunk in chunks(run, inject, generator):
-            if not accumulators:
-                accumulators.extend(make(chunk))
             if chunk.first:
                 total += float(chunk.weights.sum())
-            with torch.autocast(space.device.type, enabled=False):
-                for accumulator in accumulators:
-                    accumulator.add(chunk)
+            with torch.autocast(device.type, enabled=False):
+                accumulator.add(chunk)
 
     passes.each(visit)
     if not passes.is_sum and not total:
         raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
-    return [accumulator.result(1.0 if passes.is_sum else 1 / total) for accumulator in accumulators]
+    return accumulator.result(1.0 if passes.is_sum else 1 / total)
 
 
 class Structures:
@@ -126,25 +104,22 @@ class Structures:
             if structure not in STRUCTURES:
                 raise ValueError(f"structure: {key!r} has {structure!r}; expected one of {', '.join(STRUCTURES)}")
 
-    def makes(self, space: Space, default: Structure, sharing: str) -> Make:
-        """A function from the first chunk to the accumulators of all layers.
+    def accumulator(self, space: Space, default: Structure, sharing: str) -> Accumulator:
+        """An accumulator of the blocks of all layers.
 
         Raises:
             ValueError: a key is no name of a parameter or of a module with parameters.
         """
         for key in self.chosen:
-            if not any(_is_within(name, key) for name in space.names):
+            if not any(is_within(name, key) for name in space.names):
                 known = dict.fromkeys(name.rpartition(".")[0] or name for name in space.names)
                 raise ValueError(f"structure: no layer {key!r} with trainable parameters; there are {', '.join(known)}")
 
-        def make(chunk: Chunk) -> list[Accumulator]:
-            return [self._one(names, chunk, space, default, sharing) for names in layers_of(chunk.tape, space.names)]
-
-        return make
+        return LayersAccumulator(space, lambda names, chunk: self._one(names, chunk, space, default, sharing))
 
     def _one(self, names: tuple[str, ...], chunk: Chunk, space: Space, default: Structure, sharing: str) -> Accumulator:
         own = space.subspace(names)
-        keys = [key for key in self.chosen if any(_is_within(name, key) for name in names)]
+        keys = [key for key in self.chosen if any(is_within(name, key) for name in names)]
         chosen = self.chosen[max(keys, key=len)] if keys else None
         if (chosen or default) == "kronecker":
             found = chunk.of(names[0])
@@ -206,7 +181,3 @@ def _rows(space: Space, start: int, stop: int) -> Space:
     names = tuple(name_of_rows(name, start, stop) for name in space.names)
     shapes = tuple((stop - start, *shape[1:]) for shape in space.shapes)
     return Space(names, shapes, space.dtype, space.device)
-
-
-def _is_within(name: str, key: str) -> bool:
-    return name == key or name.startswith(key + ".")

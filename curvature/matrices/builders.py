@@ -6,7 +6,7 @@ Conventions and units: docs/conventions.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from curvature.losses import Curved, Injection, Loss, Random, empirical, exact
-from curvature.matrices.accumulators import Accumulator, Chunk, DenseAccumulator, DiagonalAccumulator
-from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, space_of
+from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
+from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.sample_rows import in_sample_space
 from curvature.matrices.wide_output import diagonal_chunks
-from curvature.operators import BlockDiagonal, MatrixFree
+from curvature.operators import BlockDiagonal, MatrixFree, Operator
 
 EXACT = exact()
 SampleDim = int | tuple[int, int, int]
@@ -32,6 +32,7 @@ def fisher_diagonal(
     data: Any,
     inject: Injection = EXACT,
     *,
+    parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
@@ -44,6 +45,8 @@ def fisher_diagonal(
         data: one pair ``(x, y)``, or an iterable of pairs (a DataLoader); x is a tensor, a tuple of positional or a
             dict of keyword arguments.
         inject: `exact`, `sampled`, `propagated`, `isotropic` or `empirical`.
+        parameters: names of parameters, or of modules for all that are below them: the others count as frozen, so that
+            no vector goes back to them and nothing of theirs is held; None: all that require a gradient.
         sample_dim: the axis of the samples; or one each for input, output and target.
         generator: for the random injections, on the model's device; None: one with a fixed seed, so that
             repeated calls draw the same numbers; for independent estimates pass the same generator to each. The global
@@ -51,24 +54,21 @@ def fisher_diagonal(
         progress: whether to show a bar over the batches.
 
     Returns:
-        ``{name: tensor like the parameter}`` in the order of ``named_parameters()``, without those that do not require
-        a gradient, in units of loss / parameter^2.
+        ``{name: tensor like the parameter}`` in the order of ``named_parameters()``, in units of loss / parameter^2.
 
     Raises:
         ValueError: samples are not independent (named), the loss has no scalar reduction or, for the injection, no
-            likelihood, no term of the loss counts, or there are no data.
+            likelihood, no term of the loss counts, no parameter has one of the names (near ones are shown), or there
+            are no data.
         TypeError: an argument of the wrong kind.
 
     One pass over the data; memory does not grow with the number of vectors. An exact diagonal takes one vector for each
     entry of a sample's output or, if the model ends in a wide linear layer, for each of its inputs at each place.
     Sources: arXiv:1206.6464 (exact columns and curvature propagation), arXiv:1912.10985 (diagonals of layers).
     """
-    source = DataSource(model, loss, data, sample_dim, progress)
-    space = space_of(model)
-    (found,) = collected(
-        source, inject, seed_of(generator), space, lambda chunk: [DiagonalAccumulator(space)], diagonal_chunks
-    )
-    return space.split(found.diagonal())
+    source = DataSource(model, loss, data, sample_dim, progress, parameters)
+    sums = DiagonalAccumulator(source.space)
+    return sums.space.split(collected(source, inject, seed_of(generator), sums, diagonal_chunks).diagonal())
 
 
 def fisher_blocks(
@@ -78,6 +78,7 @@ def fisher_blocks(
     inject: Injection = EXACT,
     *,
     structure: Mapping[str, Structure] | None = None,
+    parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
@@ -93,10 +94,9 @@ def fisher_blocks(
 
     Other arguments and errors as for `fisher_diagonal`. A block of p parameters takes p^2 numbers.
     """
-    source = DataSource(model, loss, data, sample_dim, progress)
-    space = space_of(model)
-    make = Structures(structure).makes(space, "dense", "expand")
-    return BlockDiagonal(space, collected(source, inject, seed_of(generator), space, make))
+    source = DataSource(model, loss, data, sample_dim, progress, parameters)
+    sums = Structures(structure).accumulator(source.space, "dense", "expand")
+    return _as_blocks(collected(source, inject, seed_of(generator), sums))
 
 
 def fisher(
@@ -105,6 +105,7 @@ def fisher(
     data: Any,
     inject: Injection = EXACT,
     *,
+    parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
@@ -121,9 +122,9 @@ def fisher(
 
     Arguments and errors as for `fisher_diagonal`.
     """
-    source = DataSource(model, loss, data, sample_dim, progress)
+    source = DataSource(model, loss, data, sample_dim, progress, parameters)
     require_injection(inject)
-    space, seed = space_of(model), seed_of(generator)
+    space, seed = source.space, seed_of(generator)
     passes = Repeated(source, ordered=isinstance(inject, Random))
 
     def matmat(matrix: Tensor) -> Tensor:
@@ -131,19 +132,23 @@ def fisher(
         return passes.times(lambda run: through_outputs(run, inject, drawn, passes.forward), matrix, forward=True)
 
     def diagonal() -> Tensor:
-        (found,) = collected(passes, inject, seed, space, lambda chunk: [DiagonalAccumulator(space)], diagonal_chunks)
-        return found.diagonal()
+        return collected(passes, inject, seed, DiagonalAccumulator(space), diagonal_chunks).diagonal()
 
     def dense() -> Tensor:
-        (found,) = collected(passes, inject, seed, space, lambda chunk: [DenseAccumulator(space)])
-        return found.to_dense()
+        return collected(passes, inject, seed, DenseAccumulator(space)).to_dense()
 
     rows = partial(in_sample_space, passes, inject, seed, space)
     return MatrixFree(space, matmat, diagonal=diagonal, dense=dense, in_sample_space=rows)
 
 
 def gauss_newton(
-    model: nn.Module, loss: Loss, data: Any, *, sample_dim: SampleDim = 0, progress: bool = False
+    model: nn.Module,
+    loss: Loss,
+    data: Any,
+    *,
+    parameters: Iterable[str] | None = None,
+    sample_dim: SampleDim = 0,
+    progress: bool = False,
 ) -> MatrixFree:
     """The (generalised) Gauss-Newton matrix ``J^T H J``, H the Hessian of the loss at the output.
 
@@ -153,21 +158,33 @@ def gauss_newton(
 
     Arguments, errors and operator as for `fisher`. Source: Schraudolph 2002, doi:10.1162/08997660260028683.
     """
-    return fisher(model, loss, data, Curved(), sample_dim=sample_dim, progress=progress)
+    return fisher(model, loss, data, Curved(), parameters=parameters, sample_dim=sample_dim, progress=progress)
 
 
 def empirical_fisher(
-    model: nn.Module, loss: Loss, data: Any, *, sample_dim: SampleDim = 0, progress: bool = False
+    model: nn.Module,
+    loss: Loss,
+    data: Any,
+    *,
+    parameters: Iterable[str] | None = None,
+    sample_dim: SampleDim = 0,
+    progress: bool = False,
 ) -> MatrixFree:
     """``(1/N) sum_n g_n g_n^T`` of the per-sample gradients for a mean loss, their sum for a sum.
 
     Arguments, errors and operator as for `fisher`. Not the Fisher matrix, see arXiv:1905.12558.
     """
-    return fisher(model, loss, data, empirical(), sample_dim=sample_dim, progress=progress)
+    return fisher(model, loss, data, empirical(), parameters=parameters, sample_dim=sample_dim, progress=progress)
 
 
 def hessian(
-    model: nn.Module, loss: Loss, data: Any, *, sample_dim: SampleDim = 0, progress: bool = False
+    model: nn.Module,
+    loss: Loss,
+    data: Any,
+    *,
+    parameters: Iterable[str] | None = None,
+    sample_dim: SampleDim = 0,
+    progress: bool = False,
 ) -> MatrixFree:
     """The Hessian of the loss with respect to the parameters, as an operator that holds no matrix.
 
@@ -176,8 +193,8 @@ def hessian(
     Raises:
         RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.
     """
-    source = DataSource(model, loss, data, sample_dim, progress)
-    space = space_of(model)
+    source = DataSource(model, loss, data, sample_dim, progress, parameters)
+    space = source.space
     passes = Repeated(source, ordered=False)
     checked: list[bool] = []
 
@@ -198,6 +215,7 @@ def kfac(
     *,
     sharing: str = "expand",
     structure: Mapping[str, Structure] | None = None,
+    parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
@@ -216,10 +234,9 @@ def kfac(
     Layers without Kronecker factors get their exact block, or above 1024 parameters their exact diagonal. Other
     arguments and errors as for `fisher_diagonal`. Sources: arXiv:1503.05671, arXiv:1602.01407 (convolutions).
     """
-    source = DataSource(model, loss, data, sample_dim, progress)
-    space = space_of(model)
-    make = Structures(structure).makes(space, "kronecker", sharing)
-    return BlockDiagonal(space, collected(source, inject, seed_of(generator), space, make))
+    source = DataSource(model, loss, data, sample_dim, progress, parameters)
+    sums = Structures(structure).accumulator(source.space, "kronecker", sharing)
+    return _as_blocks(collected(source, inject, seed_of(generator), sums))
 
 
 def ekfac(
@@ -230,6 +247,7 @@ def ekfac(
     *,
     sharing: str = "expand",
     structure: Mapping[str, Structure] | None = None,
+    parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
     progress: bool = False,
@@ -239,16 +257,14 @@ def ekfac(
 
     Two passes over the data. Arguments and errors as for `kfac`.
     """
-    source = DataSource(model, loss, data, sample_dim, progress)
-    space, seed = space_of(model), seed_of(generator)
+    source = DataSource(model, loss, data, sample_dim, progress, parameters)
+    space, seed = source.space, seed_of(generator)
     passes = Repeated(source, ordered=isinstance(inject, Random))
-    make = Structures(structure).makes(space, "kronecker", sharing)
-    sums: list[Accumulator] = []
+    sums = Structures(structure).accumulator(space, "kronecker", sharing)
+    again = sums.refined(collected(passes, inject, seed, sums))
+    return _as_blocks(collected(passes, inject, seed, again))
 
-    def first(chunk: Chunk) -> list[Accumulator]:
-        sums.extend(make(chunk))
-        return sums
 
-    found = collected(passes, inject, seed, space, first)
-    again = [done.refined(block) for done, block in zip(sums, found, strict=True)]
-    return BlockDiagonal(space, collected(passes, inject, seed, space, lambda chunk: again))
+def _as_blocks(found: Operator) -> BlockDiagonal:
+    assert isinstance(found, BlockDiagonal)
+    return found

@@ -96,7 +96,7 @@ class ForwardMode:
 def along(batch: Batch, direction: Mapping[str, Tensor]) -> Recorded:
     """A pass with dual numbers: its tape has no reads, since the model does not meet the parameters themselves."""
     model = batch.model
-    with forward_ad.dual_level(), capture(model) as tape:
+    with forward_ad.dual_level(), capture(model, batch.parameters) as tape:
         duals: Any = {name: forward_ad.make_dual(p, direction[name]) for name, p in batch.parameters.items()}
         stand_in: Any = lambda *args, **kwargs: functional_call(model, duals, args, kwargs)
         output, change = forward_ad.unpack_dual(replace(batch, model=stand_in).output())

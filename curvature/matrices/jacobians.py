@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,13 +12,19 @@ from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.terms import gradients
 
 
-def per_sample_jacobians(model: nn.Module, x: Any, *, sample_dim: int | tuple[int, int, int] = 0) -> dict[str, Tensor]:
+def per_sample_jacobians(
+    model: nn.Module,
+    x: Any,
+    *,
+    parameters: Iterable[str] | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
+) -> dict[str, Tensor]:
     """Derivatives of every entry of each sample's output with respect to every parameter.
 
     Args:
         model: any module with one tensor as output; its parameters that do not require a gradient are left out.
         x: a tensor, a tuple of positional or a dict of keyword arguments, as for `per_sample_gradients`.
-        sample_dim: likewise.
+        parameters, sample_dim: likewise.
 
     Returns:
         ``{name: (N, *shape, *parameter.shape)}`` for outputs whose samples have this shape, in the order of
@@ -32,7 +39,7 @@ def per_sample_jacobians(model: nn.Module, x: Any, *, sample_dim: int | tuple[in
     One forward pass, and one vector for each entry of a sample's output sent back through all samples at once.
     """
     found: dict[str, Tensor] = {}
-    DataSource(model, None, (x, None), sample_dim).each(lambda run: found.update(_rows(run)))
+    DataSource(model, None, (x, None), sample_dim, parameters=parameters).each(lambda run: found.update(_rows(run)))
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,16 @@ from curvature.kronecker import at_least_float32
 from curvature.losses import Injection, Loss, is_entrywise, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk, Terms
 from curvature.matrices.forward_mode import Recorded
-from curvature.recording import RandomState, map_tensors, preserve_state, unwrap_compiled, warn_once
+from curvature.operators import Space
+from curvature.recording import (
+    RandomState,
+    map_tensors,
+    preserve_state,
+    trained_alone,
+    trained_parameters,
+    unwrap_compiled,
+    warn_once,
+)
 from curvature.terms import DenseGradients, gradients
 
 RANDOM = (
@@ -61,13 +70,20 @@ class DataSource:
     data: Any
     sample_dim: int | tuple[int, int, int] = 0
     progress: bool = False
+    parameters: Iterable[str] | None = None
 
     def __post_init__(self) -> None:
         """Check all that can be checked before the first batch."""
+        object.__setattr__(self, "parameters", tuple(trained_parameters(self.model, self.parameters)))
         object.__setattr__(self, "model", unwrap_compiled(self.model))
         if self.loss is not None:
             validate_loss(self.loss)
         require_pairs(self.data)
+
+    @property
+    def space(self) -> Space:
+        """Its parameters, in single precision at least."""
+        return Space.of(trained_parameters(self.model, self.parameters))
 
     def each(
         self,
@@ -90,11 +106,12 @@ class DataSource:
         try:
             total = number_of_batches(self.data)
             for x, y in tqdm(pairs(self.data), total=total, unit="batch", leave=False, disable=not self.progress):
-                batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim)
+                batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim, self.parameters)
                 if not batch.count:
                     raise ValueError("x: the batch is empty")
+                alone = trained_alone(batch.model, batch.parameters)
                 # fused attention has no second derivatives and no batched backward pass
-                with preserve_state(batch.model) as drew_random, sdpa_kernel(SDPBackend.MATH):
+                with preserve_state(batch.model) as drew_random, alone, sdpa_kernel(SDPBackend.MATH):
                     run = RecordedBatch(batch, self.loss, drew_random, forward(batch))
                     if not seen and not again and self.loss is not None and batch.y is not None:
                         run.warn_if_coupled()

@@ -66,7 +66,6 @@ def in_sample_space(passes: PassesOverData, inject: Injection, seed: int, space:
                 yield run.chunk(terms, terms, weights, number == k == 0)
 
     try:
-        (rows,) = collected(passes, inject, seed, space, lambda chunk: [RowAccumulator(space)], chunks)
+        return collected(passes, inject, seed, RowAccumulator(space), chunks)
     except NotFewRows:
         return None
-    return rows

@@ -7,6 +7,6 @@ layer by layer; `outputs` carries the covariance over to the outputs.
 """
 
 from curvature.posteriors.builder import laplace
-from curvature.posteriors.posterior import LaplacePosterior, Prediction, trained_alone
+from curvature.posteriors.posterior import LaplacePosterior, Prediction
 
-__all__ = ["LaplacePosterior", "Prediction", "laplace", "trained_alone"]
+__all__ = ["LaplacePosterior", "Prediction", "laplace"]

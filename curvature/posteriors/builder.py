@@ -10,29 +10,31 @@ from torch import Tensor, nn
 
 from curvature.linalg import widen
 from curvature.losses import Loss
-from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac, space_of
-from curvature.operators import BlockDiagonal, Diagonal
+from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac
+from curvature.operators import BlockDiagonal, Diagonal, Space
 from curvature.posteriors.labels import LabelDistribution, labels_of
 from curvature.posteriors.layered import LayeredCurvature, module_of, positive_scalar
-from curvature.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws, trained_alone
-from curvature.recording import unwrap_compiled
+from curvature.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws
+from curvature.recording import trained_parameters, unwrap_compiled
 
-Build = Callable[[nn.Module, Loss, Any], BlockDiagonal]
-
-
-def _dense(model: nn.Module, loss: Loss, data: Any) -> BlockDiagonal:
-    space = space_of(model)
-    return BlockDiagonal(space, [fisher(model, loss, data).compact()])
+Build = Callable[[nn.Module, Loss, Any, Space], BlockDiagonal]  # of the parameters of a space
 
 
-def _diagonal(model: nn.Module, loss: Loss, data: Any) -> BlockDiagonal:
-    space = space_of(model)
-    found = fisher_diagonal(model, loss, data)
+def _kfac(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
+    return kfac(model, loss, data, parameters=space.names)
+
+
+def _dense(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
+    return BlockDiagonal(space, [fisher(model, loss, data, parameters=space.names).compact()])
+
+
+def _diagonal(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
+    found = fisher_diagonal(model, loss, data, parameters=space.names)
     return BlockDiagonal(space, [Diagonal(space.subspace([name]), own.flatten()) for name, own in found.items()])
 
 
 BUILDS: dict[str, Build] = {
-    "kfac": kfac,
+    "kfac": _kfac,
     "diagonal": _diagonal,
     "dense": _dense,
     "last_layer": _dense,
@@ -82,15 +84,14 @@ def laplace(
     if noise is not None and not labels.has_noise:
         raise ValueError(f"noise: {type(summed).__name__} has its own; only MSELoss takes one")
     model = unwrap_compiled(model)
-    space = space_of(model)
+    space = Space.of(trained_parameters(model))
     sigma = positive_scalar("noise", 1.0 if noise is None else noise, space.device)
     fit, last = survey(model, summed, labels, data)
     names = space.names
     if structure == "last_layer":
         modules = {module_of(name) for name in last}
         names = tuple(name for name in names if module_of(name) in modules)
-    with trained_alone(model, names):
-        curvature = LayeredCurvature(BUILDS[structure](model, summed, data))
+    curvature = LayeredCurvature(BUILDS[structure](model, summed, data, space.subspace(names)))
     parameters = dict(model.named_parameters())
     mean = curvature.space.flatten({name: parameters[name].detach() for name in names})
     return LaplacePosterior(model, fit, curvature, mean, curvature.prior(prior), sigma)

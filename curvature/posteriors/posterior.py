@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -107,8 +106,7 @@ class LaplacePosterior:
             require_no_draws(run)
             found.append((run.output.detach(), output_covariance(run, self.covariance)))
 
-        with trained_alone(self.model, self.curvature.space.names):
-            DataSource(self.model, self.fit.loss, (x, None)).each(visit)
+        DataSource(self.model, self.fit.loss, (x, None), parameters=self.curvature.space.names).each(visit)
         return found[0]
 
     def predict(self, x: Any, samples: int | None = None, *, generator: torch.Generator | None = None) -> Prediction:
@@ -246,20 +244,6 @@ def require_draws(what: str, given: Any) -> None:
     """
     if not isinstance(given, int) or given < 1:
         raise TypeError(f"{what}: expected a number of draws, found {given!r}")
-
-
-@contextmanager
-def trained_alone(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Only the parameters of these names require a gradient inside."""
-    names = set(names)
-    before = [(p, p.requires_grad) for p in model.parameters()]
-    try:
-        for name, p in model.named_parameters():
-            p.requires_grad_(name in names)
-        yield
-    finally:
-        for p, required in before:
-            p.requires_grad_(required)
 
 
 def require_no_draws(run: RecordedBatch) -> None:

@@ -21,11 +21,12 @@ from curvature.recording.model_call import (
     map_tensors,
     preserve_state,
 )
+from curvature.recording.selection import is_within, trained_alone, trained_parameters
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 __all__ = [
     "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "call_model", "capture", "force_eager",
-    "fresh_random_numbers", "graph_functions", "graph_leaves", "graph_signature", "is_sharded", "logits", "map_tensors",
-    "preserve_state", "stream_backprops", "tape_from_graph", "tensors_in", "traceable_body", "unwrap_compiled",
-    "warn_once",
+    "fresh_random_numbers", "graph_functions", "graph_leaves", "graph_signature", "is_sharded", "is_within", "logits",
+    "map_tensors", "preserve_state", "stream_backprops", "tape_from_graph", "tensors_in", "traceable_body",
+    "trained_alone", "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from curvature.recording.eager import EAGER_REQUESTS, force_eager_nonreentrant, is_within_compiled, unwrap_compiled
 from curvature.recording.mode import RecordingMode
+from curvature.recording.selection import trained_parameters
 from curvature.recording.submodules import SubmoduleHooks
 from curvature.recording.tape import Tape, tensors_in
 
@@ -134,7 +135,7 @@ def _running_frames() -> list[Any]:
 
 
 @contextmanager
-def capture(model: nn.Module) -> Iterator[Tape]:
+def capture(model: nn.Module, parameters: Iterable[str] | None = None) -> Iterator[Tape]:
     """Record where `model` reads its parameters, in every forward pass inside the context.
 
     What each layer saw, and what comes back to it from ``vectors`` at the output:
@@ -143,7 +144,8 @@ def capture(model: nn.Module) -> Iterator[Tape]:
             output = model(x)
         backprops = tape.backprops(output, vectors)
 
-    Parameters that do not require a gradient are not recorded. The hooks are gone when the context ends, also after
+    Parameters that do not require a gradient are not recorded, nor are others than those of `parameters`, names of
+    parameters or modules, if these are given. The hooks are gone when the context ends, also after
     an exception; the activations are views of the tensors that the layers received.
 
     A model that is compiled (``torch.compile``), as a whole or in parts, runs uncompiled inside the context, as does
@@ -151,11 +153,13 @@ def capture(model: nn.Module) -> Iterator[Tape]:
 
     Raises:
         TypeError: `model` is not a module.
+        ValueError: no parameter is called by one of the names.
         RuntimeError: it was compiled inside the context.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    tape = Tape(unwrap_compiled(model))
+    chosen = None if parameters is None else trained_parameters(model, parameters)
+    tape = Tape(unwrap_compiled(model), chosen)
     listener = Listener(unwrap_compiled(model), lambda: tape, lambda tape, output: None)
     listener.expect(True)
     try:

@@ -46,6 +46,14 @@ def broken(file: str, tests: str, *changes: tuple[str, str]) -> Iterator[Mutant]
 
 
 MUTANTS = [
+    # -- some parameters
+    *broken(
+        "curvature/recording/selection.py",
+        "curvature/matrices/test_some_parameters.py",
+        ('name.startswith(key + ".")', "name.startswith(key)"),
+        ("if p.requires_grad != (name in names)]", "if p.requires_grad and False]"),
+        ("{id(p) for p in own if p.requires_grad}", "{id(p) for p in own}"),
+    ),
     # -- terms and their contractions
     *broken(
         "curvature/terms/basic.py",
