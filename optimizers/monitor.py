@@ -15,6 +15,7 @@ from torch import Tensor
 from curvature.linalg import recovery_counts
 
 HISTORY_LENGTH = 10_000  # steps
+COUNTS = ("overshoots",)  # of the run, in the entries of steps as scalar tensors
 LOG = logging.getLogger(__name__)
 
 # events that `curvature.linalg.recovery_counts` counts, and their log messages
@@ -144,13 +145,13 @@ class Monitor:
         """One line on the last step and the run."""
         last = self.last()
         shown = [
-            f"{k} {last[k]:.3g}"
-            for k in ("loss", "damping", "ratio", "step_size", "overshoots")
-            if last.get(k) is not None
+            f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None
         ]
-        own = [f"step {self.steps}", *shown, f"{self.counts['rollbacks']} rollbacks", f"{self.skipped} skipped"]
-        parts = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items())
-        return ", ".join(own) + (f"; seconds of the run: {parts}" if parts else "")
+        counts = {k: last[k] for k in COUNTS if k in last}
+        counts |= {"rollbacks": self.counts["rollbacks"], "skipped": self.skipped}
+        own = [f"step {self.steps}", *shown, *(f"{number} {what}" for what, number in counts.items())]
+        parts = ", ".join(f"{k} {v:.2g}" for k, v in self.seconds.items())
+        return ", ".join(own) + (f"; seconds so far: {parts}" if parts else "")
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and seconds of a run whose last step is settled; without the history."""
@@ -163,4 +164,5 @@ class Monitor:
 
 
 def _in_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.item() if isinstance(v, Tensor) else v for k, v in entry.items()}
+    found = {k: v.item() if isinstance(v, Tensor) else v for k, v in entry.items()}
+    return found | {k: int(found[k]) for k in COUNTS if k in found}

@@ -2,47 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from textwrap import wrap
 from typing import Any
 
 from torch import Tensor, nn
 
 from curvature.preconditioners import Block
 
+WIDTH = 100  # columns
+MOST_KEPT = 30  # columns of "kept"
+FROZEN = "requires_grad is False"
 
-def table(
+
+@dataclass(frozen=True)
+class Row:
+    """What the table says of some parameters.
+
+    Attributes:
+        names: of the parameters.
+        structure: of their curvature, or why there is none, in two or three words.
+        kept: the shapes that are kept.
+        megabytes: that these take; None where nothing is kept.
+        reason: a sentence for the notes below the table; "" if there is nothing to explain.
+    """
+
+    names: Sequence[str]
+    structure: str
+    kept: str = ""
+    megabytes: float | None = None
+    reason: str = ""
+
+
+def rows_of(
     blocks: Sequence[Block],
     model: nn.Module,
     trained: Mapping[str, Tensor],
     groups: Sequence[Mapping[str, Any]],
     has_stepped: bool,
-) -> list[str]:
-    """Its lines: a row for each block, and for each parameter that has none, with the reason."""
-    rows = [("parameter", "preconditioned by", "kept", "MB", "why")]
-    seen: set[str] = set()
-    total = 0.0
-    for block in blocks:
-        megabytes = (block.bytes if block.is_ready else block.expected_bytes) / 1e6
-        total += megabytes
-        rows.append((", ".join(block.names), block.structure, block.describe(), f"{megabytes:.2f}", block.reason))
-        seen |= set(block.names)
+) -> list[Row]:
+    """A row for each block and each parameter that has none, in the order of the model, and for what all share."""
+    sizes = [(block.bytes if block.is_ready else block.expected_bytes) / 1e6 for block in blocks]
+    rows = [
+        Row(block.names, block.structure, block.describe(), megabytes, block.reason)
+        for block, megabytes in zip(blocks, sizes, strict=True)
+    ]
+    seen = {name for block in blocks for name in block.names}
     given = {id(p) for group in groups for p in group["params"]}
     for name, p in model.named_parameters():
         if name not in seen or id(p) not in given:
-            rows.append((name, *_without_block(p, id(p) in given, has_stepped)))
-    momenta = sum(p.numel() * p.element_size() for p in trained.values()) / 1e6
-    rows.append(("momentum and displacement", "", "", f"{2 * momenta:.2f}", ""))
-    rows.append(("in all", "", "", f"{total + 2 * momenta:.2f}", "kept between steps"))
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+            rows.append(_without_block(name, p, id(p) in given, has_stepped))
+    order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
+    rows.sort(key=lambda row: order.get(row.names[0], len(order)))
+    momenta = 2 * sum(p.numel() * p.element_size() for p in trained.values()) / 1e6
+    return [*rows, Row(["momentum and last step"], "", "", momenta), Row(["in all"], "", "", sum(sizes) + momenta)]
 
 
-def _without_block(p: Tensor, is_given: bool, has_stepped: bool) -> tuple[str, str, str, str]:
-    """The rest of the row of a parameter that has no block."""
+def _without_block(name: str, p: Tensor, is_given: bool, has_stepped: bool) -> Row:
     if not p.requires_grad:
-        return "not trained", "", "", "does not require a gradient"
+        return Row([name], "not trained", reason=FROZEN)
     if not is_given:
-        return "not trained", "", "", "in no parameter group: use add_param_group"
+        return Row([name], "not trained", reason="in no parameter group: opt.add_param_group adds it")
     if not has_stepped:
-        return "nothing yet", "", "", "needs a first forward pass"
-    return "mean of all others", "", "", "the output depends on it in no forward pass that was seen"
+        return Row([name], "nothing yet", reason="known after the model's first forward pass in training")
+    why = "no output seen so far depends on it; a gradient, if one comes, is scaled by the mean of all others"
+    return Row([name], "mean of others", reason=why)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The rows as lines of at most 100 columns, unless one name alone is longer; reasons are notes below, each once."""
+    notes = {reason: k + 1 for k, reason in enumerate(dict.fromkeys(row.reason for row in rows if row.reason))}
+    cells = [
+        (
+            ", ".join(row.names),
+            row.structure + (f" [{notes[row.reason]}]" if row.reason else ""),
+            row.kept,
+            "" if row.megabytes is None else f"{row.megabytes:.2f}",
+        )
+        for row in [Row(["parameters"], "preconditioner", "kept"), *rows]
+    ]
+    cells[0] = (*cells[0][:3], "MB")
+    structure, megabytes = (max(len(cell[k]) for cell in cells) for k in (1, 3))
+    most = WIDTH - structure - MOST_KEPT - megabytes - 6
+    columns = [[_packed(cell[k], width) for cell in cells] for k, width in ((0, most), (2, MOST_KEPT))]
+    name, kept = (
+        max((len(line) for lines in column for line in lines if len(line) <= width), default=0)
+        for column, width in zip(columns, (most, MOST_KEPT), strict=True)
+    )
+    found = []
+    for (_, what, _, size), names, shapes in zip(cells, *columns, strict=True):
+        ahead = names if names and len(names[0]) > name else []  # too long to share its line
+        rest = zip_longest([] if ahead else names, [what], shapes, [size], fillvalue="")
+        found += ahead + [f"{a:{name}}  {b:{structure}}  {c:{kept}}  {d:>{megabytes}}".rstrip() for a, b, c, d in rest]
+    return found + [line for reason, k in notes.items() for line in noted(f"[{k}] {reason}")]
+
+
+def noted(text: str) -> list[str]:
+    """A note in lines of at most 100 columns."""
+    return wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _packed(text: str, width: int) -> list[str]:
+    """Lines of at most `width` columns, broken after commas and semicolons only."""
+    lines: list[str] = []
+    for piece in _pieces(text):
+        if lines and len(f"{lines[-1]} {piece}") <= width:
+            lines[-1] += f" {piece}"
+        else:
+            lines.append(piece)
+    return lines
+
+
+def _pieces(text: str) -> Iterable[str]:
+    return filter(None, re.split(r"(?<=[,;]) ", text))

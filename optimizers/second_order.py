@@ -11,6 +11,7 @@ A closure that returns residuals switches to `residual_rule` for good.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +35,7 @@ from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
 from optimizers.recording.loss_backprops import LossBackprops
 from optimizers.recording.recorder import Recorder
-from optimizers.report import table
+from optimizers.report import noted, rows_of, table
 from optimizers.schedule import Schedule
 from optimizers.steps.closure_checks import ClosureWatch
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
@@ -274,26 +275,28 @@ class SecondOrderOptimizer(ModelOptimizer):
     # -- reports and checkpoints
 
     def report(self) -> str:
-        """A table of all parameters: preconditioner, factor shapes, memory, and the reason for any fallback.
+        """A table of all parameters, 100 columns wide: preconditioner, factor shapes, memory, and reasons as notes.
 
-        Between the first forward pass and the first step, the memory is an upper bound.
+        MB are 10^6 bytes kept between steps; between the first forward pass and the first step, an upper bound.
         """
         if self.residual_rule is not None:
-            return self.residual_rule.solver.report(self.model)
-        lines = table(self.store.blocks, self.model, self.trained(), self.param_groups, bool(self.monitor.started))
-        return "\n".join([*lines, *filter(None, (self.recorder.substitute, self.rule.report()))])
+            return "\n".join(table(self.residual_rule.solver.report(self.model)))
+        rows = rows_of(self.store.blocks, self.model, self.trained(), self.param_groups, bool(self.monitor.started))
+        return "\n".join([*table(rows), *noted(self.recorder.substitute), *noted(self.rule.report())])
 
     def stats(self) -> dict[str, Any]:
         """The last step's numbers, counts of events, seconds by part, and condition numbers of the blocks, to 4 digits.
 
-        Computes the condition numbers (largest over least eigenvalue of each damped block, by its first parameter).
+        Computes the condition numbers: largest over least eigenvalue of each damped block, by its first parameter.
+        Blocks whose solver does not need one (Woodbury, conjugate gradients) have none.
         """
         schedule = self.preconditioner.schedule
         intervals = {"factor_every": schedule.factor_every, "decompose_every": schedule.decompose_every}
-        conditions = {b.names[0]: b.condition() for b in self.store.blocks if b.is_ready}
+        found = ((block.names[0], block.condition()) for block in self.store.blocks if block.is_ready)
+        conditions = {name: condition for name, condition in found if not math.isnan(condition)}
         outliers = sum(block.outliers for block in self.store.blocks)
-        found = super().stats() | intervals | {"outliers": outliers, "conditions": conditions} | self.rule.stats()
-        return pytree.tree_map_only(float, lambda x: float(f"{x:.4g}"), found)
+        stats = super().stats() | intervals | {"outliers": outliers, "conditions": conditions} | self.rule.stats()
+        return pytree.tree_map_only(float, lambda x: float(f"{x:.4g}"), stats)
 
     def kind(self) -> dict[str, Any]:
         """The choices that a state must share with the optimizer that loads it."""

@@ -66,7 +66,7 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
                     found = _by_autograd(model, given, form)
                 if not isinstance(error, Recorded):  # that is not the model's fault
                     reason = str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}"
-                    warn_once("laplacian: no rule for %s; computed exactly all the same, which is slower", reason)
+                    warn_once("laplacian: no rule for %s: computed exactly, but more slowly", reason)
         except MixesSamples as error:
             raise ValueError(_mixing_message(module, error)) from None
         if is_new:

@@ -102,6 +102,6 @@ def note_general(tape: Tape, failed: set[str]) -> None:
         for name in sorted(failed)
     }
     unseen = "an autograd.Function or the like"  # what torch does not let a mode see
-    names = ", ".join(f"{name} (read by {', '.join(found) or unseen})" for name, found in readers.items())
+    names = ", ".join(f"{name} (used in {', '.join(found) or unseen})" for name, found in readers.items())
     if names:
-        warn_once("no per-sample rule explains %s; computed exactly all the same, which is slower", names)
+        warn_once("no layer rule gives per-sample gradients of %s: computed exactly, but more slowly", names)

@@ -37,6 +37,8 @@ MAX_SIDE = 2048  # a larger side is kept as a sketch
 MOST_BYTES = 2**22  # of backprops that wait to be measured; layers of one form among them are measured together
 MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, and the loss by step is no better
 
+UNSEEN = "torch does not show what uses it (an autograd.Function or the like)"
+
 Named = Mapping[str, Tensor]
 NOTHING: Named = MappingProxyType({})
 
@@ -67,8 +69,8 @@ def blocks_by_layer(
     for name, node in todo.items():
         if name not in taken:
             readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
-            used = f"used in {', '.join(readers)}" if readers else "read by an autograd.Function or the like"
-            reason = f"no Kronecker factors: {used}"
+            what = f"no Kronecker factors exist for {', '.join(readers)}" if readers else UNSEEN
+            reason = f"{what}; the diagonal of the curvature is used"
             blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
     return blocks
 
@@ -89,7 +91,7 @@ def _kronecker_block(
     dense = [max(cut) for cut, flat in zip(cuts_of(scheme), scheme.diagonal, strict=True) if not flat]
     is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
     block = LAYERS["kronecker" if is_large else kind](names, scheme)
-    block.reason = "too large for an eigenbasis" if is_large and kind == "eigen" else ""
+    block.reason = "too large for an eigenbasis; Kronecker factors are used" if is_large and kind == "eigen" else ""
     return block
 
 

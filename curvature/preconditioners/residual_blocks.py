@@ -73,13 +73,18 @@ class ResidualBlock:
             return {self.names[0]: found.reshape(weight.shape)}
         return {self.names[0]: found[:, :-1].reshape(weight.shape), self.names[1]: found[:, -1].reshape(bias[0].shape)}
 
+    @property
+    def structure(self) -> str:
+        """Of the curvature, in a word."""
+        return "kronecker" if self.pairs else "exact diagonal"
+
     def describe(self) -> str:
         """Shapes of the factors, for reports."""
-        if not self.pairs:
-            return "exact diagonal"
+        if self.diagonal is not None:
+            return "x".join(map(str, self.diagonal.shape)) or "1"
         (rows, columns), count = self.pairs[0], len(self.pairs)
-        product = f"{count} Kronecker product{'s' * (count > 1)}" + ", all but one merged" * (count > 2)
-        return f"{product}, B {len(rows)}x{len(rows)}, A {len(columns)}x{len(columns)}"
+        product = f"{count} products{f' ({count - 1} merged)' if count > 2 else ''}, " if count > 1 else ""
+        return f"{product}B {len(rows)}x{len(rows)}, A {len(columns)}x{len(columns)}"
 
 
 def residual_inverses(blocks: Sequence[ResidualBlock], damping: float) -> list[KroneckerSumInverse | Tensor]:
@@ -122,7 +127,8 @@ def residual_blocks(jacobian: Jacobian) -> list[ResidualBlock]:
     for name, shape in jacobian.shapes.items():
         if name not in found:
             squares = contractions.sum_in_place(sum_of_squares(part[name]) for part in parts)
-            reason = "no weight's bias" if len(shape) < 2 else "its rows are no outer products"
+            what = "which belongs to no weight's bias" if len(shape) < 2 else "whose Jacobian is no outer product"
+            reason = f"no Kronecker factors exist for a parameter {what}"
             found[name] = ResidualBlock((name,), diagonal=squares, reason=reason)
     return list({id(block): block for block in (found[name] for name in jacobian.shapes)}.values())
 

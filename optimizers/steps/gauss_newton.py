@@ -12,6 +12,7 @@ from curvature import Jacobian
 from curvature.linalg import soon
 from curvature.preconditioners import LeastSquares
 from optimizers.model_optimizer import shared_option
+from optimizers.report import FROZEN, Row
 from optimizers.steps.line_search import LinePoint, LineSearch, accept, times_lr
 from optimizers.steps.quadratic_model import first_accepted, next_damping
 from optimizers.steps.residuals import Late, ResidualReplay, aligned, loss_of
@@ -72,12 +73,11 @@ class GaussNewton:
         self.moves = [problem.jacobian.split(found.displacement)] if is_kept else []
         return entry | {"accepted": found.step_size > 0, "step_size": found.step_size}
 
-    def report(self, model: nn.Module) -> str:
-        """How every parameter is preconditioned."""
-        return "\n".join(
-            f"{name}  exact Gauss-Newton" if p.requires_grad else f"{name}  not trained"
+    def report(self, model: nn.Module) -> list[Row]:
+        return [
+            Row([name], "exact Gauss-Newton") if p.requires_grad else Row([name], "not trained", reason=FROZEN)
             for name, p in model.named_parameters()
-        )
+        ]
 
 
 class _Step:

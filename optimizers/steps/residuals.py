@@ -23,6 +23,7 @@ from curvature.preconditioners import ResidualBlock, residual_blocks, residual_i
 from curvature.recording import ModelState, warn_once
 from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
+from optimizers.report import FROZEN, Row
 from optimizers.steps.adaptive import grouped, set_parameters
 from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
@@ -109,7 +110,7 @@ class ResidualSolver(Protocol):
             loss: at the parameters.
         """
 
-    def report(self, model: nn.Module) -> str:
+    def report(self, model: nn.Module) -> list[Row]:
         """How every parameter is preconditioned."""
 
 
@@ -348,12 +349,17 @@ class SubspaceSolver:
         first = alpha.reshape(-1, len(space.groups))[-DIRECTIONS]
         return entry | {"step_size": float(first.mean()), "damping": trial.damping}
 
-    def report(self, model: nn.Module) -> str:
-        """A line for each block of parameters: how it is preconditioned, and why it has no Kronecker products."""
-        rows = [f"{', '.join(block.names)}  {block.describe()}  {block.reason}".rstrip() for block in self._blocks]
+    def report(self, model: nn.Module) -> list[Row]:
+        """A row for each block of parameters: how it is preconditioned, and why it has no Kronecker products."""
+        rows = [Row(block.names, block.structure, block.describe(), reason=block.reason) for block in self._blocks]
         seen = {name for block in self._blocks for name in block.names}
-        rest = [(name, p) for name, p in model.named_parameters() if name not in seen]
-        return "\n".join(rows + [f"{name}  {'needs a step' if p.requires_grad else 'not trained'}" for name, p in rest])
+        return rows + [
+            Row([name], "nothing yet", reason="known after the first step")
+            if p.requires_grad
+            else Row([name], "not trained", reason=FROZEN)
+            for name, p in model.named_parameters()
+            if name not in seen
+        ]
 
 
 def aligned(moves: Sequence[Named], trained: Named) -> list[dict[str, Tensor]]:

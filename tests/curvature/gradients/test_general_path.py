@@ -49,4 +49,4 @@ def test_the_loop_is_taken_where_vmap_is_wrong(is_wrong: bool, monkeypatch: pyte
 def test_the_log_says_what_torch_does_not_let_it_see(caplog: pytest.LogCaptureFixture) -> None:
     model = Raw(lambda m, x: Doubled.apply(x, m.hidden), hidden=(3,))
     curvature.per_sample_norms(model, nn.MSELoss(), torch.randn(5, 3), torch.randn(5, 3))
-    assert "hidden (read by an autograd.Function or the like)" in caplog.text
+    assert "hidden (used in an autograd.Function or the like)" in caplog.text

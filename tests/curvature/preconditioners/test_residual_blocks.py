@@ -117,4 +117,4 @@ def test_what_is_no_matrix_has_its_exact_diagonal():
         squares = jacobian.rows()[name].square().sum(0)
         found = blocks[name,].solve(blocks[name,].inverse(0.1), {name: torch.ones_like(squares)})
         torch.testing.assert_close(found[name], 1 / (squares + 0.1))
-        assert "diagonal" in blocks[name,].describe() and blocks[name,].reason
+        assert "diagonal" in blocks[name,].structure and blocks[name,].reason

@@ -1,0 +1,44 @@
+"""`report()`: a table that fits a terminal, and reasons that stand alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from optimizers import EKFAC, KFAC, NaturalGradient
+from optimizers.report import Row, table
+from support.cases.case import Raw
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+def test_fits_100_columns(kind: type[KFAC] | type[EKFAC] | type[NaturalGradient]):
+    """Long names and lists of factors break after commas; every reason is written out once, below."""
+    inner = Raw(
+        lambda m, x: m.out(m.norm(x + m.attention(x, x, x, need_weights=False)[0])),
+        attention=nn.MultiheadAttention(8, 2),
+        norm=nn.LayerNorm(8),
+        out=nn.Linear(8, 3000),
+        unused=(3,),
+    )
+    model = nn.ModuleDict({"a_decoder_of_a_language_model_with_a_long_name": inner})
+    model.forward = inner.forward  # type: ignore[method-assign]
+    opt = kind(model)
+    for _ in range(3):
+        lines = opt.report().splitlines()
+        assert max(map(len, lines)) <= 100
+        assert all(sum(name in line for line in lines) == 1 for name, _ in model.named_parameters())
+        notes = [line for line in lines if line.startswith("[")]
+        marks = set(re.findall(r"\[\d+\]", "\n".join(line for line in lines if not line.startswith("["))))
+        assert {note.split()[0] for note in notes} == marks and len(set(notes)) == len(notes)
+        model(torch.randn(3, 6, 8)).square().mean().backward()
+        opt.step()
+
+
+def test_names_that_do_not_fit_have_lines_of_their_own():
+    names = ["x" * 90 + ".weight", "y.weight"]
+    lines = table([Row([names[0]], "kronecker", "B 2x2, A 3x3", 1.5), Row([names[1]], "diagonal", reason="why")])
+    assert lines[1] == names[0] and lines[2].split() == ["kronecker", "B", "2x2,", "A", "3x3", "1.50"]
+    assert lines[3].split() == ["y.weight", "diagonal", "[1]"] and lines[4] == "[1] why"
