@@ -144,9 +144,7 @@ class Monitor:
     def summary(self) -> str:
         """One line on the last step and the run."""
         last = self.last()
-        shown = [
-            f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None
-        ]
+        shown = [f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None]
         counts = {k: last[k] for k in COUNTS if k in last}
         counts |= {"rollbacks": self.counts["rollbacks"], "skipped": self.skipped}
         own = [f"step {self.steps}", *shown, *(f"{number} {what}" for what, number in counts.items())]

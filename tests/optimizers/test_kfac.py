@@ -303,4 +303,3 @@ def test_report_names_every_parameter():
     assert lines[-2].startswith("in all") and "batch_norm" in lines[-1]
     for line in lines[1:-3]:
         assert ("diagonal [1]" if line.startswith(("1.", "5.")) else "kronecker") in line, line
-
