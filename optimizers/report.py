@@ -92,7 +92,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         max((len(line) for lines in column for line in lines if len(line) <= width), default=0)
         for column, width in zip(columns, (most, MOST_KEPT), strict=True)
     )
-    found = []
+    found: list[str] = []
     for (_, what, _, size), names, shapes in zip(cells, *columns, strict=True):
         ahead = names if names and len(names[0]) > name else []  # too long to share its line
         rest = zip_longest([] if ahead else names, [what], shapes, [size], fillvalue="")
