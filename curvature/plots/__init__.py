@@ -7,6 +7,18 @@ figure, and returns the axes. None shows or saves a figure or changes matplotlib
 from curvature.plots.convergence import agreement, apart, drift
 from curvature.plots.heatmaps import comparison, factors, matrix
 from curvature.plots.spectra import spectra, spectral_density
+from curvature.plots.style import colours
 from curvature.plots.training import training
 
-__all__ = ["agreement", "apart", "comparison", "drift", "factors", "matrix", "spectra", "spectral_density", "training"]
+__all__ = [
+    "agreement",
+    "apart",
+    "colours",
+    "comparison",
+    "drift",
+    "factors",
+    "matrix",
+    "spectra",
+    "spectral_density",
+    "training",
+]

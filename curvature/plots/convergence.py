@@ -18,6 +18,7 @@ from curvature.plots.style import (
     CURVATURE_UNIT,
     Array,
     axes_or_new,
+    colours,
     describe_hidden,
     label_with_note,
     legend,
@@ -57,13 +58,16 @@ def agreement(estimates: Mapping[str, Mapping[int, Any]], ax: Axes | None = None
     error_of = _given_errors if exact is None else _distance_to(exact)
     table = {str(name): _by_count(str(name), rows, error_of) for name, rows in items}
     ax = axes_or_new(ax)
+    shades = colours(table)
     heights: list[float] = []  # errors times sqrt(k): constant if an error falls as 1/sqrt(k)
     for index, (name, rows) in enumerate(table.items()):
         shown = {k: row[np.isfinite(row) & (row > 0)] for k, row in rows.items()}
         points = {k: (np.median(row), row.min(), row.max()) for k, row in shown.items() if row.size}
         middle, low, high = np.array(list(points.values())).reshape(-1, 3).T
         label = label_with_note(name, describe_hidden(np.concatenate(list(rows.values()))))
-        (line,) = ax.plot(list(points), middle, **line_style(index), marker="o", markersize=4, label=label)
+        (line,) = ax.plot(
+            list(points), middle, **line_style(index, shades[name]), marker="o", markersize=4, label=label
+        )
         if any(row.size > 1 for row in shown.values()):
             ax.fill_between(list(points), low, high, color=line.get_color(), alpha=0.2, lw=0)
         heights += [error * math.sqrt(k) for k, error in zip(points, middle, strict=True)]
@@ -108,11 +112,12 @@ def drift(
     """
     items = require_mapping(values, "values", "{matrix: [number at every epoch]}").items()
     lines = {str(name): to_vector(found, str(name)) for name, found in items}
+    shades = colours(lines)
     x = _epochs({name: line.size for name, line in lines.items()}, epochs)
     ax = axes_or_new(ax)
     for index, (name, line) in enumerate(lines.items()):
         label = label_with_note(name, describe_hidden(line))
-        _draw_epochs(ax, index, x, np.where(np.isfinite(line) & (line > 0), line, np.nan), label)
+        _draw_epochs(ax, index, x, np.where(np.isfinite(line) & (line > 0), line, np.nan), label, shades[name])
     log_scale(ax, "y")
     ax.set_ylabel(quantity)
     legend(ax)
@@ -217,8 +222,8 @@ def _epochs(lengths: Mapping[str, int], epochs: Any) -> Array:
     return x
 
 
-def _draw_epochs(ax: Axes, index: int, x: Array, y: Array, label: str) -> None:
-    ax.plot(x, y, **line_style(index), marker="o" if x.size < 50 else None, markersize=4, label=label)
+def _draw_epochs(ax: Axes, index: int, x: Array, y: Array, label: str, colour: str | None = None) -> None:
+    ax.plot(x, y, **line_style(index, colour), marker="o" if x.size < 50 else None, markersize=4, label=label)
     ax.set_xlabel("epoch")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(True, which="major", alpha=0.3)

@@ -18,13 +18,14 @@ from curvature.plots.style import (
     CURVATURE_UNIT,
     Array,
     axes_or_new,
+    colours,
     describe_hidden,
     label_with_note,
     layers_of,
     legend,
     line_style,
     log_scale,
-    ordered_line_style,
+    ordered_line_styles,
     require_mapping,
     to_array,
     to_vector,
@@ -65,13 +66,12 @@ def spectra(matrix: Spectrum | Mapping[str, Spectrum], ax: Axes | None = None) -
         items = require_mapping(matrix, "matrix", "an operator, a tensor or a dict {name: operator or tensor}")
     lines = {name: _eigenvalues(item, name) for name, item in items.items()}
     ax = axes_or_new(ax)
-    for index, (name, (values, rounding)) in enumerate(lines.items()):
+    styles = ordered_line_styles([str(name) for name in lines])
+    for style, (name, (values, rounding)) in zip(styles, lines.items(), strict=True):
         shown = np.sort(values[np.isfinite(values) & (values > rounding)])[::-1]
         label = label_with_note(str(name), describe_hidden(values, rounding))
         marker = "." if shown.size < 50 else None
-        ax.plot(
-            np.arange(1, shown.size + 1), shown, **ordered_line_style(index, len(lines)), marker=marker, label=label
-        )
+        ax.plot(np.arange(1, shown.size + 1), shown, **style, marker=marker, label=label)
     log_scale(ax, "x", "y")
     ax.set(xlabel="rank (1 is the largest)", ylabel=f"eigenvalue {CURVATURE_UNIT}")
     ax.grid(True, which="major", alpha=0.3)
@@ -105,8 +105,9 @@ def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = 
     ax = axes_or_new(ax)
     limits = list(ax.get_ylim()) if ax.has_data() else []
     ax.set_yscale("log", nonpositive="clip")
+    shades = colours([*(str(line.get_label()) for line in ax.lines), *lines])
     for name, (x, y) in lines.items():
-        ax.plot(x, y, **line_style(len(ax.lines)), label=name if by_name else None)
+        ax.plot(x, y, **line_style(len(ax.lines), shades[name] if by_name else None), label=name if by_name else None)
         limits += [_lowest_peak(y) / 10, 3 * y.max()]
     ax.set_ylim(min(limits), max(limits))
     ax.set(xlabel=f"eigenvalue {CURVATURE_UNIT}", ylabel="density of eigenvalues [parameter² / loss]")

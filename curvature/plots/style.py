@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -19,6 +20,13 @@ Array = NDArray[np.float64]
 
 # The colours of Okabe and Ito, which are safe for colour-blind readers, without yellow, which is too pale for lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+# What keeps its colour from figure to figure, by a part of its name in lower case; the longest that fits counts.
+FIXED = {
+    "kfac": 0, "naturalgradient": 1, "natural gradient": 1, "reconfiguration": 1, "adam": 2, "l-bfgs": 5, "lbfgs": 5,
+    "ekfac": 4, "sgd": 3, "gradient descent": 6,
+    "gauss-newton": 0, "fisher": 1, "empirical": 2, "isotropic": 3, "hessian": 4, "diagonal": 2, "exact": 6,
+    "sampled": 0, "propagat": 1,
+}  # fmt: skip
 LINE_STYLES = (("-", 2.2), ((0, (4, 3)), 1.4), ((0, (6, 2, 1, 2)), 1.4), ((0, (1, 2)), 1.8))  # with widths
 CURVATURE_UNIT = "[loss / parameter²]"
 INNER_LEGEND_LINES, MAX_LEGEND_LINES = 5, 25  # legend lines that fit inside the axes, and beside them
@@ -70,18 +78,43 @@ def log_scale(ax: Axes, *names: str) -> None:
             getattr(ax, f"set_{name}lim")(0.1, 1.0)
 
 
-def line_style(index: int) -> dict[str, Any]:
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name, the same in every figure for the methods and matrices that are best known.
+
+    ``"Adam, lr=0.01"`` has Adam's colour, ``"empirical Fisher"`` that of the empirical Fisher. Other names, and the
+    second of two that would share a colour, take the colours that are left, in order. The colours are told apart by
+    colour-blind readers.
+
+    Args:
+        names: of lines in one figure, in the order in which they are drawn.
+
+    Returns:
+        ``{name: "#rrggbb"}``.
+    """
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(map(str, names)):
+        fitting = [part for part in FIXED if part in name.lower()]
+        if fitting and (own := COLOURS[FIXED[max(fitting, key=len)]]) not in found.values():
+            found[name] = own
+        else:
+            found[name] = ""
+    left = cycle([colour for colour in COLOURS if colour not in found.values()] or COLOURS)
+    return {name: colour or next(left) for name, colour in found.items()}
+
+
+def line_style(index: int, colour: str | None = None) -> dict[str, Any]:
     """Colour and style of a line; lines that overlap stay visible, beside or through the dashes of each other."""
     style, width = LINE_STYLES[index % len(LINE_STYLES)]
     order = 2 + 0.1 * (index % len(LINE_STYLES))  # wide solid lines at the back
-    return {"color": COLOURS[index % len(COLOURS)], "ls": style, "lw": width, "zorder": order}
+    return {"color": colour or COLOURS[index % len(COLOURS)], "ls": style, "lw": width, "zorder": order}
 
 
-def ordered_line_style(index: int, count: int) -> dict[str, Any]:
-    """Likewise for one of `count` ordered lines: few have distinct colours, many follow a colour scale."""
-    if count <= len(COLOURS):
-        return line_style(index)
-    return {"color": colormaps["viridis"](0.92 * index / (count - 1)), "lw": 1.2}  # the last colours are too pale
+def ordered_line_styles(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Likewise for ordered lines: few have `colours`, many follow a colour scale."""
+    if len(names) <= len(COLOURS):
+        return [line_style(index, colour) for index, colour in enumerate(colours(names).values())]
+    shades = np.linspace(0, 0.92, len(names))  # the last colours are too pale
+    return [{"color": colormaps["viridis"](shade), "lw": 1.2} for shade in shades]
 
 
 def legend(ax: Axes, title: str | None = None, loc: str = "best") -> None:

@@ -18,6 +18,7 @@ from curvature.plots.style import (
     CURVATURE_UNIT,
     Array,
     axes_grid,
+    colours,
     describe_hidden,
     label_with_note,
     line_style,
@@ -51,10 +52,12 @@ LETTER_WIDTH, HANDLE_LETTERS = 0.075, 8  # of a legend: inches per letter, and l
 
 
 class PlainNumbers(LogFormatter):
-    """Formats numbers on a log axis as 0.2 and 1e-06, not as powers or 2e-01."""
+    """Formats numbers on a log axis as 0.2 and 1e-6, not as powers or 2e-01."""
 
     def __call__(self, x: float, pos: int | None = None) -> str:
-        return f"{x:g}" if super().__call__(x, pos) else ""
+        if not super().__call__(x, pos):
+            return ""
+        return f"{x:g}" if abs(x) >= 1e-3 else np.format_float_scientific(x, trim="-", exp_digits=1)
 
 
 def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDArray[Any]:
@@ -131,10 +134,12 @@ def _curves(
     ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None, key: str, label: str, log: bool = True
 ) -> None:
     """A line for each run, empty if its values are unknown, so that the legend has all of `names`."""
-    for index, (name, run) in enumerate(runs.items()):
+    for index, (name, run, colour) in enumerate(_with_colours(runs)):
         x, y = run.get(key, NO_POINTS)
         seen = np.isfinite(y) & ((y > 0) | (not log))
-        _draw(ax, index, x, np.where(seen, y, np.nan), _label(name, names, len(runs), describe_hidden(y[~seen])))
+        _draw(
+            ax, index, colour, x, np.where(seen, y, np.nan), _label(name, names, len(runs), describe_hidden(y[~seen]))
+        )
     if log:
         _readable_log_scale(ax)
     ax.set_ylabel(label)
@@ -147,13 +152,13 @@ def _loss(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> Non
 
 
 def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
-    for index, (name, run) in enumerate(runs.items()):
+    for index, (name, run, colour) in enumerate(_with_colours(runs)):
         x, y = run.get("ratio", NO_POINTS)
         shown = np.clip(y, MIN_RATIO, MAX_RATIO)
-        _draw(ax, index, x, shown, _label(name, names, len(runs), describe_hidden(y[np.isnan(y)])))
+        _draw(ax, index, colour, x, shown, _label(name, names, len(runs), describe_hidden(y[np.isnan(y)])))
         for beyond, arrow in ((y > MAX_RATIO, "^"), (y < MIN_RATIO, "v")):
             if beyond.any():
-                style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "ls": "", "clip_on": False}
+                style: dict[str, Any] = {"color": colour, "ls": "", "clip_on": False}
                 ax.plot(x[beyond], shown[beyond], marker=arrow, markersize=5 * _size_factor(x), zorder=3, **style)
     for value in RATIO_GUIDES:
         ax.axhline(value, color="grey", lw=1.0, ls="-" if value == 1 else ":", zorder=1)
@@ -166,10 +171,9 @@ def _ratio(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> No
 
 def _time(ax: Axes, runs: Mapping[str, Run], names: Sequence[str] | None) -> None:
     marked: set[str] = set()
-    for index, (name, run) in enumerate(runs.items()):
+    for index, (name, run, colour) in enumerate(_with_colours(runs)):
         x, seconds = run.get("seconds", NO_POINTS)
         y = np.where(np.isfinite(seconds) & (seconds > 0), 1e3 * seconds, np.nan)
-        colour = COLOURS[index % len(COLOURS)]
         label = _label(name, names, len(runs), describe_hidden(seconds[np.isnan(y)]))
         ax.plot(x, y, ".", color=colour, alpha=0.5, markersize=6 if x.size < 50 else 3, label=label)
         for key, (marker, size, text) in EVENT_MARKS.items():
@@ -213,8 +217,12 @@ def _label(name: str, names: Sequence[str] | None, count: int, note: str) -> str
     return label_with_note(name, note) if names or count > 1 else f"not shown: {note}"
 
 
-def _draw(ax: Axes, index: int, x: Array, y: Array, label: str | None) -> None:
-    style = line_style(index)
+def _with_colours(runs: Mapping[str, Run]) -> list[tuple[str, Run, str]]:
+    return [(name, run, colour) for (name, run), colour in zip(runs.items(), colours(runs).values(), strict=True)]
+
+
+def _draw(ax: Axes, index: int, colour: str, x: Array, y: Array, label: str | None) -> None:
+    style = line_style(index, colour)
     style["lw"] *= 0.7 * _size_factor(x)  # runs are noisy
     ax.plot(x, y, **style, marker="." if x.size < 50 else None, label=label)
 
@@ -233,7 +241,7 @@ def _readable_log_scale(ax: Axes) -> None:
 
 
 def _mark_rejected(ax: Axes, runs: Mapping[str, Run], several: bool, counted: bool) -> None:
-    for index, (name, run) in enumerate(runs.items()):
+    for name, run, colour in _with_colours(runs):
         steps, accepted = run.get("accepted", NO_POINTS)
         rejected = steps[accepted == 0]
         if not rejected.size:
@@ -241,7 +249,7 @@ def _mark_rejected(ax: Axes, runs: Mapping[str, Run], several: bool, counted: bo
         text = f"{rejected.size} step{'s' * (rejected.size > 1)} rejected"
         lines = LineCollection(
             [[(step, 0.0), (step, 1.0)] for step in rejected],
-            colors=COLOURS[(index if several else index + 1) % len(COLOURS)],
+            colors=colour if several else COLOURS[1],
             linewidths=0.9,
             alpha=min(0.35, max(0.08, 15 / rejected.size)),  # many lines form a shade that the curves show through
             zorder=1.5,

@@ -230,3 +230,17 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
     assert_refused(*REFUSED[case], own_figure="axes" in case)
+
+
+def test_a_method_keeps_its_colour():
+    """Whatever else is in the figure; a second line of the same method, and unknown ones, take what is left."""
+    few, many = plots.colours(["Adam, lr=0.1", "KFAC"]), plots.colours(["EKFAC", "mine", "KFAC", "Adam", "Adam, lr=3"])
+    assert few["KFAC"] == many["KFAC"] and few["Adam, lr=0.1"] == many["Adam"] and len(set(many.values())) == 5
+    assert len(plots.colours([f"line {k}" for k in range(20)])) == 20
+    runs = {"EKFAC": history_of(), "KFAC": history_of(scale=2.0)}
+    lines = plots.training(runs)[0].lines
+    assert [line.get_color() for line in lines] == list(plots.colours(runs).values())
+    assert (
+        plots.drift({"mine": [1.0, 2.0], "Hessian": [2.0, 1.0]}).lines[1].get_color()
+        == plots.colours(["Hessian"])["Hessian"]
+    )
