@@ -29,6 +29,7 @@ from curvature.gradients import (
 from curvature.layers import Layout
 from curvature.losses import Injection, empirical, exact, isotropic, propagated, sampled
 from curvature.matrices import (
+    combine,
     ekfac,
     empirical_fisher,
     fisher,
@@ -71,7 +72,7 @@ __all__ = [
     "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker",
     "KroneckerProjection", "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale",
     "NormalProjection", "Operator", "SampleSpace", "SignProjection", "Space", "Tape", "Use", "capture",
-    "check_gradients", "clipped_gradient", "conjugate_gradient", "ekfac", "empirical", "empirical_fisher",
+    "check_gradients", "clipped_gradient", "combine", "conjugate_gradient", "ekfac", "empirical", "empirical_fisher",
     "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton", "gradient_noise_scale", "hessian",
     "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence", "influence_by_parameter",
     "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace",

@@ -9,7 +9,7 @@ takes the `general_path`: vmap, or a loop over samples.
 
 from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.clipping import clipped_gradient
-from curvature.gradients.data import kind_of, number_of_batches, pairs, require_pairs
+from curvature.gradients.data import digests, kind_of, number_of_batches, pairs, require_order, require_pairs
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import batched_vjp, output_changes
@@ -36,10 +36,10 @@ from curvature.gradients.verification import require_independent_samples, single
 
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "Terms", "batched_vjp", "candidate_axes",
-    "check_gradients", "clipped_gradient", "computed_weights", "find_plan", "general_path_terms",
+    "check_gradients", "clipped_gradient", "computed_weights", "digests", "find_plan", "general_path_terms",
     "gradient_noise_scale", "joint_bias", "kind_of", "layers_of", "learn_and_verify", "number_of_batches",
     "output_changes", "pairs", "per_sample_gradients", "per_sample_gram", "per_sample_norms",
-    "per_sample_norms_by_parameter", "plan_key", "record", "require_independent_samples", "require_pairs",
-    "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference", "terms_by_parameter",
-    "validate_loss", "weighted_gradients",
+    "per_sample_norms_by_parameter", "plan_key", "record", "require_independent_samples", "require_order",
+    "require_pairs", "residual_jacobian", "sample_layouts", "sample_terms", "single_sample_reference",
+    "terms_by_parameter", "validate_loss", "weighted_gradients",
 ]  # fmt: skip

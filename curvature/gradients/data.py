@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from curvature.recording import unwrap_compiled
 
 
 def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
@@ -48,3 +53,33 @@ def number_of_batches(data: Any) -> int | None:
         return len(data)
     except TypeError:
         return None
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    """A few characters for each parameter and buffer, which change with its values."""
+    model = unwrap_compiled(model)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+
+    def digest(t: Tensor) -> str:
+        content = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return hashlib.blake2b(content.tobytes(), digest_size=8).hexdigest()
+
+    tensors = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    return {name: digest(t) + (" frozen" if name in frozen else "") for name, t in tensors.items()}
+
+
+def require_order(data: Any) -> None:
+    """Refuse a DataLoader that shuffles.
+
+    Raises:
+        ValueError: it does.
+    """
+    if not isinstance(data, DataLoader):
+        return
+    sampler = getattr(data.batch_sampler, "sampler", data.sampler)
+    random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    if random or getattr(sampler, "shuffle", False):
+        raise ValueError(
+            f"data: the DataLoader shuffles (its sampler is a {type(sampler).__name__}), so that a later pass "
+            f"would not find the same samples; make it with shuffle=False"
+        )

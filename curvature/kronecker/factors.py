@@ -13,12 +13,13 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvature.kronecker.second_moments import has_few_rows, second_moment
 from curvature.linalg import MAX_DENSE_SIDE, SKETCH_RANK, add_moments, scale_moment, sketch_rows
 from curvature.terms import (
     AffineLayout,
@@ -32,8 +33,6 @@ from curvature.terms import (
 )
 
 CHUNK_ELEMENTS = 1 << 24  # elements of unfolded activations at a time
-SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS = 256, 512  # size from which a symmetric product is computed in parts
-SYMMETRIC_PARTS = 4
 
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
@@ -185,7 +184,7 @@ class Scheme:
             found = self._empty(whole[0], diagonal, len(a) * bias**2)
             self._add_second(found, a, None, bias)
             return found, len(a)
-        number = sum(len(term) * term.places for term in whole)
+        number = sum(self._number(term) for term in whole)
         ones = sum(len(term) * term.places for term in whole if term.has_bias)
         total: Tensor | None = None
         waiting: dict[float, list[Tensor]] = {}
@@ -193,7 +192,7 @@ class Scheme:
             bias = float(part.has_bias)
             for inputs, a in part.activations():
                 rows = a.flatten(0, 1).to(self.dtype)
-                if inputs is None and _has_few_rows(rows):
+                if inputs is None and has_few_rows(rows):
                     waiting.setdefault(bias, []).append(rows)
                     continue
                 total = self._empty(whole[0], diagonal, ones) if total is None else total
@@ -202,7 +201,7 @@ class Scheme:
         if len(together) == 1 and total is None and not diagonal:  # large: written once, together with the bias's input
             ((bias, rows),) = together.items()
             a = F.pad(rows, (0, len(self.arrangement.shapes) - 1), value=bias)
-            return _second(a, a, diagonal), number
+            return second_moment(a, a, diagonal), number
         total = self._empty(whole[0], diagonal, ones) if total is None else total
         for bias, rows in together.items():
             self._add_second(total, rows, None, bias)
@@ -236,25 +235,43 @@ class Scheme:
         root = None if weights is None else weights.to(self.dtype).sqrt()
         lefts = [b for terms in left for b in self._backprops(terms, root)]
         rights = lefts if right is None else [b for terms in right for b in self._backprops(terms, root)]
-        if len(lefts) > 1 and all(map(_has_few_rows, lefts)):  # several vectors; a recurrent layer's times
+        if len(lefts) > 1 and all(map(has_few_rows, lefts)):  # several vectors; a recurrent layer's times
             whole = [torch.cat(lefts)]
             lefts, rights = whole, whole if right is None else [torch.cat(rights)]
-        return sum_in_place(_second(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
+        return sum_in_place(second_moment(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
 
     def product(
         self, reading: Reading, activations: Tensor, number: int | Tensor, backprops: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The Kronecker product of one reading, ``(side of the outputs, side of the inputs)``.
 
-        `activations` are divided by their `number`; `backprops` are taken as they are.
+        `activations` are divided by their `number`, or that of each group; `backprops` are taken as they are.
         """
-        count = number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
-        sides = (backprops, scale_moment(activations, 1 / count))
+        sides = (backprops, scale_moment(activations, 1 / at_least_one(number, activations)))
         return (sides[1], sides[0]) if reading.flipped else sides
+
+    def _is_routed(self, term: Affine) -> bool:
+        """Whether each group counts the places alone that are sent to it, as if it were a layer of its own.
+
+        With a bias, which no zero input switches off, all places count.
+        """
+        routed = isinstance(term, OuterProduct) and term.is_routed
+        return routed and self.sharing == "expand" and len(self.arrangement.shapes) == 1
+
+    def _number(self, term: Whole) -> int | Tensor:
+        """Number of samples and places, by group (g,) if they are routed."""
+        if self._is_routed(term):
+            return cast("OuterProduct", term).arrived.sum((0, 1)).to(self.dtype)
+        return len(term) * term.places
+
+    def _sent_back(self, term: Affine) -> Tensor:
+        """Backprops (N, t, g, o), zero where a place is not sent to a group."""
+        b = term.backprops().to(self.dtype)
+        return b * cast("OuterProduct", term).arrived[..., None] if self._is_routed(term) else b
 
     def _backprops(self, terms: Sequence[Affine], scale: Tensor | None) -> list[Tensor]:
         """Backprops (N * t, g, o) of each term, scaled by sample; for "reduce" summed over all places."""
-        found = [term.backprops().to(self.dtype) for term in terms]
+        found = [self._sent_back(term) for term in terms]
         if self.sharing == "reduce":
             found = [sum_in_place(b.sum(1, keepdim=True) for b in same) for same in _by_length(found)]
         flat = [b.flatten(0, 1) for b in found]
@@ -315,7 +332,7 @@ class Scheme:
         """Add ``sum_n a a^T`` of activations (n, g, i) of some inputs (None: all), and the products with the bias's."""
         diagonal = moment.ndim == 2
         some: Any = slice(a.shape[2]) if inputs is None else inputs
-        part = _second(a, a, diagonal)
+        part = second_moment(a, a, diagonal)
         if diagonal:
             moment[:, some] += part
         elif inputs is None:
@@ -348,35 +365,16 @@ class Scheme:
         return moment[None], number
 
 
+def at_least_one(number: int | Tensor, moment: Tensor) -> int | Tensor:
+    """By which to divide a moment (g, ...) for the mean; `number` is of all its groups, or (g,)."""
+    if not isinstance(number, Tensor):
+        return max(number, 1)
+    return number.clamp(min=1).reshape(-1, *[1] * (moment.ndim - 1)) if number.ndim else number.clamp(min=1)
+
+
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The precision of curvature: single or better."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _second(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
-    """``sum_n left right^T``: (n, g, d) twice to (g, d, d), or to its diagonal (g, d)."""
-    if diagonal or left.shape[2] == 1:
-        entries = (left * right).sum(0)
-        return entries if diagonal else entries[..., None]
-    rows, columns = left.permute(1, 2, 0), right.transpose(0, 1)
-    is_large = left.shape[0] >= SYMMETRIC_MIN_ROWS and left.shape[2] >= SYMMETRIC_MIN_COLUMNS
-    return _symmetric(rows, columns) if left is right and is_large else rows @ columns
-
-
-def _symmetric(left: Tensor, right: Tensor) -> Tensor:
-    """The symmetric product ``left @ right`` of (g, d, n) and (g, n, d), three eighths of it by mirroring."""
-    d = left.shape[1]
-    found = left.new_empty(len(left), d, d)
-    ends = [round(k * d / SYMMETRIC_PARTS) for k in range(SYMMETRIC_PARTS + 1)]
-    for start, end in zip(ends, ends[1:], strict=False):
-        found[:, start:end, :end] = left[:, start:end] @ right[:, :, :end]
-        found[:, :start, start:end] = found[:, start:end, :start].mT
-    return found
-
-
-def _has_few_rows(rows: Tensor) -> bool:
-    """Whether the second moment of rows (n, g, d) is larger than they are."""
-    return len(rows) < rows.shape[2]
 
 
 def _is_wide(term: Convolution) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.kronecker.factors import Reading, Scheme
+from curvature.kronecker.factors import Reading, Scheme, at_least_one
 from curvature.linalg import add_moments_, fill_slot, is_sketch, moment_diagonal, scale_moment, sum_slots
 
 
@@ -22,7 +22,7 @@ class KroneckerStatistics:
 
     Attributes:
         samples: number of samples.
-        activations: sums of outer products, each with its number of summands.
+        activations: sums of outer products, each with its number of summands, of all groups or of each (g,).
         backprops: sums of outer products.
     """
 
@@ -58,7 +58,7 @@ class KroneckerStatistics:
     def factors_(self, scale: float) -> tuple[Tensor, Tensor]:
         """`factors` of moments that are no sketches, in their memory: the sums are used up."""
         for reading, (moment, number) in self.activations.items():
-            moment.div_(number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1))
+            moment.div_(at_least_one(number, moment))
             self.backprops[reading].mul_(scale)
         pairs = {k: (b, self.activations[k][0]) for k, b in self.backprops.items()}
         return merge_products([(a, b) if k.flipped else (b, a) for k, (b, a) in pairs.items()])
@@ -100,7 +100,7 @@ class KroneckerStatistics:
         self.samples = float(sums["samples"])
         for key in dict.fromkeys(k[:2] for k in sums if k[2:] == "number"):
             a, b = (sum_slots(x) if x.ndim == 4 else x for x in (sums[key + "a"], sums[key + "b"]))
-            if float(sums[key + "number"]):  # otherwise no process read the weight in this way
+            if bool(sums[key + "number"].any()):  # otherwise no process read the weight in this way
                 reading = Reading(key[0] == "y", key[1] == "y")
                 self.activations[reading], self.backprops[reading] = (a, sums[key + "number"]), b
 

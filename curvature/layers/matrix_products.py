@@ -51,6 +51,7 @@ def outer_product(weight: Labelled, data: Sequence[Labelled], b: Tensor, out: La
         shape=tuple(tensor.shape),
         sizes=None if in_order else tuple(sizes[q] for q in order),
         order=None if in_order else tuple(order.index(q) for q in p),
+        is_routed=bool(groups),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +75,16 @@ class Accumulator:
     def add(self, chunk: Chunk) -> None:
         raise NotImplementedError
 
+    def add_(self, other: Any) -> None:
+        """Add the sum of other data, which is used up.
+
+        Raises:
+            ValueError: it cannot be added.
+        """
+        raise NotImplementedError
+
     def result(self, scale: float) -> Operator:
-        """The operator on the block's parameters."""
+        """The operator on the block's parameters; the sum is used up."""
         raise NotImplementedError
 
     def refined(self, block: Operator) -> Accumulator:
@@ -91,6 +100,9 @@ class FixedOperator(Accumulator):
         self.block = block
 
     def add(self, chunk: Chunk) -> None:
+        pass
+
+    def add_(self, other: Any) -> None:
         pass
 
     def result(self, scale: float) -> Operator:
@@ -111,6 +123,10 @@ class DiagonalAccumulator(Accumulator):
                 new = sum_of_products(*found, chunk.weights, chunk.patches.setdefault(name, [])).to(self.space.dtype)
                 self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
 
+    def add_(self, other: Any) -> None:
+        for name, new in other.sums.items():
+            self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
+
     def result(self, scale: float) -> Operator:
         zeros = lambda shape: torch.zeros(shape, dtype=self.space.dtype, device=self.space.device)
         sums = {name: self.sums[name] if name in self.sums else zeros(shape) for name, shape in self.entries()}
@@ -129,6 +145,9 @@ class DenseAccumulator(Accumulator):
             u = self._rows(left, len(chunk.weights))
             w = u if chunk.right is chunk.left else self._rows(chunk.right[k], len(chunk.weights))
             self.sum.addmm_((u * chunk.weights.to(u.dtype)[:, None]).T, w)
+
+    def add_(self, other: Any) -> None:
+        self.sum += other.sum
 
     def _rows(self, terms: Terms, count: int) -> Tensor:
         """Per-sample gradients (N, P)."""
@@ -167,6 +186,11 @@ class KroneckerAccumulator(Accumulator):
             new.backprops[reading] = part
         self.total.add_(new)
 
+    def add_(self, other: Any) -> None:
+        if other.total.scheme != self.total.scheme:
+            raise ValueError(f"{self.names[0]} is read in other forms by other data")
+        self.total.add_(other.total)
+
     def _readings(self, vectors: Sequence[Sequence[Term]]) -> dict[Reading, list[list[Affine]]]:
         """The terms of each vector by their reading of the weight."""
         found: dict[Reading, list[list[Affine]]] = {}
@@ -180,16 +204,24 @@ class KroneckerAccumulator(Accumulator):
         return Kronecker(self.space, self.total.scheme.arrangement, *factors, is_symmetric=True)
 
     def refined(self, block: Operator) -> Accumulator:
-        assert isinstance(block, Kronecker)
+        if not isinstance(block, Kronecker | EigenKronecker) or block.arrangement != self.total.scheme.arrangement:
+            raise ValueError(f"factors: expected Kronecker factors of {self.names[0]} as it is read, found {block!r}")
         return EigenAccumulator(self.total.scheme, block)
+
+
+def _are_near(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether two bases are equal, to what processors differ by."""
+    if x is None or y is None or x.shape != y.shape:
+        return False
+    return bool((x - y).abs().amax() <= torch.finfo(x.dtype).eps ** 0.5)
 
 
 class EigenAccumulator(Accumulator):
     """The diagonal in the eigenbasis of Kronecker factors (arXiv:1806.03884, equation 11)."""
 
-    def __init__(self, scheme: Scheme, factors: Kronecker) -> None:
+    def __init__(self, scheme: Scheme, factors: Kronecker | EigenKronecker) -> None:
         super().__init__(factors.space)
-        eigen = factors.eigen
+        eigen = factors if isinstance(factors, EigenKronecker) else factors.eigen
         self.basis = Basis(scheme, eigen.row_vectors, eigen.column_vectors)
         self.sum = torch.zeros_like(eigen.values)
 
@@ -197,6 +229,15 @@ class EigenAccumulator(Accumulator):
         found = chunk.of(self.names[0])
         if found is not None:
             self.sum += self.basis.products(*found, chunk.weights)
+
+    def add_(self, other: Any) -> None:
+        for ours, theirs in ((self.basis.rows, other.basis.rows), (self.basis.columns, other.basis.columns)):
+            if not (ours is theirs is None or _are_near(ours, theirs)):
+                raise ValueError(
+                    f"{self.names[0]}: its eigenvalues are in other bases; make all with ekfac(..., factors=K), K of "
+                    "all data"
+                )
+        self.sum += other.sum
 
     def result(self, scale: float) -> EigenKronecker:
         rows, columns = self.basis.rows, self.basis.columns
@@ -225,9 +266,38 @@ class LayersAccumulator(Accumulator):
         for part in self.parts.values():
             part.add(chunk)
 
+    def add_(self, other: Any) -> None:
+        for names, part in other.parts.items():
+            if names in self.parts:
+                if type(part) is not type(self.parts[names]):
+                    raise ValueError(f"{names[0]} has other structures with other data; choose one by structure=")
+                self.parts[names].add_(part)
+            elif all(name in self.waiting for name in names):
+                self.parts[names] = part
+                self.waiting = [name for name in self.waiting if name not in names]
+            else:
+                raise ValueError(f"{', '.join(names)}: read together by some of the data only")
+
     def result(self, scale: float) -> BlockDiagonal:
         zeros = [DiagonalAccumulator(self.space.subspace([name])) for name in self.waiting]
         return BlockDiagonal(self.space, [part.result(scale) for part in [*self.parts.values(), *zeros]])
+
+    def within(self, factors: BlockDiagonal) -> LayersAccumulator:
+        """An accumulator for the second pass alone, given what the first has found.
+
+        Raises:
+            ValueError: it is of other parameters, or of another structure.
+        """
+        if not isinstance(factors, BlockDiagonal) or factors.space != self.space:
+            raise ValueError(f"factors: expected those of {self.space}, as kfac gives them, found {factors!r}")
+
+        def make(names: tuple[str, ...], chunk: Chunk) -> Accumulator:
+            block = factors.blocks.get(names[0])
+            if block is None or block.space.names != names:
+                raise ValueError(f"factors: there is no block of {', '.join(names)}")
+            return self.make(names, chunk).refined(block)
+
+        return LayersAccumulator(self.space, make)
 
     def refined(self, block: Operator) -> LayersAccumulator:
         assert isinstance(block, BlockDiagonal)
@@ -273,6 +343,12 @@ class RowRangeAccumulator(Accumulator):
                         )
             found.append({name_of_rows(k, p.start, p.stop): list(p.terms) for k, parts in cut.items() for p in parts})
         return found
+
+    def add_(self, other: Any) -> None:
+        if other.parts.keys() != self.parts.keys():
+            raise ValueError(f"{self.names[0]}: other rows are read together by other data")
+        for rows, part in self.parts.items():
+            part.add_(other.parts[rows])
 
     def result(self, scale: float) -> RowBlocks:
         where = {name: self.space.positions([name]).reshape(shape) for name, shape in self.entries()}

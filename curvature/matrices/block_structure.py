@@ -20,6 +20,7 @@ from curvature.matrices.accumulators import (
     RowRangeAccumulator,
 )
 from curvature.matrices.passes import RecordedBatch
+from curvature.matrices.stored_sums import Progress, StoredSums
 from curvature.operators import Operator, Space, require_held_size
 from curvature.recording import is_within
 from curvature.terms import Term, name_of_rows, row_ranges
@@ -63,10 +64,12 @@ def collected(
     seed: int,
     accumulator: Accumulator,
     chunks: Chunks = RecordedBatch.chunks,
+    store: StoredSums | None = None,
 ) -> Operator:
     """The operator of an accumulator, after one pass over the data.
 
-    `chunks` sends back the vectors of the injection, or others with the same accumulated result.
+    `chunks` sends back the vectors of the injection, or others with the same accumulated result; with `store` the pass
+    goes on with the sums in a file.
 
     Raises:
         TypeError: `inject` is no injection.
@@ -74,21 +77,22 @@ def collected(
     """
     require_injection(inject)
     device = accumulator.space.device
-    generator = torch.Generator(device).manual_seed(seed)
-    total = 0.0
+    progress = Progress(accumulator, torch.Generator(device).manual_seed(seed))
 
     def visit(run: RecordedBatch) -> None:
-        nonlocal total
-        for chunk in chunks(run, inject, generator):
+        for chunk in chunks(run, inject, progress.generator):
             if chunk.first:
-                total += float(chunk.weights.sum())
+                progress.total += float(chunk.weights.sum())
             with torch.autocast(device.type, enabled=False):
-                accumulator.add(chunk)
+                progress.accumulator.add(chunk)
 
-    passes.each(visit)
-    if not passes.is_sum and not total:
+    if store is None:
+        passes.each(visit)
+    else:
+        store.fill(progress, visit, passes.each)
+    if not passes.is_sum and not progress.total:
         raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
-    return accumulator.result(1.0 if passes.is_sum else 1 / total)
+    return progress.accumulator.result(1.0 if passes.is_sum else 1 / progress.total)
 
 
 class Structures:
@@ -104,7 +108,7 @@ class Structures:
             if structure not in STRUCTURES:
                 raise ValueError(f"structure: {key!r} has {structure!r}; expected one of {', '.join(STRUCTURES)}")
 
-    def accumulator(self, space: Space, default: Structure, sharing: str) -> Accumulator:
+    def accumulator(self, space: Space, default: Structure, sharing: str) -> LayersAccumulator:
         """An accumulator of the blocks of all layers.
 
         Raises:

@@ -6,6 +6,7 @@ Conventions and units: docs/conventions.md.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -13,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.gradients import digests, number_of_batches, require_order
 from curvature.losses import Curved, Injection, Loss, Random, empirical, exact
 from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.sample_rows import in_sample_space
+from curvature.matrices.stored_sums import StoredSums
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import BlockDiagonal, MatrixFree, Operator
 
 EXACT = exact()
 SampleDim = int | tuple[int, int, int]
+Path = str | os.PathLike[str]
 
 
 def fisher_diagonal(
@@ -35,6 +39,7 @@ def fisher_diagonal(
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
+    store: Path | None = None,
     progress: bool = False,
 ) -> dict[str, Tensor]:
     """Diagonal of the Fisher matrix, or of whatever else ``inject`` estimates.
@@ -51,6 +56,9 @@ def fisher_diagonal(
         generator: for the random injections, on the model's device; None: one with a fixed seed, so that
             repeated calls draw the same numbers; for independent estimates pass the same generator to each. The global
             random state is not touched.
+        store: path of a file for the sums over the batches, written now and then and at the end, also after an
+            exception. The same call goes on where the file stops, as `store_projections` does: batches that are in it
+            are passed over, but for the first, which must give what it gave. `combine` makes one matrix of several.
         progress: whether to show a bar over the batches.
 
     Returns:
@@ -59,7 +67,7 @@ def fisher_diagonal(
     Raises:
         ValueError: samples are not independent (named), the loss has no scalar reduction or, for the injection, no
             likelihood, no term of the loss counts, no parameter has one of the names (near ones are shown), or there
-            are no data.
+            are no data. With `store`: the data shuffle, or the file was begun with something else (it is named).
         TypeError: an argument of the wrong kind.
 
     One pass over the data; memory does not grow with the number of vectors. An exact diagonal takes one vector for each
@@ -68,7 +76,8 @@ def fisher_diagonal(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = DiagonalAccumulator(source.space)
-    return sums.space.split(collected(source, inject, seed_of(generator), sums, diagonal_chunks).diagonal())
+    file = _stored(store, source, inject, "diagonal")
+    return sums.space.split(collected(source, inject, seed_of(generator), sums, diagonal_chunks, file).diagonal())
 
 
 def fisher_blocks(
@@ -81,6 +90,7 @@ def fisher_blocks(
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
+    store: Path | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
     """The exact block of every layer, weight and bias together.
@@ -96,7 +106,8 @@ def fisher_blocks(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = Structures(structure).accumulator(source.space, "dense", "expand")
-    return _as_blocks(collected(source, inject, seed_of(generator), sums))
+    file = _stored(store, source, inject, f"blocks, {structure}")
+    return _as_blocks(collected(source, inject, seed_of(generator), sums, store=file))
 
 
 def fisher(
@@ -218,6 +229,7 @@ def kfac(
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
+    store: Path | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
     """Kronecker-factored blocks, ``kron(B, A)`` per layer and group.
@@ -236,7 +248,8 @@ def kfac(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = Structures(structure).accumulator(source.space, "kronecker", sharing)
-    return _as_blocks(collected(source, inject, seed_of(generator), sums))
+    file = _stored(store, source, inject, f"kfac, {sharing}, {structure}")
+    return _as_blocks(collected(source, inject, seed_of(generator), sums, store=file))
 
 
 def ekfac(
@@ -247,24 +260,55 @@ def ekfac(
     *,
     sharing: str = "expand",
     structure: Mapping[str, Structure] | None = None,
+    factors: BlockDiagonal | None = None,
     parameters: Iterable[str] | None = None,
     sample_dim: SampleDim = 0,
     generator: torch.Generator | None = None,
+    store: Path | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
     """`kfac` with eigenvalues that are exact in the eigenbasis of its factors: the closest to the exact block of all
     matrices that this basis diagonalises (George et al. 2018, arXiv:1806.03884).
 
-    Two passes over the data. Arguments and errors as for `kfac`.
+    Args:
+        factors: K as `kfac` (or `combine`) gives it, of the same parameters, perhaps of more data; then there is one
+            pass over the data, in the eigenbasis of these factors. Blocks without factors stay as they are in K.
+        store: as for `kfac`, which has written ``store + ".factors"``, the file of the first of two passes.
+
+    Two passes over the data without `factors`. Other arguments and errors as for `kfac`.
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     space, seed = source.space, seed_of(generator)
     passes = Repeated(source, ordered=isinstance(inject, Random))
     sums = Structures(structure).accumulator(space, "kronecker", sharing)
-    again = sums.refined(collected(passes, inject, seed, sums))
-    return _as_blocks(collected(passes, inject, seed, again))
+    if factors is None:
+        first = None if store is None else f"{os.fspath(store)}.factors"
+        file = _stored(first, source, inject, f"kfac, {sharing}, {structure}")
+        again = sums.refined(collected(passes, inject, seed, sums, store=file))
+    else:
+        again = sums.within(factors)
+    file = _stored(store, source, inject, f"ekfac, {sharing}, {structure}")
+    return _as_blocks(collected(passes, inject, seed, again, store=file))
 
 
 def _as_blocks(found: Operator) -> BlockDiagonal:
     assert isinstance(found, BlockDiagonal)
     return found
+
+
+def _stored(store: Path | None, source: DataSource, inject: Injection, form: str) -> StoredSums | None:
+    """The file at this path, and what it is about."""
+    if store is None:
+        return None
+    require_order(source.data)
+    return StoredSums(
+        store,
+        {
+            "batches": number_of_batches(source.data),
+            "inject": repr(inject),
+            "reduction": "sum" if source.is_sum else "mean",
+            "structure": form,
+            "parameters": ", ".join(source.space.names),
+            "model": digests(source.model),
+        },
+    )

@@ -90,11 +90,13 @@ class DataSource:
         visit: Callable[[RecordedBatch], None],
         forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch), None),
         again: bool = False,
+        wanted: Callable[[int], bool] = lambda number: True,
     ) -> None:
         """Call `visit` on every batch, recorded. The state of the model and of random numbers is preserved.
 
         Args:
             forward: records a forward pass.
+            wanted: whether the batch of this number is to be visited.
             again: whether this is a repetition of an earlier pass, which has given the warnings that there are.
 
         Raises:
@@ -105,7 +107,10 @@ class DataSource:
         random = RandomState(self.model)  # a DataLoader draws from it
         try:
             total = number_of_batches(self.data)
-            for x, y in tqdm(pairs(self.data), total=total, unit="batch", leave=False, disable=not self.progress):
+            bar = tqdm(pairs(self.data), total=total, unit="batch", leave=False, disable=not self.progress)
+            for number, (x, y) in enumerate(bar):
+                if not wanted(number):
+                    continue
                 batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim, self.parameters)
                 if not batch.count:
                     raise ValueError("x: the batch is empty")

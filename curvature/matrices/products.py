@@ -49,11 +49,15 @@ class Repeated:
         return versions, tuple(m.training for m in model.modules())
 
     def each(
-        self, visit: Callable[[RecordedBatch], None], direction: Callable[[Batch], Mapping[str, Tensor] | None] = _none
+        self,
+        visit: Callable[[RecordedBatch], None],
+        direction: Callable[[Batch], Mapping[str, Tensor] | None] = _none,
+        wanted: Callable[[int], bool] | None = None,
     ) -> None:
         """`Source.each` with checks.
 
         Args:
+            wanted: whether the batch of this number is to be visited; a pass over some of them is not compared.
             direction: gives, for a batch, the direction in which `RecordedBatch.change` is wanted.
 
         Raises:
@@ -78,9 +82,12 @@ class Repeated:
 
         forward = lambda batch: self.forward.record(batch, direction(batch))
         try:
-            self.source.each(checked, forward, again=bool(self.seen))
+            some = {} if wanted is None else {"wanted": wanted}
+            self.source.each(checked, forward, again=bool(self.seen), **some)
         finally:
             self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
+        if wanted is not None:
+            return
         self.seen = self.seen or seen
         known, found = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (self.seen, seen))
         if not self.ordered:

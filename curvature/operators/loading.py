@@ -24,19 +24,19 @@ def load(path: str | PathLike[str], device: torch.device | str | None = None) ->
     Raises:
         ValueError: the file holds no matrix that this version knows.
     """
-    found = _restore(torch.load(path, map_location=device, weights_only=True), device)
+    found = restore(torch.load(path, map_location=device, weights_only=True), device)
     if not isinstance(found, Operator):
         raise ValueError(f"{path} holds no matrix saved by Operator.save")
     return found
 
 
-def _restore(value: Any, device: torch.device | str | None) -> Any:
-    """The inverse of `plain`."""
+def restore(value: Any, device: torch.device | str | None) -> Any:
+    """The inverse of `to_plain_data`."""
     if isinstance(value, list):
-        return [_restore(item, device) for item in value]
+        return [restore(item, device) for item in value]
     if not isinstance(value, dict):
         return value
-    fields = {key: _restore(item, device) for key, item in value.items() if key != "structure"}
+    fields = {key: restore(item, device) for key, item in value.items() if key != "structure"}
     if "structure" not in value:
         return fields
     if value["structure"] == "Space":

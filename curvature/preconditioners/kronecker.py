@@ -320,7 +320,7 @@ def grouped(forms: Sequence[Any]) -> list[list[int]]:
 def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:
     """Equal for blocks and terms that can be measured side by side; None if these cannot, or need not."""
     first = terms[0]
-    if len(terms) > 1 or not isinstance(first, OuterProduct) or first.order is not None:
+    if len(terms) > 1 or not isinstance(first, OuterProduct) or first.order is not None or first.is_routed:
         return None
     form = block.joint_form
     is_plain = block.scheme.arrangement.order is None and not any(block.scheme.sketched) and form is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -11,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.lib.format import open_memmap
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from curvature.gradients import Batch, number_of_batches, pairs, require_pairs
+from curvature.gradients import Batch, digests, number_of_batches, pairs, require_order, require_pairs
 from curvature.losses import Loss
 from curvature.projections.per_sample import per_sample_projections, require_projection
 from curvature.projections.projection import Projection
-from curvature.recording import unwrap_compiled
 
 SECONDS = 1.0  # between two notes of how far the file is
 TOLERANCE = 1e-3  # of a row's norm, between what is stored and what is computed again: other machines round differently
@@ -63,13 +60,13 @@ def store_projections(
     """
     require_projection(projection)
     require_pairs(data)
-    _require_order(data)
+    require_order(data)
     about: dict[str, Any] = {
         "rows": 0,
         "samples": _number_of_samples(data, model, loss, sample_dim),
         "batches": number_of_batches(data),
         "projection": repr(projection),
-        "model": _digests(model),
+        "model": digests(model),
     }
     file = _File(Path(path), about)
     batches = tqdm(pairs(data), total=about["batches"], unit="batch", leave=False, disable=not progress)
@@ -155,32 +152,6 @@ def _require_same(path: Path, found: dict[str, Any], about: dict[str, Any]) -> N
     changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     if changed:
         raise ValueError(f"model: {', '.join(changed[:5])} changed since {path} was begun; take another file")
-
-
-def _digests(model: nn.Module) -> dict[str, str]:
-    """A few characters for each parameter and buffer, which change with its values."""
-    model = unwrap_compiled(model)
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-
-    def digest(t: Tensor) -> str:
-        content = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return hashlib.blake2b(content.tobytes(), digest_size=8).hexdigest()
-
-    tensors = {name: t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    return {name: digest(t) + (" frozen" if name in frozen else "") for name, t in tensors.items()}
-
-
-def _require_order(data: Any) -> None:
-    """Refuse a DataLoader that shuffles."""
-    if not isinstance(data, DataLoader):
-        return
-    sampler = getattr(data.batch_sampler, "sampler", data.sampler)
-    random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-    if random or getattr(sampler, "shuffle", False):
-        raise ValueError(
-            f"data: the DataLoader shuffles (its sampler is a {type(sampler).__name__}), so that no row would belong "
-            f"to a sample; make it with shuffle=False"
-        )
 
 
 def _number_of_samples(data: Any, model: nn.Module, loss: Loss, sample_dim: Any) -> int:

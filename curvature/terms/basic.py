@@ -28,10 +28,16 @@ class OuterProduct:
     sizes: tuple[int, ...] | None = None
     order: tuple[int, ...] | None = None
     has_bias: bool = True  # whether the layer's bias, if it has one, is added at these places
+    is_routed: bool = False  # whether groups are experts, which get zeros from the places that are not sent to them
 
     @property
     def device(self) -> torch.device:
         return self.b.device
+
+    @property
+    def arrived(self) -> Tensor:
+        """Which places are sent to which group, (N, t, g)."""
+        return (self.a != 0).any(3)
 
     @property
     def places(self) -> int:

@@ -80,6 +80,10 @@ def by_head(x: Tensor, p: Tensor) -> Tensor:
     return torch.einsum("nti,hio->nhto", x, p)
 
 
+def by_experts(x: Tensor, p: Tensor) -> Tensor:
+    return torch.bmm(x.expand(len(p), -1, -1), p).movedim(1, 0)
+
+
 Made = tuple[str, Callable[[], nn.Module], Callable[[], Tensor]]
 N = 5
 rows, tokens = (lambda: torch.randn(N, 4)), (lambda: torch.randn(N, 3, 4))
@@ -116,6 +120,7 @@ LAYERS: list[Made] = [
     ("a class token, `torch.cat`", lambda: Own(with_token, (1, 1, 4)), tokens),
     ("`x @ p`, `F.linear(x, p)`", lambda: Own(torch.matmul, (4, 3)), tokens),
     ("`einsum`, one weight for each head", lambda: Own(by_head, (2, 4, 3)), tokens),
+    ("experts, `torch.bmm(x, p)`", lambda: Own(by_experts, (2, 4, 3)), rows),
     ("a computed weight, `x * p.exp()`", lambda: Own(lambda x, p: x * p.exp(), (4,)), rows),
     ("an autograd.Function of one's own", lambda: Own(lambda x, p: Cube.apply(x, p), (4,)), rows),
 ]  # fmt: skip

@@ -46,6 +46,22 @@ def broken(file: str, tests: str, *changes: tuple[str, str]) -> Iterator[Mutant]
 
 
 MUTANTS = [
+    # -- experts
+    *broken(
+        "curvature/kronecker/factors.py",
+        "curvature/matrices/test_experts.py",
+        ("arrived.sum((0, 1)).to", "arrived.sum((0, 1)).clamp(min=len(term)).to"),
+        ('b * cast("OuterProduct", term).arrived[..., None] if', "b if"),
+    ),
+    # -- sums in files
+    *broken(
+        "curvature/matrices/stored_sums.py",
+        "curvature/matrices/test_stored_sums.py",
+        ("number == 0 or number >= done", "number == 0 or number > done"),
+        ('progress.generator.set_state(known["draws"])', "pass"),
+        ("            is_whole = False", "            is_whole = True"),
+        ('whole["total"] += part["total"]', "pass"),
+    ),
     # -- some parameters
     *broken(
         "curvature/recording/selection.py",
@@ -343,11 +359,11 @@ MUTANTS = [
     *broken(
         "curvature/kronecker/factors.py",
         "curvature/kronecker/test_factors.py curvature/linalg/test_sketch.py",
-        ("number = sum(len(term) * term.places for term in", "number = sum(len(term) for term in"),
+        ("return len(term) * term.places", "return len(term)"),
         ("corner.fill_(number)", "corner.fill_(1)"),
         ("return total / sum(term.places for term in terms)", "return total"),
         ("for term in whole if term.has_bias)", "for term in whole)"),
-        ("sides = (backprops, scale_moment(activations, 1 / count))", "sides = (backprops, activations)"),
+        ("scale_moment(activations, 1 / at_least_one(number, activations)))", "activations)"),
         ("b.sum(1, keepdim=True) for b in same", "b.mean(1, keepdim=True) for b in same"),
         ("moment[:, some, -1] += total", "moment[:, some, -1] -= total"),
         ("len(self.arrangement.shapes) - 1), value=bias)", "len(self.arrangement.shapes) - 1), value=2.0)"),

@@ -330,9 +330,14 @@ def test_what_has_no_kronecker_factors():
 def test_a_large_moment_is_that_of_all_rows(rows: int, groups: int, d: int, monkeypatch):
     a = torch.randn(rows, groups, d, dtype=torch.float64)
     calls = []
-    symmetric = curvature.kronecker.factors._symmetric
-    monkeypatch.setattr(curvature.kronecker.factors, "_symmetric", lambda *sides: calls.append(1) or symmetric(*sides))
-    found = curvature.kronecker.factors._second(a, a, False)
+    symmetric = curvature.kronecker.second_moments._symmetric
+    monkeypatch.setattr(
+        curvature.kronecker.second_moments, "_symmetric", lambda *sides: calls.append(1) or symmetric(*sides)
+    )
+    found = curvature.kronecker.second_moments.second_moment(a, a, False)
     assert len(calls) == (rows >= 512 and d >= 256)
     close(found, torch.einsum("ngi,ngj->gij", a, a))
-    close(curvature.kronecker.factors._second(a, a.flip(0), False), torch.einsum("ngi,ngj->gij", a, a.flip(0)))
+    close(
+        curvature.kronecker.second_moments.second_moment(a, a.flip(0), False),
+        torch.einsum("ngi,ngj->gij", a, a.flip(0)),
+    )

@@ -1,0 +1,170 @@
+"""Experts on stacked weights (E, i, o): per-sample gradients by rule, and one pair of factors for each expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+import optimizers
+from curvature.gradients.plans import PLANS
+from support.cases.case import seeded
+from support.comparisons import matches
+from support.oracles import brute_force as oracle
+from support.oracles.brute_force import Matrices
+
+E, N, I, O = 3, 7, 4, 2
+LOSS = nn.MSELoss()
+
+
+def weighted(z: Tensor, p: Tensor) -> Tensor:
+    """(E, N, ..., O) to (N, ..., O)."""
+    return torch.einsum("e...o,...e->...o", z, p)
+
+
+def by_bmm(x: Tensor, W: Tensor, p: Tensor) -> Tensor:
+    z = torch.bmm(x.reshape(1, -1, I).expand(E, -1, -1), W)
+    return weighted(z.unflatten(1, x.shape[:-1]), p)
+
+
+def routed(x: Tensor, W: Tensor, p: Tensor) -> Tensor:
+    """Each place goes to the expert of the largest weight, times that weight; to others go zeros."""
+    sent = nn.functional.one_hot(p.argmax(-1), E).to(x.dtype)
+    z = torch.einsum("e...i,eio->e...o", torch.einsum("...e,...i->e...i", sent, x), W)
+    return weighted(z, p * sent)
+
+
+def routed_by_gate(x: Tensor, W: Tensor, p: Tensor) -> Tensor:
+    """The same, with the weight applied at the output alone."""
+    sent = nn.functional.one_hot(p.argmax(-1), E).to(x.dtype)
+    return weighted(torch.einsum("...e,...i,eio->e...o", sent, x, W), p)
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "einsum": lambda x, W, p: weighted(torch.einsum("e...i,eio->e...o", x.expand(E, *x.shape), W), p),
+    "bmm": by_bmm,
+    "matmul": lambda x, W, p: weighted((x.expand(E, *x.shape).flatten(1, -2) @ W).unflatten(1, x.shape[:-1]), p),
+    "routed": routed,
+    "routed_by_gate": routed_by_gate,
+}
+
+
+class Experts(nn.Module):
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.gate = nn.Linear(I, E)
+        self.W = nn.Parameter(torch.randn(E, I, O))
+        self.call = CALLS[call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x, self.W, self.gate(x).softmax(-1))
+
+
+def problem(call: str, *places: int) -> tuple[Experts, tuple[Tensor, Tensor]]:
+    with seeded(1):
+        data = torch.randn(N, *places, I).double(), torch.randn(N, *places, O).double()
+        return Experts(call).double(), data
+
+
+def pairs(model: Experts, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """(B, A) of each expert for the loss above: those of a linear layer that sees the places sent to it alone."""
+    rows = x.reshape(-1, I)
+    p = model.gate(rows).softmax(-1).detach()
+    sent = torch.ones_like(p)
+    if "routed" in model.call.__name__:
+        sent = nn.functional.one_hot(p.argmax(-1), E).to(p)
+    found = []
+    for e in range(E):
+        here = rows[sent[:, e] > 0]
+        # the loss of all places is a mean over (places, O) of squares of p z + ...
+        B = 2 * p[sent[:, e] > 0, e].square().sum() / (len(rows) * O) * torch.eye(O).double()
+        found.append((B, here.T @ here / max(1, len(here))))
+    return found
+
+
+@pytest.mark.parametrize("places", [(), (3,)])
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_by_rule(call: str, places: tuple[int, ...]) -> None:
+    model, (x, y) = problem(call, *places)
+    expected = oracle.per_sample_gradients(model, LOSS, x, y)
+    for name, rows in curvature.per_sample_gradients(model, LOSS, x, y).items():
+        matches(rows, expected[name])
+    assert [plan.general for plan in PLANS[model].values()] == [set()]
+    if not places:
+        matches(curvature.fisher(model, LOSS, (x, y)).to_dense(), Matrices(model, LOSS, (x, y)).fisher, 1e-8)
+
+
+@pytest.mark.parametrize("places", [(), (3,)])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_pair_for_each_expert(call: str, places: tuple[int, ...]) -> None:
+    model, (x, y) = problem(call, *places)
+    block = curvature.kfac(model, LOSS, (x, y))["W"]
+    assert block.sides == (E, O, I)
+    dense = block.to_dense()
+    index = torch.arange(E * I * O).reshape(E, I, O).mT.flatten(1)  # rows (o, i) of each expert
+    for e, (B, A) in enumerate(pairs(model, x)):
+        matches(dense[index[e][:, None], index[e]], torch.kron(B, A), 1e-10)
+        dense[index[e][:, None], index[e]] = 0
+    assert not dense.any()
+    parts = [(x[:2], y[:2]), (x[2:], y[2:])]
+    matches(curvature.kfac(model, LOSS, parts)["W"].to_dense(), block.to_dense(), 1e-10)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_rescaled_by_expert(call: str) -> None:
+    """EKFAC: the exact block's diagonal in the eigenbasis of each expert."""
+    model, data = problem(call)
+    found = curvature.ekfac(model, LOSS, data)["W"]
+    exact = Matrices(model, LOSS, data).fisher
+    where = oracle.positions(model)["W"].flatten()
+    exact, basis = exact[where[:, None], where], torch.zeros(E * I * O, E * I * O).double()
+    eye = torch.eye(E * I * O).double()
+    basis = torch.stack([found._rotate_back(row.reshape(1, E, O, I))[:, 0] for row in eye], 1)
+    matches(found.to_dense(), basis @ (basis.T @ exact @ basis).diagonal().diag() @ basis.T, 1e-8)
+
+
+@pytest.mark.parametrize("kind", [optimizers.KFAC, optimizers.EKFAC])
+@pytest.mark.parametrize("call", CALLS)
+def test_optimizers(kind: type, call: str) -> None:
+    """They have one pair for each expert, too, and an expert that nothing is sent to stays finite, and where it was."""
+    model, (x, y) = problem(call, 3)
+    with torch.no_grad():
+        model.gate.weight.zero_()
+        model.gate.bias.copy_(torch.tensor([1.0, 0.5, -2.0]))
+    before = model.W.detach().clone()
+    opt = kind(model, lr=0.1)
+    losses = []
+    for _ in range(5):
+        opt.zero_grad()
+        loss = LOSS(model(x), y)
+        loss.backward()
+        opt.step()
+        losses.append(float(loss))
+    (row,) = [line for line in opt.report().splitlines() if line.startswith("W ")]
+    assert f"{E} x" in row or f"{E} groups" in row, row
+    assert losses[-1] < losses[0]
+    assert all(p.isfinite().all() for p in model.parameters())
+    if "routed" in call:
+        idle = [e for e in range(E) if e != int(model.gate(x).mean((0, 1)).argmax())]
+        assert call == "routed_by_gate" or torch.equal(model.W[idle[-1]], before[idle[-1]])
+
+
+@pytest.mark.parametrize("call", ["routed", "routed_by_gate"])
+def test_an_expert_with_few_samples(call: str) -> None:
+    """With one place, its factors are its exact block; without any, they are zero and the solve is finite."""
+    model, (x, y) = problem(call)
+    with torch.no_grad():
+        model.gate.weight.zero_()
+        model.gate.weight[:2, 0] = torch.tensor([5.0, -5.0])
+        x[:, 0] = 1
+        x[3, 0] = -1
+    block, exact = curvature.kfac(model, LOSS, (x, y))["W"], curvature.fisher_blocks(model, LOSS, (x, y))["W"]
+    own = slice(I * O, 2 * I * O)
+    matches(block.to_dense()[own, own], exact.to_dense()[own, own], 1e-10)
+    assert not block.to_dense()[2 * I * O :].any() and exact.to_dense()[own, own].any()
+    v = torch.ones(E * I * O).double()
+    for builder in (curvature.kfac, curvature.ekfac):
+        matches(builder(model, LOSS, (x, y))["W"].solve(v, 0.1)[2 * I * O :], 10 * v[2 * I * O :])
