@@ -32,10 +32,10 @@ from curvature.losses.output_batch import OutputBatch
 from curvature.losses.output_hessian import (
     LinearMap,
     OutputCurvature,
-    class_gradients,
     fisher_information,
     hessian,
     hessian_root,
+    label_gradient_root,
     label_gradient_sampler,
     term_masses,
 )
@@ -289,13 +289,16 @@ class Sampled(Random):
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         return label_gradient_sampler(self._require(batch.loss), batch.output, batch.target, batch.count)
 
+    def number(self, output: Tensor, count: int) -> int:
+        return min(self.k, output.numel() // count)
+
     def _pair_source(self, batch: OutputBatch) -> tuple[int, MakePairs]:
-        loss, source = self._require(batch.loss), self._source(batch)
-        found = class_gradients(loss, batch.output, batch.target, batch.count, self.k, source)
-        if found is None:
+        number = self.number(batch.output, batch.count)
+        if number == self.k:
             return super()._pair_source(batch)
-        number, make = found
-        return number, lambda start, stop: (make(start, stop) / self.k**0.5, None)
+        loss, source = self._require(batch.loss), self._source(batch)
+        root = label_gradient_root(loss, batch.output, batch.target, batch.count, self.k, source)
+        return number, lambda start, stop: (root(batch.basis(start, stop)) / self.k**0.5, None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -366,8 +369,8 @@ def sampled(k: int = 1) -> Injection:
     over T terms per sample, the gradient of each term is divided by sqrt(T), not T: the labels of the terms are
     independent, so their second moments add up to H.
 
-    Matrices of a cross-entropy with C < k classes and one label per sample cost C vectors, not k: each class once,
-    weighed by how often it was drawn. Without ``generator=``, repeated calls draw the same labels (the other random
+    Matrices cost D vectors, not k, where a sample's output has D < k entries: each class once, weighed by how often it
+    was drawn, and each term (entry, token) alone, since products of different terms have mean zero. Without ``generator=``, repeated calls draw the same labels (the other random
     injections likewise): for independent estimates pass the same ``torch.Generator`` to each.
 
     Raises:

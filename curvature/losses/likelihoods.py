@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+DRAWN_ELEMENTS = 1 << 22  # entries that are drawn together
 PROBABILITY_EPS = 1e-12  # torch divides the gradient of BCELoss by at least this
 
 
@@ -52,6 +53,13 @@ class Likelihood:
         """k gradients s at independently drawn labels, so that E s s^T = H."""
         raise NotImplementedError
 
+    def drawn_root(self, k: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        """Return eps -> S eps with S S^T the sum of s s^T over k draws, but for products of different terms.
+
+        These have mean zero, so that S S^T / k has mean H as well, and less variance.
+        """
+        raise NotImplementedError
+
 
 class DiagonalLikelihood(Likelihood):
     """Base of likelihoods with a diagonal H, the square of ``scale``; ``output`` is (N, ...)."""
@@ -67,6 +75,16 @@ class DiagonalLikelihood(Likelihood):
 
     def diagonal(self) -> Tensor:
         return self.scale.square()
+
+    def drawn_root(self, k: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        root = self.draw_squares(k, generator).sqrt()
+        return lambda eps: root * eps
+
+    def draw_squares(self, k: int, generator: torch.Generator) -> Tensor:
+        """The sum of s^2 over k draws, in the shape of the output."""
+        size = max(1, DRAWN_ELEMENTS // self.output.numel())
+        parts = (min(size, k - start) for start in range(0, k, size))
+        return torch.stack([self.draw(part, generator).square().sum(0) for part in parts]).sum(0)
 
     def noise(self, make: Callable[..., Tensor], k: int, generator: torch.Generator) -> Tensor:
         options = {"dtype": self.output.dtype, "device": self.output.device}
@@ -116,18 +134,10 @@ class Categorical(Likelihood):
         label = draw_classes(self.output, k, generator)
         return self.p.expand(k, *self.p.shape).scatter_add(2, label, self.p.new_full((), -1.0).expand_as(label))
 
-    def draw_by_class(self, k: int, generator: torch.Generator) -> Callable[[int, int], Tensor]:
-        """For logits (N, C): C vectors whose outer products add up to those of k independent draws.
-
-        Vector c is the gradient at class c times the root of how often it was drawn. Returns a function that makes
-        vectors start..stop, (stop - start, N, C).
-        """
-        below = self.p.cumsum(1)
-        where = torch.rand(len(self.p), k, generator=generator, dtype=self.p.dtype, device=self.p.device)
-        label = torch.searchsorted(below / below[:, -1:], where, right=True).clamp(max=self.p.shape[1] - 1)
-        roots = torch.zeros_like(self.p).scatter_add_(1, label, torch.ones_like(where)).sqrt()
-        eye = torch.eye(self.p.shape[1], dtype=self.p.dtype, device=self.p.device)
-        return lambda start, stop: roots.T[start:stop, :, None] * (self.p - eye[start:stop, None])
+    def drawn_root(self, k: int, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+        times = draw_class_counts(self.p, k, generator).sqrt()
+        drawn = lambda eps: times * eps  # column c: the gradient at class c, as often as it was drawn
+        return lambda eps: self.p * drawn(eps).sum(2, keepdim=True) - drawn(eps)
 
 
 class LogProbabilities(DiagonalLikelihood):
@@ -149,6 +159,9 @@ class LogProbabilities(DiagonalLikelihood):
         signs = torch.randint(2, label.shape, generator=generator, dtype=nothing.dtype, device=nothing.device) * 2 - 1
         return nothing.expand(k, *nothing.shape).scatter_add(2, label, signs)
 
+    def draw_squares(self, k: int, generator: torch.Generator) -> Tensor:
+        return draw_class_counts(self.output.exp(), k, generator)
+
 
 class Bernoulli(DiagonalLikelihood):
     """Of logits: H = p (1 - p)."""
@@ -159,6 +172,9 @@ class Bernoulli(DiagonalLikelihood):
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
         p = self.output.sigmoid()
         return p - (self.noise(torch.rand, k, generator) < p).to(p.dtype)
+
+    def draw_squares(self, k: int, generator: torch.Generator) -> Tensor:
+        return sum_of_label_squares(self.output.sigmoid(), (-self.output).sigmoid(), k, generator)
 
 
 class BernoulliProbability(DiagonalLikelihood):
@@ -174,6 +190,9 @@ class BernoulliProbability(DiagonalLikelihood):
     def draw(self, k: int, generator: torch.Generator) -> Tensor:
         p = self.output
         return (p - (self.noise(torch.rand, k, generator) < p).to(p.dtype)) / self.divisor
+
+    def draw_squares(self, k: int, generator: torch.Generator) -> Tensor:
+        return sum_of_label_squares(self.output, 1 - self.output, k, generator) / self.divisor.square()
 
 
 class Normal(DiagonalLikelihood):
@@ -229,6 +248,28 @@ def draw_classes(output: Tensor, k: int, generator: torch.Generator) -> Tensor:
     # an exponential race has the winner distributed as p; unlike multinomial, it passes nan on without a device error
     times = output.new_empty(k, *output.shape).exponential_(generator=generator)
     return (output - times.log()).argmax(2, keepdim=True)
+
+
+def draw_class_counts(p: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """How often each class occurs in k draws at every place of p (N, C, ...), which need not sum to one: like p.
+
+    One binomial number for each class, the rarest first: the quotients then keep their digits.
+    """
+    shares, order = p.sort(1)
+    rest = shares.flip(1).cumsum(1).flip(1)
+    left = torch.full_like(p[:, 0], k)
+    counts = []
+    for share in torch.where(rest == 0, 0, shares / rest).clamp(max=1).unbind(1):
+        counts.append(torch.binomial(left, share, generator=generator))
+        left = left - counts[-1]
+    return torch.zeros_like(p).scatter(1, order, torch.stack(counts, 1))
+
+
+def sum_of_label_squares(p: Tensor, q: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """The sum of (p - y)^2 over k labels y, one with probability p and zero with q = 1 - p."""
+    rare, common = torch.minimum(p, q), torch.maximum(p, q)
+    times = torch.binomial(torch.full_like(rare, k), rare, generator=generator)
+    return times * common.square() + (k - times) * rare.square()
 
 
 def draw_counts(rate: Tensor, k: int, generator: torch.Generator) -> Tensor:

@@ -147,6 +147,25 @@ def label_gradient_sampler(loss: Loss, output: Tensor, target: Any = None, count
     Raises:
         ValueError: the loss is no known negative log-likelihood, or its weights need the target.
     """
+    unit, scale = _drawn_from(loss, output, target, count)
+    return lambda k, generator: scale * unit.draw(k, generator)
+
+
+def label_gradient_root(
+    loss: Loss, output: Tensor, target: Any, count: int, k: int, generator: torch.Generator
+) -> LinearMap:
+    """Return eps -> S eps with S S^T the sum of outer products of k `label_gradient_sampler` draws, each term alone.
+
+    The labels are drawn here, classes by how often they occur, so that the cost does not grow with k. Products of
+    different terms of a sample are left out: their mean is zero.
+    """
+    unit, scale = _drawn_from(loss, output, target, count)
+    root = unit.drawn_root(k, generator)
+    return lambda eps: scale * root(eps)
+
+
+def _drawn_from(loss: Loss, output: Tensor, target: Any, count: int | None) -> tuple[Likelihood, Tensor]:
+    """The likelihood, and the roots of the terms' masses."""
     loss, kind = _resolve(loss)
     if kind is None or kind.likelihood is None:
         known = ", ".join(t.__name__ for t, row in _KINDS.items() if row.likelihood is not None)
@@ -154,27 +173,7 @@ def label_gradient_sampler(loss: Loss, output: Tensor, target: Any = None, count
             f"sampled() draws labels from the likelihood of the loss, and {name_of(loss)} has none that is known here; "
             f"these have one: {known}. Use exact(), propagated() or isotropic() instead"
         )
-    scale = term_masses(loss, output, target, count=count).sqrt()
-    unit = kind.likelihood(loss, output)
-    return lambda k, generator: scale * unit.draw(k, generator)
-
-
-def class_gradients(
-    loss: Loss, output: Tensor, target: Any, count: int, k: int, generator: torch.Generator
-) -> Columns | None:
-    """Fewer vectors than k with the outer products of k labels' gradients: their number, and what makes some of them.
-
-    None unless a sample is one term with fewer than k classes: with several, labels of terms would go together.
-    """
-    loss, kind = _resolve(loss)
-    if output.ndim != 2 or len(output) != count or output.shape[1] >= k or kind is None or kind.likelihood is None:
-        return None
-    unit = kind.likelihood(loss, output)
-    if not isinstance(unit, likelihoods.Categorical):
-        return None
-    scale = term_masses(loss, output, target, count=count).sqrt()
-    make = unit.draw_by_class(k, generator)
-    return output.shape[1], lambda start, stop: scale * make(start, stop)
+    return kind.likelihood(loss, output), term_masses(loss, output, target, count=count).sqrt()
 
 
 def term_masses(

@@ -212,6 +212,9 @@ MUTANTS = [
             "torch.cat([-z, math.sqrt(0.5) * (1 + z.square())], 2)",
         ),
         ("return (output - times.log()).argmax", "return (output + times.log()).argmax"),
+        ("times * common.square() + (k - times) * rare.square()", "times * rare.square() + (k - times) * rare.square()"),
+        ("left = left - counts[-1]", "left = left - 0 * counts[-1]"),
+        ("draw_class_counts(self.p, k, generator).sqrt()", "draw_class_counts(self.p, k, generator)"),
     ),
     *broken(
         "curvature/losses/output_hessian.py",
@@ -224,7 +227,7 @@ MUTANTS = [
         "curvature/losses/injections.py",
         "curvature/losses",
         ("draw(stop - start, source) / self.k**0.5", "draw(stop - start, source) / self.k"),
-        ("make(start, stop) / self.k**0.5", "make(start, stop) / self.k"),
+        ("root(batch.basis(start, stop)) / self.k**0.5", "root(batch.basis(start, stop)) / self.k"),
         ("generator=source, **options) * 2 - 1)", "generator=source, **options))"),
         ("scale = masses.sqrt()", "scale = masses"),
         ("return left, product(left)", "return left, product(left).abs()"),

@@ -185,7 +185,7 @@ RANDOM = [sampled(2), propagated(2), isotropic(2)]
 WITH_LIKELIHOOD = [case for case in CONVEX + EXPECTED if not case.id.startswith(("huber", "kl"))]
 
 
-@pytest.mark.parametrize("inject", RANDOM[:2], ids=str)
+@pytest.mark.parametrize("inject", [*RANDOM[:2], sampled(30)], ids=str)
 @pytest.mark.parametrize("loss, target, link", WITH_LIKELIHOOD)
 def test_random_pairs_with_rows(loss, target, link, inject):
     """Copies of one sample of two rows: on average what exact() has, rows of one sample being independent."""
@@ -213,9 +213,34 @@ def test_more_labels_than_classes(loss):
     mean = torch.einsum("c,cij->ij", p, each)
     variance = torch.einsum("c,cij->ij", p, (each - mean).square()) / k
     within_five_errors((got - mean).square(), variance)
-    # rows of one sample, and places, are terms of their own, whose labels do not go together
+    # rows of one sample, and places, are terms of their own
     for rows, count in ((randn(4, C), 2), (randn(2, C, PLACES), 2)):
-        assert sum(len(left) for left, _ in sampled(k).pairs(rows, nn.CrossEntropyLoss(), count=count)) == k
+        assert sum(len(left) for left, _ in sampled(k).pairs(rows, nn.CrossEntropyLoss(), count=count)) == 2 * C
+
+
+@pytest.mark.parametrize(
+    "loss, link",
+    [(nn.BCEWithLogitsLoss(), same), (nn.BCELoss(), torch.sigmoid), (nn.MSELoss(), same), (nn.PoissonNLLLoss(), same)],
+)
+def test_more_labels_than_entries(loss, link):
+    """One pair for an output with one entry; the variance is that of one label over their number."""
+    output, k = link(randn(1, 1)), 5
+    copies = output.repeat(MANY, 1)
+    got = matrix(sampled(k), copies, loss, copies.clamp(0, 1), MANY, generator=source(8))
+    one = matrix(sampled(), copies, loss, copies.clamp(0, 1), MANY, generator=source(9))
+    within_five_errors(got, matrix(exact(), output, loss, output.clamp(0, 1), 1)[0])
+    spread = (one - one.mean(0)).square()
+    assert (got.var(0) - spread.mean(0) / k).abs() <= 5 * spread.std(0) * math.sqrt((1 + 2 / k) / MANY)
+    assert [len(left) for left, _ in sampled(k).pairs(output, loss, output.clamp(0, 1), count=1)] == [1]
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()])
+def test_a_billion_labels(loss):
+    """They cost what a few do, and give the exact diagonal but for 1/sqrt(k p) of it, in single precision."""
+    rows, k = torch.tensor([[0.3, -1.2, 0.7], [0.0, -10.0, -14.0], [12.0, 14.0, 0.0]]), 10**9
+    got, want = (matrix(inject, rows, loss, None, 3).diagonal(dim1=1, dim2=2) for inject in (sampled(k), exact()))
+    torch.testing.assert_close(got[:1], want[:1], rtol=3e-4, atol=0)
+    torch.testing.assert_close(got, want, rtol=5 / math.sqrt(k * 7e-7), atol=0)
 
 
 @pytest.mark.parametrize("loss, share", [(None, 1), (nn.CrossEntropyLoss(), 1 / 2), (nn.MSELoss(), 1 / 6), (mixing, 1)])
