@@ -176,14 +176,17 @@ class Operator(Exportable, ABC):
         """
         return self.compact().logdet(damping)
 
+    def det(self, damping: float = 0.0) -> Tensor:
+        """``det(M + damping I)``, the product of its eigenvalues; soon beyond floating point numbers: prefer `logdet`."""
+        return (self.eigenvalues() + float(damping)).prod()
+
     def sample(self, k: int | None = None, *, damping: float = 0.0, generator: torch.Generator | None = None) -> Tensor:
         """Draw from the normal distribution ``N(0, (M + damping I)^-1)``: (P,), or (k, P).
 
         Args:
             k: number of draws; None for a single draw without that dimension.
             damping: added to the matrix, for example the precision of a prior.
-            generator: on any device. By default the operator's own, seeded with 0 at its first use: every call gives
-                new draws and leaves the global random state untouched.
+            generator: on any device; by default the operator's own, seeded with 0, so that every call gives new draws.
 
         Raises:
             TypeError: k is no number of draws.

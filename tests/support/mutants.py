@@ -212,7 +212,10 @@ MUTANTS = [
             "torch.cat([-z, math.sqrt(0.5) * (1 + z.square())], 2)",
         ),
         ("return (output - times.log()).argmax", "return (output + times.log()).argmax"),
-        ("times * common.square() + (k - times) * rare.square()", "times * rare.square() + (k - times) * rare.square()"),
+        (
+            "times * common.square() + (k - times) * rare.square()",
+            "times * rare.square() + (k - times) * rare.square()",
+        ),
         ("left = left - counts[-1]", "left = left - 0 * counts[-1]"),
         ("draw_class_counts(self.p, k, generator).sqrt()", "draw_class_counts(self.p, k, generator)"),
     ),

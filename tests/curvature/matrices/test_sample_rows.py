@@ -55,6 +55,7 @@ WAYS: dict[str, tuple[Callable[[Any], Tensor], Callable[[Tensor], Tensor]]] = {
     "diagonal": (lambda S: S.diagonal(), lambda M: M.diagonal()),
     "trace": (lambda S: S.trace(), lambda M: M.trace()),
     "norm": (lambda S: S.frobenius_norm(), lambda M: M.norm()),
+    "det": (lambda S: S.det(D), lambda M: torch.det(damped(M))),
     "eigenvalues": (lambda S: S.eigenvalues(), torch.linalg.eigvalsh),
     "solve": (lambda S: S.solve(torch.eye(S.space.size).double(), D), lambda M: torch.linalg.inv(damped(M))),
     "inverse": (lambda S: S.inverse(D).to_dense(), lambda M: torch.linalg.inv(damped(M))),

@@ -44,6 +44,8 @@ METHODS = {
     "negative, largest": (lambda op: (-op).eigenvalues(2), lambda M: torch.linalg.eigvalsh(-M)[-2:]),
     "norm": (lambda op: op.frobenius_norm(), torch.linalg.matrix_norm),
     "shifted, norm": (lambda op: (-op).damped(D).frobenius_norm(), lambda M: (D * torch.eye(len(M)).to(M) - M).norm()),
+    "det": (lambda op: op.det(), torch.det),
+    "negative, det damped": (lambda op: (-op).det(D), lambda M: torch.det(D * torch.eye(len(M)).to(M) - M)),
     "solve": (lambda op: op.solve(eye(op)), lambda M: inverted(M, 0)),
     "solve damped": (lambda op: op.solve(eye(op), D), lambda M: inverted(M, D)),
     "inverse": (lambda op: op.inverse() @ eye(op), lambda M: inverted(M, 0)),
