@@ -177,7 +177,7 @@ class Operator(Exportable, ABC):
         return self.compact().logdet(damping)
 
     def det(self, damping: float = 0.0) -> Tensor:
-        """``det(M + damping I)``, the product of its eigenvalues; soon beyond floating point numbers: prefer `logdet`."""
+        """``det(M + damping I)``, the product of its eigenvalues; soon beyond all floats: prefer `logdet`."""
         return (self.eigenvalues() + float(damping)).prod()
 
     def sample(self, k: int | None = None, *, damping: float = 0.0, generator: torch.Generator | None = None) -> Tensor:

@@ -46,7 +46,7 @@ def test_singular(name, seed, dtype, device):
     for call in (lambda: op.solve(v), op.logdet, op.sample, op.inverse):
         with pytest.raises(ValueError, match=r"singular|indefinite.*least eigenvalue.*Use a damping above"):
             call()
-    assert op.det().abs() < 1e-6 * op.frobenius_norm() ** 12
+    assert op.det().abs() <= 1e-5 * op.frobenius_norm() ** 12
     expected = torch.linalg.solve(op.to_dense().double() + 0.01 * torch.eye(12).to(v).double(), v.double())
     tolerance = 1e-9 if dtype == torch.float64 else 1e-2
     torch.testing.assert_close(op.solve(v, 0.01).double(), expected, rtol=tolerance, atol=tolerance)
