@@ -370,9 +370,8 @@ def sampled(k: int = 1) -> Injection:
     independent, so their second moments add up to H.
 
     Matrices cost D vectors, not k, where a sample's output has D < k entries: each class once, weighed by how often it
-    was drawn, and each term (entry, token) alone, since products of different terms have mean zero. Without
-    ``generator=``, repeated calls draw the same labels (the other random injections likewise): for independent
-    estimates pass the same ``torch.Generator`` to each.
+    was drawn, each term alone. Without ``generator=``, repeated calls draw the same labels (the other random injections
+    likewise): for independent estimates pass the same ``torch.Generator`` to each.
 
     Raises:
         ValueError: k is not an integer of at least 1.
