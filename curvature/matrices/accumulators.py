@@ -6,7 +6,7 @@ w_kn^T`` or an approximation of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -250,11 +250,14 @@ class LayersAccumulator(Accumulator):
     Args:
         space: of all layers.
         make: makes an accumulator for the parameters of a layer, from the first chunk that has vectors for them.
+        alone: parameters that have a block of their own.
     """
 
-    def __init__(self, space: Space, make: Callable[[tuple[str, ...], Chunk], Accumulator]) -> None:
+    def __init__(
+        self, space: Space, make: Callable[[tuple[str, ...], Chunk], Accumulator], alone: Collection[str] = ()
+    ) -> None:
         super().__init__(space)
-        self.make = make
+        self.make, self.alone = make, alone
         self.parts: dict[tuple[str, ...], Accumulator] = {}
         self.waiting = list(space.names)
 
@@ -262,7 +265,9 @@ class LayersAccumulator(Accumulator):
         arrived = [name for name in self.waiting if chunk.of(name) is not None]
         if arrived:
             self.waiting = [name for name in self.waiting if name not in arrived]
-            self.parts |= {names: self.make(names, chunk) for names in layers_of(chunk.tape, arrived)}
+            together = layers_of(chunk.tape, [name for name in arrived if name not in self.alone])
+            apart = [(name,) for name in arrived if name in self.alone]
+            self.parts |= {names: self.make(names, chunk) for names in [*together, *apart]}
         for part in self.parts.values():
             part.add(chunk)
 
@@ -297,11 +302,11 @@ class LayersAccumulator(Accumulator):
                 raise ValueError(f"factors: there is no block of {', '.join(names)}")
             return self.make(names, chunk).refined(block)
 
-        return LayersAccumulator(self.space, make)
+        return LayersAccumulator(self.space, make, self.alone)
 
     def refined(self, block: Operator) -> LayersAccumulator:
         assert isinstance(block, BlockDiagonal)
-        again = LayersAccumulator(self.space, self.make)
+        again = LayersAccumulator(self.space, self.make, self.alone)
         again.waiting = list(self.waiting)
         again.parts = {names: part.refined(block.blocks[names[0]]) for names, part in self.parts.items()}
         return again

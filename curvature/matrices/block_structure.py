@@ -119,7 +119,8 @@ class Structures:
                 known = dict.fromkeys(name.rpartition(".")[0] or name for name in space.names)
                 raise ValueError(f"structure: no layer {key!r} with trainable parameters; there are {', '.join(known)}")
 
-        return LayersAccumulator(space, lambda names, chunk: self._one(names, chunk, space, default, sharing))
+        make = lambda names, chunk: self._one(names, chunk, space, default, sharing)
+        return LayersAccumulator(space, make, self.chosen.keys() & set(space.names))
 
     def _one(self, names: tuple[str, ...], chunk: Chunk, space: Space, default: Structure, sharing: str) -> Accumulator:
         own = space.subspace(names)
@@ -134,8 +135,8 @@ class Structures:
                 return factored
             if chosen:
                 raise ValueError(
-                    f"structure: {names[0]} has no Kronecker factors (it is read otherwise than by a layer's affine "
-                    'map); choose "dense" or "diagonal"'
+                    f"structure: {names[0]} has no Kronecker factors (it is a bias alone, or read otherwise than by a "
+                    'layer\'s affine map); choose "dense" or "diagonal"'
                 )
             return _exact(own)
         if (chosen or default) == "diagonal":

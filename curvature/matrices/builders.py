@@ -96,7 +96,8 @@ def fisher_blocks(
     """The exact block of every layer, weight and bias together.
 
     Args:
-        structure: other structures for some layers, by the name of a module or parameter:
+        structure: other structures for some layers, by the name of a module, or of a parameter, which then has a block
+            of its own (its bias, too):
             ``{"embedding": "diagonal"}``.
 
     Raises:
@@ -237,7 +238,8 @@ def kfac(
     Args:
         sharing: how the places of one sample enter the factors of a shared weight (arXiv:2311.00636): "expand" counts
             each as a sample, "reduce" averages activations and adds backprops over them first.
-        structure: other structures for some layers, by the name of a module or parameter:
+        structure: other structures for some layers, by the name of a module, or of a parameter, which then has a block
+            of its own (its bias, too):
             ``{"head": "diagonal"}`` ("kronecker", "dense" or "diagonal").
 
     Raises:

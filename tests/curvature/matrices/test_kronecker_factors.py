@@ -267,7 +267,7 @@ def test_a_structure_of_ones_own_choice(builder: str):
     expected = plain.clone()
     expected[:16, :16] = exact[:16, :16]
     expected[16:36, 16:36] = exact[16:36, 16:36].diagonal().diag()
-    found = build(structure={"0": "dense", "2.weight": "diagonal"}).to_dense()
+    found = build(structure={"0": "dense", "2": "diagonal"}).to_dense()
     matches(found, expected)
     if builder == "fisher_blocks":
         factors = curvature.kfac(model, nn.CrossEntropyLoss(), data).to_dense()
@@ -279,6 +279,27 @@ def test_a_structure_of_ones_own_choice(builder: str):
     if builder != "fisher_blocks":
         with pytest.raises(ValueError, match="sharing"):
             build(sharing="both")
+
+
+@sharings
+@pytest.mark.parametrize("chosen", [{"0.bias": "dense"}, {"0.weight": "kronecker"}], ids=str)
+def test_weight_and_bias_apart(chosen: dict[str, str], sharing: str):
+    """The factors of the weight are those of the layer without the bias's input; the bias has its exact block."""
+    with seeded(0):
+        model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
+    data = floats(2, 3, 3)(5).double(), indices(3)(5)
+    of = oracle.Matrices(model, nn.CrossEntropyLoss(), data)
+    joint, *_ = affine_layers(of)
+    build = functools.partial(curvature.kfac, model, nn.CrossEntropyLoss(), data, sharing=sharing)
+    found, weight = build(structure=chosen), slice(0, 24)
+    matches(found["0.weight"].to_dense(), joint.dense(sharing)[weight, weight])
+    matches(found["0.bias"].to_dense(), of.fisher[24:27, 24:27])
+    matches(found["3"].to_dense(), build()["3"].to_dense())
+    refined = curvature.ekfac(model, nn.CrossEntropyLoss(), data, structure=chosen, sharing=sharing)
+    matches(refined["0.weight"].trace(), of.fisher[weight, weight].trace())
+    matches(refined["0.bias"].to_dense(), of.fisher[24:27, 24:27])
+    with pytest.raises(ValueError, match="0.bias has no Kronecker factors"):
+        build(structure={"0.bias": "kronecker"})
 
 
 def test_blocks_by_layer():
