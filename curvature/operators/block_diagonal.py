@@ -174,6 +174,9 @@ class BlockDiagonal(Operator):
     def logdet(self, damping: float = 0.0) -> Tensor:
         return torch.stack([block.logdet(damping) for block in self.blocks.values()]).sum()
 
+    def _in_16_bits(self) -> Operator:
+        return self._map_blocks(lambda block: block.to(torch.bfloat16))
+
     def scaled(self, factor: float) -> Operator:
         return self._map_blocks(lambda block: block.scaled(factor))
 
@@ -267,6 +270,9 @@ class RowBlocks(Operator):
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         return self.inner.logdet(damping)
+
+    def _in_16_bits(self) -> Operator:
+        return self._with(self.inner.to(torch.bfloat16))
 
     def scaled(self, factor: float) -> Operator:
         return self._with(self.inner.scaled(factor))

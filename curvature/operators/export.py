@@ -48,6 +48,31 @@ class Exportable:
         """
         torch.save(self.state(), path)
 
+    def to(self, dtype: torch.dtype) -> Any:
+        """The same matrix, rounded to another precision.
+
+        In float32 or float64 it is of the same kind, over a space of that precision. In bfloat16 it is kept in 16 bits
+        and computes in the precision that it had: a method makes the matrix of a block, and forgets it afterwards.
+        A `Kronecker` is kept in its eigenbasis then, where rounding leaves it positive definite; of a `Dense` it may
+        not, without a damping of 1/256 of the largest eigenvalue.
+
+        Raises:
+            ValueError: another dtype.
+            TypeError: as for `state`.
+        """
+        if dtype is torch.bfloat16:
+            return self._in_16_bits()
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype: expected float64, float32 or bfloat16, found {dtype}")
+        if dtype == self.space.dtype:
+            return self
+        loading = importlib.import_module("curvature.operators.loading")
+        return loading.restore(rounded_state(self.state(), dtype, str(dtype).removeprefix("torch.")), None)
+
+    def _in_16_bits(self) -> Any:
+        loading = importlib.import_module("curvature.operators.loading")
+        return loading.Stored(self.space, rounded_state(self.state(), torch.bfloat16))
+
     def _details(self) -> list[str]:
         return []
 
@@ -71,6 +96,34 @@ def to_plain_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [to_plain_data(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """A state with every tensor replaced."""
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, Mapping):
+        return {key: map_tensors(function, item) for key, item in state.items()}
+    return [map_tensors(function, item) for item in state] if isinstance(state, list) else state
+
+
+def rounded_state(state: Any, dtype: torch.dtype, space: str | None = None) -> Any:
+    """A state with its floating-point tensors in another precision, and its spaces in the one that is named."""
+    if isinstance(state, Tensor):
+        return state.to(dtype) if state.is_floating_point() else state
+    if isinstance(state, list):
+        return [rounded_state(item, dtype, space) for item in state]
+    if not isinstance(state, Mapping):
+        return state
+    own = dict(state)
+    kind = own.get("structure")
+    if kind == "Space" and space is not None:
+        own["dtype"] = space
+    elif kind == "EigenKronecker":
+        del own["rounding"]  # that of the values before
+    elif kind == "Dense":
+        own["matrix"] = (own["matrix"] + own["matrix"].mT) / 2  # so that its rounding is symmetric
+    return {key: rounded_state(item, dtype, space) for key, item in own.items()}
 
 
 def copy_if_view(tensor: Tensor) -> Tensor:

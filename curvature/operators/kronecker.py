@@ -8,6 +8,8 @@ Indices: g group, o output, i input, c column.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -122,8 +124,8 @@ class EigenKronecker(LayerOperator):
             return None
         vectors = self.space.kept(vectors, (self.sides[0], size, size), what)
         eye = torch.eye(size, dtype=vectors.dtype, device=vectors.device)
-        # This catches mistakes, so it is loose enough for products in reduced precision.
-        if not ((matmul(vectors.mT, vectors) - eye).abs() <= torch.finfo(vectors.dtype).eps ** 0.25).all():
+        # This catches mistakes, so it is loose enough for products in reduced precision, and for vectors in 16 bits.
+        if not ((matmul(vectors.mT, vectors) - eye).abs() <= torch.finfo(torch.float32).eps ** 0.25).all():
             raise ValueError(f"{what} of the parameters {list(self.space.names)} are not orthogonal")
         return vectors
 
@@ -307,6 +309,9 @@ class Kronecker(LayerOperator):
 
     def damped(self, damping: float) -> Operator:
         return self.eigen.damped(damping)
+
+    def _in_16_bits(self) -> Any:
+        return self.eigen.to(torch.bfloat16)
 
     def factored_damping(self, damping: float) -> Kronecker:
         """``kron(B + sqrt(damping) / pi I, A + pi sqrt(damping) I)`` (arXiv:1503.05671, section 6.3).

@@ -62,6 +62,18 @@ MUTANTS = [
         ("            is_whole = False", "            is_whole = True"),
         ('whole["total"] += part["total"]', "pass"),
     ),
+    # -- matrices in few bits and mapped files
+    *broken(
+        "curvature/operators/kronecker.py",
+        "curvature/operators/test_storage.py",
+        ("return self.eigen.to(torch.bfloat16)", "return super()._in_16_bits()"),
+    ),
+    *broken(
+        "curvature/operators/export.py",
+        "curvature/operators/test_storage.py",
+        ('del own["rounding"]  # that', 'own["rounding"] = own["rounding"] + 1e3  # that'),
+        ('own["dtype"] = space', "pass"),
+    ),
     # -- some parameters
     *broken(
         "curvature/recording/selection.py",
