@@ -12,12 +12,12 @@ from curvature.operators.costs import DENSE_LIMIT, require_held_size
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.loading import load, restore
 from curvature.operators.matrix_free import MatrixFree
-from curvature.operators.quadratic import merge, quadratic_penalty
+from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty
 from curvature.operators.sample_space import SampleSpace
 from curvature.operators.space import Space
 
 __all__ = [
     "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Kronecker", "MatrixFree", "Operator",
-    "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "conjugate_gradient", "load", "merge", "quadratic_penalty",
-    "require_held_size", "restore", "truncated_conjugate_gradient", "two_sided",
+    "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "conjugate_gradient", "flat_parameters", "load",
+    "merge", "quadratic_penalty", "require_held_size", "restore", "truncated_conjugate_gradient", "two_sided",
 ]  # fmt: skip

@@ -40,8 +40,8 @@ def quadratic_penalty(K: Operator, at: Parameters) -> Callable[[Parameters], Ten
         KeyError: a parameter of K is missing; also from the function.
         ValueError: a shape, dtype or device differs from that of K; likewise.
     """
-    centre = _flat(K.space, at).detach()
-    return lambda parameters: _HalfSquare.apply(K, _flat(K.space, parameters) - centre)
+    centre = flat_parameters(K.space, at).detach()
+    return lambda parameters: _HalfSquare.apply(K, flat_parameters(K.space, parameters) - centre)
 
 
 def merge(models: Sequence[Parameters], curvatures: Sequence[Operator], damping: float = 0.0) -> dict[str, Tensor]:
@@ -72,12 +72,12 @@ def merge(models: Sequence[Parameters], curvatures: Sequence[Operator], damping:
     total, space = reduce(add, curvatures), curvatures[0].space
     pull = torch.zeros(space.size, dtype=space.dtype, device=space.device)
     for K, model in zip(curvatures, models, strict=True):
-        theta = _flat(space, model).detach()
+        theta = flat_parameters(space, model).detach()
         pull = pull + K @ theta + damping * theta
     return space.split(_solve(total, pull, damping * len(models)))
 
 
-def _flat(space: Space, parameters: Parameters) -> Tensor:
+def flat_parameters(space: Space, parameters: Parameters) -> Tensor:
     """The parameters of a space, as a flat vector; a compiled model has those of the model within."""
     pairs = parameters.named_parameters() if isinstance(parameters, nn.Module) else parameters.items()
     named = {name.removeprefix("_orig_mod."): p for name, p in pairs}

@@ -32,6 +32,7 @@ FLOORS = {
     "preconditioners": 5,
     "posteriors": 6,
     "attribution": 6,
+    "compression": 6,
     "projections": 5,
     "laplace_backend": 7,
 }

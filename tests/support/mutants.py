@@ -475,6 +475,21 @@ MUTANTS = [
     ),
     # -- operators
     *broken(
+        "curvature/compression/quadratic_blocks.py",
+        "curvature/compression/test_pruning.py",
+        ("return 1 / block.inverse(damping).diagonal()", "return block.damped(damping).diagonal()"),
+        ("return self.w.square() * self.alone / 2", "return self.start.square() * self.alone / 2"),
+        ("lost = free * self._product((self.w - self.start)[:, None])[:, 0]", "lost = 0 * self.w"),
+        ("self.prepare()\n            self.w", "self.w"),
+        ("return DAMPING * mean", "return DAMPING"),
+    ),
+    *broken(
+        "curvature/compression/pruning.py",
+        "curvature/compression/test_pruning.py",
+        ("1 - (1 - share) ** (done / rounds)", "share"),
+        ("None if done == rounds else ROUGHLY", "ROUGHLY"),
+    ),
+    *broken(
         "curvature/operators/quadratic.py",
         "curvature/operators/test_quadratic.py",
         ("return x @ image / 2", "return x @ image"),
