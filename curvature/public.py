@@ -1,7 +1,7 @@
 """The public names of `curvature`, which imports them when one is first used."""
 
 from curvature.attribution import influence, influence_by_parameter, influence_by_place
-from curvature.compression import prune, saliencies
+from curvature.compression import prune, quantize, saliencies
 from curvature.estimators import (
     hutchinson_diagonal,
     hutchinson_trace,
@@ -79,7 +79,6 @@ __all__ = [
     "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace",
     "laplacian", "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram",
     "per_sample_jacobians", "per_sample_norms", "per_sample_norms_by_parameter", "per_sample_projections",
-    "propagated", "prune", "quadratic_penalty", "residual_jacobian", "saliencies", "sample_layouts", "sampled",
-    "spectral_density",
-    "store_projections", "xdiag", "xtrace",
+    "propagated", "prune", "quadratic_penalty", "quantize", "residual_jacobian", "saliencies", "sample_layouts",
+    "sampled", "spectral_density", "store_projections", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -490,6 +490,14 @@ MUTANTS = [
         ("None if done == rounds else ROUGHLY", "ROUGHLY"),
     ),
     *broken(
+        "curvature/compression/rounding.py",
+        "curvature/compression/test_rounding.py",
+        ("carried[at] = error[at] + through", "carried[at] = error[at]"),
+        (".nearest(w[at] - through - across)", ".nearest(w[at] - through)"),
+        ("torch.where(is_free.amin(0) > 0, -1, diagonal.mean(0))", "diagonal.mean(0)"),
+        ("torch.where(is_zero[at], 0, ", "torch.where(is_zero[at] & False, 0, "),
+    ),
+    *broken(
         "curvature/operators/quadratic.py",
         "curvature/operators/test_quadratic.py",
         ("return x @ image / 2", "return x @ image"),

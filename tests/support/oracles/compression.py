@@ -43,3 +43,25 @@ def without(H: Tensor, w: Tensor, removed: Sequence[int]) -> Tensor:
         w[left] -= w[q] / inverse[k, k] * inverse[:, k]
         w[left.pop(k)] = 0
     return w
+
+
+def levels(row: Tensor, bits: int) -> Tensor:
+    """Equal steps from the least to the largest entry, shifted so that zero is one of them."""
+    low, high = min(float(row.min()), 0.0), max(float(row.max()), 0.0)
+    step = (high - low) / (2**bits - 1)
+    return step * (torch.arange(2**bits, dtype=row.dtype) - round(-low / step))
+
+
+def rounded(H: Tensor, w: Tensor, order: Sequence[int], grids: Sequence[Tensor | None]) -> Tensor:
+    """Weights rounded in turn, each error made up for by those to come (the surgeon's update); weights without levels
+    are only updated, and zeros stay."""
+    w, left, start = w.clone(), list(range(len(w))), w
+    for q in order:
+        grid = grids[q]
+        if grid is None:
+            continue
+        inverse, k = torch.linalg.inv(H[left][:, left]), left.index(q)
+        value = w.new_zeros(()) if start[q] == 0 else grid[(grid - w[q]).abs().argmin()]
+        w[left] -= (w[q] - value) / inverse[k, k] * inverse[:, k]
+        w[left.pop(k)] = value
+    return w
