@@ -623,6 +623,8 @@ MUTANTS = [
         ("difference <= ROUNDINGS * rounding * size", "difference <= size"),
         ("if case in self.proved or _agrees(batch)", "if True"),
         ("case = key, graph_functions(found[1])", "case = key"),
+        ("directions = [] if case in self.proved else _random_directions(batch, 2)", "directions = []"),
+        ('case = plan_key(batch), functions, "columns"', 'case = plan_key(batch), "columns"'),
     ),
     *broken(
         "curvature/matrices/accumulators.py",
