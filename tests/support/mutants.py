@@ -217,6 +217,7 @@ MUTANTS = [
             "mixed = self.p.sqrt() * eps\n        return mixed - self.p.sqrt() * ",
         ),
         ("return self.p * (1 - self.p)", "return self.p * (1 + self.p)"),
+        ("before = along.cumsum(2) - along", "before = along.cumsum(2)"),
         ("(output.sigmoid() * (-output).sigmoid()).sqrt()", "output.sigmoid()"),
         ("output.new_full((), math.sqrt(2))", "output.new_full((), 2.0)"),
         (
