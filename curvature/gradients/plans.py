@@ -112,6 +112,18 @@ def learn_and_verify(tape: Tape, losses: Tensor, reference: Reference, edge: Gra
     weights = (0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64, device="cpu")).to(losses)
     outputs = [losses if edge is None else edge]
     backprops = tape.gradients(outputs, [torch.ones_like(losses)])
+    layouts, certain, sums = _find_layouts(tape, outputs, backprops, weights)
+    terms, failed = _explain(tape, backprops, Plan([], layouts, set()))
+    failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
+    note_general(tape, failed)
+    kept = {name: own for name, own in terms.items() if name not in failed}
+    return kept, Plan(tape_signature(tape), layouts, failed), certain
+
+
+def _find_layouts(
+    tape: Tape, outputs: list[Any], backprops: list[Tensor | None], weights: Tensor
+) -> tuple[list[list[Layout]], bool, list[Tensor | None]]:
+    """The layout of every use, whether all are certain, and the parameters' gradients with these weights."""
     parameters = [node.tensor for node in tape.parameters.values()]
     both = tape.gradients(outputs, [weights], also=parameters)
     weighted, sums = both[: len(tape.uses)], both[len(tape.uses) :]
@@ -120,11 +132,7 @@ def learn_and_verify(tape: Tape, losses: Tensor, reference: Reference, edge: Gra
         layout, only = ([], True) if b is None or bw is None else find_layout(b, bw, weights, floor)
         layouts.append(layout)
         certain = certain and only
-    terms, failed = _explain(tape, backprops, Plan([], layouts, set()))
-    failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
-    note_general(tape, failed)
-    kept = {name: own for name, own in terms.items() if name not in failed}
-    return kept, Plan(tape_signature(tape), layouts, failed), certain
+    return layouts, certain, sums
 
 
 def per_sample_terms(

@@ -8,6 +8,7 @@ flattened tokens, windows and sequence-first models come out right without being
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from curvature.layers import Layout
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance, widest
 from curvature.recording import Tape
+
+ENTRIES = 512  # of a backprop, that are looked at first
 
 
 def candidate_axes(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
@@ -34,15 +37,41 @@ def candidate_axes(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
 
 
 def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0) -> tuple[list[Layout], bool]:
-    """The first candidate that reproduces the weighted backprop up to rounding, and whether no other does."""
-    allowed = rounding_tolerance(b) * weighted.norm() + floor
+    """The first candidate that reproduces the weighted backprop up to rounding, and whether no other does.
+
+    With a single sample, whose entries they all are, all candidates do, and the first is certain.
+    """
+    size = weighted.norm()
+    allowed = rounding_tolerance(b) * size + floor
+    seem = _Entries(b, weighted).consistent
     fits = []
     for layout in candidate_axes(tuple(b.shape), len(weights)):
-        front, target = layout.front(b), layout.front(weighted)
-        expected = front * weights.to(b).reshape(-1, *[1] * (front.ndim - 1))
-        if (expected - target).norm() <= allowed:
+        if seem(layout, weights, allowed) and _reproduces(layout, b, weighted, weights, allowed):
             fits.append(layout)
+            if len(weights) == 1:
+                return fits, bool(size > allowed)
     return fits[:1], len(fits) <= 1
+
+
+def _reproduces(layout: Layout, b: Tensor, weighted: Tensor, weights: Tensor, allowed: Tensor) -> bool:
+    front = layout.front(b)
+    expected = front * weights.to(b).reshape(-1, *[1] * (front.ndim - 1))
+    return bool(expected.sub_(layout.front(weighted)).norm() <= allowed)
+
+
+class _Entries:
+    """Some entries of a backprop, which show most wrong candidates without a copy of it."""
+
+    def __init__(self, b: Tensor, weighted: Tensor) -> None:
+        drawn = torch.randint(max(1, b.numel()), (ENTRIES,), generator=torch.Generator().manual_seed(0), device="cpu")
+        self.shape, self.places = b.shape, drawn.unique().to(b.device) if b.numel() else drawn[:0].to(b.device)
+        self.b, self.weighted = b.take(self.places), weighted.take(self.places)
+
+    def consistent(self, layout: Layout, weights: Tensor, allowed: Tensor) -> bool:
+        """Whether what these entries differ by is within what all of them may."""
+        axis = self.places // math.prod(self.shape[layout.dim + 1 :]) % layout.size
+        sample = axis // layout.inner % layout.samples
+        return bool((self.b * weights.to(self.b)[sample] - self.weighted).norm() <= allowed)
 
 
 @full_precision()

@@ -118,8 +118,9 @@ class Categorical(Likelihood):
 
     def product(self, u: Tensor) -> Tensor:
         # H 1 = 0: relative to the likeliest class nothing cancels, however near to one its probability is
-        mixed = self.p * (u - u.gather(2, self.likeliest.expand(len(u), *self.likeliest.shape)))
-        return mixed - self.p * mixed.sum(2, keepdim=True)
+        mixed = u - u.gather(2, self.likeliest.expand(len(u), *self.likeliest.shape))
+        mixed *= self.p
+        return mixed.addcmul_(self.p, mixed.sum(2, keepdim=True), value=-1)
 
     def diagonal(self) -> Tensor:
         others = self.p.scatter(1, self.likeliest, 0).sum(1, keepdim=True)
@@ -247,7 +248,7 @@ def draw_classes(output: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Draw k classes at every place of (N, C, ...) with probabilities proportional to exp(output): (k, N, 1, ...)."""
     # an exponential race has the winner distributed as p; unlike multinomial, it passes nan on without a device error
     times = output.new_empty(k, *output.shape).exponential_(generator=generator)
-    return (output - times.log()).argmax(2, keepdim=True)
+    return times.log_().neg_().add_(output).argmax(2, keepdim=True)
 
 
 def draw_class_counts(p: Tensor, k: int, generator: torch.Generator) -> Tensor:

@@ -84,9 +84,14 @@ class ForwardMode:
         try:
             found = along(batch, direction)
             case = key, graph_functions(found[1])
-            if case in self.proved or _agrees(batch):
+            if case not in self.proved:
+                del found  # the check takes as much memory again
+                if not _agrees(batch):
+                    self.refuted.add(key)
+                    return None
                 self.proved.add(case)
-                return found
+                found = along(batch, direction)
+            return found
         except Exception as error:  # the general way follows, and shows what is wrong with the model itself
             log.info(TWO_PASSES, str(error).split("\n")[0])
         self.refuted.add(key)

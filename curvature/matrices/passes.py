@@ -155,9 +155,10 @@ class RecordedBatch:
 
         def learn() -> Any:
             generator = torch.Generator().manual_seed(0)
-            probe = torch.randn(self.output.shape, generator=generator, dtype=torch.float64, device="cpu")
-            probed = self._with_vector(probe.to(self.output))
-            return learn_and_verify(self.tape, probed.losses(self.output), single_sample_reference(probed, self.random))
+            draw: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+            probed = self._with_vector(torch.randn(self.output.shape, **draw).to(self.output))
+            skip = self.random or self.batch.count == 1  # of a single sample the sums show all
+            return learn_and_verify(self.tape, probed.losses(self.output), single_sample_reference(probed, skip))
 
         return find_plan(self.batch.model, plan_key(self.batch), self.tape, learn)[0]
 
@@ -242,6 +243,7 @@ class RecordedBatch:
         batch = self.batch
         output, loss, target = samples_first(self.output.detach(), self.loss, batch.y, batch.dims)
         weights = self.weights(inject)
+        _ = self.plan  # learnt before there are vectors: either takes several times the output's memory
         sent = inject.pairs(output, loss, target, count=batch.count, size=self.chunk_size, generator=generator)
         size, first = self.cached_size, True
         for pair in sent:

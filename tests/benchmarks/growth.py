@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -150,8 +151,8 @@ def measure(growth: Growth, rounds: int) -> dict[str, Curve]:
         case = growth.case(size)
         for name, run in QUANTITIES.items():
             run(*case)  # learns the structure of the model
-            curves[name].peaks.append(peak_bytes(lambda run=run: run(*case), False))  # type: ignore[misc]
-        times = {name: math.inf for name in QUANTITIES}
+            curves[name].peaks.append(peak_bytes(partial(run, *case), False))
+        times = dict.fromkeys(QUANTITIES, math.inf)
         for _ in range(rounds):
             for name, run in QUANTITIES.items():
                 start = time.process_time()
@@ -199,7 +200,9 @@ def draw(results: Mapping[str, Mapping[str, Curve]], path: Path) -> None:
         axes[0, k].set_title(name)
     axes[0, 0].set_ylabel("processor time, ms")
     axes[1, 0].set_ylabel("most memory in a call, MB")
-    lines = [Line2D([], [], color=s[:-1].rstrip("-"), linestyle=s.lstrip("kC0123456789"), label=q) for q, s in STYLES.items()]
+    lines = [
+        Line2D([], [], color=s.rstrip("-"), linestyle=s.lstrip("kC0123456789"), label=q) for q, s in STYLES.items()
+    ]
     lines.append(Line2D([], [], color="0.6", linestyle=":", label="slopes that the arithmetic has"))
     figure.legend(handles=lines, loc="outside lower center", ncols=5)
     figure.savefig(path, dpi=90)

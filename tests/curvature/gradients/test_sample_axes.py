@@ -40,6 +40,21 @@ def test_layouts_are_found_among_equal_sizes(count, device):
     assert layouts[0] is None and tape.uses[0].names == {"table.weight"}  # shared by the samples
 
 
+def test_one_entry_in_many_makes_a_layout_wrong():
+    """Of which some are looked at first."""
+    b, weights = torch.randn(3, 100_000).double(), torch.tensor([0.5, 0.9, 1.4]).double()
+    weighted = weights[:, None] * b
+    assert find_layout(b, weighted, weights) == ([(0, 1, 3, 1)], True)
+    weighted[1, 54_321] += 1
+    assert find_layout(b, weighted, weights) == ([], True)
+
+
+def test_all_entries_belong_to_a_single_sample():
+    b, weights = torch.randn(4, 1, 6).double(), torch.tensor([0.7]).double()
+    assert find_layout(b, 0.7 * b, weights) == ([(1, 1, 1, 1)], True)
+    assert not find_layout(0 * b, 0 * b, weights)[1]  # nothing was seen
+
+
 def test_samples_that_meet_have_no_layout():
     weights = torch.tensor([0.5, 0.9, 1.4]).double()
     b = torch.randn(3, 2).double()
