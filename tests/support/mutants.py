@@ -471,6 +471,13 @@ MUTANTS = [
         (".where(counted.to(norms.device), 0)", ""),
     ),
     *broken(
+        "optimizers/private.py",
+        "optimizers/test_private.py",
+        ("total / self.expected_batch_size", "total / max(1, len(y))"),
+        ("self.generator.set_state(state[", "(state["),
+        ("mask=mask, ", ""),
+    ),
+    *broken(
         "curvature/recording/model_call.py",
         "curvature/gradients/test_clipping.py",
         ("state.seed(seed)", "pass"),

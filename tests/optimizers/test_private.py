@@ -1,0 +1,161 @@
+"""Private training against clipping in a loop over samples, and against Opacus."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import optimizers
+from support.cases.case import Raw, seeded
+
+LOSS = nn.CrossEntropyLoss()
+SHAPE = (6, 4)
+
+
+def attention() -> nn.Module:
+    run = lambda m, x: m.head(m.norm(x + m.attention(x, x, x, need_weights=False)[0]).mean(1))
+    parts = {"attention": nn.MultiheadAttention(4, 2, batch_first=True), "norm": nn.LayerNorm(4)}
+    return Raw(run, **parts, head=nn.Linear(4, 3))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "attention and LayerNorm": attention,
+    "lstm": lambda: Raw(lambda m, x: m.lstm(x)[0].mean(1), lstm=nn.LSTM(4, 3, batch_first=True)),
+    "GroupNorm": lambda: nn.Sequential(nn.Conv1d(6, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(12, 3)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        model = MODELS[name]().double()
+        return model, torch.randn(7, *SHAPE).double() * torch.linspace(0.2, 3, 7)[:, None, None], torch.arange(7) % 3
+
+
+def clipped_sum(model: nn.Module, x: Tensor, y: Tensor, max_norm: float) -> list[Tensor]:
+    """Sample by sample."""
+    parameters = list(model.parameters())
+    total = [torch.zeros_like(p) for p in parameters]
+    for n in range(len(x)):
+        found = torch.autograd.grad(LOSS(model(x[n : n + 1]), y[n : n + 1]), parameters, materialize_grads=True)
+        norm = float(sum((g.square().sum() for g in found), torch.zeros(())).sqrt())
+        total = [t + g * min(1.0, max_norm / norm) for t, g in zip(total, found, strict=True)]
+    return total
+
+
+def private(model: nn.Module, noise: float = 0.0, **options: Any) -> optimizers.Private:
+    opt = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
+    return optimizers.Private(opt, model, LOSS, max_norm=0.5, noise=noise, expected_batch_size=4, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_are_those_with_the_clipped_sum(name: str) -> None:
+    """Batches of several sizes, one of them empty, divided by the same number; a mask; microbatches."""
+    model, x, y = made(name)
+    other = copy.deepcopy(model)
+    plain = torch.optim.SGD(other.parameters(), 0.3, momentum=0.9)
+    opt = private(model, microbatch=2)
+    every = torch.arange(7)
+    for drawn in (every[:5], every[:0], every[4:]):
+        for p, g in zip(other.parameters(), clipped_sum(other, x[drawn], y[drawn], 0.5), strict=True):
+            p.grad = g / 4
+        plain.step()
+        opt.step(x[drawn], y[drawn])
+    for p, g in zip(other.parameters(), clipped_sum(other, x[1:3], y[1:3], 0.5), strict=True):
+        p.grad = g / 4
+    plain.step()
+    opt.step(x, y, mask=(every == 1) | (every == 2))
+    assert opt.steps == 4
+    torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
+
+
+def test_a_step_without_samples_is_noise_of_the_size_that_the_accountant_is_told() -> None:
+    model = nn.Linear(300, 100)
+    before = model.weight.detach().clone()
+    opt = torch.optim.SGD(model.parameters(), 1.0)
+    wrapped = optimizers.Private(opt, model, LOSS, max_norm=0.5, noise=3.0, expected_batch_size=10)
+    with seeded(0):
+        wrapped.step(torch.zeros(0, 300), torch.zeros(0, dtype=torch.long))
+    change = model.weight.detach() - before
+    assert abs(float(change.std()) / (3.0 * 0.5 / 10) - 1) < 0.02 and abs(float(change.mean())) < 0.005
+
+
+def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+    model, x, y = made("GroupNorm")
+    opt = private(model, noise=1.0, generator=torch.Generator().manual_seed(3))
+    scheduler = torch.optim.lr_scheduler.StepLR(opt.optimizer, 1, 0.5)
+    opt.step(x, y), scheduler.step()
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    opt.step(x, y)
+    again, _, _ = made("GroupNorm")
+    resumed = private(again, noise=1.0, generator=torch.Generator().manual_seed(99))
+    again.load_state_dict(saved[0]), resumed.load_state_dict(saved[1])
+    assert resumed.steps == 1 and resumed.param_groups[0]["lr"] == 0.15
+    resumed.step(x, y)
+    torch.testing.assert_close(list(again.parameters()), list(model.parameters()), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="saved with a generator; make Private with a generator"):
+        private(again).load_state_dict(saved[1])
+    with pytest.raises(ValueError, match="not one of Private, it has state, param_groups"):
+        resumed.load_state_dict(opt.optimizer.state_dict())
+
+
+def test_what_is_refused() -> None:
+    model, x, y = made("GroupNorm")
+    batchnorm = nn.Sequential(nn.Conv1d(6, 4, 2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 3)).double()
+    before = copy.deepcopy(batchnorm.state_dict())
+    for microbatch in (None, 1):
+        with pytest.raises(ValueError, match="1: BatchNorm in training mode"):
+            private(batchnorm, microbatch=microbatch).step(x, y)
+    torch.testing.assert_close(batchnorm.state_dict(), before)
+    given: dict[str, Any] = {"max_norm": 1.0, "noise": 1.0, "expected_batch_size": 4}
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    for name, wrong in (("max_norm", 0.0), ("noise", -1.0), ("expected_batch_size", 0)):
+        with pytest.raises(ValueError, match=name):
+            optimizers.Private(sgd, model, LOSS, **given | {name: wrong})
+    with pytest.raises(ValueError, match=r"optimizer: it lacks 1\.weight"):
+        optimizers.Private(torch.optim.SGD(model[0].parameters(), 0.1), model, LOSS, **given)
+    with pytest.raises(ValueError, match=r"shape \(2, 2\) that is not the model's"):
+        stranger = nn.Parameter(torch.zeros(2, 2))
+        optimizers.Private(torch.optim.SGD([*model.parameters(), stranger], 0.1), model, LOSS, **given)
+    with pytest.raises(TypeError, match="KFAC looks at the batch itself"):
+        optimizers.Private(optimizers.KFAC(model), model, LOSS, **given)
+    with pytest.raises(TypeError, match="LBFGS asks for the loss several times"):
+        optimizers.Private(torch.optim.LBFGS(model.parameters()), model, LOSS, **given)
+    with pytest.raises(TypeError, match="expected a torch.optim.Optimizer, found a Sequential"):
+        optimizers.Private(model, sgd, LOSS, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_opacus_takes_the_same_steps_and_counts_them_alike() -> None:
+    """Its DPOptimizer, and epsilon from its accountant's own hook and from `steps`."""
+    peer = pytest.importorskip("opacus", reason="opacus is not installed (make bench installs it)")
+    from opacus.accountants import RDPAccountant
+
+    model, x, y = made("GroupNorm")
+    theirs = peer.GradSampleModule(copy.deepcopy(model))
+    own = torch.optim.SGD(theirs.parameters(), 0.3, momentum=0.9)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 0.5, "expected_batch_size": 4}
+    dp = peer.optimizers.DPOptimizer(own, **options)
+    opt = private(model)
+    counted, told = RDPAccountant(), RDPAccountant()
+    dp.attach_step_hook(counted.get_optimizer_hook_fn(sample_rate=0.01))
+    for _ in range(3):
+        dp.zero_grad()
+        LOSS(theirs(x), y).backward()
+        dp.step()
+        opt.step(x, y)
+    torch.testing.assert_close(list(model.parameters()), list(theirs.parameters()), rtol=1e-5, atol=1e-5)
+    dp.noise_multiplier = opt.noise = 1.1
+    for _ in range(20):
+        dp.zero_grad()
+        LOSS(theirs(x), y).backward()
+        dp.step()
+        opt.step(x, y)
+        told.step(noise_multiplier=opt.noise, sample_rate=0.01)
+    assert opt.steps == 23
+    counted.history = counted.history[1:]  # without noise nothing is private
+    assert counted.get_epsilon(1e-5) == pytest.approx(told.get_epsilon(1e-5))
