@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import curvature
+from curvature.gradients import clipped_gradient
 from optimizers.arguments import check_range
 from optimizers.second_order import SecondOrderOptimizer
 
@@ -78,7 +78,7 @@ class Private:
         Raises:
             ValueError: as for `curvature.clipped_gradient`; nothing is changed then.
         """
-        found = curvature.clipped_gradient(
+        found = clipped_gradient(
             self.model, self.loss, x, y, self.max_norm, noise=self.noise, mask=mask, microbatch=self.microbatch,
             generator=self.generator, sample_dim=self.sample_dim,
         )  # fmt: skip
