@@ -19,7 +19,7 @@ from curvature.preconditioners import Block
 from optimizers.arguments import check_numbers
 from optimizers.model_optimizer import ModelOptimizer
 
-VERSION = 3
+VERSION = 4
 JOINT = "kfac"  # key of what belongs to no parameter alone
 PLAIN_PARTS = "monitor", "recorder", "rule"  # those whose states always have the same keys
 

@@ -2,10 +2,10 @@
 
 In: terms of a weight (`curvature.terms`). Out: second moments of activations and backprops (`Scheme`), squares of
 per-sample gradients in the factors' eigenbasis (`Basis`), damped inverses of products (`factored_inverses`) and of sums
-of products (`invert_kronecker_sum`). Nothing here averages over batches.
+of products (`invert_kronecker_sum`); symmetric sides in half the memory (`pack`). Nothing here averages over batches.
 """
 
-from curvature.kronecker.diagonal_blocks import cuts_of, within_blocks
+from curvature.kronecker.diagonal_blocks import cuts_of
 from curvature.kronecker.eigenbasis import Basis
 from curvature.kronecker.factors import Affine, Reading, Scheme, at_least_float32
 from curvature.kronecker.inverses import (
@@ -17,13 +17,14 @@ from curvature.kronecker.inverses import (
     inverses_in_blocks,
     nonzero_or_one,
 )
+from curvature.kronecker.packing import Side, as_packed, diagonal_of, entries_of, pack, whole
 from curvature.kronecker.statistics import KroneckerStatistics, merge_products
 from curvature.kronecker.subsampling import subsample_samples
 from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum, invert_kronecker_sums
 
 __all__ = [
     "Affine", "Basis", "KroneckerInverse", "KroneckerStatistics", "KroneckerSumInverse", "Pair", "Reading", "Scheme",
-    "at_least_float32", "carry_diagonal", "cuts_of", "eigen_inverses", "eigenbases", "factored_inverses",
-    "inverses_in_blocks", "invert_kronecker_sum", "invert_kronecker_sums", "merge_products", "nonzero_or_one",
-    "subsample_samples", "within_blocks",
+    "Side", "as_packed", "at_least_float32", "carry_diagonal", "cuts_of", "diagonal_of", "eigen_inverses", "eigenbases",
+    "entries_of", "factored_inverses", "inverses_in_blocks", "invert_kronecker_sum", "invert_kronecker_sums",
+    "merge_products", "nonzero_or_one", "pack", "subsample_samples", "whole",
 ]  # fmt: skip

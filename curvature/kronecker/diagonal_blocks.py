@@ -46,13 +46,6 @@ def joined(made: Sequence[tuple[Tensor, ...]], cuts: Cuts) -> list[tuple[Tensor,
     return [tuple(map(_together, zip(*itertools.islice(queue, len(cut)), strict=True))) for cut in cuts]
 
 
-def within_blocks(sides: Sequence[Tensor], cuts: Cuts) -> list[Tensor]:
-    """Sides with zeros outside of their diagonal blocks; those with one block as they are."""
-    return [
-        side if len(cut) == 1 else _together(parts_of([side], [cut])) for side, cut in zip(sides, cuts, strict=True)
-    ]
-
-
 def _together(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]

@@ -32,7 +32,8 @@ from curvature.terms import (
     sum_in_place,
 )
 
-CHUNK_ELEMENTS = 1 << 24  # elements of unfolded activations at a time
+CHUNK_ELEMENTS = 1 << 24  # elements of activations at a time
+PIECE_ELEMENTS = 1 << 19  # of unfolded ones, if the input, and the moment, are no larger
 
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
@@ -312,9 +313,12 @@ class Scheme:
         return total / sum(term.places for term in terms)
 
     def _chunks(self, terms: Sequence[Whole]) -> Iterator[list[Whole]]:
-        """Chunks of samples, since unfolding the inputs takes memory."""
-        each = self.arrangement.dimension // self.arrangement.outputs * sum(term.places for term in terms)
-        step, samples = max(1, CHUNK_ELEMENTS // max(1, each)), len(terms[0])
+        """Chunks of samples, since unfolding the inputs takes memory: no more than the inputs themselves."""
+        width = self.arrangement.dimension // self.arrangement.outputs
+        each, samples = width * sum(term.places for term in terms), len(terms[0])
+        folded = sum(t.inputs for t in terms if isinstance(t, Convolution | TransposedConvolution))
+        most = min(CHUNK_ELEMENTS, max(PIECE_ELEMENTS, folded, width**2)) if folded else CHUNK_ELEMENTS
+        step = max(1, most // max(1, each))
         for start in range(0, samples, step):
             yield [term if step >= samples else term.samples(slice(start, start + step)) for term in terms]
 

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvature.kronecker.diagonal_blocks import Cuts, joined, parts_of
+from curvature.kronecker.packing import Packed, Side, diagonal_of, whole
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
+    Lazily,
     count_recovery,
     eigenvalues_of,
     is_sketch,
     low_rank_inverses,
     matmul,
-    moment_diagonal,
     own_precision,
     psd_eigh,
     sketch_spectrum,
@@ -30,6 +32,7 @@ from curvature.linalg import (
     try_cholesky,
 )
 
+JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
 STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a call for each
 ROOT_ASPECT_RATIO = 16  # a side this many times larger than the other keeps its root: solving with that is cheaper
 
@@ -109,7 +112,7 @@ class KroneckerInverse:
 
 
 def factored_inverses(
-    pairs: Sequence[tuple[Tensor, Tensor]],
+    pairs: Sequence[Sequence[Side]],
     share: float,
     before: Sequence[KroneckerInverse | None],
     anew: Sequence[bool],
@@ -132,7 +135,7 @@ def factored_inverses(
     ]
     starts = dict(enumerate(side for inverse in before for side in _parts(inverse)))
     found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
-        k: _of_sketch(side, share) for k, side in enumerate(sides) if is_sketch(side)
+        k: _of_sketch(whole(side), share) for k, side in enumerate(sides) if _is_sketch(side)
     }
     large = [
         k for k, side in enumerate(sides) if side.ndim == 3 and len(side) == 1 and side.shape[1] >= LOW_RANK_MIN_SIZE
@@ -140,16 +143,19 @@ def factored_inverses(
     large = [k for k in large if k not in found and not are_thin[k] and (starts[k] is not None or anew[k // 2])]
     found |= _by_largest({k: sides[k] for k in large}, share, starts)
     left = [k for k in range(len(sides)) if k not in found]
-    kinds = {k: (sides[k].shape[1:], sides[k].dtype, sides[k].device, are_thin[k]) for k in left}
+    alone = {k: sides[k].ndim == 3 and sides[k].shape[1] > JOINED_MAX_SIDE and k for k in left}
+    kinds = {
+        k: (are_thin[k], alone[k], type(sides[k]), sides[k].shape[1:], sides[k].dtype, sides[k].device) for k in left
+    }
     for kind, alike in _grouped(kinds):
-        together, are_roots = _damped(_stacked([sides[k] for k in alike]), share, kind[3])
+        together, are_roots = _damped(_stacked([sides[k] for k in alike]), share, kind[0])
         for k, own in zip(alike, together.split([len(sides[k]) for k in alike]), strict=True):
             found[k] = own, are_roots, None
     both = [(*found[k], *found[k + 1]) for k in range(0, len(sides), 2)]
     return [KroneckerInverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
 
 
-def inverses_in_blocks(pairs: Sequence[tuple[Tensor, Tensor]], share: float, cuts: Cuts) -> list[KroneckerInverse]:
+def inverses_in_blocks(pairs: Sequence[Sequence[Side]], share: float, cuts: Cuts) -> list[KroneckerInverse]:
     """`factored_inverses` of sides with diagonal blocks, by Cholesky decomposition of blocks of one shape together.
 
     Args:
@@ -157,11 +163,11 @@ def inverses_in_blocks(pairs: Sequence[tuple[Tensor, Tensor]], share: float, cut
     """
     sides = [side for pair in pairs for side in pair]
     found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
-        k: _of_sketch(side, share) for k, side in enumerate(sides) if is_sketch(side)
+        k: _of_sketch(whole(side), share) for k, side in enumerate(sides) if _is_sketch(side)
     }
-    found |= {k: (*_damped(side, share, False), None) for k, side in enumerate(sides) if side.ndim == 2}
+    found |= {k: (*_damped(whole(side), share, False), None) for k, side in enumerate(sides) if side.ndim == 2}
     left = [k for k in range(len(sides)) if k not in found]
-    scaled = [sides[k] / _mean(sides[k])[:, None, None] for k in left]
+    scaled = [whole(sides[k]) / _mean(sides[k])[:, None, None] for k in left]
     for matrix in scaled:
         matrix.diagonal(dim1=1, dim2=2).add_(share)
     parts = parts_of(scaled, [cuts[k] for k in left])
@@ -172,19 +178,17 @@ def inverses_in_blocks(pairs: Sequence[tuple[Tensor, Tensor]], share: float, cut
     return [KroneckerInverse(b, a, None, (False, False), (c, d), own) for (b, _, c), (a, _, d), own in both]
 
 
-def eigen_inverses(
-    pairs: Sequence[tuple[Tensor, Tensor]], damping: float, cuts: Cuts | None = None
-) -> list[KroneckerInverse]:
+def eigen_inverses(pairs: Sequence[Sequence[Side]], damping: float, cuts: Cuts | None = None) -> list[KroneckerInverse]:
     """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse.
 
     Args:
         cuts: of both sides of all pairs, see `inverses_in_blocks`.
     """
-    parts = {k for k, pair in enumerate(pairs) if any(map(is_sketch, pair))}
+    parts = {k for k, pair in enumerate(pairs) if any(map(_is_sketch, pair))}
     some = [2 * k + side for k in range(len(pairs)) if k not in parts for side in (0, 1)]
-    whole = iter(eigenbases([pairs[k // 2][k % 2] for k in some], cuts and [cuts[k] for k in some]))
+    bases = iter(eigenbases([pairs[k // 2][k % 2] for k in some], cuts and [cuts[k] for k in some]))
     found = [
-        (_outlined(rows), _outlined(columns)) if k in parts else (next(whole), next(whole))
+        (_outlined(whole(rows)), _outlined(whole(columns))) if k in parts else (next(bases), next(bases))
         for k, (rows, columns) in enumerate(pairs)
     ]
     own = [((), ()) if cuts is None or k in parts else cuts[2 * k : 2 * k + 2] for k in range(len(pairs))]
@@ -207,16 +211,16 @@ def eigenbasis(side: Tensor) -> tuple[Tensor, Tensor]:
     return (side.clamp(min=0), torch.ones_like(side)) if side.ndim == 2 else psd_eigh(side)
 
 
-def eigenbases(sides: Sequence[Tensor], cuts: Cuts | None = None) -> list[tuple[Tensor, Tensor]]:
+def eigenbases(sides: Sequence[Side], cuts: Cuts | None = None) -> list[tuple[Tensor, Tensor]]:
     """`eigenbasis` of each side, sides (or diagonal blocks) of one shape together.
 
     Args:
         cuts: of the sides, see `inverses_in_blocks`; eigenvalues are ascending in each block.
     """
-    found = {k: eigenbasis(side) for k, side in enumerate(sides) if side.ndim == 2}
+    found = {k: eigenbasis(whole(side)) for k, side in enumerate(sides) if side.ndim == 2}
     dense = [k for k in range(len(sides)) if k not in found]
     own = [(sides[k].shape[-1],) if cuts is None else cuts[k] for k in dense]
-    parts = parts_of([sides[k] for k in dense], own)
+    parts = parts_of([whole(sides[k]) for k in dense], own)
     made = _by_shape(parts, small_on_host(parts), eigenbasis)
     found |= {k: (values, vectors) for k, (values, vectors) in zip(dense, joined(made, own), strict=True)}
     return [found[k] for k in range(len(sides))]
@@ -233,8 +237,16 @@ def carry_diagonal(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor
         return _right(_transposed(columns), _left(rows, values))
 
 
-def _stacked(sides: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(sides)) if len(sides) > 1 else sides[0]
+def _stacked(sides: Sequence[Side]) -> Tensor:
+    """Sides of one form together, in memory of their own if they were packed, or several."""
+    if isinstance(sides[0], Packed):
+        entries = torch.cat([side.entries for side in sides if isinstance(side, Packed)])
+        return Packed(entries, sides[0].cut).whole()
+    return torch.cat([whole(side) for side in sides]) if len(sides) > 1 else sides[0]
+
+
+def _is_sketch(side: Side) -> bool:
+    return isinstance(side, Tensor) and is_sketch(side)
 
 
 def _grouped(kinds: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
@@ -297,22 +309,27 @@ def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, bool, Tensor]:
 
 
 def _by_largest(
-    sides: Mapping[int, Tensor], share: float, starts: Mapping[int, Tensor | None]
+    sides: Mapping[int, Side], share: float, starts: Mapping[int, Tensor | None]
 ) -> dict[int, tuple[Tensor, bool, Tensor]]:
     """V and c of the damped inverses of sides (1, d, d), for those of which few eigenvalues stand out."""
     means = {k: _mean(side) for k, side in sides.items()}
     firsts = [None if (start := starts[k]) is None else start[0] for k in sides]
     try:
-        found = low_rank_inverses([side[0] / means[k] for k, side in sides.items()], share, firsts)
+        scaled = Lazily([partial(_scaled, side, means[k]) for k, side in sides.items()])
+        found = low_rank_inverses(scaled, share, firsts)
     except torch.linalg.LinAlgError:  # fall back to Cholesky
         count_recovery("retried")
         return {}
     return {k: (own[0][None], False, own[1] / means[k]) for k, own in zip(sides, found, strict=True) if own}
 
 
-def _mean(sides: Tensor) -> Tensor:
+def _scaled(side: Side, mean: Tensor) -> Tensor:
+    return whole(side)[0] / mean
+
+
+def _mean(sides: Side) -> Tensor:
     """Mean eigenvalue of each group, nonzero."""
-    return nonzero_or_one(moment_diagonal(sides).mean(1))
+    return nonzero_or_one(diagonal_of(sides).mean(1))
 
 
 def nonzero_or_one(mean: Tensor) -> Tensor:
@@ -351,14 +368,14 @@ def _spectrum(side: Tensor, is_root: bool, shift: Tensor | None) -> Tensor:
 
 
 def _left(side: Tensor, x: Tensor, cut: Sequence[int] = ()) -> Tensor:
-    if len(cut) > 1:
+    if len(cut) > 1 and side.ndim == 3:
         parts = zip(parts_of([side], [cut]), x.split(list(cut), 1), strict=True)
         return torch.cat([_left(block, rows) for block, rows in parts], 1)
     return side[:, :, None] * x if side.ndim == 2 else side @ x
 
 
 def _right(side: Tensor, x: Tensor, cut: Sequence[int] = ()) -> Tensor:
-    if len(cut) > 1:
+    if len(cut) > 1 and side.ndim == 3:
         parts = zip(parts_of([side], [cut]), x.split(list(cut), 2), strict=True)
         return torch.cat([_right(block, columns) for block, columns in parts], 2)
     return x * side[:, None, :] if side.ndim == 2 else x @ side

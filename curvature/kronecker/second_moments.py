@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from curvature.terms import sum_in_place
+
+WHOLE_ELEMENTS = 1 << 19  # more are squared in parts, which take less memory
+PARTS = 4
 SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS = 256, 512  # size from which a symmetric product is computed in parts
 SYMMETRIC_PARTS = 4
 
@@ -11,7 +15,9 @@ SYMMETRIC_PARTS = 4
 def second_moment(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
     """``sum_n left right^T``: (n, g, d) twice to (g, d, d), or to its diagonal (g, d)."""
     if diagonal or left.shape[2] == 1:
-        entries = (left * right).sum(0)
+        size = max(1, -(-len(left) // PARTS)) if left.numel() > WHOLE_ELEMENTS else max(1, len(left))
+        pairs = zip(left.split(size), right.split(size), strict=True)
+        entries = sum_in_place((b * c).sum(0) for b, c in pairs)
         return entries if diagonal else entries[..., None]
     rows, columns = left.permute(1, 2, 0), right.transpose(0, 1)
     is_large = left.shape[0] >= SYMMETRIC_MIN_ROWS and left.shape[2] >= SYMMETRIC_MIN_COLUMNS

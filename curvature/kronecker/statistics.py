@@ -6,13 +6,15 @@ The builders accumulate them over a data set, the optimizers over the batches of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvature.kronecker.diagonal_blocks import cuts_of
 from curvature.kronecker.factors import Reading, Scheme, at_least_one
+from curvature.kronecker.packing import as_packed, pack, whole
 from curvature.linalg import add_moments_, fill_slot, is_sketch, moment_diagonal, scale_moment, sum_slots
 
 
@@ -24,6 +26,8 @@ class KroneckerStatistics:
         samples: number of samples.
         activations: sums of outer products, each with its number of summands, of all groups or of each (g,).
         backprops: sums of outer products.
+
+    All of them as sides of products, or all as `curvature.kronecker.packing.pack` keeps them.
     """
 
     scheme: Scheme
@@ -47,13 +51,24 @@ class KroneckerStatistics:
         self.samples /= times**2
 
     def factors(self, scale: float) -> tuple[Tensor, Tensor]:
-        """The factors of outputs and of inputs, backprops multiplied by `scale`."""
-        return merge_products(
-            [
-                self.scheme.product(reading, *self.activations[reading], scale_moment(moment, scale))
-                for reading, moment in self.backprops.items()
-            ]
-        )
+        """The factors of outputs and of inputs, packed, backprops multiplied by `scale`."""
+        cuts = cuts_of(self.scheme)
+        found = [
+            self.scheme.product(reading, *self.activations[reading], scale_moment(moment, scale))
+            for reading, moment in self.backprops.items()
+        ]
+        if len(found) > 1:
+            of = lambda pair: [whole(as_packed(side, cut)) for side, cut in zip(pair, cuts, strict=True)]
+            found = [merge_products([(rows, columns) for rows, columns in map(of, found)])]
+        rows, columns = map(pack, found[0], cuts)
+        return rows, columns
+
+    def packed(self) -> KroneckerStatistics:
+        """The same, packed."""
+        cuts = cuts_of(self.scheme)
+        activations = {k: (pack(a, cuts[not k.flipped]), number) for k, (a, number) in self.activations.items()}
+        backprops = {k: pack(b, cuts[k.flipped]) for k, b in self.backprops.items()}
+        return replace(self, activations=activations, backprops=backprops)
 
     def factors_(self, scale: float) -> tuple[Tensor, Tensor]:
         """`factors` of moments that are no sketches, in their memory: the sums are used up."""

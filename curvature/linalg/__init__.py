@@ -41,15 +41,16 @@ from curvature.linalg.sketch import (
     sketch_spectrum,
     sum_slots,
 )
-from curvature.linalg.stacks import stacked
+from curvature.linalg.stacks import Lazily, stacked
 from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
-    "LOW_RANK_MIN_SIZE", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_", "are_true",
-    "average_moments", "by_device", "cholesky", "cholesky_with_jitter", "copy_to_host_async", "count_recovery",
-    "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision", "is_sketch",
-    "largest_eigenpairs", "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "on_host", "optimistically",
-    "own_precision", "product_rounding", "psd_eigh", "qr", "recovery_counts", "require_finite", "rounding_tolerance",
-    "scale_moment", "sketch_rows", "sketch_spectrum", "small_on_host", "soon", "spd_inverse", "stack", "stacked",
-    "sum_slots", "symmetric_eigh", "symmetrize", "to_device", "try_cholesky", "try_decompose", "widen", "widest",
+    "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_",
+    "are_true", "average_moments", "by_device", "cholesky", "cholesky_with_jitter", "copy_to_host_async",
+    "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision",
+    "is_sketch", "largest_eigenpairs", "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "on_host",
+    "optimistically", "own_precision", "product_rounding", "psd_eigh", "qr", "recovery_counts", "require_finite",
+    "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum", "small_on_host", "soon", "spd_inverse",
+    "stack", "stacked", "sum_slots", "symmetric_eigh", "symmetrize", "to_device", "try_cholesky", "try_decompose",
+    "widen", "widest",
 ]  # fmt: skip

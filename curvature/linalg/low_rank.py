@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from curvature.linalg.decompositions import matmul, psd_eigh, qr, small_on_host
 from curvature.linalg.devices import to_device, widen
+from curvature.linalg.stacks import Lazily
 
 LOW_RANK_MIN_SIZE = 256  # rows from which it pays off
 MAX_RANK_DIVISOR = 3  # with more than a third of the directions, the inverse itself costs no more
@@ -28,7 +30,7 @@ def low_rank_inverses(
     the ranks of all.
 
     Args:
-        matrices: M, symmetric (d, d), on one device.
+        matrices: M, symmetric (d, d), on one device. Each is looked at three times, and not kept.
         damping: in the units of M.
         starts: V of similar matrices, to start from.
     """
@@ -41,7 +43,8 @@ def low_rank_inverses(
         for (vectors, shift, _), rank in zip(kept, ranks, strict=True)
     ]
     turned = [k for k, start in enumerate(starts) if found[k] is None and start is not None]  # the subspace, too far
-    anew = low_rank_inverses([matrices[k] for k in turned], damping, [None] * len(turned)) if turned else []
+    again = Lazily([partial(matrices.__getitem__, k) for k in turned])
+    anew = low_rank_inverses(again, damping, [None] * len(turned)) if turned else []
     for k, own in zip(turned, anew, strict=True):
         found[k] = own
     return found
@@ -72,7 +75,7 @@ def _ritz_pairs(matrices: Sequence[Tensor], bases: Sequence[Tensor]) -> list[tup
     }
     for size, here in zip(padded, small_on_host(list(padded.values())), strict=True):
         alike = [k for k, own in enumerate(sizes) if own == size]
-        values, turns = (to_device(x, matrices[0].device) for x in psd_eigh(here))
+        values, turns = (to_device(x, bases[0].device) for x in psd_eigh(here))
         for k, own, turn in zip(alike, values.flip(1), turns.flip(2), strict=True):
             width = bases[k].shape[1]
             found[k] = own[:width], matmul(bases[k], turn[:width, :width])

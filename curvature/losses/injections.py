@@ -273,6 +273,8 @@ class Random(Injection):
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
         draw, source = self._draws(batch), self._source(batch)
+        if self.k == 1:
+            return 1, lambda start, stop: draw(1, source)
         return self.k, lambda start, stop: draw(stop - start, source) / self.k**0.5
 
     def _source(self, batch: OutputBatch) -> torch.Generator:
@@ -318,11 +320,12 @@ class Isotropic(Random):
 
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         output, loss = batch.output, batch.loss
-        ones = torch.ones_like(output)
-        masses = ones if loss is None else term_masses(loss, output, batch.target, strict=False, count=batch.count)
-        scale = masses.sqrt()
         options: Any = {"dtype": output.dtype, "device": output.device}
-        return lambda k, source: scale * torch.randn(k, *output.shape, generator=source, **options)
+        draw = lambda k, source: torch.randn(k, *output.shape, generator=source, **options)
+        if loss is None:
+            return draw
+        scale = term_masses(loss, output, batch.target, strict=False, count=batch.count).sqrt()
+        return lambda k, source: scale * draw(k, source)
 
 
 @dataclass(frozen=True, repr=False)

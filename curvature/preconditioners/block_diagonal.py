@@ -34,7 +34,7 @@ from curvature.terms import (
 )
 
 MAX_SIDE = 2048  # a larger side is kept as a sketch
-MOST_BYTES = 2**22  # of backprops that wait to be measured; layers of one form among them are measured together
+MOST_BYTES = 2**20  # of backprops that wait to be measured; layers of one form among them are measured together
 MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, and the loss by step is no better
 
 UNSEEN = "torch does not show what uses it (an autograd.Function or the like)"

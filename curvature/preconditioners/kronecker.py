@@ -3,7 +3,8 @@
 A block is a layer's weight with its bias as the last input. On the weight arranged as (g, o, i) it is
 ``kron(rows, columns)`` per group g: rows from backprops, columns from activations (arXiv:1503.05671, equation 1;
 arXiv:2311.00636 for shared weights, "expand"). A side that is too large is a `curvature.linalg.sketch`, the one-hot
-side of an embedding a diagonal. All matrices are means over samples of E[J^T v v^T J] with the injected vectors v.
+side of an embedding a diagonal; of any other large one a triangle is kept (`curvature.kronecker.pack`). All matrices
+are means over samples of E[J^T v v^T J] with the injected vectors v.
 
 Indices: n sample, t place, g group, i input, o output.
 """
@@ -25,14 +26,18 @@ from curvature.kronecker import (
     KroneckerInverse,
     KroneckerStatistics,
     Scheme,
+    Side,
+    as_packed,
     cuts_of,
+    diagonal_of,
     eigen_inverses,
+    entries_of,
     factored_inverses,
     inverses_in_blocks,
     subsample_samples,
-    within_blocks,
+    whole,
 )
-from curvature.linalg import average_moments, moment_diagonal, stacked
+from curvature.linalg import average_moments, stacked
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
@@ -41,7 +46,7 @@ MAX_JOINED = 1 << 16  # entries of a layer's activations and backprops, up to wh
 
 
 class KroneckerBlock(Block):
-    """``kron(rows, columns)`` per group; each side (g, d, d), or (g, d) where it is diagonal.
+    """``kron(rows, columns)`` per group; each side (g, d, d), or (g, d) where it is diagonal, or a sketch.
 
     Args:
         names: the weight, and its bias where that is one more input of it.
@@ -49,7 +54,7 @@ class KroneckerBlock(Block):
     """
 
     structure = "kronecker"
-    state_fields: tuple[str, ...] = ("rows", "columns", "tried")
+    state_fields: tuple[str, ...] = ("row_side", "column_side", "tried")
     layout_fields = ("scheme",)
     joint: JointInverses | None = None  # of this and other blocks, as they were last solved with
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
@@ -57,8 +62,8 @@ class KroneckerBlock(Block):
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names)
         self.scheme = scheme
-        self.rows: Tensor | None = None
-        self.columns: Tensor | None = None
+        self.row_side: Tensor | None = None  # as `curvature.kronecker.pack` keeps it
+        self.column_side: Tensor | None = None
         self.inverse: KroneckerInverse | None = None
 
     def state(self) -> dict[str, Any]:
@@ -68,12 +73,29 @@ class KroneckerBlock(Block):
         return super().state() | {"scheme": scheme, "inverse": inverse}
 
     def after_restore(self) -> None:
-        place = None if self.rows is None else self.rows.device
+        place = None if self.row_side is None else self.row_side.device
         parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
         self.inverse = KroneckerInverse(**parts) if parts else None
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
         changed = {"arrangement": AffineLayout(**form["arrangement"]), "sketched": form.pop("few")}
         self.scheme = Scheme(**form | changed)
+
+    @property
+    def sides(self) -> list[Side] | None:
+        """Those of the running average; None before the first update."""
+        if self.row_side is None or self.column_side is None:
+            return None
+        return list(map(as_packed, (self.row_side, self.column_side), self.cuts))
+
+    @property
+    def rows(self) -> Tensor | None:
+        """The side of the outputs, unpacked."""
+        return None if self.sides is None else whole(self.sides[0])
+
+    @property
+    def columns(self) -> Tensor | None:
+        """The side of the inputs, unpacked."""
+        return None if self.sides is None else whole(self.sides[1])
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
         if not all(self.scheme.accepts(t) for t in terms):
@@ -83,7 +105,7 @@ class KroneckerBlock(Block):
             some = subsample_samples(parts, self.scheme.sharing, rank, world_size)
             found.activations[reading] = self.scheme.activations(some)
             found.backprops[reading] = self.scheme.backprops([parts])
-        return found
+        return found.packed()
 
     @staticmethod
     def measure_all(
@@ -145,36 +167,42 @@ class KroneckerBlock(Block):
     @staticmethod
     def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
         seen = [(b, own) for b, own in zip(blocks, statistics, strict=True) if own.samples and own.backprops]
-        news = [within_blocks(own.factors(1 / own.samples), b.cuts) for b, own in seen]
-        pairs = [((b.rows, rows), (b.columns, columns)) for (b, _), (rows, columns) in zip(seen, news, strict=True)]
+        news = [own.factors(1 / own.samples) for _, own in seen]
+        pairs = [b._diagonals(*sides) for (b, _), sides in zip(seen, news, strict=True)]
         weights = OutlierFilter.weights([b.gate for b, _ in seen], pairs, [b.debiased_weight(decay) for b, _ in seen])
         for (block, _), (rows, columns), w in zip(seen, news, weights, strict=True):
-            block.rows, block.columns = average_moments(block.rows, rows, w), average_moments(block.columns, columns, w)
+            block.row_side = average_moments(block.row_side, rows, w)
+            block.column_side = average_moments(block.column_side, columns, w)
             block.updates += 1
+
+    def _diagonals(self, *news: Tensor) -> list[tuple[Tensor | None, Tensor]]:
+        """Of both sides, old and new."""
+        old = [None, None] if self.sides is None else list(map(diagonal_of, self.sides))
+        return list(zip(old, map(diagonal_of, map(as_packed, news, self.cuts)), strict=True))
 
     @property
     def is_ready(self) -> bool:
         return self.inverse is not None
 
     def decompose(self, damping: float) -> None:
-        if self.rows is not None:
+        if self.sides is not None:
             self.decompose_all([self], damping)
 
     @staticmethod
     def decompose_all(blocks: Sequence[Any], damping: float) -> None:
         cuts = [cut for block in blocks for cut in block.cuts]
-        inverses = eigen_inverses([(b.rows, b.columns) for b in blocks], damping, cuts)
+        inverses = eigen_inverses([b.sides for b in blocks], damping, cuts)
         for block, found in zip(blocks, inverses, strict=True):
             block.inverse = found
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         cut = [b for b in blocks if b.is_cut]
-        parts = inverses_in_blocks([(b.rows, b.columns) for b in cut], share, [c for b in cut for c in b.cuts])
+        parts = inverses_in_blocks([b.sides for b in cut], share, [c for b in cut for c in b.cuts])
         for block, found in zip(cut, parts, strict=True):
             block.inverse = found
         blocks = [b for b in blocks if not b.is_cut]
-        pairs, before = [(b.rows, b.columns) for b in blocks], [b.inverse for b in blocks]
+        pairs, before = [b.sides for b in blocks], [b.inverse for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         for block in itertools.compress(blocks, anew):
             block.tried = block.updates
@@ -188,10 +216,11 @@ class KroneckerBlock(Block):
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:
-        whole = self.rows, self.columns
-        self.rows, self.columns = (None if side is None else moment_diagonal(side) for side in whole)
+        before = self.row_side, self.column_side
+        if self.sides is not None:
+            self.row_side, self.column_side = map(diagonal_of, self.sides)
         yield
-        self.rows, self.columns = whole
+        self.row_side, self.column_side = before
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
@@ -223,8 +252,9 @@ class KroneckerBlock(Block):
 
     @property
     def mean_eigenvalue(self) -> Tensor:
-        assert self.rows is not None and self.columns is not None
-        return (moment_diagonal(self.rows).mean(1) * moment_diagonal(self.columns).mean(1)).mean()
+        assert self.sides is not None
+        rows, columns = (diagonal_of(side).mean(1) for side in self.sides)
+        return (rows * columns).mean()
 
     @property
     def cuts(self) -> list[tuple[int, ...]]:
@@ -242,18 +272,20 @@ class KroneckerBlock(Block):
 
     @property
     def expected_bytes(self) -> int:
-        return 2 * sum(self.scheme.sides) * self.scheme.dtype.itemsize
+        here, groups = self.scheme, self.scheme.arrangement.groups
+        kinds = zip(here.sides, self.cuts, here.diagonal, here.sketched, strict=True)
+        kept = (n if flat or few else groups * entries_of(cut) for n, cut, flat, few in kinds)
+        return (sum(kept) + sum(here.sides)) * here.dtype.itemsize
 
     @property
     def cost(self) -> float:
-        sides = zip((self.rows, self.columns), self.cuts, strict=True)
-        return float(sum(_cost(side, cut) for side, cut in sides if side is not None))
+        return float(sum(map(_cost, self.sides or (), self.cuts)))
 
     def condition(self) -> float:
         return math.nan if self.inverse is None else self.inverse.condition()
 
     def describe(self) -> str:
-        if self.rows is None or self.columns is None:
+        if self.sides is None:
             return "not seen yet"
         ranks = (None, None) if self.inverse is None else self.inverse.ranks
         rows, columns = (
@@ -261,9 +293,10 @@ class KroneckerBlock(Block):
             + " diagonal" * (s.ndim == 2)
             + (f" in {len(cut)} blocks" if len(cut) > 1 else "")
             + ("" if rank is None else f" by {rank} eigenvalues")
-            for s, rank, cut in zip((self.rows, self.columns), ranks, self.cuts, strict=True)
+            for s, rank, cut in zip(self.sides, ranks, self.cuts, strict=True)
         )
-        return f"B {rows}, A {columns}" + f", {len(self.rows)} groups" * (len(self.rows) > 1)
+        groups = len(self.sides[0])
+        return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
 
 
 @dataclass(frozen=True)
@@ -302,11 +335,11 @@ class JointInverses:
         )
 
 
-def _cost(side: Tensor, cut: Sequence[int]) -> int:
+def _cost(side: Side, cut: Sequence[int]) -> int:
     """Operations of a decomposition, up to a constant factor."""
     if side.ndim == 3 and len(cut) > 1:
         return len(side) * sum(size**3 for size in cut)
-    return side.numel() * (side.shape[1] if side.ndim == 3 else 1)
+    return math.prod(side.shape) * (side.shape[1] if side.ndim == 3 else 1)
 
 
 def grouped(forms: Sequence[Any]) -> list[list[int]]:

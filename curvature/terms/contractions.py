@@ -26,6 +26,8 @@ CACHED_CHUNK_ELEMENTS = 1 << 18  # likewise for results made in a loop, where fr
 GRAM_ENTRY_COST = 350  # extra multiplications that an entry of a Gram matrix over places costs (measured, one thread)
 CANCELLED = 10.0  # in roots of rounding: if a smaller share of inner products of places is left, it has too few digits
 LARGEST_CANCELLED = 0.01  # that share in half precision
+PRODUCT_ELEMENTS = 1 << 18  # of backprops that inner products take at a time ...
+PRODUCT_PIECES = 4  # ... but not in more pieces than these
 
 
 class RowRange(NamedTuple):
@@ -161,7 +163,20 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
 
 def inner_products(terms: Sequence[Term], vector: Tensor) -> Tensor:
     """Inner products (N,) of the per-sample gradients with a tensor of the parameter's shape."""
-    return sum_in_place(u.inner_products(vector) for u in direct_forms(terms))
+    return sum_in_place(_inner_products(u, vector) for u in direct_forms(terms))
+
+
+def _inner_products(term: Term, vector: Tensor) -> Tensor:
+    """Some samples at a time: what is made of them is as large as their backprops."""
+    samples = len(term)
+    if not isinstance(term, OuterProduct | Convolution):
+        return term.inner_products(vector)
+    pieces = min(samples, PRODUCT_PIECES, -(-term.b.numel() // PRODUCT_ELEMENTS))
+    if pieces <= 1:
+        return term.inner_products(vector)
+    size = -(-samples // pieces)
+    parts = (slice(start, start + size) for start in range(0, samples, size))
+    return torch.cat([term.samples(part).inner_products(vector) for part in parts])
 
 
 def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:

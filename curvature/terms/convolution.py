@@ -49,6 +49,11 @@ class Convolution:
         return self.b.shape[1] * math.prod(self.b.shape[3:])
 
     @property
+    def inputs(self) -> int:
+        """Number of entries of the layer's input."""
+        return self.source.numel()
+
+    @property
     def outputs(self) -> int:
         return self.shape[0] // self.groups
 
@@ -154,6 +159,11 @@ class TransposedConvolution(WithDirectForm):
     @property
     def has_bias(self) -> bool:
         return self.direct.has_bias
+
+    @property
+    def inputs(self) -> int:
+        """Number of entries of the layer's input."""
+        return self.direct.b.numel()
 
     @property
     def outputs(self) -> int:

@@ -213,17 +213,17 @@ of = lambda s, name: whole_of(s)["curvature"][name]
 group = lambda s: s["param_groups"][0]
 mean = "momentum_buffer"
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "newer": (lambda s: whole_of(s).update(version=4), "of version 4, saved by newer code; this reads version 3"),
-    "no version": (lambda s: whole_of(s).pop("version"), "expected version 3, found None"),
-    "version of text": (lambda s: whole_of(s).update(version="3"), "expected version 3, found '3'"),
-    "older": (lambda s: whole_of(s).update(version=2), "of version 2, saved by code from before the first release"),
+    "newer": (lambda s: whole_of(s).update(version=5), "of version 5, saved by newer code; this reads version 4"),
+    "no version": (lambda s: whole_of(s).pop("version"), "expected version 4, found None"),
+    "version of text": (lambda s: whole_of(s).update(version="4"), "expected version 4, found '4'"),
+    "older": (lambda s: whole_of(s).update(version=3), "of version 3, saved by code from before the first release"),
     "no curvature": (lambda s: s["state"][0].pop("kfac"), "not of KFAC.*found .'displacement', 'momentum_buffer'"),
     "no state": (lambda s: s.pop("state"), r"found the keys \['param_groups'\]"),
     "no steps": (lambda s: whole_of(s)["monitor"].pop("steps"), "it has no 'steps'"),
-    "no rows": (lambda s: of(s, "0.weight").pop("rows"), "the curvature of 0.weight is .*rows"),
+    "no rows": (lambda s: of(s, "0.weight").pop("row_side"), "the curvature of 0.weight is .*row_side"),
     "unknown structure": (lambda s: of(s, "3.weight").update(structure="round"), "the curvature of 3.weight is"),
     "other names": (lambda s: of(s, "3.weight").update(names=("3.weight", "x")), "the curvature of 3.weight is"),
-    "nan in a factor": (lambda s: of(s, "3.weight")["rows"].fill_(NAN), "curvature of 3.weight is not finite"),
+    "nan in a factor": (lambda s: of(s, "3.weight")["row_side"].fill_(NAN), "curvature of 3.weight is not finite"),
     "nan in a mean": (lambda s: s["state"][4][mean].fill_(NAN), "momentum_buffer of 3.weight is not finite"),
     "no mean": (lambda s: s["state"][4].pop(mean), "3.weight has no 'momentum_buffer'"),
     "shape": (lambda s: s["state"][4].update({mean: X[0]}), r"of 3.weight has shape \[4\], expected \[3, 5\]"),

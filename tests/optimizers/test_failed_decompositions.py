@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import curvature
+from curvature.kronecker import pack
 from curvature.kronecker.inverses import eigenbases
 from curvature.linalg import recovery_counts
 from curvature.linalg.decompositions import full_precision, spd_inverse, symmetric_eigh
@@ -181,7 +182,7 @@ def block_of(rows: Tensor, columns: Tensor, kind: str = "kronecker") -> Kronecke
     factors.update_average(factors.measure(tape, [output], [torch.ones(1, *output.shape)], 2), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock)
-    block.rows, block.columns = rows, columns
+    block.row_side, block.column_side = map(pack, (rows, columns), block.cuts)
     return block
 
 
@@ -193,8 +194,8 @@ def test_matrices_of_one_shape_share_no_fate(faulty):
     x = torch.randn(4, 3)
     invert([good, bad], 0.05)
     old = bad.solve([x])[0]
-    assert good.rows is not None
-    good.rows *= 2
+    assert good.row_side is not None
+    good.row_side *= 2
     faulty(silent, on=lambda matrix: matrix.shape[-1] == 3 and bool(((matrix[..., 0, 0] - first).abs() < 1e-3).any()))
     with recovery_counts() as counts:
         invert([good, bad], 0.05)

@@ -403,6 +403,13 @@ MUTANTS = [
         ("(n.mT @ o).square()", "(n.mT @ o).abs()"),
     ),
     *broken(
+        "curvature/kronecker/packing.py",
+        "curvature/kronecker/test_packing.py",
+        ("side[:, left:, left:].mT, corner", "side[:, left:, left:], corner"),
+        ("torch.where(_upper(left, entries), lower.mT, lower,", "torch.where(_upper(left, entries), lower, lower.mT,"),
+        ("side[:, end - n : end, end - n : end]) for", "side[:, :n, :n]) for"),
+    ),
+    *broken(
         "curvature/kronecker/diagonal_blocks.py",
         "curvature/preconditioners/test_diagonal_blocks.py",
         ("return *others, last + bias", "return *others, last, bias"),

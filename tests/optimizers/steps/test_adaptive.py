@@ -210,7 +210,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(bad: float):
     opt.step(closure_of(model, opt, loss, x * bad, y))
     assert_same(copied(model), before)
     after = opt.store.state_dict()
-    assert all(torch.equal(after[k]["rows"], factors[k]["rows"]) for k in factors) and opt.skipped == 1
+    assert all(torch.equal(after[k]["row_side"], factors[k]["row_side"]) for k in factors) and opt.skipped == 1
     assert math.isfinite(train_by_closure(model, opt, loss, x, y, 2)[-1])
 
 
