@@ -121,7 +121,10 @@ def test_launches_do_not_grow_with_the_number_of_layers(optimizer: type[KFAC], n
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
 def test_the_host_waits_at_most_once(optimizer: type[KFAC], name: str, device: str):
-    """In a step and the forward pass before it, and not at all where nothing is renewed or inverted."""
+    """In a step and the forward pass before it, and not at all where nothing is renewed or inverted.
+
+    Once more for small matrices that the host decomposes for `EKFAC`.
+    """
     if device != "sim":
         pytest.skip("waits are counted on the simulated device: make test-device")
     simdev: Any = importlib.import_module("support.simulated_device.simdev")
@@ -133,6 +136,6 @@ def test_the_host_waits_at_most_once(optimizer: type[KFAC], name: str, device: s
         # `torch.linalg.eigh` itself asks for its error codes
         waits = sum(s.kind != "event" and s.operator != "aten::_linalg_eigh" for s in found.all)
         if k > 1:
-            assert waits <= (kind != "ordinary"), (k, kind, found.places("/curvature/", "/optimizers/"))
+            assert waits <= (kind != "ordinary") * (1 + (optimizer is EKFAC)), (k, kind, found.places("/curvature/", "/optimizers/"))
         kinds.add(kind)
     assert kinds >= {"renewing", "ordinary"}
