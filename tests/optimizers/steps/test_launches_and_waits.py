@@ -136,6 +136,10 @@ def test_the_host_waits_at_most_once(optimizer: type[KFAC], name: str, device: s
         # `torch.linalg.eigh` itself asks for its error codes
         waits = sum(s.kind != "event" and s.operator != "aten::_linalg_eigh" for s in found.all)
         if k > 1:
-            assert waits <= (kind != "ordinary") * (1 + (optimizer is EKFAC)), (k, kind, found.places("/curvature/", "/optimizers/"))
+            assert waits <= (kind != "ordinary") * (1 + (optimizer is EKFAC)), (
+                k,
+                kind,
+                found.places("/curvature/", "/optimizers/"),
+            )
         kinds.add(kind)
     assert kinds >= {"renewing", "ordinary"}
