@@ -273,9 +273,7 @@ class Random(Injection):
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
         draw, source = self._draws(batch), self._source(batch)
-        if self.k == 1:
-            return 1, lambda start, stop: draw(1, source)
-        return self.k, lambda start, stop: draw(stop - start, source) / self.k**0.5
+        return self.k, lambda start, stop: draw(stop - start, source) / self.k**0.5 if self.k > 1 else draw(1, source)
 
     def _source(self, batch: OutputBatch) -> torch.Generator:
         return batch.generator or torch.Generator(batch.output.device).manual_seed(SEED)
@@ -320,8 +318,9 @@ class Isotropic(Random):
 
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         output, loss = batch.output, batch.loss
-        options: Any = {"dtype": output.dtype, "device": output.device}
-        draw = lambda k, source: torch.randn(k, *output.shape, generator=source, **options)
+        draw = lambda k, source: torch.randn(
+            k, *output.shape, generator=source, dtype=output.dtype, device=output.device
+        )
         if loss is None:
             return draw
         scale = term_masses(loss, output, batch.target, strict=False, count=batch.count).sqrt()
