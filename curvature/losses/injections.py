@@ -317,13 +317,11 @@ class Isotropic(Random):
     """See `isotropic`."""
 
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
-        output, loss = batch.output, batch.loss
-        draw = lambda k, source: torch.randn(
-            k, *output.shape, generator=source, dtype=output.dtype, device=output.device
-        )
-        if loss is None:
+        output, new = batch.output, dict[str, Any](dtype=batch.output.dtype, device=batch.output.device)
+        draw = lambda k, source: torch.randn(k, *output.shape, generator=source, **new)
+        if batch.loss is None:
             return draw
-        scale = term_masses(loss, output, batch.target, strict=False, count=batch.count).sqrt()
+        scale = term_masses(batch.loss, output, batch.target, strict=False, count=batch.count).sqrt()
         return lambda k, source: scale * draw(k, source)
 
 
