@@ -237,7 +237,7 @@ MUTANTS = [
         "curvature/losses",
         ("masses / (terms.numel() // count)", "masses / terms.numel()"),
         ("values.clamp(min=0).sqrt()[:, None, :]", "values.clamp(min=0)[:, None, :]"),
-        ("scale = masses.sqrt()", "scale = masses"),
+        ("strict=False, count=batch.count).sqrt()", "strict=False, count=batch.count)"),
     ),
     *broken(
         "curvature/losses/injections.py",
@@ -245,7 +245,7 @@ MUTANTS = [
         ("draw(stop - start, source) / self.k**0.5", "draw(stop - start, source) / self.k"),
         ("root(batch.basis(start, stop)) / self.k**0.5", "root(batch.basis(start, stop)) / self.k"),
         ("generator=source, **options) * 2 - 1)", "generator=source, **options))"),
-        ("scale = masses.sqrt()", "scale = masses"),
+        ("strict=False, count=batch.count).sqrt()", "strict=False, count=batch.count)"),
         ("return left, product(left)", "return left, product(left).abs()"),
         (
             "torch.autograd.grad(losses.sum(), point, materialize_grads=True)",
@@ -414,7 +414,6 @@ MUTANTS = [
         "curvature/preconditioners/test_diagonal_blocks.py",
         ("return *others, last + bias", "return *others, last, bias"),
         ("whole[:, start:end, start:end] = part", "whole[:, start:end, start:end] = part.mean((1, 2))[:, None, None]"),
-        ("side if len(cut) == 1 else _together", "side if len(cut) > 1 else _together"),
     ),
     *broken(
         "curvature/kronecker/sums.py",
