@@ -237,7 +237,7 @@ MUTANTS = [
         "curvature/losses",
         ("masses / (terms.numel() // count)", "masses / terms.numel()"),
         ("values.clamp(min=0).sqrt()[:, None, :]", "values.clamp(min=0)[:, None, :]"),
-        ("strict=False, count=batch.count).sqrt()", "strict=False, count=batch.count)"),
+        ("scale = masses.sqrt()", "scale = masses"),
     ),
     *broken(
         "curvature/losses/injections.py",
