@@ -39,6 +39,8 @@ from curvature.matrices import (
     gauss_newton,
     hessian,
     kfac,
+    per_sample_fisher_diagonals,
+    per_sample_hessian_diagonals,
     per_sample_jacobians,
 )
 from curvature.operators import (
@@ -67,18 +69,19 @@ from curvature.projections import (
     per_sample_projections,
     store_projections,
 )
-from curvature.recording import Tape, Use, capture
+from curvature.recording import FunctionModel, Tape, Use, capture
 
 __all__ = [
-    "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "Injection", "Jacobian", "Kronecker",
-    "KroneckerProjection", "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree", "NoiseScale",
-    "NormalProjection", "Operator", "SampleSpace", "SignProjection", "Space", "Tape", "Use", "capture",
-    "check_gradients", "clipped_gradient", "combine", "conjugate_gradient", "ekfac", "empirical", "empirical_fisher",
-    "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton", "gradient_noise_scale", "hessian",
-    "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence", "influence_by_parameter",
-    "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues", "lanczos_logdet", "laplace",
-    "laplacian", "load", "merge", "output_changes", "per_sample_gradients", "per_sample_gram",
-    "per_sample_jacobians", "per_sample_norms", "per_sample_norms_by_parameter", "per_sample_projections",
-    "propagated", "prune", "quadratic_penalty", "quantize", "residual_jacobian", "saliencies", "sample_layouts",
-    "sampled", "spectral_density", "store_projections", "xdiag", "xtrace",
+    "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "FunctionModel", "Injection", "Jacobian",
+    "Kronecker", "KroneckerProjection", "LaplacePosterior", "Layout", "LeastSquares", "MatrixFree",
+    "NoiseScale", "NormalProjection", "Operator", "SampleSpace", "SignProjection", "Space", "Tape", "Use",
+    "capture", "check_gradients", "clipped_gradient", "combine", "conjugate_gradient", "ekfac", "empirical",
+    "empirical_fisher", "exact", "fisher", "fisher_blocks", "fisher_diagonal", "gauss_newton",
+    "gradient_noise_scale", "hessian", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "influence",
+    "influence_by_parameter", "influence_by_place", "isotropic", "kfac", "lanczos_eigenvalues",
+    "lanczos_logdet", "laplace", "laplacian", "load", "merge", "output_changes", "per_sample_fisher_diagonals",
+    "per_sample_gradients", "per_sample_gram", "per_sample_hessian_diagonals", "per_sample_jacobians",
+    "per_sample_norms", "per_sample_norms_by_parameter", "per_sample_projections", "propagated", "prune",
+    "quadratic_penalty", "quantize", "residual_jacobian", "saliencies", "sample_layouts", "sampled",
+    "spectral_density", "store_projections", "xdiag", "xtrace",
 ]  # fmt: skip

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from curvature.gradients.uneven_inputs import number_of_bags, offsets_of, packed_in, some_bags, some_sequences
 from curvature.losses import Loss, join_heads, per_sample_losses, reduction_of, resolve
-from curvature.recording import call_model, logits, map_tensors, tensors_in, trained_parameters, unwrap_compiled
+from curvature.recording import (
+    as_arguments,
+    call_model,
+    logits,
+    map_tensors,
+    tensors_in,
+    trained_parameters,
+    unwrap_compiled,
+)
 
 
 def validate_loss(loss: Loss) -> Loss:
@@ -58,7 +66,7 @@ class Batch:
                 names in `parameters`, or sizes disagree.
         """
         model, chosen = unwrap_compiled(model), trained_parameters(model, parameters)
-        loss = validate_loss(loss)
+        loss, x = validate_loss(loss), as_arguments(model, x)
         dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
         if len(dims) != 3:
             raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,12 +48,23 @@ def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[s
 
 
 def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
-    """(N, *shape) for each name.
+    """(N, *shape) for each name; errors as for `over_samples`."""
+    wanted = {k: p.detach() for k, p in batch.parameters.items() if k in names}
+    chunk = max(1, VMAP_ELEMENTS // max(1, sum(p.numel() for p in wanted.values())))
+    return {k: g.detach() for k, g in over_samples(batch, grad, wanted, chunk).items()}
+
+
+def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chunk: int | None = None) -> Any:
+    """What a transform of ``loss(values, x, y)`` gives at ``values`` for every sample alone, by vmap.
+
+    Args:
+        transform: from a function of the parameters by name, the input and the target of one sample, such as
+            `torch.func.grad`, to one of `values`, input and target.
+        chunk: number of samples at a time; None: all.
 
     Raises:
         Exception: whatever vmap raises where an operation of the model has no batched form.
     """
-    wanted = {k: p.detach() for k, p in batch.parameters.items() if k in names}
     n, (dim, _, target_dim) = batch.count, batch.dims
     has_samples = lambda t: isinstance(t, Tensor) and t.ndim > dim and t.shape[dim] == n
     in_x = pytree.tree_map(lambda t: dim if has_samples(t) else None, batch.x)
@@ -67,9 +79,8 @@ def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
 
         return batch.loss(logits(call_model(run, batch_of_one)), y)
 
-    chunk = max(1, VMAP_ELEMENTS // max(1, sum(p.numel() for p in wanted.values())))
-    found = vmap(grad(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)(wanted, batch.x, y)
-    return {k: g.detach() for k, g in found.items()}
+    each = vmap(transform(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)
+    return each(values, batch.x, y)
 
 
 def by_loop(batch: Batch, names: set[str]) -> dict[str, Tensor]:

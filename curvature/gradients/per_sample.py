@@ -39,7 +39,7 @@ def per_sample_gradients(
     Args:
         model: any module; its parameters that do not require a gradient are left out.
         loss: a torch loss module or a callable ``loss(output, target) -> scalar``.
-        x: a tensor, a tuple of positional or a dict of keyword arguments; a dict that is one argument comes in a tuple.
+        x: a tensor, a tuple of positional or a dict of keyword arguments; a dict with other keys is one argument.
             Samples may also be bags, as ``(values, offsets)`` for `nn.EmbeddingBag`, or a `PackedSequence`.
         y: the target, as the loss takes it: N, or N * m rows.
         parameters: names of parameters, or of modules for all that are below them: the others count as frozen, which

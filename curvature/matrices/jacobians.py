@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from curvature.functional import ExactNorms
+from curvature.gradients import Batch, differences, over_samples
+from curvature.linalg import full_precision
 from curvature.matrices.passes import DataSource, RecordedBatch
+from curvature.operators import Space
+from curvature.recording import preserve_state
 from curvature.terms import gradients
+
+log = logging.getLogger("curvature")
 
 
 def per_sample_jacobians(
@@ -18,13 +29,16 @@ def per_sample_jacobians(
     *,
     parameters: Iterable[str] | None = None,
     sample_dim: int | tuple[int, int, int] = 0,
+    create_graph: bool = False,
 ) -> dict[str, Tensor]:
     """Derivatives of every entry of each sample's output with respect to every parameter.
 
     Args:
         model: any module with one tensor as output; its parameters that do not require a gradient are left out.
         x: a tensor, a tuple of positional or a dict of keyword arguments, as for `per_sample_gradients`.
-        parameters, sample_dim: likewise.
+        parameters, sample_dim: likewise. A batch may be empty.
+        create_graph: whether the result can be differentiated, in inputs that require a gradient and in the parameters.
+            It is compared with the one without a graph, so both are computed.
 
     Returns:
         ``{name: (N, *shape, *parameter.shape)}`` for outputs whose samples have this shape, in the order of
@@ -32,15 +46,69 @@ def per_sample_jacobians(
         for products with it take `gauss_newton` or `output_changes`.
 
     Raises:
-        ValueError: samples are not independent (BatchNorm in training mode, named), there are none, or nothing requires
-            a gradient.
+        ValueError: samples are not independent (BatchNorm in training mode, named), nothing requires a gradient, or,
+            with `create_graph`, the forward pass draws random numbers.
         TypeError: an argument or an output of the wrong kind.
 
     One forward pass, and one vector for each entry of a sample's output sent back through all samples at once.
     """
+    source = DataSource(model, None, (x, None), sample_dim, parameters=parameters)
+    batch = source.batch(x, None)
+    if not batch.count:
+        return _of_no_samples(batch, source.space)
     found: dict[str, Tensor] = {}
-    DataSource(model, None, (x, None), sample_dim, parameters=parameters).each(lambda run: found.update(_rows(run)))
-    return found
+    is_random = []
+
+    def visit(run: RecordedBatch) -> None:
+        is_random.append(run.random)
+        found.update(_rows(run))
+
+    source.each(visit)
+    if not create_graph:
+        return found
+    if is_random[0]:
+        raise ValueError("model: the forward pass draws random numbers (dropout?); call model.eval()")
+    return _with_graph(batch, found)
+
+
+def _of_no_samples(batch: Batch, space: Space) -> dict[str, Tensor]:
+    with preserve_state(batch.model), torch.no_grad():
+        shape = batch.output().movedim(batch.dims[1], 0).shape
+    entries = zip(space.names, space.shapes, strict=True)
+    return {name: torch.zeros(*shape, *own, dtype=space.dtype, device=space.device) for name, own in entries}
+
+
+@full_precision()
+def _with_graph(batch: Batch, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """By vmap over samples; where it cannot follow, or is wrong, entry by entry.
+
+    Raises:
+        RuntimeError: a derivative with a graph is another one than without.
+    """
+    axis, parameters = batch.dims[1], dict(batch.parameters)
+    of_sample = lambda output, target: output.movedim(axis, 0)[0]
+
+    def accepted(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: rows.to(expected[name].dtype) for name, rows in found.items()}
+        for name in differences({name: rows.detach() for name, rows in found.items()}, expected):
+            raise RuntimeError(f"{name}: its derivatives with a graph are not those without one")
+        return found
+
+    with preserve_state(batch.model), sdpa_kernel(SDPBackend.MATH), ExactNorms(), torch.enable_grad():
+        try:
+            return accepted(over_samples(replace(batch, loss=of_sample, y=None), jacrev, parameters))
+        except Exception as error:  # of an operation without a batched form, or of the model itself, which recurs
+            log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
+        samples = [_entry_by_entry(batch.sample(n), parameters) for n in range(batch.count)]
+        return accepted({name: torch.stack([rows[name] for rows in samples]) for name in parameters})
+
+
+def _entry_by_entry(sample: Batch, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    output = sample.output().movedim(sample.dims[1], 0)[0]
+    leaves = list(parameters.values())
+    rows = [torch.autograd.grad(entry, leaves, create_graph=True, materialize_grads=True) for entry in output.flatten()]
+    columns = zip(parameters, zip(*rows, strict=True), strict=True)
+    return {name: torch.stack(own).reshape(*output.shape, *own[0].shape) for name, own in columns}
 
 
 def _rows(run: RecordedBatch) -> dict[str, Tensor]:

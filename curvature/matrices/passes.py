@@ -85,6 +85,10 @@ class DataSource:
         """Its parameters, in single precision at least."""
         return Space.of(trained_parameters(self.model, self.parameters))
 
+    def batch(self, x: Any, y: Any) -> Batch:
+        """A batch of the data, checked."""
+        return Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim, self.parameters)
+
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
@@ -92,7 +96,7 @@ class DataSource:
         again: bool = False,
         wanted: Callable[[int], bool] = lambda number: True,
     ) -> None:
-        """Call `visit` on every batch, recorded. The state of the model and of random numbers is preserved.
+        """Call `visit` on every batch with samples, recorded. State of the model and random numbers are preserved.
 
         Args:
             forward: records a forward pass.
@@ -100,7 +104,7 @@ class DataSource:
             again: whether this is a repetition of an earlier pass, which has given the warnings that there are.
 
         Raises:
-            ValueError: there is no batch.
+            ValueError: there is no sample.
             TypeError: the data are neither a pair (x, y) nor an iterable of pairs.
         """
         seen = False
@@ -111,9 +115,9 @@ class DataSource:
             for number, (x, y) in enumerate(bar):
                 if not wanted(number):
                     continue
-                batch = Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim, self.parameters)
+                batch = self.batch(x, y)
                 if not batch.count:
-                    raise ValueError("x: the batch is empty")
+                    continue
                 alone = trained_alone(batch.model, batch.parameters)
                 # fused attention has no second derivatives and no batched backward pass
                 with preserve_state(batch.model) as drew_random, alone, sdpa_kernel(SDPBackend.MATH):
@@ -127,7 +131,9 @@ class DataSource:
         finally:
             random.restore()
         if not seen:
-            raise ValueError("data: no batch; an iterator gives its batches once: pass a list or a DataLoader")
+            raise ValueError(
+                "data: no batch with samples; an iterator gives its batches once: pass a list or a DataLoader"
+            )
 
     @property
     def is_sum(self) -> bool:

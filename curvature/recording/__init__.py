@@ -9,12 +9,14 @@ are recorded, and `preserve_state` leaves buffers and random state as they were.
 from curvature.recording.autograd_graph import graph_functions, graph_leaves, graph_signature, tape_from_graph
 from curvature.recording.backprop_stream import stream_backprops
 from curvature.recording.eager import force_eager, unwrap_compiled
+from curvature.recording.function_model import FunctionModel
 from curvature.recording.listener import Listener, capture
 from curvature.recording.log import warn_once
 from curvature.recording.mode import traceable_body
 from curvature.recording.model_call import (
     ModelState,
     RandomState,
+    as_arguments,
     call_model,
     fresh_random_numbers,
     logits,
@@ -25,8 +27,9 @@ from curvature.recording.selection import is_within, trained_alone, trained_para
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 __all__ = [
-    "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "call_model", "capture", "force_eager",
-    "fresh_random_numbers", "graph_functions", "graph_leaves", "graph_signature", "is_sharded", "is_within", "logits",
-    "map_tensors", "preserve_state", "stream_backprops", "tape_from_graph", "tensors_in", "traceable_body",
-    "trained_alone", "trained_parameters", "unwrap_compiled", "warn_once",
+    "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
+    "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_functions", "graph_leaves",
+    "graph_signature", "is_sharded", "is_within", "logits", "map_tensors", "preserve_state", "stream_backprops",
+    "tape_from_graph", "tensors_in", "traceable_body", "trained_alone", "trained_parameters", "unwrap_compiled",
+    "warn_once",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -23,9 +24,26 @@ def logits(output: Any) -> Any:
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:
     """Run the model on a tensor or packed sequence, a tuple of positional or a dict of keyword arguments."""
+    x = as_arguments(model, x)
     if isinstance(x, Mapping):
         return model(**x)
     return model(*x) if isinstance(x, tuple | list) and not isinstance(x, PackedSequence) else model(x)
+
+
+def as_arguments(model: Callable[..., Any], x: Any) -> Any:
+    """A dict that can only be one positional argument, since the model's forward has none of its keys, in a tuple."""
+    if not isinstance(x, Mapping):
+        return x
+    signature = inspect.signature(model.forward if isinstance(model, nn.Module) else model)
+    try:
+        signature.bind(**x)
+    except TypeError:
+        try:
+            signature.bind(x)
+        except TypeError:
+            return x  # the call says what is wrong
+        return (x,)
+    return x
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

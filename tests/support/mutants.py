@@ -254,6 +254,17 @@ MUTANTS = [
         ("return 1, lambda start, stop: gradient[None]", "return 1, lambda start, stop: gradient.abs()[None]"),
     ),
     *broken(
+        "curvature/matrices/per_sample_diagonals.py",
+        "curvature/matrices/test_per_sample_diagonals.py",
+        ("(u if right is left else gradients(right))", "u"),
+        ("torch.where(numbers == number, products", "torch.where(numbers >= number, products"),
+    ),
+    *broken(
+        "curvature/matrices/jacobians.py",
+        "curvature/matrices/test_per_sample_diagonals.py",
+        ("sdpa_kernel(SDPBackend.MATH), ExactNorms(), torch", "sdpa_kernel(SDPBackend.MATH), torch"),
+    ),
+    *broken(
         "curvature/operators/sample_space.py",
         "curvature/matrices/test_sample_rows.py",
         ("(V - self._transposed(inner)) / damping", "(V + self._transposed(inner)) / damping"),
