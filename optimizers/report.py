@@ -45,16 +45,18 @@ def rows_of(
     has_stepped: bool,
 ) -> list[Row]:
     """A row for each block and each parameter that has none, in the order of the model, and for what all share."""
+    given = {id(p) for group in groups for p in group["params"]}
+    left_out = {name for name, p in model.named_parameters() if id(p) not in given}
     sizes = [(block.bytes if block.is_ready else block.expected_bytes) / 1e6 for block in blocks]
     rows = [
         Row(block.names, block.structure, block.describe(), megabytes, block.reason)
         for block, megabytes in zip(blocks, sizes, strict=True)
+        if not left_out.issuperset(block.names)  # a replaced layer's: measured, and not used
     ]
     seen = {name for block in blocks for name in block.names}
-    given = {id(p) for group in groups for p in group["params"]}
     for name, p in model.named_parameters():
-        if name not in seen or id(p) not in given:
-            rows.append(_without_block(name, p, id(p) in given, has_stepped))
+        if name not in seen or name in left_out:
+            rows.append(_without_block(name, p, name not in left_out, has_stepped))
     order = {name: k for k, (name, _) in enumerate(model.named_parameters())}
     rows.sort(key=lambda row: order.get(row.names[0], len(order)))
     momenta = 2 * sum(p.numel() * p.element_size() for p in trained.values()) / 1e6

@@ -45,10 +45,10 @@ def per_sample_gradients(
         parameters: names of parameters, or of modules for all that are below them: the others count as frozen, which
             saves the backward pass to them; None: all that require a gradient.
         sample_dim: the axis of the samples; or one each for input, output and target.
-        chunk: samples at a time, which bounds all memory but that of the results; these are the same, unless the
-            forward pass draws random numbers (each chunk draws the same ones).
-        out: where the results go, ``{name: (N, *parameter.shape)}`` of tensors, or of numpy arrays (mapped into
-            memory, if they are to go to files).
+        chunk: how many samples to process at a time. This bounds all memory but that of the results, and changes them
+            only if the forward pass draws random numbers (each chunk draws the same ones).
+        out: where to write the results: ``{name: (N, *parameter.shape)}`` of tensors, or of numpy arrays
+            (memory-mapped ones write to files).
 
     Returns:
         ``{name: (N, *parameter.shape)}``, those of `out` if given, in the order of ``named_parameters()``, in units of
@@ -61,9 +61,9 @@ def per_sample_gradients(
             other names or shapes than the parameters asked for.
         TypeError: an argument of the wrong kind.
 
-    Nothing of the model's is changed: no ``.grad``, buffer, mode, hook or random state. The first call on a model at a
-    shape of its inputs checks itself. Parameters that the layer rules do not explain go through ``torch.func.vmap``
-    over the model, which is logged once.
+    The call leaves the model as it was: ``.grad``, buffers, mode, hooks and random state. The first call at each input
+    shape checks its own results. Parameters that no layer rule covers go through ``torch.func.vmap``, which is exact
+    but slower; the log says so once.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
     if out is None and (chunk is None or not batch.count):

@@ -42,7 +42,7 @@ def fisher_diagonal(
     store: Path | None = None,
     progress: bool = False,
 ) -> dict[str, Tensor]:
-    """Diagonal of the Fisher matrix, or of whatever else ``inject`` estimates.
+    """The diagonal of the Fisher matrix over all of `data`, or of what else `inject` estimates.
 
     Args:
         model: any module whose samples are independent (no BatchNorm in training mode).
@@ -53,12 +53,12 @@ def fisher_diagonal(
         parameters: names of parameters, or of modules for all that are below them: the others count as frozen, so that
             no vector goes back to them and nothing of theirs is held; None: all that require a gradient.
         sample_dim: the axis of the samples; or one each for input, output and target.
-        generator: for the random injections, on the model's device; None: one with a fixed seed, so that
-            repeated calls draw the same numbers; for independent estimates pass the same generator to each. The global
-            random state is not touched.
-        store: path of a file for the sums over the batches, written now and then and at the end, also after an
-            exception. The same call goes on where the file stops, as `store_projections` does: batches that are in it
-            are passed over, but for the first, which must give what it gave. `combine` makes one matrix of several.
+        generator: for the random injections, on the model's device. None: a new one with a fixed seed, so that every
+            call draws the same numbers. For independent estimates pass one generator to all calls. The global random
+            state is not touched.
+        store: path of a file for the sums over the batches, written from time to time and at the end, even after an
+            exception. The same call resumes where the file stops, as `store_projections` does: it skips the batches
+            that the file has, except the first, which must give the same as before. `combine` merges several files.
         progress: whether to show a bar over the batches.
 
     Returns:
@@ -122,17 +122,18 @@ def fisher(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> MatrixFree:
-    """The Fisher matrix ``E sum_k u_k u_k^T``, ``u_k = J^T v_k``, as an operator that holds no matrix.
+    """The Fisher matrix ``E sum_k u_k u_k^T`` with ``u_k = J^T v_k``, as an operator (P, P) that stores no matrix.
 
-    Every product goes over ``data`` again, which must give the same batches each time, and the model must not change
-    in between; both are checked. ``to_dense``, ``diagonal`` and ``trace`` take one pass.
+    It is the curvature of exactly the loss you pass over all of ``data``, in units of loss / parameter^2. Each product
+    with a vector is a pass over the data, which must give the same batches every time, while the model stays as it is;
+    both are checked. ``to_dense()``, ``diagonal()`` and ``trace()`` take one pass.
 
-    ``compact()``, too; it holds the matrix for any number of solves: dense, or where N samples with k vectors each are
-    fewer than the parameters, by their rows ``v^T J`` as activations and backprops, and the (N k, N k) inner products
-    of these (`SampleSpace`); k is the size of a sample's output, or C - 1 under a cross-entropy over C classes. With up
-    to 2000 of either, ``solve`` does so by itself.
+    ``compact()`` takes one pass, too, and keeps what any number of solves needs: the dense matrix or, if N samples with
+    k vectors each are fewer than the P parameters, their rows ``v^T J`` as activations and backprops, with the
+    (N k, N k) matrix of inner products (`SampleSpace`). Here k is the size of a sample's output, or C - 1 for a
+    cross-entropy over C classes. ``solve`` calls ``compact()`` by itself where P or N k is at most 2000.
 
-    Arguments and errors as for `fisher_diagonal`.
+    Arguments and errors are those of `fisher_diagonal`.
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     require_injection(inject)
@@ -162,13 +163,14 @@ def gauss_newton(
     sample_dim: SampleDim = 0,
     progress: bool = False,
 ) -> MatrixFree:
-    """The (generalised) Gauss-Newton matrix ``J^T H J``, H the Hessian of the loss at the output.
+    """The (generalised) Gauss-Newton matrix ``J^T H J``, where H is the Hessian of the loss at the output.
 
-    Any twice differentiable loss; where its Hessian is indefinite, so is the matrix. Equal to `fisher` for
-    cross-entropy, mean squared error and binary cross-entropy with logits. A loss on log-probabilities (``NLLLoss``)
-    has H = 0 and the matrix is zero: use ``CrossEntropyLoss`` on logits, or `fisher`.
+    The loss may be any twice differentiable one; if H is indefinite, so is the matrix. For cross-entropy, mean squared
+    error and binary cross-entropy with logits it equals `fisher`. A loss on log-probabilities (``NLLLoss``) has H = 0,
+    which makes the matrix zero: use ``CrossEntropyLoss`` on logits, or `fisher`.
 
-    Arguments, errors and operator as for `fisher`. Source: Schraudolph 2002, doi:10.1162/08997660260028683.
+    Arguments, errors and the operator that it returns are those of `fisher`. Source: Schraudolph 2002,
+    doi:10.1162/08997660260028683.
     """
     return fisher(model, loss, data, Curved(), parameters=parameters, sample_dim=sample_dim, progress=progress)
 
@@ -233,20 +235,22 @@ def kfac(
     store: Path | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
-    """Kronecker-factored blocks, ``kron(B, A)`` per layer and group.
+    """K-FAC: one block ``kron(B, A)`` for each layer, in units of loss / parameter^2.
+
+    A (i, i) is made of the layer's inputs, a bias being the last of them, B (o, o) of what comes back to its outputs. A
+    grouped convolution has one such pair for each group.
 
     Args:
-        sharing: how the places of one sample enter the factors of a shared weight (arXiv:2311.00636): "expand" counts
-            each as a sample, "reduce" averages activations and adds backprops over them first.
-        structure: other structures for some layers, by the name of a module, or of a parameter, which then has a block
-            of its own (its bias, too):
-            ``{"head": "diagonal"}`` ("kronecker", "dense" or "diagonal").
+        sharing: what to do where a sample uses a weight at several places, such as pixels or tokens (arXiv:2311.00636).
+            "expand" counts each place as a sample; "reduce" first averages activations and sums backprops over them.
+        structure: another structure for some layers, "kronecker", "dense" or "diagonal", by the name of the module, such
+            as ``{"head": "diagonal"}``, or of a parameter, which then has a block of its own (and so has its bias).
 
     Raises:
         ValueError: a factor has more than 30,000 rows, and its layer no structure of its own.
 
-    Layers without Kronecker factors get their exact block, or above 1024 parameters their exact diagonal. Other
-    arguments and errors as for `fisher_diagonal`. Sources: arXiv:1503.05671, arXiv:1602.01407 (convolutions).
+    A layer without Kronecker factors gets its exact block or, above 1024 parameters, its exact diagonal. Other
+    arguments and errors are those of `fisher_diagonal`. Sources: arXiv:1503.05671, arXiv:1602.01407 (convolutions).
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = Structures(structure).accumulator(source.space, "kronecker", sharing)
@@ -269,15 +273,17 @@ def ekfac(
     store: Path | None = None,
     progress: bool = False,
 ) -> BlockDiagonal:
-    """`kfac` with eigenvalues that are exact in the eigenbasis of its factors: the closest to the exact block of all
-    matrices that this basis diagonalises (George et al. 2018, arXiv:1806.03884).
+    """EK-FAC: the eigenvectors of `kfac` with exact eigenvalues.
+
+    Of all matrices with these eigenvectors it is the closest to the exact block, in Frobenius norm (George et al. 2018,
+    arXiv:1806.03884).
 
     Args:
-        factors: K as `kfac` (or `combine`) gives it, of the same parameters, perhaps of more data; then there is one
-            pass over the data, in the eigenbasis of these factors. Blocks without factors stay as they are in K.
-        store: as for `kfac`, which has written ``store + ".factors"``, the file of the first of two passes.
+        factors: what `kfac` (or `combine`) returned for the same parameters, perhaps of more data. There is then only
+            one pass over the data, in the eigenbasis of these factors; blocks without factors stay as they are.
+        store: as for `kfac`; ``store + ".factors"`` is the file of the first of two passes.
 
-    Two passes over the data without `factors`. Other arguments and errors as for `kfac`.
+    Without `factors` it takes two passes over the data. Other arguments, units and errors are those of `kfac`.
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     space, seed = source.space, seed_of(generator)

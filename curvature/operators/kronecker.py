@@ -192,7 +192,7 @@ class EigenKronecker(LayerOperator):
     def _details(self) -> list[str]:
         groups, outputs, inputs = self.sides
         rows = self._describe("rows", self.row_vectors, outputs)
-        return [f"{groups} groups", rows, self._describe("columns", self.column_vectors, inputs)]
+        return [*_number(groups), rows, self._describe("columns", self.column_vectors, inputs)]
 
 
 class Kronecker(LayerOperator):
@@ -332,7 +332,11 @@ class Kronecker(LayerOperator):
 
     def _details(self) -> list[str]:
         groups, outputs, inputs = self.sides
-        return [f"{groups} groups", self._describe("B", self.rows, outputs), self._describe("A", self.columns, inputs)]
+        return [*_number(groups), self._describe("B", self.rows, outputs), self._describe("A", self.columns, inputs)]
+
+
+def _number(groups: int) -> list[str]:
+    return [f"{groups} groups"] if groups > 1 else []
 
 
 def _diagonal(side: Tensor) -> Tensor:

@@ -136,20 +136,18 @@ def _running_frames() -> list[Any]:
 
 @contextmanager
 def capture(model: nn.Module, parameters: Iterable[str] | None = None) -> Iterator[Tape]:
-    """Record where `model` reads its parameters, in every forward pass inside the context.
+    """Record activations and backprops of every layer, for all forward passes inside the context.
 
-    What each layer saw, and what comes back to it from ``vectors`` at the output:
+    ``tape.uses`` has one entry for each read of a parameter, with the activation that it met. ``tape.backprops`` sends
+    ``vectors`` (k, *output.shape) back from the output and returns what arrives at each use, (k, *use's output):
 
         with capture(model) as tape:
             output = model(x)
         backprops = tape.backprops(output, vectors)
 
-    Parameters that do not require a gradient are not recorded, nor are others than those of `parameters`, names of
-    parameters or modules, if these are given. The hooks are gone when the context ends, also after
-    an exception; the activations are views of the tensors that the layers received.
-
-    A model that is compiled (``torch.compile``), as a whole or in parts, runs uncompiled inside the context, as does
-    everything else.
+    Only parameters that require a gradient are recorded; `parameters`, a list of names of parameters or modules,
+    restricts this further. Activations are views of what the layers received, not copies. All hooks are removed when
+    the context ends, even by an exception. Models compiled by ``torch.compile`` run uncompiled inside the context.
 
     Raises:
         TypeError: `model` is not a module.

@@ -37,6 +37,16 @@ def test_fits_100_columns(kind: type[KFAC] | type[EKFAC] | type[NaturalGradient]
         opt.step()
 
 
+def test_a_replaced_layer_has_one_row_for_each_parameter():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    opt = KFAC(model)
+    model[1] = nn.Linear(3, 5)
+    model(torch.randn(6, 4)).square().mean().backward()
+    opt.step()
+    rows = [line for line in opt.report().splitlines() if line.startswith("1.")]
+    assert [row.split() for row in rows] == [["1.weight", "not", "trained", "[1]"], ["1.bias", "not", "trained", "[1]"]]
+
+
 def test_names_that_do_not_fit_have_lines_of_their_own():
     names = ["x" * 90 + ".weight", "y.weight"]
     lines = table([Row([names[0]], "kronecker", "B 2x2, A 3x3", 1.5), Row([names[1]], "diagonal", reason="why")])
