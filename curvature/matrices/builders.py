@@ -243,8 +243,8 @@ def kfac(
     Args:
         sharing: what to do where a sample uses a weight at several places, such as pixels or tokens (arXiv:2311.00636).
             "expand" counts each place as a sample; "reduce" first averages activations and sums backprops over them.
-        structure: another structure for some layers, "kronecker", "dense" or "diagonal", by the name of the module, such
-            as ``{"head": "diagonal"}``, or of a parameter, which then has a block of its own (and so has its bias).
+        structure: another structure for some layers, "kronecker", "dense" or "diagonal": by the name of the module, as
+            ``{"head": "diagonal"}``, or of a parameter, which then has a block of its own (and so has its bias).
 
     Raises:
         ValueError: a factor has more than 30,000 rows, and its layer no structure of its own.
