@@ -44,3 +44,11 @@ def checked_model(
     if why_replicated and config.gradient_worker_fraction < 1:
         raise ValueError(f"gradient_worker_fraction: expected 1, {owner} {why_replicated}")
     return model, config
+
+
+def rebuild(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: Any, state: dict[str, Any]) -> Any:
+    """An optimizer from what a copy or pickle of it holds."""
+    new = kind(model, **arguments)
+    new.param_groups, new.defaults = groups, defaults
+    new.load_state_dict(state)
+    return new

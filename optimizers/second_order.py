@@ -27,6 +27,7 @@ from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded
 from optimizers.arguments import check_numbers, require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
+from optimizers.construction import rebuild
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded, to_full, to_local
 from optimizers.distributed.team import Teams
@@ -272,6 +273,10 @@ class SecondOrderOptimizer(ModelOptimizer):
         super().zero_grad(set_to_none)
         self.recorder.zero()
 
+    def records_next_pass(self) -> bool:
+        """Whether the next step renews the curvature from its passes, which then cannot come from a CUDA graph."""
+        return self.recorder.is_due()
+
     # -- reports and checkpoints
 
     def report(self) -> str:
@@ -390,11 +395,4 @@ class SecondOrderOptimizer(ModelOptimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or pickle trains a copy of the model; copy or pickle both together for them to share it."""
         groups = [dict(group) for group in self.param_groups]
-        return _rebuild, (type(self), self.model, self.arguments, groups, self.defaults, self.state_dict())
-
-
-def _rebuild(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: Any, state: dict[str, Any]) -> Any:
-    new = kind(model, **arguments)
-    new.param_groups, new.defaults = groups, defaults
-    new.load_state_dict(state)
-    return new
+        return rebuild, (type(self), self.model, self.arguments, groups, self.defaults, self.state_dict())
