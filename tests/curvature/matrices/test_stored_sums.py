@@ -57,18 +57,19 @@ def dense(found: Any) -> Tensor:
 
 
 class Broken:
-    """Data that raise after some batches."""
+    """Data that raise after some batches, of all passes together."""
 
     def __init__(self, data: DataLoader, batches: int) -> None:
-        self.data, self.batches = data, batches
+        self.data, self.batches, self.given = data, batches, 0
 
     def __len__(self) -> int:
         return len(self.data)
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(self.data):
-            if number == self.batches:
+        for batch in self.data:
+            if self.given == self.batches:
                 raise KeyboardInterrupt
+            self.given += 1
             yield batch
 
 
@@ -84,7 +85,7 @@ class Counted(nn.Module):
         return self.model(x)
 
 
-@pytest.mark.parametrize(("builder", "stop"), [*zip(BUILDERS, (1, 3, 3, 1), strict=True)])
+@pytest.mark.parametrize(("builder", "stop"), [*zip(BUILDERS, (1, 3, 3, 1), strict=True), ("ekfac", 6)])
 def test_goes_on_where_it_stopped(builder: str, stop: int, tmp_path: Path) -> None:
     """Also with random vectors, of which it draws those that it would have drawn."""
     model, x, y = problem()
@@ -93,6 +94,8 @@ def test_goes_on_where_it_stopped(builder: str, stop: int, tmp_path: Path) -> No
     whole = build(builder, model, MEAN, loader(x, y), **options)
     with pytest.raises(KeyboardInterrupt):
         build(builder, model, MEAN, Broken(loader(x, y), stop), store=path, **options)
+    written = tmp_path / ("sums.pt.factors" if (builder, stop) == ("ekfac", 3) else "sums.pt")
+    assert torch.load(written, weights_only=True)["batches"] == (stop - 4 if stop > 4 else stop)
     again = build(builder, model, MEAN, loader(x, y), store=path, **options)
     assert torch.equal(again, whole) or builder == "ekfac"
     matches(again, whole, 1e-10)
