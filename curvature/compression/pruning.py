@@ -58,8 +58,9 @@ def prune(
     weights that are left (with many rounds this is the original algorithm), others by that of the whole block.
 
     Args:
-        K, model, damping: as for `saliencies`. A `Diagonal` lets no weight make up for another, and one of ones is
-            magnitude pruning.
+        K: as for `saliencies`. A `Diagonal` lets no weight make up for another, and one of ones is magnitude pruning.
+        model: as for `saliencies`.
+        damping: as for `saliencies`.
         sparsity: the share of zeros, 0 to 1, of all weights of K together: parameters with at least two dimensions.
             Or ``{name: share}``, which prunes these parameters alone, each for itself.
         rounds: in each, the same share of the weights that are left is removed.

@@ -41,8 +41,14 @@ def per_sample_fisher_diagonals(
     """Diagonal of the Fisher matrix of each sample's own loss, or of whatever else ``inject`` estimates.
 
     Args:
-        loss, inject, generator: as for `fisher_diagonal`.
-        model, x, y, parameters, sample_dim: as for `per_sample_gradients`. A batch may be empty.
+        model: as for `per_sample_gradients`.
+        loss: as for `fisher_diagonal`.
+        x: as for `per_sample_gradients`. A batch may be empty.
+        y: as for `per_sample_gradients`.
+        inject: as for `fisher_diagonal`.
+        parameters: as for `per_sample_gradients`.
+        sample_dim: as for `per_sample_gradients`.
+        generator: as for `fisher_diagonal`.
 
     Returns:
         ``{name: (N, *parameter.shape)}`` in the order of ``named_parameters()``, in units of loss / parameter^2 and at
