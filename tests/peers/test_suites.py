@@ -44,7 +44,16 @@ SUITES = {
         "backpack_plugin",
         ("backpack", "unfoldNd", "einops"),
         "backpack_for_pytorch-*",
-        (f"{EXTENSIONS}firstorder", *(f"{EXTENSIONS}secondorder/diag_{kind}" for kind in ("ggn", "hessian"))),
+        (
+            *(f"{EXTENSIONS}firstorder", f"{EXTENSIONS}secondorder/diag_ggn", f"{EXTENSIONS}secondorder/diag_hessian"),
+            *("-k", "not montecarlo and not mc and not ResNet2"),  # its reference takes minutes for ResNet2
+        ),
+    ),
+    "curvlinops": Suite(
+        "curvlinops_plugin",
+        ("curvlinops", "einops"),
+        "curvlinops_for_pytorch-*",
+        ("test/test_ggn.py", "-k", "not cnn"),
     ),
 }
 
