@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 from collections.abc import Callable
@@ -116,6 +117,15 @@ def test_launches_do_not_grow_with_the_number_of_layers(optimizer: type[KFAC], n
     assert few.ordinary_launches() == many.ordinary_launches()
     assert few.families == many.families
     assert many.ordinary_launches() <= OTHERS + PER_FAMILY[optimizer] * many.families
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
+def test_launches_on_diagonal_blocks_do_not_grow_either(optimizer: type[KFAC], device: str):
+    """Of the 12 rows of a side, 8 and 4 are blocks."""
+    made: Any = functools.partial(optimizer, block_size=8)
+    few, many = (Run(made, perceptron, depth, device) for depth in (3, 9))
+    assert many.ordinary_launches() == few.ordinary_launches()
+    assert any(block.is_cut for block in many.opt.store.blocks)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", MODELS)
