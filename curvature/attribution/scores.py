@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from curvature.attribution.queries import Queries, compress, joined, pieces
 from curvature.gradients import Batch, number_of_batches, pairs, require_pairs, sample_terms
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
 from curvature.matrices import ekfac
 from curvature.operators import BlockDiagonal, Operator
 from curvature.recording import trained_parameters
-from curvature.terms import Term, gradients
+from curvature.terms import OuterProduct, Term, gradients
 
-Score = Callable[[Mapping[str, list[Term]], Mapping[str, Tensor]], dict[str, Tensor]]
+Score = Callable[[Mapping[str, list[Term]], Mapping[str, Queries]], dict[str, Tensor]]
 DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
 ENTRIES = 1 << 24  # of the training samples' gradients that are built at a time
 
@@ -30,6 +31,7 @@ def influence(
     curvature: Operator | None = None,
     *,
     damping: float | None = None,
+    query_rank: int | None = None,
     sample_dim: int | tuple[int, int, int] = 0,
     progress: bool = False,
 ) -> Tensor:
@@ -50,18 +52,22 @@ def influence(
             `gauss_newton` (exact; above 2000 parameters by conjugate gradients), a block of one (only these
             parameters count then). By default `ekfac` of the training data (arXiv:2308.03296).
         damping: in the units of K. By default 0.1 times the mean eigenvalue of K, block by block where it has blocks.
+        query_rank: keep what K makes of a query's gradient as matrices of this rank, one for each weight: of a layer
+            (o, i) it takes ``query_rank * (o + i)`` numbers a query, not ``o * i``. Scores are then approximate; 32 is
+            the choice of arXiv:2308.03296, section 3.2.2.
         sample_dim: as for `per_sample_gradients`.
         progress: whether to show a bar over the training batches.
 
     Raises:
-        ValueError: there are no data, the matrix is singular with this damping, or as for `per_sample_gradients`:
-            BatchNorm in training mode is refused by name.
+        ValueError: there are no data, the rank is no positive number, the matrix is singular with this damping, or as
+            for `per_sample_gradients`: BatchNorm in training mode is refused by name.
         TypeError: an argument of the wrong kind.
 
-    The queries' gradients and their solutions are held, Q times the parameters; of the training samples' gradients a
-    bounded number of entries at a time. Time is that of Q products with each of these gradients.
+    The queries' gradients and their solutions are held, Q times the parameters (with ``query_rank`` those of one batch
+    of queries); of the training samples' gradients a bounded number of entries at a time. Time is that of Q products
+    with each of these gradients.
     """
-    options = {"damping": damping, "sample_dim": sample_dim, "progress": progress}
+    options = {"damping": damping, "query_rank": query_rank, "sample_dim": sample_dim, "progress": progress}
     found = influence_by_parameter(model, loss, train, query, curvature, **options)  # type: ignore[arg-type]
     return stack(found.values()).sum(0)
 
@@ -75,11 +81,12 @@ def influence_by_parameter(
     curvature: Operator | None = None,
     *,
     damping: float | None = None,
+    query_rank: int | None = None,
     sample_dim: int | tuple[int, int, int] = 0,
     progress: bool = False,
 ) -> dict[str, Tensor]:
     """What each parameter adds to the scores of `influence`, ``{name: (Q, N)}``. Arguments and errors as there."""
-    return _by_parameter(_scores, model, loss, train, query, curvature, damping, sample_dim, progress)
+    return _by_parameter(_scores, model, loss, train, query, curvature, damping, query_rank, sample_dim, progress)
 
 
 @full_precision()
@@ -91,6 +98,7 @@ def influence_by_place(
     curvature: Operator | None = None,
     *,
     damping: float | None = None,
+    query_rank: int | None = None,
     sample_dim: int | tuple[int, int, int] = 0,
     progress: bool = False,
 ) -> dict[str, Tensor]:
@@ -108,12 +116,12 @@ def influence_by_place(
         ValueError: the training samples of different batches have not the same number of places: pad them alike; or a
             batch has a single sample, of which only the gradient is known.
     """
-    return _by_parameter(_place_scores, model, loss, train, query, curvature, damping, sample_dim, progress)
+    return _by_parameter(_place_scores, model, loss, train, query, curvature, damping, query_rank, sample_dim, progress)
 
 
 def _by_parameter(
     score: Score, model: nn.Module, loss: Loss, train: Any, query: Any, curvature: Operator | None,
-    damping: float | None, sample_dim: int | tuple[int, int, int], progress: bool,
+    damping: float | None, rank: int | None, sample_dim: int | tuple[int, int, int], progress: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The scores of all training samples: `score` gives those of a batch, from its terms and the solved queries."""
     for data in (train, query):
@@ -121,10 +129,10 @@ def _by_parameter(
     K = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress) if curvature is None else curvature
     if not isinstance(K, Operator):
         raise TypeError(f"curvature: expected an operator, as curvature.kfac(...) gives, found a {type(K).__name__}")
-    asked = [_built(terms) for terms in _terms(model, loss, query, sample_dim, K.space.names, False)]
-    if not asked:
-        raise ValueError("query: no batch")
-    solved = _solved(K, {name: torch.cat([own[name] for own in asked]) for name in K.space.names}, damping)
+    if rank is not None and rank < 1:
+        raise ValueError(f"query_rank: expected a positive number or None, found {rank}")
+    asked = (_built(terms) for terms in _terms(model, loss, query, sample_dim, K.space.names, False))
+    solved = _solved_queries(K, asked, damping, rank)
     found = [score(terms, solved) for terms in _terms(model, loss, train, sample_dim, K.space.names, progress)]
     if not found:
         raise ValueError("train: no batch; an iterator gives its batches once: pass a list or a DataLoader")
@@ -153,6 +161,19 @@ def _built(terms: Mapping[str, list[Term]]) -> dict[str, Tensor]:
     return {name: gradients(parts) for name, parts in terms.items()}
 
 
+def _solved_queries(
+    K: Operator, asked: Iterable[dict[str, Tensor]], damping: float | None, rank: int | None
+) -> dict[str, Queries]:
+    """``(K + damping)^-1 g`` of all queries: of all batches together, or one by one if they are compressed."""
+    if rank is None:
+        batches = list(asked)
+        asked = [{name: torch.cat([own[name] for own in batches]) for name in K.space.names}] if batches else []
+    parts = [{name: compress(v, rank) for name, v in _solved(K, own, damping).items()} for own in asked]
+    if not parts:
+        raise ValueError("query: no batch")
+    return {name: joined([own[name] for own in parts]) for name in K.space.names}
+
+
 def _solved(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -> dict[str, Tensor]:
     """``(K + damping)^-1 g`` for gradients (Q, *shape) by name; each block with its own damping if none is given."""
     blocks = list(K.blocks.values()) if isinstance(K, BlockDiagonal) and damping is None else [K]
@@ -170,23 +191,35 @@ def _usual_damping(block: Operator) -> float:
     return DAMPING * mean if mean > 0 else 1.0  # without curvature: inner products
 
 
-def _scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Queries]) -> dict[str, Tensor]:
     """(Q, N) for each parameter, of the samples of a batch."""
-    found: dict[str, Tensor] = {}
-    for name, parts in terms.items():
-        right = solved[name].flatten(1)
-        count, step = len(parts[0]), max(1, ENTRIES // right.shape[1])
-        chunks = [slice(start, min(start + step, count)) for start in range(0, max(count, 1), step)]
-        rows = (gradients([term.samples(chunk) for term in parts]).flatten(1) for chunk in chunks)
-        found[name] = torch.cat([right @ row.to(right).mT for row in rows], 1)
-    return found
+    return {
+        name: torch.cat([_products(parts, queries) for queries in pieces(solved[name])])
+        for name, parts in terms.items()
+    }
 
 
-def _place_scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _products(parts: Sequence[Term], queries: Tensor) -> Tensor:
+    """Inner products (Q, N) of queries (Q, *shape) with the gradients of one parameter."""
+    if all(isinstance(term, OuterProduct) and term.places == 1 for term in parts):  # larger than its two sides
+        return stack([stack([term.inner_products(v) for term in parts]).sum(0) for v in queries])
+    flat = queries.flatten(1)
+    count, step = len(parts[0]), max(1, ENTRIES // flat.shape[1])
+    chunks = [slice(start, min(start + step, count)) for start in range(0, max(count, 1), step)]
+    rows = (gradients([term.samples(chunk) for term in parts]).flatten(1) for chunk in chunks)
+    return torch.cat([flat @ row.to(flat).mT for row in rows], 1)
+
+
+def _place_scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Queries]) -> dict[str, Tensor]:
     """(Q, N, places) for each parameter, of the samples of a batch."""
     if any(len(parts[0]) == 1 for parts in terms.values()):
         raise ValueError("train: a batch with a single sample does not tell its places; take batches of at least two")
     return {
-        name: torch.stack([torch.cat([term.place_products(v).to(v) for term in parts], 1) for v in solved[name]])
+        name: torch.stack([_at_places(parts, v) for queries in pieces(solved[name]) for v in queries])
         for name, parts in terms.items()
     }
+
+
+def _at_places(parts: Sequence[Term], vector: Tensor) -> Tensor:
+    """(N, places) for one query."""
+    return torch.cat([term.place_products(vector).to(vector) for term in parts], 1)

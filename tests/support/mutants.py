@@ -291,10 +291,19 @@ MUTANTS = [
     *broken(
         "curvature/attribution/scores.py",
         "curvature/attribution",
-        ("right @ row.to(right).mT", "right @ row.to(right).mT.abs()"),
+        ("flat @ row.to(flat).mT", "flat @ row.to(flat).mT.abs()"),
         ("DAMPING * mean if", "mean if"),
-        ("term.place_products(v).to(v) for term in parts]", "term.place_products(v).to(v) for term in parts[::-1]]"),
+        (
+            "term.place_products(vector).to(vector) for term in parts]",
+            "term.place_products(vector).to(vector) for term in parts[::-1]]",
+        ),
         ("min(start + step, count)", "min(start + 1, count)"),
+    ),
+    *broken(
+        "curvature/attribution/queries.py",
+        "curvature/attribution",
+        ("[1][:, :, -rank:]", "[1][:, :, :rank]"),
+        ("yield queries[start : start + step]", "yield queries[start : start + step].abs()"),
     ),
     *broken(
         "curvature/posteriors/outputs.py",

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import curvature
+import curvature.attribution.queries
 import curvature.attribution.scores
+from curvature.attribution.queries import LowRank, compress
 from support.cases.case import seeded
 from support.oracles.influence import own_gradients, scores
 
@@ -72,6 +74,39 @@ def test_batches_and_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(curvature.influence(model, LOSS, *pieces, K), whole)
     without = [[*own, (own[0][0][:0], own[0][1][:0])] for own in pieces]  # as a loader of a filtered set may give
     torch.testing.assert_close(curvature.influence(model, LOSS, *without, K), whole)
+
+
+def test_queries_of_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of a linear layer have rank one, and a multiple of the identity leaves it."""
+    model, train, query = problem()
+    whole = curvature.kfac(model, LOSS, train)
+    alone = curvature.Diagonal(whole["3"].space, torch.ones(whole["3"].space.size).double())
+    wanted = curvature.influence(model, LOSS, train, query, alone, damping=D)
+    pieces = [[(x[:2], y[:2]), (x[2:], y[2:])] for x, y in (train, query)]
+    monkeypatch.setattr(curvature.attribution.queries, "ENTRIES", 100)
+    torch.testing.assert_close(
+        curvature.influence(model, LOSS, *pieces, alone, damping=D, query_rank=1), wanted, rtol=1e-10, atol=1e-12
+    )
+    exact = curvature.influence(model, LOSS, train, query, whole)
+    assert torch.equal(curvature.influence(model, LOSS, train, query, whole, query_rank=100), exact)
+    for name, part in curvature.influence_by_place(model, LOSS, *pieces, whole, query_rank=1).items():
+        total = curvature.influence_by_parameter(model, LOSS, *pieces, whole, query_rank=1)[name]
+        torch.testing.assert_close(part.sum(2), total)
+    with pytest.raises(ValueError, match="query_rank: expected a positive number or None, found 0"):
+        curvature.influence(model, LOSS, train, query, whole, query_rank=0)
+
+
+@pytest.mark.parametrize("fall", [0.5, 0.9])
+def test_the_nearest_matrix_of_a_rank_nearly(fall: float) -> None:
+    """Whose error is that of the singular values left out (Eckart and Young)."""
+    with seeded(1):
+        turns = [torch.linalg.qr(torch.randn(3, d, 20).double())[0] for d in (30, 40)]
+    values = fall ** torch.arange(20).double()
+    matrices = (turns[0] * values) @ turns[1].mT
+    low = compress(matrices.reshape(3, 30, 8, 5), 6)
+    assert isinstance(low, LowRank) and low.left.numel() + low.right.numel() == 3 * 6 * 70
+    errors = (low[:] - matrices.reshape(3, 30, 8, 5)).flatten(1).norm(dim=1)
+    assert (errors <= 1.1 * values[6:].norm()).all() and (errors >= (1 - 1e-9) * values[6:].norm()).all()
 
 
 def test_one_layer_alone() -> None:
