@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from curvature.attribution.eigenbases import Eigenbases, Terms
 from curvature.attribution.queries import Queries, compress, joined, pieces
 from curvature.gradients import Batch, number_of_batches, pairs, require_pairs, sample_terms
 from curvature.linalg import full_precision, stack
@@ -18,11 +20,13 @@ from curvature.operators import BlockDiagonal, Operator
 from curvature.recording import trained_parameters
 from curvature.terms import OuterProduct, Term, gradients
 
+InBases = Callable[[Operator, Terms], Eigenbases]
 Score = Callable[[Mapping[str, list[Term]], Mapping[str, Queries]], dict[str, Tensor]]
 DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
 ENTRIES = 1 << 24  # of the training samples' gradients that are built at a time
 
 
+@full_precision()
 def influence(
     model: nn.Module,
     loss: Loss,
@@ -67,9 +71,8 @@ def influence(
     of queries); of the training samples' gradients a bounded number of entries at a time. Time is that of Q products
     with each of these gradients.
     """
-    options = {"damping": damping, "query_rank": query_rank, "sample_dim": sample_dim, "progress": progress}
-    found = influence_by_parameter(model, loss, train, query, curvature, **options)  # type: ignore[arg-type]
-    return stack(found.values()).sum(0)
+    options = curvature, damping, query_rank, sample_dim, progress
+    return stack(_by_parameter(_scores, Eigenbases, model, loss, train, query, *options).values()).sum(0)
 
 
 @full_precision()
@@ -86,7 +89,8 @@ def influence_by_parameter(
     progress: bool = False,
 ) -> dict[str, Tensor]:
     """What each parameter adds to the scores of `influence`, ``{name: (Q, N)}``. Arguments and errors as there."""
-    return _by_parameter(_scores, model, loss, train, query, curvature, damping, query_rank, sample_dim, progress)
+    options = curvature, damping, query_rank, sample_dim, progress
+    return _by_parameter(_scores, _unchanged, model, loss, train, query, *options)
 
 
 @full_precision()
@@ -116,14 +120,16 @@ def influence_by_place(
         ValueError: the training samples of different batches have not the same number of places: pad them alike; or a
             batch has a single sample, of which only the gradient is known.
     """
-    return _by_parameter(_place_scores, model, loss, train, query, curvature, damping, query_rank, sample_dim, progress)
+    options = curvature, damping, query_rank, sample_dim, progress
+    return _by_parameter(_place_scores, _unchanged, model, loss, train, query, *options)
 
 
 def _by_parameter(
-    score: Score, model: nn.Module, loss: Loss, train: Any, query: Any, curvature: Operator | None,
+    score: Score, in_bases: InBases, model: nn.Module, loss: Loss, train: Any, query: Any, curvature: Operator | None,
     damping: float | None, rank: int | None, sample_dim: int | tuple[int, int, int], progress: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The scores of all training samples: `score` gives those of a batch, from its terms and the solved queries."""
+    """The scores of all training samples: `score` gives those of a batch, from its terms and the solved queries, both
+    in the bases that `in_bases` finds for K and the first queries."""
     for data in (train, query):
         require_pairs(data)
     K = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress) if curvature is None else curvature
@@ -131,9 +137,16 @@ def _by_parameter(
         raise TypeError(f"curvature: expected an operator, as curvature.kfac(...) gives, found a {type(K).__name__}")
     if rank is not None and rank < 1:
         raise ValueError(f"query_rank: expected a positive number or None, found {rank}")
-    asked = (_built(terms) for terms in _terms(model, loss, query, sample_dim, K.space.names, False))
-    solved = _solved_queries(K, asked, damping, rank)
-    found = [score(terms, solved) for terms in _terms(model, loss, train, sample_dim, K.space.names, progress)]
+    names = K.space.names
+    queries = _terms(model, loss, query, sample_dim, names, False)
+    first = next(queries, None)
+    if first is None:
+        raise ValueError("query: no batch")
+    bases = in_bases(K, first)
+    asked = (_built(bases.turn(terms)) for terms in itertools.chain([first], queries))
+    solved = _solved_queries(bases.K, asked, damping, rank)
+    samples = _terms(model, loss, train, sample_dim, names, progress)
+    found = [score(bases.turn(terms), solved) for terms in samples]
     if not found:
         raise ValueError("train: no batch; an iterator gives its batches once: pass a list or a DataLoader")
     for name in solved:
@@ -141,6 +154,11 @@ def _by_parameter(
             places = sorted({own[name].shape[2] for own in found})
             raise ValueError(f"train: {name} is read at {places} places in different batches: pad all samples alike")
     return {name: torch.cat([own[name] for own in found], 1) for name in solved}
+
+
+def _unchanged(K: Operator, terms: Terms) -> Eigenbases:
+    """Parameter by parameter: in an eigenbasis a bias is not apart from its weight."""
+    return Eigenbases(K, {})
 
 
 def _terms(
@@ -167,10 +185,8 @@ def _solved_queries(
     """``(K + damping)^-1 g`` of all queries: of all batches together, or one by one if they are compressed."""
     if rank is None:
         batches = list(asked)
-        asked = [{name: torch.cat([own[name] for own in batches]) for name in K.space.names}] if batches else []
+        asked = [{name: torch.cat([own[name] for own in batches]) for name in K.space.names}]
     parts = [{name: compress(v, rank) for name, v in _solved(K, own, damping).items()} for own in asked]
-    if not parts:
-        raise ValueError("query: no batch")
     return {name: joined([own[name] for own in parts]) for name in K.space.names}
 
 

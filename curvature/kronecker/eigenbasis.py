@@ -95,6 +95,10 @@ class Basis:
             found.append(squared_gradients.sum_of_products(ours, theirs, weights[part]))
         return sum_in_place(found)
 
+    def turned(self, term: Term) -> OuterProduct:
+        """A term of the weight, with what it brings of the bias, in this basis: gradients (N, g, o, i)."""
+        return self._outer(self._activations(term), term)
+
     def _activations(self, term: Term) -> Tensor:
         """Rotated activations (n, t, g, i), with the input of a bias; the same for all vectors."""
         whole = unfold(term)
@@ -104,7 +108,7 @@ class Basis:
             a = F.pad(a, (0, 1), value=float(whole.has_bias))
         return _rotate(a, self.columns)
 
-    def _outer(self, a: Tensor, term: Term) -> Term:
+    def _outer(self, a: Tensor, term: Term) -> OuterProduct:
         return OuterProduct(a, _rotate(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)
 
     def _rows_are_cheaper(self, term: IndexedRows) -> bool:

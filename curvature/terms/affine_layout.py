@@ -52,7 +52,8 @@ class AffineLayout:
             inner = [self.sizes[k] for k in self.order]
             back = [self.order.index(k) for k in range(len(inner))]
             weight = weight.reshape(*batch, *inner).permute(*range(len(batch)), *(len(batch) + k for k in back))
-        matrix = weight.reshape(*batch, self.groups, self.outputs, -1)
+        inputs = math.prod(self.shapes[0]) // (self.groups * self.outputs)
+        matrix = weight.reshape(*batch, self.groups, self.outputs, inputs)
         if len(tensors) == 1:
             return matrix
         return torch.cat([matrix, tensors[1].reshape(*batch, self.groups, self.outputs, 1)], -1)

@@ -300,6 +300,12 @@ MUTANTS = [
         ("min(start + step, count)", "min(start + 1, count)"),
     ),
     *broken(
+        "curvature/attribution/eigenbases.py",
+        "curvature/attribution",
+        ("return Diagonal(own, eigen.values.flatten())", "return Diagonal(own, eigen.values.mT.flatten())"),
+        ("rows = None if basis.rows is None else basis.rows.mT", "rows = basis.rows"),
+    ),
+    *broken(
         "curvature/attribution/queries.py",
         "curvature/attribution",
         ("[1][:, :, -rank:]", "[1][:, :, :rank]"),

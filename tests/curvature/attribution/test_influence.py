@@ -96,6 +96,42 @@ def test_queries_of_low_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         curvature.influence(model, LOSS, train, query, whole, query_rank=0)
 
 
+class Sequences(nn.Module):
+    """Layers that read a weight at several places, with and without biases, in groups, transposed, and tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.plain = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        self.grouped, self.turned = nn.Conv1d(6, 4, 1, groups=2), nn.Parameter(torch.randn(4, 3))
+        self.out = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.plain(self.mix(self.mix(self.embed(x)).tanh()).tanh())
+        return self.out((self.grouped(x.mT).tanh().mT @ self.turned).mean(1))
+
+
+@pytest.mark.parametrize("build", [curvature.kfac, curvature.ekfac])
+@pytest.mark.parametrize("length", [2, 7])
+def test_scores_in_eigenbases_are_those_of_the_parameters(
+    build: Callable[..., curvature.Operator], length: int
+) -> None:
+    with seeded(0):
+        model = Sequences().double()
+        train, query = ((torch.randint(5, (n, length)), torch.randint(3, (n,))) for n in (6, 3))
+    longer = [train, (train[0].repeat(1, 4), train[1])]  # places for which a basis would not be taken
+    K = build(model, LOSS, train)
+    for rank in (None, 2):
+        by_parameter = curvature.influence_by_parameter(model, LOSS, longer, query, K, damping=D)
+        found = curvature.influence(model, LOSS, longer, query, K, damping=D, query_rank=rank)
+        if rank is None:
+            torch.testing.assert_close(found, torch.stack(list(by_parameter.values())).sum(0))
+        assert found.shape == (3, 12)
+    for layer in ("mix", "plain", "grouped", "turned", "out"):
+        found = curvature.influence(model, LOSS, longer, query, K[layer])
+        by_parameter = curvature.influence_by_parameter(model, LOSS, longer, query, K[layer])
+        torch.testing.assert_close(found, torch.stack(list(by_parameter.values())).sum(0))
+
+
 @pytest.mark.parametrize("fall", [0.5, 0.9])
 def test_the_nearest_matrix_of_a_rank_nearly(fall: float) -> None:
     """Whose error is that of the singular values left out (Eckart and Young)."""
