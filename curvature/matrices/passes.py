@@ -107,7 +107,7 @@ class DataSource:
             ValueError: there is no sample.
             TypeError: the data are neither a pair (x, y) nor an iterable of pairs.
         """
-        seen = False
+        seen, number = False, -1
         random = RandomState(self.model)  # a DataLoader draws from it
         try:
             total = number_of_batches(self.data)
@@ -130,10 +130,10 @@ class DataSource:
                 seen = True
         finally:
             random.restore()
+        if not seen and number < 0:
+            raise ValueError("data: no batch; an iterator gives its batches once: pass a list or a DataLoader")
         if not seen:
-            raise ValueError(
-                "data: no batch with samples; an iterator gives its batches once: pass a list or a DataLoader"
-            )
+            raise ValueError("x: there is no sample, all batches are empty")
 
     @property
     def is_sum(self) -> bool:

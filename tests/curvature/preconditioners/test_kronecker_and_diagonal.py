@@ -252,7 +252,7 @@ def test_diagonal_is_unbiased(device):
 
 
 def moments(block: Block) -> list[Tensor]:
-    found = [getattr(block, name, None) for name in ("rows", "columns", "values")]
+    found = [getattr(block, name, None) for name in ("row_side", "column_side", "values")]
     return [t for t in found if t is not None]
 
 

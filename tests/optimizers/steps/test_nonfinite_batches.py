@@ -108,7 +108,7 @@ def test_empty_batches(optimizer: type[KFAC], steps: int, reduction: str):
         factors, before = curvature_of(opt), copied(model)
         train(model, opt, loss, x[:0], y[:0], 1)
         same = curvature_of(opt)
-        assert all(torch.equal(t, same[k]) for k, t in factors.items() if k.endswith((" rows", " columns")))
+        assert all(torch.equal(t, same[k]) for k, t in factors.items() if k.endswith((" row_side", " column_side")))
         if not steps:
             assert_same(copied(model), before)
     assert opt.skipped == (0 if steps else 2)
@@ -139,7 +139,7 @@ def test_a_batch_far_out_of_scale_stays_out_of_the_averages(optimizer: type[KFAC
     """At a step that renews the factors: once. What comes again is how the data are now."""
     (model, opt), (other, same), (loss, x, y) = pair(optimizer, name, 20)
     before = curvature_of(opt)
-    spans = lambda state: {k: float(t.norm()) for k, t in state.items() if k.endswith((" rows", " columns"))}
+    spans = lambda state: {k: float(t.norm()) for k, t in state.items() if k.endswith((" row_side", " column_side"))}
     for m, o, scale in ((model, opt, 1e6), (other, same, 1.0)):
         while not o.preconditioner.schedule.renews(o.steps):
             train(m, o, loss, x, y, 1)
