@@ -12,7 +12,7 @@ RACE_ARGS ?= --json out/race.json --table out/race.md --figure out/race.png
 GENERALITY_ARGS ?= --json out/generality.json --table out/generality.md --figure out/generality.png
 
 # Peers that ask for torchvision, see pyproject.toml.
-ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry laplace-torch asdfghjkl kronfluence
+ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry laplace-torch asdfghjkl
 
 BIN := .venv/bin
 # Of some hundred megabytes of Python most is never imported: what is, is compiled then.
