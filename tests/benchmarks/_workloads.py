@@ -87,5 +87,5 @@ def _workload(name: str, model: nn.Module, x: Tensor, y: Tensor, device: str) ->
 Workloads = dict[str, Callable[[str], Workload]]
 PER_SAMPLE: Workloads = {"mlp": mlp, "cnn": cnn, "gpt": gpt, "resnet": resnet, "lstm": lstm, "vit": vit}
 MATRICES: Workloads = {
-    "mlp": partial(mlp, samples=128), "cnn": small_cnn, "gpt": gpt, "resnet": partial(resnet, samples=16),
+    "mlp": partial(mlp, samples=128), "cnn": small_cnn, "gpt": gpt, "resnet": partial(resnet, samples=8),
 }  # fmt: skip

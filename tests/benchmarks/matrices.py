@@ -30,7 +30,7 @@ from _workloads import LOSS, MATRICES, Workload
 from torch import nn
 
 COLUMNS = ["curvature", "curvlinops", "BackPACK", "nngeometry"]
-DRAWS = 200  # over which a random quantity is averaged
+DRAWS = 300  # over which a random quantity is averaged
 NEAR = 0.1  # relative distance of that mean from the exact quantity, per parameter
 
 
