@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from curvature.kronecker import Basis, Scheme
-from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, Space, two_sided
-from curvature.terms import DenseGradients, OuterProduct, Term, gradients
+from curvature.operators import BlockDiagonal, EigenKronecker, Kronecker, Operator, Space, two_sided
+from curvature.terms import AffineLayout, DenseGradients, OuterProduct, Term, gradients
 
 Terms = Mapping[str, Sequence[Term]]
 
@@ -24,7 +24,7 @@ class Eigenbases:
         terms: of some samples, which show how weights are read; of a weight that is not among them nothing changes.
 
     Attributes:
-        K: where a basis is taken, a `Diagonal` over one parameter with the weight's name.
+        K: where a basis is taken, its eigenvalues alone, over one parameter with the weight's name.
     """
 
     def __init__(self, K: Operator, terms: Terms) -> None:
@@ -46,8 +46,9 @@ class Eigenbases:
             return block
         eigen = block.eigen if isinstance(block, Kronecker) else block
         self.bases[space.names[0]] = Basis(scheme, eigen.row_vectors, eigen.column_vectors), eigen
-        own = Space(space.names[:1], ((groups * outputs, inputs),), space.dtype, space.device)
-        return Diagonal(own, eigen.values.flatten())
+        shapes = ((groups * outputs, inputs),)
+        own = Space(space.names[:1], shapes, space.dtype, space.device)
+        return EigenKronecker(own, AffineLayout(shapes, groups, outputs), None, None, eigen.values, eigen.rounding)
 
     def turn(self, terms: Terms) -> dict[str, list[Term]]:
         """The terms of the parameters of `K`."""

@@ -302,7 +302,7 @@ MUTANTS = [
     *broken(
         "curvature/attribution/eigenbases.py",
         "curvature/attribution",
-        ("return Diagonal(own, eigen.values.flatten())", "return Diagonal(own, eigen.values.mT.flatten())"),
+        ("None, None, eigen.values, eigen.rounding)", "None, None, eigen.values, 0 * eigen.rounding)"),
         ("rows = None if basis.rows is None else basis.rows.mT", "rows = basis.rows"),
     ),
     *broken(

@@ -132,6 +132,14 @@ def test_scores_in_eigenbases_are_those_of_the_parameters(
         torch.testing.assert_close(found, torch.stack(list(by_parameter.values())).sum(0))
 
 
+@pytest.mark.parametrize("score", [curvature.influence, curvature.influence_by_parameter])
+def test_a_matrix_that_is_singular_up_to_rounding_is_refused(score: Callable[..., object]) -> None:
+    with seeded(0):
+        model, data = nn.Sequential(nn.Linear(8, 3)).double(), (torch.randn(4, 8).double(), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(ValueError, match="singular"):
+        score(model, LOSS, data, data, curvature.kfac(model, LOSS, data), damping=0.0)
+
+
 @pytest.mark.parametrize("fall", [0.5, 0.9])
 def test_the_nearest_matrix_of_a_rank_nearly(fall: float) -> None:
     """Whose error is that of the singular values left out (Eckart and Young)."""
