@@ -163,8 +163,7 @@ class RecordedBatch:
             generator = torch.Generator().manual_seed(0)
             draw: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
             probed = self._with_vector(torch.randn(self.output.shape, **draw).to(self.output))
-            skip = self.random or self.batch.count == 1  # of a single sample the sums show all
-            return learn_and_verify(self.tape, probed.losses(self.output), single_sample_reference(probed, skip))
+            return learn_and_verify(self.tape, probed.losses(self.output), single_sample_reference(probed, self.random))
 
         return find_plan(self.batch.model, plan_key(self.batch), self.tape, learn)[0]
 
