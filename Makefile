@@ -52,7 +52,7 @@ test-device: .venv/test.stamp
 
 # One line of code broken at a time: do the tests see it? MUTANTS="--only linear -n 2"
 mutants: .venv/test.stamp
-	$(BIN)/python tests/support/mutants.py $(MUTANTS)
+	$(BIN)/python tests/support/run_mutants.py $(MUTANTS)
 
 bench: .venv/bench.stamp
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done

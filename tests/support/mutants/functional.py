@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from .mutant import broken
+
+MUTANTS = [
+    *broken(
+        "curvature/functional/recurrent.py",
+        "curvature/gradients/test_per_sample.py",
+        ("f.sigmoid() * state[1] + i.sigmoid() * g.tanh()", "i.sigmoid() * state[1] + f.sigmoid() * g.tanh()"),
+        ("return ((state[0] - new) * z + new,)", "return ((state[0] - new) * (1 - z) + new,)"),
+    ),
+    *broken(
+        "curvature/functional/formulas.py",
+        "curvature/forward_laplacian curvature/gradients",
+        (
+            "return centred * (centred.square().mean(dims, keepdim=True) + eps).rsqrt()",
+            "return centred * centred.square().mean(dims, keepdim=True).rsqrt()",
+        ),
+        ("scores = query @ key.mT * (1 / math.sqrt(query.shape[-1])", "scores = query @ key.mT * (1 / query.shape[-1]"),
+    ),
+    *broken(
+        "curvature/functional/plain_forms.py",
+        "curvature/gradients/test_per_sample.py curvature/matrices/test_builders.py",
+        ("torch.norm_except_dim(v, 2, dim)", "torch.norm_except_dim(v, 1, dim)"),
+    ),
+]

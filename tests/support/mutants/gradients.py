@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from .mutant import broken
+
+MUTANTS = [
+    *broken(
+        "curvature/gradients/verification.py",
+        "curvature/gradients",
+        (
+            "if name in terms and name not in uneven and not _sums_to",
+            "if name not in terms and name not in uneven and not _sums_to",
+        ),
+        ("failed |= set(differences(rows, alone, low))", "differences(rows, alone, low)"),
+        ("<= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low)", "<= 10**9 * max(torch.finfo(g.dtype).eps ** 0.5, low)"),
+        (
+            "raise ValueError(\n            f\"{', '.join(dict.fromkeys(tape.mixing))}",
+            "print(\n            f\"{', '.join(dict.fromkeys(tape.mixing))}",
+        ),
+    ),
+    *broken(
+        "curvature/gradients/sample_axes.py",
+        "curvature/gradients",
+        ("return bool(expected.sub_(layout.front(weighted)).norm() <= allowed)", "return True"),
+        ("return fits, bool(size > allowed)", "return fits, True"),
+    ),
+    *broken(
+        "curvature/gradients/general_path.py",
+        "curvature/gradients",
+        ("return each(values, batch.x, y)", "return each(values, batch.x, y.flip(0))"),
+        ("found = batch.sample(n).gradients()", "found = batch.sample(0).gradients()"),
+        ("if differences({k: g[-1] for k, g in found.items()}, alone)", "if False"),
+    ),
+    *broken(
+        "curvature/gradients/jacobian.py",
+        "curvature/gradients/test_jacobian.py curvature/gradients optimizers/test_natural_gradient.py",
+        ("found[k][j], found[j][k] = block, block.mT", "found[k][j], found[j][k] = block, -block.mT"),
+        ("return gram - gram.mean(1, keepdim=True)", "return gram"),
+    ),
+    *broken(
+        "curvature/gradients/noise_scale.py",
+        "curvature/gradients/test_norms_and_noise.py",
+        ("norm = mean - trace / count", "norm = mean"),
+        ("(squares - count * mean) / (count - 1)", "(squares - count * mean) / count"),
+    ),
+    *broken(
+        "curvature/gradients/uneven_inputs.py",
+        "curvature/gradients/test_uneven_inputs.py",
+        ("return t[start:stop]", "return t"),
+        ("return offsets if sought.are_found else None", "return offsets"),
+        ("own is not None and self._is_derived(own)", "own is not None"),
+    ),
+    *broken(
+        "curvature/gradients/clipping.py",
+        "curvature/gradients/test_clipping.py",
+        ("max_norm / norms, 1)", "max_norm / norms, max_norm / norms)"),
+        ("own[: turn - part.start] = False", "pass"),
+        ("alpha=noise * max_norm", "alpha=noise"),
+        (".where(counted.to(norms.device), 0)", ""),
+    ),
+]

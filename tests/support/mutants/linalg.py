@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from .mutant import broken
+
+MUTANTS = [
+    *broken(
+        "curvature/linalg/low_rank.py",
+        "curvature/linalg/test_low_rank.py",
+        ("rest = (mean + damping).gather(0, rank[None])", "rest = (mean + damping)[:1]"),
+        ("x.new_full((size,), -1.0)", "x.new_full((size,), 1.0)"),
+    ),
+    *broken(
+        "curvature/linalg/outcomes.py",
+        "curvature/linalg/test_outcomes.py",
+        ("for x in own]).all()", "for x in own]).any()"),
+        ("get() is not None:\n        raise Refuted", "get() is not None:\n        return"),
+        ("found[end:]):\n        raise Refuted", "found[end:]):\n        pass"),
+    ),
+    *broken(
+        "curvature/linalg/sketch.py",
+        "curvature/linalg/test_sketch.py",
+        ("/ MAX_SKETCH_ROWS**0.5", "/ MAX_SKETCH_ROWS"),
+        (
+            "rest = rest + (rows.square().sum() - kept.square().sum())",
+            "rest = rest + 0 * (rows.square().sum() - kept.square().sum())",
+        ),
+    ),
+    *broken(
+        "curvature/linalg/decompositions.py",
+        "optimizers/test_failed_decompositions.py curvature/operators",
+        ("unsure = values.abs() <= rounding", "unsure = values.abs() < 0"),
+        ("for share in RELATIVE_JITTERS)]", "for share in ())]"),
+    ),
+    *broken(
+        "curvature/linalg/block_lanczos.py",
+        "curvature/estimators curvature/operators",
+        ("core = _append_border(core, basis.mT @", "core = _append_border(core, 1.01 * basis.mT @"),
+    ),
+]

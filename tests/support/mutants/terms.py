@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from .mutant import broken
+
+MUTANTS = [
+    *broken(
+        "curvature/terms/basic.py",
+        "curvature/terms/test_contractions.py curvature/gradients/test_jacobian.py optimizers/steps/test_residuals.py",
+        ("a[:, 0, :, None, :])", "a[:, 0, :, None, :] * 1.01)"),
+        ("(1, 2, 0, 3).mul_(self.b).sum((2, 3))", "(1, 2, 0, 3).mul_(self.b.abs()).sum((2, 3))"),
+        ("b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3)", "b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3).flip(2)"),
+        ("(self.index + start).flatten()", "self.index.expand_as(self.index + start).flatten()"),
+    ),
+    *broken(
+        "curvature/terms/contractions.py",
+        "curvature/terms/test_contractions.py",
+        ("1 if u is v else 2)", "1)"),
+        ("found < share * added", "found < 0 * added"),
+        ("found[where] = _by_gradients(terms, where, terms)", "pass"),
+        ("((ua @ va.mT) * (ub @ vb.mT)).sum(0)", "((ua @ va.mT) * (ub @ vb.mT)).mean(0)"),
+        ("(u.index[..., :, None] == v.index[..., None, :])", "(u.index[..., :, None] >= v.index[..., None, :])"),
+        ("a.square().sum(3) * b.square().sum(3)", "a.square().sum(3) * b.square().mean(3)"),
+        ("out[:, slice(*term.rows)] += g", "out[:, slice(*term.rows)] = g"),
+    ),
+    *broken(
+        "curvature/terms/squared_gradients.py",
+        "curvature/terms/test_contractions.py curvature/matrices",
+        ("inputs = (a[:, :, None] * a[:, None, :])", "inputs = (a[:, :, None] * a[:, :, None])"),
+        ("weights[:, None] / same.sum(2)", "weights[:, None] / same.sum(2).square()"),
+        ("total.addcmul_(u.values, w.values)", "total.addcmul_(u.values, w.values, value=2)"),
+    ),
+    *broken(
+        "curvature/terms/convolution.py",
+        "curvature/layers curvature/kronecker/test_factors.py",
+        ("[0] * dims, self.dilation, False", "[0] * dims, [1] * dims, False"),
+        ("torch.tensordot(weights.to(dtype), found, 1)", "found.sum(0)"),
+        ("start, stop = phase.first - phase.step", "start, stop = phase.first + 0 * phase.step"),
+    ),
+    *broken(
+        "curvature/terms/affine_layout.py",
+        "curvature/terms/test_affine_layout.py",
+        ("back = [self.order.index(k) for k in", "back = [self.order[k] for k in"),
+    ),
+    *broken(
+        "curvature/terms/projections.py",
+        "curvature/projections",
+        ("slice(0, count), start * rest", "slice(0, count), (start - part.start) * rest"),
+    ),
+]
