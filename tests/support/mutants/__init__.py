@@ -1,4 +1,4 @@
-"""Wrong versions of formulas: a file for each package of `curvature`, one for `optimizers`. see run_mutants.py."""
+"""Wrong versions of formulas: a file for each package of `curvature`, one for `optimizers`; see run_mutants.py."""
 
 from __future__ import annotations
 
