@@ -15,7 +15,9 @@ GENERALITY_ARGS ?= --json out/generality.json --table out/generality.md --figure
 ALONE := backpack-for-pytorch curvlinops-for-pytorch nngeometry laplace-torch asdfghjkl
 
 BIN := .venv/bin
-# Of some hundred megabytes of Python most is never imported: what is, is compiled then.
+# Of some hundred megabytes of Python most is never imported: what is, is compiled then, and kept. Without that every
+# process of a test would compile torch again, for ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --prefer-binary -c constraints.txt
 
 # One thread per test process: two processes with a thread pool each would fight for the cores.
