@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,14 +28,15 @@ def clipped_gradient(
     mask: Tensor | None = None,
     microbatch: int | None = None,
     generator: torch.Generator | None = None,
+    parameters: Iterable[str] | None = None,
     sample_dim: int | tuple[int, int, int] = 0,
 ) -> dict[str, Tensor]:
     """``sum_n g_n min(1, max_norm / |g_n|) + noise * max_norm * z``, z standard normal: the private gradient of DP-SGD.
 
-    g_n is the gradient of the sample's own loss over all parameters together, as in `per_sample_gradients`. One sample
-    more or less changes the sum by ``max_norm`` at most, whatever the loss's reduction. Divide by the expected batch
-    size, not by the number of samples drawn, to get the mean. ``model``, ``loss``, ``x``, ``y`` and ``sample_dim`` are
-    those of `per_sample_gradients`. A batch may be empty.
+    g_n is the gradient of the sample's own loss over all parameters together, or over those asked for, as in
+    `per_sample_gradients`. One sample more or less changes the sum by ``max_norm`` at most, whatever the loss's
+    reduction. Divide by the expected batch size, not by the number of samples drawn, to get the mean. ``model``,
+    ``loss``, ``x``, ``y``, ``parameters`` and ``sample_dim`` are those of `per_sample_gradients`. A batch may be empty.
 
     Args:
         max_norm: to which each g_n is clipped, in units of loss / parameter.
@@ -62,7 +63,7 @@ def clipped_gradient(
         raise ValueError(f"max_norm: expected a positive norm, found {max_norm}")
     if not noise >= 0:
         raise ValueError(f"noise: expected a standard deviation in units of max_norm, found {noise}")
-    batch = Batch.of(model, loss, x, y, sample_dim)
+    batch = Batch.of(model, loss, x, y, sample_dim, parameters)
     device = next(iter(batch.parameters.values())).device
     counted = torch.ones(batch.count, dtype=torch.bool, device=device) if mask is None else mask
     if counted.shape != (batch.count,) or counted.dtype is not torch.bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,13 +19,14 @@ def per_sample_projections(
     y: Any,
     projection: Projection,
     *,
+    parameters: Iterable[str] | None = None,
     sample_dim: int | tuple[int, int, int] = 0,
 ) -> Tensor:
     """The projection (N, K) of the gradient of each sample's own loss.
 
-    It is ``projection(per_sample_gradients(model, loss, x, y))``, without the gradients: a sample has the same
-    projection in every batch and in every call with the same seed, unless the forward pass draws random numbers
-    (dropout in training mode).
+    It is ``projection(per_sample_gradients(model, loss, x, y, parameters=parameters))``, without the gradients: a
+    sample has the same projection in every batch and in every call with the same seed, unless the forward pass draws
+    random numbers (dropout in training mode).
 
     Args:
         projection: `SignProjection(k)`, `NormalProjection(k)` or `KroneckerProjection(side)`.
@@ -40,7 +42,7 @@ def per_sample_projections(
     backward pass if its side is small beside the layers, a dense projection N * K products for each parameter.
     """
     require_projection(projection)
-    return projection.of_terms(sample_terms(Batch.of(model, loss, x, y, sample_dim)))
+    return projection.of_terms(sample_terms(Batch.of(model, loss, x, y, sample_dim, parameters)))
 
 
 def require_projection(projection: Projection) -> None:

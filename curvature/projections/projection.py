@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from curvature.recording import trained_parameters
 from curvature.terms import DenseGradients, Term, pieces, project_sides
 
 BLOCK_ENTRIES = 1 << 18  # of a dense map that are drawn at a time; other blocks are other maps
@@ -52,9 +53,9 @@ class Projection(ABC):
         assert out is not None
         return out
 
-    def columns(self, model: nn.Module) -> dict[str, slice]:
-        """Which of the K columns each parameter that requires a gradient counts in."""
-        return self._columns({name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad})
+    def columns(self, model: nn.Module, parameters: Iterable[str] | None = None) -> dict[str, slice]:
+        """Which of the K columns each parameter counts in, of those that `per_sample_projections` would take."""
+        return self._columns({name: tuple(p.shape) for name, p in trained_parameters(model, parameters).items()})
 
     @abstractmethod
     def _columns(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, slice]:

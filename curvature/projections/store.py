@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from curvature.gradients import Batch, digests, number_of_batches, pairs, requir
 from curvature.losses import Loss
 from curvature.projections.per_sample import per_sample_projections, require_projection
 from curvature.projections.projection import Projection
+from curvature.recording import trained_parameters
 
 SECONDS = 1.0  # between two notes of how far the file is
 TOLERANCE = 1e-3  # of a row's norm, between what is stored and what is computed again: other machines round differently
@@ -31,6 +32,7 @@ def store_projections(
     projection: Projection,
     path: str | os.PathLike[str],
     *,
+    parameters: Iterable[str] | None = None,
     sample_dim: int | tuple[int, int, int] = 0,
     progress: bool = False,
 ) -> np.ndarray:
@@ -53,19 +55,21 @@ def store_projections(
 
     Raises:
         ValueError: the data shuffle, do not tell how many samples they have, or have none; or the file was begun with
-            another model (the parameters are named), projection or amount of data, or the rows of the first batch are
-            others now (another loss, mode, order or transform of the data). Or as for `per_sample_gradients`.
+            another model (the parameters are named), choice of parameters, projection or amount of data, or the rows of
+            the first batch are others now (another loss, mode, order or transform of the data). Or as for `per_sample_gradients`.
         FileExistsError: there is such a file, which this function has not begun.
         TypeError: an argument of the wrong kind.
     """
     require_projection(projection)
     require_pairs(data)
     require_order(data)
+    names = list(trained_parameters(model, parameters))
     about: dict[str, Any] = {
         "rows": 0,
         "samples": _number_of_samples(data, model, loss, sample_dim),
         "batches": number_of_batches(data),
         "projection": repr(projection),
+        "parameters": names,
         "model": digests(model),
     }
     file = _File(Path(path), about)
@@ -75,7 +79,8 @@ def store_projections(
         for x, y in batches:
             stop = start + Batch.of(model, loss, x, y, sample_dim).count
             if start == 0 or stop > file.rows:
-                file.put(start, stop, per_sample_projections(model, loss, x, y, projection, sample_dim=sample_dim))
+                rows = per_sample_projections(model, loss, x, y, projection, parameters=names, sample_dim=sample_dim)
+                file.put(start, stop, rows)
             start = stop
     if start != about["samples"]:
         raise ValueError(f"data: {about['samples']} samples when they were counted, {start} in the pass")
@@ -152,6 +157,8 @@ def _require_same(path: Path, found: dict[str, Any], about: dict[str, Any]) -> N
     changed = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     if changed:
         raise ValueError(f"model: {', '.join(changed[:5])} changed since {path} was begun; take another file")
+    if found["parameters"] != about["parameters"]:
+        raise ValueError(f"parameters: {path} was begun with {', '.join(found['parameters'])}; take another file")
 
 
 def _number_of_samples(data: Any, model: nn.Module, loss: Loss, sample_dim: Any) -> int:

@@ -100,6 +100,17 @@ def test_per_sample_quantities(subset: str) -> None:
     for name in names:
         matches(each[name], rows[name].flatten(1).norm(dim=1))
     curvature.check_gradients(model, LOSS, x, y, parameters=chosen)
+    norms = oracle.norms(rows)
+    limit = float(norms.median())
+    clipped = curvature.clipped_gradient(model, LOSS, x, y, limit, parameters=chosen)
+    assert list(clipped) == names
+    for name in names:
+        matches(clipped[name], torch.tensordot((limit / norms).clamp(max=1), rows[name], 1))
+    projection = curvature.KroneckerProjection(2)
+    found = curvature.per_sample_projections(model, LOSS, x, y, projection, parameters=chosen)
+    matches(found, projection(rows))
+    columns = projection.columns(model, chosen)
+    assert list(columns) == names and columns[names[-1]].stop == found.shape[1]
     whole = curvature.per_sample_jacobians(model, x)
     some = curvature.per_sample_jacobians(model, x, parameters=chosen)
     assert list(some) == names
@@ -148,6 +159,8 @@ def test_refused(chosen: Any, error: type[Exception], message: str) -> None:
             call(model, LOSS, data, parameters=chosen)
     with pytest.raises(error, match=message):
         curvature.per_sample_norms(model, LOSS, *data, parameters=chosen)
+    with pytest.raises(error, match=message):
+        curvature.clipped_gradient(model, LOSS, *data, 1.0, parameters=chosen)
 
 
 class Saved(TorchFunctionMode):

@@ -129,7 +129,9 @@ def test_other_data_do_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "rows.npy"
     interrupted(path, monkeypatch)
     model, x, y = problem()
-    call = lambda data, projection=SIGNS, loss=LOSS: curvature.store_projections(model, loss, data, projection, path)
+    call = lambda data, projection=SIGNS, loss=LOSS, **options: curvature.store_projections(
+        model, loss, data, projection, path, **options
+    )
     with pytest.raises(
         ValueError, match=r"projection: SignProjection\(k=7, seed=1\), but .* SignProjection\(k=7, seed=0\)"
     ):
@@ -142,7 +144,16 @@ def test_other_data_do_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         call(loader(x[[0, *range(2, 23), 1]], y[[0, *range(2, 23), 1]]))
     with pytest.raises(ValueError, match="sample 0 is not the one stored, .*the loss"):
         call(loader(x, y), loss=nn.CrossEntropyLoss(label_smoothing=0.3))
+    with pytest.raises(ValueError, match=r"parameters: .* was begun with 0\.weight, 0\.bias, .*; take another file"):
+        call(loader(x, y), parameters=["0"])
     call(loader(x, y))
+
+
+def test_some_parameters(tmp_path: Path) -> None:
+    model, x, y = problem()
+    stored = curvature.store_projections(model, LOSS, loader(x, y), SIGNS, tmp_path / "rows.npy", parameters=["0"])
+    wanted = curvature.per_sample_gradients(model, LOSS, x, y, parameters=["0"])
+    torch.testing.assert_close(torch.as_tensor(stored.copy()), SIGNS(wanted))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
