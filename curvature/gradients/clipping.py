@@ -55,8 +55,7 @@ def clipped_gradient(
     It takes one forward pass and one backward pass to the layers' outputs: from their backprops come the norms (ghost
     clipping, Li et al. 2022, arXiv:2110.05679) and then the weighted sum (Bu et al. 2022, arXiv:2210.00038). Only for
     parameters that no layer rule explains are per-sample gradients built. In single precision norms are right to 3e-4,
-    and so is the bound. In training mode torch's random state moves on, so that dropout differs from call to
-    call and from part to part.
+    and so is the bound. In training mode torch's random state moves on: dropout differs between calls and parts.
     Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
     """
     if not max_norm > 0:

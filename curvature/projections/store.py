@@ -55,9 +55,8 @@ def store_projections(
 
     Raises:
         ValueError: the data shuffle, do not tell how many samples they have, or have none; or the file was begun with
-            another model (the parameters are named), choice of parameters, projection or amount of data, or the rows of
-            the first batch are others now (another loss, mode, order or transform of the data). Or as for
-            `per_sample_gradients`.
+            another model (the parameters are named), choice of parameters, projection or amount of data, or the first
+            batch has other rows now (another loss, mode, order or transform). Or as for `per_sample_gradients`.
         FileExistsError: there is such a file, which this function has not begun.
         TypeError: an argument of the wrong kind.
     """
