@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.terms.basic import Activations, OuterProduct, Samples, WithDirectForm
+from curvature.terms.memory import result_like
+
+CACHED_ELEMENTS = 1 << 18  # of patches that are made at a time
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """The `OuterProduct` of a convolution before unfolding; its places are the output's pixels.
-
-    Gradients are one weight gradient of a convolution with a group per sample, which reads the input in place.
-    """
+    """The `OuterProduct` of a convolution before unfolding; its places are the output's pixels."""
 
     source: Tensor  # (N, m, C, *size), the input
     b: Tensor  # (N, m, O, *out)
@@ -97,6 +97,25 @@ class Convolution:
         return found.unflatten(0, self.b.shape[:2]).sum(1)
 
     def gradients(self) -> Tensor:
+        """Products of the input's patches where these are no larger, some samples at a time; else one convolution."""
+        if self.places > self.outputs:
+            return self._convolved()
+        n, patches = len(self.b), self.places * math.prod(self.shape[1:]) * self.groups
+        blocks = result_like(self.b, (n, self.groups, self.outputs, math.prod(self.shape[1:])))
+        step = max(1, CACHED_ELEMENTS // max(1, patches))
+        for part in (slice(start, start + step) for start in range(0, n, step)):
+            self.samples(part)._products(blocks[part])
+        return blocks.view(n, *self.shape)
+
+    def _products(self, out: Tensor) -> None:
+        """The gradients (N, g, o, i) by a matrix product for each sample and group."""
+        patches = _patches(self.x, self.shape[2:], self.dilation, self.stride, self.b.shape[3:])
+        patches = patches.movedim(1, -len(self.stride) - 1).reshape(len(out) * self.groups, -1, self.places)
+        b = self.b.movedim(1, 2).reshape(len(patches), -1, self.places)
+        torch.bmm(b, patches.mT, out=out.flatten(0, 1))
+
+    def _convolved(self) -> Tensor:
+        """The gradients by one weight gradient of a convolution with a group per sample."""
         n, dims = len(self.b), len(self.stride)
         x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (self.x, self.b))
         weight = b.new_empty(n * self.shape[0], *self.shape[1:])

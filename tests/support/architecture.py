@@ -41,6 +41,7 @@ LIBRARIES = {
     "matrices": {"tqdm"},
     "attribution": {"tqdm"},
     "projections": {"numpy", "tqdm"},
+    "terms": {"numpy"},
     "laplace_backend": {"laplace"},
     "plots": {"matplotlib", "numpy"},
 }

@@ -128,6 +128,7 @@ FAMILIES: dict[str, Callable[[], list[Built]]] = {
     "convolved_small": lambda: [convolved(1, (12, 9, 3, 3), (4, 3), 1, 1, 1)],
     "convolved_large": lambda: [convolved(1, (2, 1, 2, 2), (8, 8), 1, 1, 1)],
     "convolved_groups": lambda: [convolved(2, (4, 2, 2, 3), (6, 7), 2, 1, 2)],
+    "convolved_few_places": lambda: [convolved(2, (16, 2, 2, 3), (2, 4), 1, 1, 2)],
     "convolved_dilation": lambda: [convolved(3, (2, 2, 2, 2), (5, 6), 1, 2, 1)],
     "convolved_volume": lambda: [convolved(1, (2, 1, 2, 1, 2), (3, 4, 3), 1, 1, 1)],
     "convolved_twice": lambda: [convolved(1, (6, 5, 2), (5,), 1, 1, 1), convolved(2, (6, 5, 2), (6,), 2, 1, 1)],
@@ -195,6 +196,16 @@ def test_gradients(family: str, device):
     assert_equal(contractions.gradients(terms), rows)
     assert_equal(torch.stack([term.gradients() for term in terms]).sum(0), rows)
     assert all(tuple(term.shape) == tuple(rows.shape[1:]) for term in terms)
+
+
+@each_family
+def test_gradients_as_if_they_were_large(family: str, device, monkeypatch):
+    """Results in numpy's memory, and patches of one sample at a time."""
+    monkeypatch.setattr("curvature.terms.memory.LARGE_BYTES", 0)
+    monkeypatch.setattr("curvature.terms.convolution.CACHED_ELEMENTS", 1)
+    terms, rows = built(family, device)
+    found = contractions.gradients(terms)
+    assert_equal(found, rows)
 
 
 @each_chunk
