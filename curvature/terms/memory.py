@@ -16,8 +16,8 @@ ALIGNMENT = 64  # bytes, that of torch
 def result_like(x: Tensor, shape: Sequence[int]) -> Tensor:
     """An uninitialized tensor of x's dtype and device.
 
-    A large one on the CPU lies in numpy's memory, which Linux maps in huge pages if it may: to touch fresh memory for the
-    first time in small pages takes several times as long as to fill it.
+    A large one on the CPU lies in numpy's memory, which Linux maps in huge pages if it may: to touch fresh memory in
+    small pages for the first time takes several times as long as to fill it.
     """
     size = math.prod(shape) * x.element_size()
     if x.device.type != "cpu" or size < LARGE_BYTES:
