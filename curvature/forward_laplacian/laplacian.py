@@ -41,13 +41,17 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
     Returns:
         ``u`` (N, *out), ``grad`` (N, *out, *in) in units of u / x, and ``laplacian`` (N, *out) in units of u / x^2
         (times those of the weights). Of a model with dropout, all three have the same mask. Buffers and random state
-        are left as they were, so the next call draws the same mask unless something else is drawn.
+        are left as they were, so the next call draws the same mask unless something else is drawn. An empty x (N = 0)
+        gives empty results; their shapes come from the model at a row of ones.
 
     Raises:
         TypeError: the model is not callable, x or weights no floating point tensor, or the model returns none.
         ValueError: a shape does not fit, `weights` is not symmetric, or samples are not apart: a BatchNorm in training
             mode, or what the first call at a shape finds by running two samples alone.
     """
+    if isinstance(x, Tensor) and x.ndim and not len(x):
+        u, grad, found = laplacian(model, x.new_ones(1, *x.shape[1:]), weights)
+        return u[:0], grad[:0], found[:0]
     form, model = QuadraticForm(_check_weights(model, x, weights)), unwrap_compiled(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
@@ -88,7 +92,7 @@ def _check_weights(model: Any, x: Any, weights: Any) -> Tensor | None:
             kind = t.dtype if isinstance(t, Tensor) else type(t).__name__
             raise TypeError(f"{name}: expected a floating point tensor, found {kind}")
     if x.ndim == 0 or x.numel() == 0:
-        raise ValueError(f"x: expected shape (N, ...) with at least one sample and input, found {tuple(x.shape)}")
+        raise ValueError(f"x: expected shape (N, ...) with at least one input, found {tuple(x.shape)}")
     d = math.prod(x.shape[1:])
     if weights is None:
         return None

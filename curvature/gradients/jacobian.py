@@ -16,7 +16,7 @@ from curvature.functional import ExactNorms
 from curvature.gradients.jacobian_products import gradient_rows
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import per_sample_terms, tape_signature
-from curvature.recording import Tape, graph_signature, preserve_state, tape_from_graph, unwrap_compiled
+from curvature.recording import Tape, graph_signature, preserve_state, tape_from_graph, trained_parameters, unwrap_compiled
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, promote, sum_of_squares, to_device
 
 ROWS_ELEMENTS = 1 << 26  # entries of the rows that go back together
@@ -37,13 +37,16 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
             caller's, where they are floating point.
 
     Returns:
-        ``{name: (N, *parameter.shape)}`` in the order of ``named_parameters()``, in units of residual / parameter.
+        ``{name: (N, *parameter.shape)}`` in the order of ``named_parameters()``, in units of residual / parameter. For
+        an empty batch (N = 0) the residual is not called.
 
     Raises:
         TypeError: `model` is no module, or the residual no tensor.
         ValueError: the residual is not (N,), or nothing requires a gradient.
     """
     _require_batch(model, batch)
+    if not len(batch[0]):
+        return {name: p.new_empty(0, *p.shape) for name, p in trained_parameters(model).items()}
     with preserve_state(model):
         own = [x.detach().requires_grad_(x.is_floating_point()) for x in batch]
         with ExactNorms():
@@ -64,7 +67,7 @@ def _require_batch(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
         raise ValueError(NO_PARAMETERS)
     if not batch or not all(isinstance(x, Tensor) and x.ndim for x in batch):
         raise TypeError("batch: expected tensors whose axis 0 holds the samples")
-    if len({len(x) for x in batch}) > 1 or not len(batch[0]):
+    if len({len(x) for x in batch}) > 1:
         raise ValueError(f"batch: expected as many samples in each tensor, found {[len(x) for x in batch]}")
 
 

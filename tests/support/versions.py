@@ -33,10 +33,10 @@ def environment(name: str, python: str) -> Path:
     return place / "bin" / "python"
 
 
-def build(place: Path) -> Path:
+def build(place: Path, *options: str) -> Path:
     """The wheel, built from the sdist; both are new in this place."""
     shutil.rmtree(place, ignore_errors=True)
-    run(sys.executable, "-m", "build", "--outdir", place, ROOT)
+    run(sys.executable, "-m", "build", *options, "--outdir", place, ROOT)
     (wheel,) = place.glob("*.whl")
     return wheel
 

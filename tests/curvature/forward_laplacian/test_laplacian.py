@@ -251,7 +251,7 @@ REFUSED = {
     "no model": (lambda: find(3, X), TypeError, "model: expected a module or a function, found int"),
     "integers": (lambda: find(LINEAR, X.long()), TypeError, "x: expected a floating point tensor, found torch.int64"),
     "a list": (lambda: find(LINEAR, [1.0]), TypeError, "x: .* found list"),
-    "no sample": (lambda: find(LINEAR, X[:0]), ValueError, r"found \(0, 3\)"),
+    "no input": (lambda: find(LINEAR, X[:, :0]), ValueError, r"found \(4, 0\)"),
     "a number": (lambda: find(LINEAR, X[0, 0]), ValueError, r"x: expected shape"),
     "weights' type": (lambda: find(LINEAR, X, [1.0]), TypeError, "weights: .* found list"),
     "weights' shape": (lambda: find(LINEAR, X, X[0, :2]), ValueError, r"weights: expected shape \(3,\) or \(3, 3\)"),
@@ -274,6 +274,19 @@ def test_refused(name: str):
     call, kind, text = REFUSED[name]
     with pytest.raises(kind, match=text):
         call()
+
+
+def test_no_sample():
+    """Empty results in the shapes of others, of which a sum can be differentiated; so with `residual_jacobian`."""
+    model = nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    some, found = (curvature.laplacian(model, X[:n].clone().requires_grad_()) for n in (2, 0))
+    assert [t.shape for t in found] == [(0, *t.shape[1:]) for t in some]
+    found[2].sum().backward()
+    assert not any(p.grad.any() for p in model[0].parameters())
+    residual = lambda model, x: curvature.laplacian(model, x)[2][:, 0]
+    rows = curvature.residual_jacobian(model, residual, X[:0])
+    assert {k: g.shape for k, g in rows.items()} == {k: (0, *p.shape) for k, p in model.named_parameters()}
+    assert all(g.dtype is torch.float64 for g in rows.values())
 
 
 def test_random_models_are_not_compared():
