@@ -65,9 +65,9 @@ def test_long_past_zero_loss(ours: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = (torch.randint(len(x), (128,), generator=generator) for _ in itertools.count())
     opt = ours(model)
-    losses = train(model, opt, classify(model, x, y, batches), 2500)
-    assert max(losses[500:]) < 0.05 and fmean(losses[-100:]) < 1e-3
-    assert opt.stats()["step_size"] < 1e5
+    losses = train(model, opt, classify(model, x, y, batches), 800)
+    assert max(losses[400:]) < 0.05 and fmean(losses[-100:]) < 1e-3
+    assert opt.stats()["step_size"] < 1e3  # 2e6 where flat losses make it grow, 0.4 where they do not
 
 
 @pytest.mark.parametrize("ours", OURS)
@@ -187,12 +187,12 @@ def test_recurrent_language_model() -> None:
 
 
 def distance_of_means(seed: int) -> float:
-    """Of the points that a generator makes from those around (1, 1), over the last 100 of 400 steps."""
+    """Of the points that a generator makes from those around (1, 1), over the last 100 of 200 steps."""
     torch.manual_seed(seed)
     generator = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
     critic = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
     opts, distances = (KFAC(generator), KFAC(critic)), []
-    for _ in range(400):
+    for _ in range(200):
         real, noise = 1 + 0.3 * torch.randn(64, 2), torch.randn(64, 4)
         opts[1].zero_grad()
         rows = critic(torch.cat([real, generator(noise).detach()]))[:, 0]
@@ -207,8 +207,13 @@ def distance_of_means(seed: int) -> float:
 
 
 def test_adversarial_networks() -> None:
-    """The median of seeds: in about one of eight the critic outgrows the generator; with SGD at 0.05 in seven."""
-    assert median(distance_of_means(seed) for seed in range(7)) < 0.5
+    """Four of seven seeds, and no more runs than tell: in about one of eight the critic outgrows the generator."""
+    good = 0
+    for seed in range(7):
+        good += distance_of_means(seed) < 0.5
+        if good == 4 or good + 6 - seed < 4:
+            break
+    assert good == 4
 
 
 def test_a_step_into_the_void_is_taken_back() -> None:

@@ -138,9 +138,7 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, first: int, last: int) -
     return statistics.fmean(losses[-12:])
 
 
-OPTIONS: list[tuple[type[KFAC], dict[str, Any]]] = [
-    (KFAC, {}), (KFAC, {"damping": 1e-3}), (KFAC, {"sharing": "reduce"}), (EKFAC, {})
-]  # fmt: skip
+OPTIONS: list[tuple[type[KFAC], dict[str, Any]]] = [(KFAC, {}), (KFAC, {"damping": 1e-3}), (EKFAC, {})]
 
 
 @pytest.mark.parametrize(("optimizer", "options"), OPTIONS)

@@ -1,0 +1,238 @@
+"""What torch's own tests ask of every optimizer in torch.optim, beside the habits of training loops.
+
+Source: the contracts of test/test_optim.py, test/optim/test_lrscheduler.py and test/optim/test_swa_utils.py in the
+PyTorch repository.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.habits.table import X, Y, assert_same, backward, copied, flat, net, train
+
+pytestmark = pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+Kind = type[KFAC]
+Schedule = Callable[[Any], Any]
+
+SCHEDULES: dict[str, Schedule] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda k: 0.9**k),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda k: 0.8),
+    "StepLR": lambda o: schedulers.StepLR(o, 1),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [1, 2], 0.5),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: schedulers.LinearLR(o, 0.25, total_iters=3),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.7),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.5)], [2]
+    ),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 5, 2.0),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 4),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.1, 2), schedulers.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0, threshold=1e9),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.1, 0.5, step_size_up=2),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 2),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.5, total_steps=8),
+    "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=3),
+}
+
+
+def run_scheduled(model: nn.Module, opt: Any, schedule: Any, steps: int) -> list[tuple[float, float]]:
+    """The rates and momenta of the steps."""
+    seen = []
+    for _ in range(steps):
+        group = opt.param_groups[0]
+        seen.append((float(group["lr"]), group["momentum"]))
+        (loss,) = train(model, opt, 1)
+        schedule.step(*[loss] * isinstance(schedule, schedulers.ReduceLROnPlateau))
+    return seen
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers(kind: Kind, name: str) -> None:
+    """They set what they set for SGD; a run that is saved with its scheduler goes on bitwise."""
+    models = [net(), net()]
+    opts = [kind(model, lr=0.5, momentum=0.9) for model in models]
+    schedules = [SCHEDULES[name](opt) for opt in opts]
+    seen = run_scheduled(models[0], opts[0], schedules[0], 5)
+    plain = net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    assert seen == run_scheduled(plain, sgd, SCHEDULES[name](sgd), 5) and len(set(seen)) > 1
+
+    parts = (models[0], opts[0], schedules[0])
+    for there, here in zip(parts, (models[1], opts[1], schedules[1]), strict=True):
+        here.load_state_dict(copy.deepcopy(there.state_dict()))
+    later = [run_scheduled(*run, 3) for run in zip(models, opts, schedules, strict=True)]
+    assert later[0] == later[1]
+    assert_same(*models)
+
+
+def test_no_scheduler_is_left_out(kind: Kind) -> None:
+    found = {name for name, part in vars(schedulers).items() if inspect.isclass(part) and name in schedulers.__all__}
+    assert found - {"LRScheduler"} <= SCHEDULES.keys()
+
+
+def test_rates_that_are_tensors_of_no_axis(kind: Kind) -> None:
+    """Changed in place, as a captured graph needs it."""
+    models = [net(), net()]
+    opts = [kind(models[0], lr=0.5), kind(models[1], lr=torch.tensor(0.5))]
+    for _ in range(3):
+        for model, opt in zip(models, opts, strict=True):
+            train(model, opt, 1)
+        opts[0].param_groups[0]["lr"] *= 0.5
+        opts[1].param_groups[0]["lr"].mul_(0.5)
+    assert_same(*models)
+
+
+def test_groups(kind: Kind) -> None:
+    """What torch refuses is refused, and nothing is changed; an empty group is none."""
+    model, other = net(), net()
+    opt = kind(model, lr=0.5)
+    head = {"params": list(model[2].parameters())}
+    same, twice, unordered = head, {"params": [*model[2].parameters()] * 2}, {"params": {*model[2].parameters()}}
+    for bad in (same, twice, unordered, {"params": [X]}, [model[2].weight]):
+        with pytest.raises((ValueError, TypeError)):
+            opt.add_param_group(bad)
+    assert len(opt.param_groups) == 1
+    opt.add_param_group({"params": []})
+    train(model, opt)
+    train(other, kind(other, lr=0.5))
+    assert_same(model, other)
+
+
+def test_defaults_that_change_later(kind: Kind) -> None:
+    """Groups that are there keep theirs; one that is added takes the new ones."""
+    model = net()
+    opt = kind(model, lr=0.5)
+    model.append(nn.Linear(3, 3))
+    opt.defaults["lr"] = 0.25
+    opt.add_param_group({"params": model[3].parameters()})
+    assert [group["lr"] for group in opt.param_groups] == [0.5, 0.25]
+    assert [set(group) for group in opt.param_groups] == [{"params", *opt.defaults}] * 2
+
+
+def test_states_are_data(kind: Kind) -> None:
+    """Equal at every call, read with `weights_only`, in another order, and not shared with the run that goes on."""
+    model, other = net(), net()
+    opt, twin = kind(model), kind(other)
+    train(model, opt)
+    state, file = opt.state_dict(), io.BytesIO()
+    assert str(state) == str(opt.state_dict())
+    assert list(state) == ["state", "param_groups"] and state["param_groups"][0]["params"] == [0, 1, 2, 3]
+    torch.save(state, file)
+    before = copy.deepcopy(state)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    loaded["state"] = dict(reversed(loaded["state"].items()))
+    twin.load_state_dict(loaded)
+    train(other, twin)
+    assert str(loaded["state"][0]) == str(before["state"][0])
+    first, second = net(), net()
+    for model, given in ((first, before), (second, loaded)):
+        opt = kind(model)
+        opt.load_state_dict(given)
+        train(model, opt)
+    assert_same(first, second)
+
+
+def test_order_of_hooks(kind: Kind) -> None:
+    model, seen = net(), []
+    opt = kind(model)
+    note = lambda text: lambda *_: seen.append(text)
+    for prepend in (False, True):
+        opt.register_state_dict_pre_hook(note(f"save {prepend}"), prepend=prepend)
+        opt.register_load_state_dict_post_hook(note(f"loaded {prepend}"), prepend=prepend)
+    handles = [opt.register_step_pre_hook(note("before")), opt.register_step_post_hook(note("after"))]
+    opt.load_state_dict(opt.state_dict())
+    train(model, opt, 1)
+    for handle in handles:
+        handle.remove()
+    train(model, opt, 1)
+    assert seen == ["save True", "save False", "loaded True", "loaded False", "before", "after"]
+
+
+def test_copies_have_all_that_is_public(kind: Kind) -> None:
+    opt = kind(net(), lr=0.5)
+    train(opt.model, opt, 1)
+    twin = copy.deepcopy(opt)
+    public = lambda o: {name for name in vars(o) if not name.startswith("_")}
+    assert public(twin) == public(opt) and opt.defaults.items() <= twin.defaults.items()
+    assert not {id(p) for group in opt.param_groups for p in group["params"]} & set(map(id, twin.model.parameters()))
+
+
+def test_gradients_that_are_cleared(kind: Kind) -> None:
+    model = net()
+    opt = kind(model)
+    backward(model, opt)
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    opt.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    before = copied(model)
+    opt.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert opt.steps == 0 and not any(opt.state.values())
+
+
+def test_closures(kind: Kind) -> None:
+    """Called with gradients enabled, once where once is enough; the loss comes back."""
+    model, calls = net(), []
+    opt = kind(model)
+
+    def closure() -> torch.Tensor:
+        calls.append(torch.is_grad_enabled())
+        return backward(model, opt)
+
+    with torch.no_grad():
+        found = [opt.step(closure) for _ in range(3)]
+    assert calls == [True] * 3 and all(isinstance(loss, torch.Tensor) for loss in found) and found[2] < found[0]
+
+
+@pytest.mark.parametrize("average", [get_ema_multi_avg_fn(0.5), get_swa_multi_avg_fn()], ids=["ema", "swa"])
+def test_averages(kind: Kind, average: Any) -> None:
+    """Averaging sees what the steps made, and changes nothing of the run."""
+    model, other = net(), net()
+    opt, averaged, points = kind(model), AveragedModel(model, multi_avg_fn=average), []
+    for _ in range(3):
+        train(model, opt, 1)
+        averaged.update_parameters(model)
+        points.append(flat(model))
+    train(other, kind(other))
+    assert_same(model, other)
+    weights = torch.tensor([0.25, 0.25, 0.5] if "ema" in average.__qualname__ else [1 / 3] * 3)
+    torch.testing.assert_close(flat(averaged.module), weights @ torch.stack(points))
+
+
+def test_a_scaler_on_the_cpu(kind: Kind) -> None:
+    """A scale that is a power of two changes nothing; a disabled one calls `step` alone."""
+    models = [net(), net(), net()]
+    train(models[0], kind(models[0]))
+    for model, enabled in zip(models[1:], (True, False), strict=True):
+        opt, scaler = kind(model), torch.amp.GradScaler("cpu", init_scale=256.0, enabled=enabled)
+        for _ in range(3):
+            opt.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(model(X), Y)).backward()
+            scaler.step(opt)
+            scaler.update()
+        torch.testing.assert_close(flat(model), flat(models[0]))
+
+
+def test_steps_have_a_name_in_profiles(kind: Kind) -> None:
+    model = net()
+    opt = kind(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(model, opt, 1)
+    names = {event.name for event in profile.events()}
+    assert {f"Optimizer.step#{kind.__name__}.step", f"Optimizer.zero_grad#{kind.__name__}.zero_grad"} <= names
