@@ -16,7 +16,14 @@ from curvature.functional import ExactNorms
 from curvature.gradients.jacobian_products import gradient_rows
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import per_sample_terms, tape_signature
-from curvature.recording import Tape, graph_signature, preserve_state, tape_from_graph, trained_parameters, unwrap_compiled
+from curvature.recording import (
+    Tape,
+    graph_signature,
+    preserve_state,
+    tape_from_graph,
+    trained_parameters,
+    unwrap_compiled,
+)
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, promote, sum_of_squares, to_device
 
 ROWS_ELEMENTS = 1 << 26  # entries of the rows that go back together
