@@ -50,8 +50,8 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
             mode, or what the first call at a shape finds by running two samples alone.
     """
     if isinstance(x, Tensor) and x.ndim and not len(x):
-        u, grad, found = laplacian(model, x.new_ones(1, *x.shape[1:]), weights)
-        return u[:0], grad[:0], found[:0]
+        u, grad, second = laplacian(model, x.new_ones(1, *x.shape[1:]), weights)
+        return u[:0], grad[:0], second[:0]
     form, model = QuadraticForm(_check_weights(model, x, weights)), unwrap_compiled(model)
     module = model if isinstance(model, nn.Module) else nn.Module()
     record = torch.is_grad_enabled()
