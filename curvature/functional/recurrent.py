@@ -2,7 +2,8 @@
 
 Torch's fused kernels hide the backprops of the gates. While a recurrent layer is recorded it runs as the loop that
 defines it, and every product in it is a use of its weight like any other. Each form takes the function `linear` that
-makes these products; nothing else in it reads a parameter.
+makes these products; nothing else in it reads a parameter. With `together`, which makes the products with a recurrent
+weight of all steps at once, the loop is a single function (`scan`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from curvature.functional import scan
 
 State = tuple[Tensor, ...]
 Linear = Callable[..., Tensor]  # of input, weight and bias
+Together = Callable[..., Tensor] | None  # of a function that stands for F.linear and its arguments
 Product = Callable[[Tensor], Tensor]  # with the recurrent weight, or with the projection
 Step = Callable[[Tensor, State, Product, "Product | None"], State]  # from the input's gates and the state to the next
 
@@ -44,28 +49,45 @@ def _relu(gates: Tensor, state: State, hidden: Product, project: Product | None)
 
 
 def _direction(
-    x: Tensor, state: State, weights: Sequence[Tensor], has_bias: bool, step: Step, reverse: bool, linear: Linear
-) -> Any:
+    x: Tensor, state: State, weights: Sequence[Tensor], has_bias: bool, step: Step, cell: scan.Cell, reverse: bool,
+    linear: Linear, together: Together,
+) -> Any:  # fmt: skip
     """Run one layer in one direction over (T, N, i); returns the outputs (T, N, h) and the last state."""
     w_in, w_hidden = weights[:2]
     b_in, b_hidden = (weights[2], weights[3]) if has_bias else (None, None)
     extra = weights[4 if has_bias else 2 :]
-    hidden = lambda h: linear(h, w_hidden, b_hidden)
-    project = (lambda h: linear(h, extra[0])) if extra else None
-    gates = linear(x, w_in, b_in).unbind()  # the backward pass of an index would make zeros for all other times
+    gates = linear(x, w_in, b_in)
+    if reverse:
+        gates = gates.flip(0)
+    if together is None or extra or _is_transformed(gates):
+        project = (lambda h: linear(h, extra[0])) if extra else None
+        outputs, last = _loop(step, gates, state, lambda h: linear(h, w_hidden, b_hidden), project)
+    else:
+        loop = lambda gates, state, w, b: _loop(step, gates, state, lambda h: F.linear(h, w, b), None)
+        outputs, last = scan.scan(cell, loop, gates, state, w_hidden, b_hidden, together)
+    return outputs.flip(0) if reverse else outputs, last
+
+
+def _loop(step: Step, gates: Tensor, state: State, hidden: Product, project: Product | None) -> tuple[Tensor, State]:
     outputs: list[Tensor] = []
-    for t in reversed(range(len(x))) if reverse else range(len(x)):
-        state = step(gates[t], state, hidden, project)
+    for now in gates.unbind():  # the backward pass of an index would make zeros for all other times
+        state = step(now, state, hidden, project)
         outputs.append(state[0])
-    return torch.stack(outputs[::-1] if reverse else outputs), state
+    return torch.stack(outputs), state
 
 
-def _layers(step: Step) -> Callable[..., Any]:
+def _is_transformed(gates: Tensor) -> bool:
+    """Whether the loop has to be one of torch functions: for dual numbers, vmap, autocast, or no steps."""
+    inside = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return inside or torch.is_autocast_enabled(gates.device.type) or not len(gates)
+
+
+def _layers(step: Step, cell: scan.Cell) -> Callable[..., Any]:
     """The plain form of ``torch.lstm``, ``torch.gru``, ..., with their arguments and results."""
 
     def run(
         x: Tensor, hx: Any, weights: Sequence[Tensor], has_bias: bool, layers: int, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool, linear: Linear = F.linear,
+        bidirectional: bool, batch_first: bool, linear: Linear = F.linear, together: Together = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         states = hx if isinstance(hx, tuple | list) else (hx,)
         directions = 2 if bidirectional else 1
@@ -78,7 +100,8 @@ def _layers(step: Step) -> Callable[..., Any]:
             for direction in range(directions):
                 k = layer * directions + direction
                 part = weights[k * each : (k + 1) * each]
-                out, end = _direction(x, tuple(s[k] for s in states), part, has_bias, step, direction == 1, linear)
+                first = tuple(s[k] for s in states)
+                out, end = _direction(x, first, part, has_bias, step, cell, direction == 1, linear, together)
                 outs.append(out)
                 last.append(end)
             x = torch.cat(outs, -1) if directions == 2 else outs[0]
@@ -90,11 +113,11 @@ def _layers(step: Step) -> Callable[..., Any]:
 
 
 def _cell(step: Step) -> Callable[..., Any]:
-    """The plain form of ``torch.lstm_cell``, ``torch.gru_cell``, ..."""
+    """The plain form of ``torch.lstm_cell``, ``torch.gru_cell``, ..., which are one step."""
 
     def run(
         x: Tensor, hx: Any, w_in: Tensor, w_hidden: Tensor, b_in: Any = None, b_hidden: Any = None,
-        linear: Linear = F.linear,
+        linear: Linear = F.linear, together: Together = None,
     ) -> Any:  # fmt: skip
         state = tuple(hx) if isinstance(hx, tuple | list) else (hx,)
         new = step(linear(x, w_in, b_in), state, lambda h: linear(h, w_hidden, b_hidden), None)
@@ -104,10 +127,10 @@ def _cell(step: Step) -> Callable[..., Any]:
 
 
 RECURRENT: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.lstm: _layers(_lstm),
-    torch.gru: _layers(_gru),
-    torch.rnn_tanh: _layers(_tanh),
-    torch.rnn_relu: _layers(_relu),
+    torch.lstm: _layers(_lstm, scan.LSTM),
+    torch.gru: _layers(_gru, scan.GRU),
+    torch.rnn_tanh: _layers(_tanh, scan.TANH),
+    torch.rnn_relu: _layers(_relu, scan.RELU),
     torch.lstm_cell: _cell(_lstm),
     torch.gru_cell: _cell(_gru),
     torch.rnn_tanh_cell: _cell(_tanh),

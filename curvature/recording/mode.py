@@ -76,8 +76,8 @@ class RecordingMode(TorchFunctionMode):
                 node = self.tape.parameters[name]
                 node.tensor, self.nodes[id(p)] = p, node
 
-    def _record(self, func: Any, args: Any, kwargs: Any, found: list[Tensor]) -> Any:
-        """Run a function that receives a parameter, and enter it on the tape."""
+    def _record(self, func: Any, args: Any, kwargs: Any, found: list[Tensor], run: Any = None) -> Any:
+        """Run a function that receives a parameter, or `run` that stands for it, and enter it on the tape."""
         rule = RULES.get(func)
         bound = rule.bind(func, args, kwargs) if rule is not None else {}
         saved = {k: x.detach() if isinstance(x, Tensor) else x for k, x in bound.items()}
@@ -85,7 +85,7 @@ class RecordingMode(TorchFunctionMode):
         versions = [(x, x._version) for x in data]
         before = [(x, x._version) for x in found if id(x) in self.nodes]
         follows_graph = any(x.requires_grad for x in found if id(x) not in self.nodes)
-        out = func(*args, **kwargs)
+        out = (run or func)(*args, **kwargs)
         outs = [x for x in tensors_in(out) if x.requires_grad]
         if not outs or any(out is x and x._version == version for x, version in before):
             return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)
@@ -121,7 +121,13 @@ class RecordingMode(TorchFunctionMode):
             self.mark_as_data(x)
             return self.__torch_function__(F.linear, (), (x, *weights))
 
-        out = RECURRENT[func](*args, **kwargs, linear=linear)
+        def together(run: Any, x: Tensor, *weights: Any) -> Tensor:
+            self.mark_as_data(x)
+            found = tensors_in(x, *weights)
+            is_read = any(id(x) in self.nodes for x in found)
+            return self._record(F.linear, (x, *weights), {}, found, run) if is_read else run(x, *weights)
+
+        out = RECURRENT[func](*args, **kwargs, linear=linear, together=together)
         self.mark_as_data(out)
         return out
 

@@ -259,7 +259,7 @@ def test_parameters_inside_library_modules():
     lstm = nn.LSTM(3, 4, batch_first=True)
     with capture(lstm) as tape:
         lstm(torch.randn(2, 5, 3))
-    assert sum("weight_hh_l0" in use.names and use.function is F.linear for use in tape.uses) == 5
+    assert sum("weight_hh_l0" in use.names and use.function is F.linear for use in tape.uses) == 1
 
 
 def test_transposed_parameter_keeps_its_name():

@@ -10,6 +10,14 @@ MUTANTS = [
         ("return ((state[0] - new) * z + new,)", "return ((state[0] - new) * (1 - z) + new,)"),
     ),
     *broken(
+        "curvature/functional/scan.py",
+        "curvature/recording/test_recurrent.py",
+        ("before[1] * f * (1 - f)", "after[1] * f * (1 - f)"),
+        ("(before[0] - new) * z", "(after[0] - new) * z"),
+        ("h = found[-1] @ weight\n", "h = found[-1] @ weight.mT\n"),
+        ("if torch.is_grad_enabled():", "if False:"),
+    ),
+    *broken(
         "curvature/functional/formulas.py",
         "curvature/forward_laplacian curvature/gradients",
         (
