@@ -9,8 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from curvature.forward_laplacian.function_kinds import METADATA
 from curvature.forward_laplacian.jet import RULES, NoRule, QuadraticForm, jets_in, name_of
-from curvature.functional import FORMULAS
-from curvature.recording import traceable_body
+from curvature.functional import FORMULAS, traceable_body
 
 
 class Taylor(TorchFunctionMode):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
 def flat_bags(input: Tensor, offsets: Any, bags: int, include_last_offset: bool) -> tuple[Tensor, Tensor]:
@@ -58,18 +56,3 @@ def embedding_bag(
         flat = per_sample_weights.reshape(-1)
         scale = scale * (flat if len(flat) == len(index) else flat[: len(index)])
     return torch.zeros_like(like).index_add(0, bag, weight[index] * scale[:, None])
-
-
-class Formulas(TorchFunctionMode):
-    """A context in which the functions in `formulas` run as what stands for them there."""
-
-    formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.formulas.get(func, func)(*args, **(kwargs or {}))
-
-
-class TwiceDifferentiable(Formulas):
-    """A context in which bags of embeddings have second derivatives."""
-
-    formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {F.embedding_bag: embedding_bag}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.functional import formulas
-from curvature.functional.bags import Formulas, TwiceDifferentiable
+from curvature.functional.contexts import TwiceDifferentiable
 
 
 def batch_norm(
@@ -49,8 +49,8 @@ def _weights_first(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function
 
 
-class ExactNorms(Formulas):
-    """A context in which layer, batch and instance norms run as their formulas, and bags of embeddings as theirs."""
+class ExactNorms(TwiceDifferentiable):
+    """A context in which layer, batch and instance norms run as their formulas; for the rest `TwiceDifferentiable`."""
 
     formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {
         F.layer_norm: formulas.layer_norm, torch.layer_norm: formulas.layer_norm, F.batch_norm: batch_norm,

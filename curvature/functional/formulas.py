@@ -116,19 +116,22 @@ def attention(
     """``scaled_dot_product_attention`` by its definition."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    return F.dropout(attention_weights(query, key, attn_mask, scale), dropout_p, dropout_p > 0) @ value
+
+
+def attention_weights(query: Tensor, key: Tensor, attn_mask: Tensor | None, scale: float | None) -> Tensor:
+    """One for each pair of a query and a key; a query that may attend to nothing gets zeros."""
+    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if attn_mask is None:
-        weights = softmax(scores, -1)
+        return softmax(scores, -1)
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
     else:
-        blind = (scores == -math.inf).all(-1, keepdim=True)  # a query that may attend to nothing gets zero
-        weights = softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
-    return F.dropout(weights, dropout_p, dropout_p > 0) @ value
+        scores = scores + attn_mask
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    return softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
 
 
 def _dropout(draw: Callable[[Tensor, float, bool], Tensor]) -> Callable[..., Tensor]:

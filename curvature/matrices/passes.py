@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm.auto import tqdm
 
+from curvature.functional import AttentionInBlocks
 from curvature.gradients import (
     Batch,
     Plan,
@@ -121,7 +122,9 @@ class DataSource:
                 alone = trained_alone(batch.model, batch.parameters)
                 # fused attention has no second derivatives and no batched backward pass
                 with preserve_state(batch.model) as drew_random, alone, sdpa_kernel(SDPBackend.MATH):
-                    run = RecordedBatch(batch, self.loss, drew_random, forward(batch))
+                    with AttentionInBlocks():
+                        recorded = forward(batch)
+                    run = RecordedBatch(batch, self.loss, drew_random, recorded)
                     if not seen and not again and self.loss is not None and batch.y is not None:
                         run.warn_if_coupled()
                     visit(run)
@@ -163,7 +166,9 @@ class RecordedBatch:
             generator = torch.Generator().manual_seed(0)
             draw: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
             probed = self._with_vector(torch.randn(self.output.shape, **draw).to(self.output))
-            return learn_and_verify(self.tape, probed.losses(self.output), single_sample_reference(probed, self.random))
+            with AttentionInBlocks():
+                reference = single_sample_reference(probed, self.random)
+                return learn_and_verify(self.tape, probed.losses(self.output), reference)
 
         return find_plan(self.batch.model, plan_key(self.batch), self.tape, learn)[0]
 
@@ -228,7 +233,8 @@ class RecordedBatch:
         for v, backprops in zip(vectors, self._backprops(vectors), strict=True):
             terms, failed = terms_by_parameter(self.tape, backprops, self.plan.layouts, self.plan.general)
             if failed:
-                found = general_path_terms(self._with_vector(v), self.plan, failed, self.random)
+                with AttentionInBlocks():
+                    found = general_path_terms(self._with_vector(v), self.plan, failed, self.random)
                 terms |= {k: [DenseGradients(gradients(parts).to(self.dtype))] for k, parts in found.items()}
             rows.append({name: parts for name, parts in terms.items() if parts})
         return rows

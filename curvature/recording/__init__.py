@@ -12,7 +12,6 @@ from curvature.recording.eager import force_eager, unwrap_compiled
 from curvature.recording.function_model import FunctionModel
 from curvature.recording.listener import Listener, capture
 from curvature.recording.log import warn_once
-from curvature.recording.mode import traceable_body
 from curvature.recording.model_call import (
     ModelState,
     RandomState,
@@ -30,6 +29,6 @@ __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
     "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_functions", "graph_leaves",
     "graph_signature", "is_sharded", "is_within", "logits", "map_tensors", "preserve_state", "stream_backprops",
-    "tape_from_graph", "tensors_in", "traceable_body", "trained_alone", "trained_parameters", "unwrap_compiled",
+    "tape_from_graph", "tensors_in", "trained_alone", "trained_parameters", "unwrap_compiled",
     "warn_once",
 ]  # fmt: skip

@@ -8,10 +8,8 @@ enter and leave the mode: outside ``with capture(model)`` nothing is active.
 from __future__ import annotations
 
 import sys
-import types
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvature.functional import RECURRENT, plain_form
+from curvature.functional import RECURRENT, plain_form, traceable_body
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.recording.loss_functions import LOSSES
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
@@ -156,18 +154,3 @@ def _edge_of(out: Tensor) -> GradientEdge:
     base = out._base if out._is_view() else None
     whole = base is not None and base.numel() == out.numel() and base.is_contiguous() and out.is_contiguous()
     return get_gradient_edge(base if base is not None and whole and base.requires_grad else out)
-
-
-@cache
-def traceable_body(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A function of torch.nn.functional in a form whose inner calls reach the mode (multi-head attention above all).
-
-    Such a function is written in torch functions, but hands itself over as a whole as long as ``has_torch_function``
-    returns true. The same code with that answer fixed to false runs its body. None for functions of any other kind.
-    """
-    if not isinstance(func, types.FunctionType) or func.__module__ != "torch.nn.functional":
-        return None
-    answers = {name: lambda *_: False for name in func.__globals__ if name.startswith("has_torch_function")}
-    return types.FunctionType(
-        func.__code__, {**func.__globals__, **answers}, func.__name__, func.__defaults__, func.__closure__
-    )

@@ -92,17 +92,24 @@ def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights:
     """Add up rows that a sample looks up several times first; build no table per sample."""
     first = left[0][0]
     assert isinstance(first, IndexedRows)
-    wide = torch.promote_types(first.values.dtype, torch.float32)
-    same = (first.index[:, :, None] == first.index[:, None, :]).to(wide)
-    weights = weights.to(wide)
-    shares = weights[:, None] / same.sum(2)  # share of each look-up in the product of its row
-    out = first.values.new_zeros(first.shape)
+    rows = first.shape[0]
+    samples = torch.arange(len(first.index), device=first.index.device)
+    found, which = torch.unique(samples[:, None] * rows + first.index, return_inverse=True)  # a sample and its row
+
+    def sums(term: Term) -> Tensor:
+        assert isinstance(term, IndexedRows)
+        wide = torch.promote_types(term.values.dtype, torch.float32)
+        new = term.values.new_zeros(len(found), term.values.shape[-1], dtype=wide)
+        return new.index_add_(0, which.flatten(), term.values.flatten(0, 1).to(wide))
+
+    products = None
     for (u,), (w,) in zip(left, right, strict=True):
-        assert isinstance(u, IndexedRows) and isinstance(w, IndexedRows)
-        x = same.to(u.values.dtype) @ u.values
-        y = x if w is u else same.to(w.values.dtype) @ w.values
-        out.index_add_(0, first.index.flatten(), (x * y * shares.to(x.dtype)[:, :, None]).flatten(0, 1))
-    return out
+        x = sums(u)
+        y = x if w is u else sums(w)
+        products = x * y if products is None else products.addcmul_(x, y)
+    assert products is not None
+    products *= weights.to(products.dtype)[found // rows, None]
+    return products.new_zeros(first.shape).index_add_(0, found % rows, products)
 
 
 def _from_gradients(
