@@ -27,6 +27,13 @@ MUTANTS = [
         ("scores = query @ key.mT * (1 / math.sqrt(query.shape[-1])", "scores = query @ key.mT * (1 / query.shape[-1]"),
     ),
     *broken(
+        "curvature/functional/attention.py",
+        "curvature/functional/test_attention.py",
+        (".tril(start)", ".tril()"),
+        ("_cut(totals[k], block, by_query).add_(x)", "_cut(totals[k], block, by_query).copy_(x)"),
+        ("vjp(lambda *sent: pull(sent), *map(torch.zeros_like, values))[1](changes)", "pull(values)"),
+    ),
+    *broken(
         "curvature/functional/plain_forms.py",
         "curvature/gradients/test_per_sample.py curvature/matrices/test_builders.py",
         ("torch.norm_except_dim(v, 2, dim)", "torch.norm_except_dim(v, 1, dim)"),
