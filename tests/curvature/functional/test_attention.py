@@ -78,7 +78,9 @@ def derivatives(run: Callable[..., Tensor], given: list[Tensor], options: dict[s
         "second": second(*(d[0] for d in along)),
         "second of a batch": torch.vmap(second)(*along),
         "change": change,
-        "changes of a batch": torch.vmap(lambda *d: torch.func.jvp(lambda *x: run(*x, **options), values, d)[1])(*along),
+        "changes of a batch": torch.vmap(lambda *d: torch.func.jvp(lambda *x: run(*x, **options), values, d)[1])(
+            *along
+        ),
     }
 
 
@@ -94,7 +96,9 @@ def test_every_derivative_is_that_of_attention_written_out(call: str, width: int
     assert type(found["value"].grad_fn.next_functions[0][0]).__name__ != "SafeSoftmaxBackward0"
     expected = derivatives(written_out, given, options)
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 class Text(nn.Module):
