@@ -71,7 +71,7 @@ class Blockwise:
 
         def function(start: int, mask: Tensor | None, *given: Tensor) -> Results:
             tensors, changes = given[: len(self.arguments)], given[len(self.arguments) :]
-            values, pull = vjp(partial(self.function, start, mask), *tensors)
+            values, pull = vjp(partial(self.function, start, mask), *tensors)[:2]
             found: Results = vjp(lambda *sent: pull(sent), *map(torch.zeros_like, values))[1](changes)
             return found
 
@@ -171,11 +171,12 @@ def attention(
     Torch's own runs where there are few scores, dropout (which draws as many numbers), or a mask to be differentiated
     (which is as large), and under activation checkpointing, whose second run does not come here.
     """
-    given, kind = (query, key, value), query.device.type
+    given: tuple[Tensor, ...] = (query, key, value)
+    kind = query.device.type
     are_few = math.prod(query.shape[:-1]) * key.shape[-2] <= _scores_at_once(query)
     if are_few or dropout_p or query.is_nested or _is_odd(attn_mask, is_causal) or is_checkpointed():
         return F.scaled_dot_product_attention(
-            *given, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if enable_gqa:
         given = (query, *(x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value)))
@@ -208,11 +209,11 @@ def _is_odd(mask: Tensor | None, is_causal: bool) -> bool:
     return mask is not None and (is_causal or mask.requires_grad or forward_ad.unpack_dual(mask).tangent is not None)
 
 
-def _fused(options: dict[str, Any], mask: Tensor | None, *tensors: Tensor) -> Results | None:
+def _fused(options: dict[str, Any], mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Results | None:
     with sdpa_kernel(BACKENDS):
-        if torch._fused_sdp_choice(*tensors, mask, **options) == SDPBackend.MATH.value:
+        if torch._fused_sdp_choice(q, k, v, mask, **options) == SDPBackend.MATH.value:
             return None
-        return (F.scaled_dot_product_attention(*tensors, mask, **options),)
+        return (F.scaled_dot_product_attention(q, k, v, mask, **options),)
 
 
 def _gradient(kernel: Kernel, mask: Tensor | None, *given: Tensor) -> Results | None:
