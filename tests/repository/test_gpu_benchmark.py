@@ -97,6 +97,13 @@ def test_a_run_that_did_not_train_is_refused(gpu: ModuleType) -> None:
     ours.check()
 
 
+def test_mean_steps_of_gpt2(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module("gpt2_step")
+    assert module.Seconds(adamw=1.0, ordinary=2.0, whole=12.0).mean(10) == 3.0
+    module.main(["--small", "--device", "cpu", "--batch", "2", "--length", "8", "--rounds", "1", "--threads", "1"])
+    assert "every 32 steps: " in capsys.readouterr().out
+
+
 def test_curvature(gpu: ModuleType, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, networks = (importlib.import_module(name) for name in ("gpu_curvature", "_gpu_networks"))
     tiny = networks.images("ResNet-18", networks.resnet18, 32, 2, 3, width=2)
