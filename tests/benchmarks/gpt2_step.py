@@ -2,8 +2,8 @@
 
     python tests/benchmarks/gpt2_step.py [--device cuda] [--batch 8] [--length 1024] [--rounds 3] [--cpu-time]
 
-It times ordinary steps, and steps that renew all factors and invert all blocks. In an interval of n steps each layer is
-renewed and inverted once, so the mean step is ``ordinary + (whole - ordinary) / n``. Both optimizers train on one batch.
+It times ordinary steps, and steps that renew all factors and invert all blocks. If each happens
+once in n steps, the mean step is ``ordinary + (whole - ordinary) / n``. Both optimizers train on one batch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = f"GPT-2 {size['layers']} x {size['d']}, {options.batch} x {options.length} tokens"
     found = measure(text(title, size, options.batch, options.device), options.rounds, options.cpu_time)
     print(f"{machine(options.device)}, {'processor' if options.cpu_time else 'wall'} time: {title}")
-    print(f"AdamW {found.adamw:.3g} s, KFAC: ordinary {found.ordinary:.3g} s, renewing and inverting {found.whole:.3g} s")
+    print(
+        f"AdamW {found.adamw:.3g} s, KFAC: ordinary {found.ordinary:.3g} s, renewing and inverting {found.whole:.3g} s"
+    )
     for interval in INTERVALS:
         print(f"every {interval} steps: {found.mean(interval) / found.adamw:.3f} times AdamW's step")
 
