@@ -96,9 +96,9 @@ def fisher_blocks(
     """The exact block of every layer, weight and bias together.
 
     Args:
-        structure: other structures for some layers, by the name of a module, or of a parameter, which then has a block
-            of its own (its bias, too):
-            ``{"embedding": "diagonal"}``.
+        structure: another structure for some layers: by the name of a module for all its parameters together, as
+            ``{"embedding": "diagonal"}``; or of one parameter, which then has a block of its own. The other parameters
+            of its layer keep their structure: ``{"2.weight": "diagonal"}`` says nothing of ``2.bias``.
 
     Raises:
         ValueError: a layer has more than 30,000 parameters, and no structure of its own.
@@ -243,8 +243,9 @@ def kfac(
     Args:
         sharing: what to do where a sample uses a weight at several places, such as pixels or tokens (arXiv:2311.00636).
             "expand" counts each place as a sample; "reduce" first averages activations and sums backprops over them.
-        structure: another structure for some layers, "kronecker", "dense" or "diagonal": by the name of the module, as
-            ``{"head": "diagonal"}``, or of a parameter, which then has a block of its own (and so has its bias).
+        structure: another structure for some layers, "kronecker", "dense" or "diagonal": by the name of a module for
+            all its parameters together, as ``{"head": "diagonal"}``; or of one parameter, which then has a block of its
+            own. The other parameters of its layer then have a block without it, a bias alone an exact one.
 
     Raises:
         ValueError: a factor has more than 30,000 rows, and its layer no structure of its own.
