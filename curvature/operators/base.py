@@ -361,11 +361,7 @@ class Scaled(Operator):
 
 
 class Sum(Operator):
-    """The sum of matrices over the same space, as ``K1 + K2`` makes it; its largest eigenvalues come from products.
-
-    The sum of two Kronecker products is no Kronecker product. Products, trace and diagonal are the sums of those of the
-    terms; `solve`, `inverse`, `logdet` and `sample` build the whole matrix (P, P). Block-diagonal matrices with the same
-    blocks are added block by block, and build one layer's block at a time.
+    """The sum of matrices over the same space; its solves are dense, its largest eigenvalues from products.
 
     Raises:
         ValueError: the spaces differ.
