@@ -288,7 +288,7 @@ def _resolve(loss: Loss) -> tuple[Any, _LossKind | None]:
 def _of_likelihood(unit: Likelihood, masses: Tensor, output: Tensor, count: int | None) -> OutputCurvature:
     scale = masses.sqrt()
     return OutputCurvature(
-        product=lambda: lambda u: masses * unit.product(u),
+        product=lambda: lambda u: unit.product(u).mul_(masses),
         root=lambda eps: scale * unit.root(eps),
         columns=_columns(lambda eps: scale * unit.thin_root(eps), output, count, unit.spares_last_class),
         diagonal=lambda: masses * unit.diagonal(),
@@ -298,10 +298,15 @@ def _of_likelihood(unit: Likelihood, masses: Tensor, output: Tensor, count: int 
 def _columns(root: LinearMap, output: Tensor, count: int | None, spares_last_class: bool = False) -> Columns:
     """The columns of a root, but for those of the last class if it spares them."""
     count = count or len(output)
-    entries = torch.arange(output.numel() // count, device=output.device)
-    if spares_last_class and output.shape[1] > 1:
-        entries = entries.reshape(len(output) // count, *output.shape[1:])[:, :-1].flatten()
-    return len(entries), lambda start, stop: root(unit_vectors(output, count, entries[start:stop]))
+    size = output.numel() // count
+    each = output[0].numel()  # entries of a row, of which the last class has the last ones
+    kept = each - each // output.shape[1] if spares_last_class and output.shape[1] > 1 else each
+
+    def columns(start: int, stop: int) -> Tensor:
+        position = torch.arange(start, stop, device=output.device)
+        return root(unit_vectors(output, count, position // kept * each + position % kept))
+
+    return size // each * kept, columns
 
 
 def _by_differentiating(
@@ -324,7 +329,7 @@ def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target
     """Read the masses from the loss, at an output where each term is its mass times a known value."""
     at, value = probe
     dtype = output.dtype if loss.weight is None else loss.weight.dtype
-    flat = torch.full_like(output, at, dtype=dtype)
+    flat = output.new_full((), at, dtype=dtype).expand(output.shape)
     if target.is_floating_point():
         target = target.to(dtype)
     unreduced = copy.copy(loss)

@@ -146,7 +146,8 @@ def _stacked(directions: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _by_backward_passes(batch: Batch, output: Tensor, directions: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    return torch.stack([change for (change,) in output_changes([output], batch.parameters, directions)])
+    changes = [change[None] for (change,) in output_changes([output], batch.parameters, directions)]
+    return torch.cat(changes) if len(changes) > 1 else changes[0]
 
 
 def _is_near(found: Tensor, expected: Tensor) -> bool:

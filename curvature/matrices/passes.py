@@ -122,9 +122,7 @@ class DataSource:
                 alone = trained_alone(batch.model, batch.parameters)
                 # fused attention has no second derivatives and no batched backward pass
                 with preserve_state(batch.model) as drew_random, alone, sdpa_kernel(SDPBackend.MATH):
-                    with AttentionInBlocks():
-                        recorded = forward(batch)
-                    run = RecordedBatch(batch, self.loss, drew_random, recorded)
+                    run = RecordedBatch(batch, self.loss, drew_random, _in_blocks(forward, batch))
                     if not seen and not again and self.loss is not None and batch.y is not None:
                         run.warn_if_coupled()
                     visit(run)
@@ -141,6 +139,12 @@ class DataSource:
     @property
     def is_sum(self) -> bool:
         return getattr(self.loss, "reduction", "mean") == "sum"
+
+
+def _in_blocks(forward: Callable[[Batch], Recorded], batch: Batch) -> Recorded:
+    """The mode is for the forward pass alone: it slows every other function down, and `run` alone holds the result."""
+    with AttentionInBlocks():
+        return forward(batch)
 
 
 class RecordedBatch:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -140,16 +141,21 @@ def through_outputs(
     dims = run.batch.dims
     output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
     weights = run.weights(inject)
-    options: Any = {"count": run.batch.count, "generator": drawn}
-    multiply = inject.product(output, loss, target, **options)
     rows = weights.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
+    options: Any = {"count": run.batch.count, "generator": drawn}
+    multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
     changes_along, step = _changes(run, parameters, forward_mode)
 
-    def add(part: Tensor, total: Tensor) -> None:
+    def product(part: Tensor) -> Tensor | None:
         changes = changes_along(part)
-        if changes is not None:
-            products = (multiply(changes.movedim(dims[1] + 1, 1)) * rows).movedim(1, dims[1] + 1)
-            for some, where in zip(products.split(run.pass_size), total.split(run.pass_size), strict=True):
+        return None if changes is None else multiply()(changes.movedim(dims[1] + 1, 1))
+
+    def add(part: Tensor, total: Tensor) -> None:
+        products = product(part)
+        if products is not None:
+            sent = (products * rows).movedim(1, dims[1] + 1)
+            del products
+            for some, where in zip(sent.split(run.pass_size), total.split(run.pass_size), strict=True):
                 _add(batched_vjp([run.output], parameters, [some]), parameters, where)
 
     return _in_steps(add, step), float(weights.sum())
@@ -175,8 +181,9 @@ def _changes(
 ) -> tuple[Callable[[Tensor], Tensor | None], int]:
     """A function of columns (c, P) to ``J v`` (c, *output.shape), None being zero, and for how many to call it."""
     if run.change is not None:
-        change = run.change[None]
-        return (lambda _: change), 1
+        known = [run.change[None]]
+        run.change = None
+        return (lambda _: known.pop()), 1  # for its one column
     found = forward_mode.columns(run.batch, run.tape, run.output)
     if found is None:
         return _jacobian(run.output, parameters), _through_backward(run)
