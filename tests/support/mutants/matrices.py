@@ -32,7 +32,7 @@ MUTANTS = [
         "curvature/matrices/products.py",
         "curvature/matrices",
         ("total.div_(weight)", "total.div_(weight + 1)"),
-        ("(multiply(changes.movedim(dims[1] + 1, 1)) * rows)", "multiply(changes.movedim(dims[1] + 1, 1))"),
+        ("(products * rows).movedim(1, dims[1] + 1)", "products.movedim(1, dims[1] + 1)"),
         ("value = (weights * losses)[weights != 0].sum()", "value = losses[weights != 0].sum()"),
     ),
     *broken(
