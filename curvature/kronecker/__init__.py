@@ -5,6 +5,7 @@ per-sample gradients in the factors' eigenbasis (`Basis`), damped inverses of pr
 of products (`invert_kronecker_sum`); symmetric sides in half the memory (`pack`). Nothing here averages over batches.
 """
 
+from curvature.kronecker.compact import compacted, kept_bytes
 from curvature.kronecker.diagonal_blocks import cuts_of
 from curvature.kronecker.eigenbasis import Basis
 from curvature.kronecker.factors import Affine, Reading, Scheme, at_least_float32
@@ -17,14 +18,16 @@ from curvature.kronecker.inverses import (
     inverses_in_blocks,
     nonzero_or_one,
 )
-from curvature.kronecker.packing import Side, as_packed, diagonal_of, entries_of, pack, whole
+from curvature.kronecker.packing import Packed, Side, as_packed, diagonal_of, entries_of, halve, pack, whole
 from curvature.kronecker.statistics import KroneckerStatistics, merge_products
 from curvature.kronecker.subsampling import subsample_samples
 from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum, invert_kronecker_sums
+from curvature.kronecker.waiting import kept_activations
 
 __all__ = [
-    "Affine", "Basis", "KroneckerInverse", "KroneckerStatistics", "KroneckerSumInverse", "Pair", "Reading", "Scheme",
-    "Side", "as_packed", "at_least_float32", "carry_diagonal", "cuts_of", "diagonal_of", "eigen_inverses", "eigenbases",
-    "entries_of", "factored_inverses", "inverses_in_blocks", "invert_kronecker_sum", "invert_kronecker_sums",
-    "merge_products", "nonzero_or_one", "pack", "subsample_samples", "whole",
+    "Affine", "Basis", "KroneckerInverse", "KroneckerStatistics", "KroneckerSumInverse", "Packed", "Pair", "Reading",
+    "Scheme", "Side", "as_packed", "at_least_float32", "carry_diagonal", "compacted", "cuts_of", "diagonal_of",
+    "eigen_inverses", "eigenbases", "entries_of", "factored_inverses", "halve", "inverses_in_blocks",
+    "invert_kronecker_sum", "invert_kronecker_sums", "kept_activations", "kept_bytes", "merge_products",
+    "nonzero_or_one", "pack", "subsample_samples", "whole",
 ]  # fmt: skip

@@ -128,8 +128,10 @@ class Basis:
         return squared_gradients.sum_of_products(ours, ours if rights is lefts else rotated(rights), weights).T[None]
 
     def _from_gradients(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
-        """From the gradients themselves, by chunks of samples."""
-        step = max(1, contractions.CHUNK_ELEMENTS // max(1, self.scheme.arrangement.dimension))
+        """From the gradients themselves, by chunks of samples: on a CPU of as many as its cache holds."""
+        is_cpu = weights.device.type == "cpu"
+        most = contractions.CACHED_CHUNK_ELEMENTS if is_cpu else contractions.CHUNK_ELEMENTS
+        step = max(1, most // max(1, self.scheme.arrangement.dimension))
         total = torch.zeros(self.sides, dtype=self.scheme.dtype, device=weights.device)
         for start in range(0, len(weights), step):
             part = slice(start, start + step)

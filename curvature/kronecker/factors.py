@@ -32,8 +32,7 @@ from curvature.terms import (
     sum_in_place,
 )
 
-CHUNK_ELEMENTS = 1 << 24  # elements of activations at a time
-PIECE_ELEMENTS = 1 << 19  # of unfolded ones, if the input, and the moment, are no larger
+CHUNK_ELEMENTS, PIECE_ELEMENTS = 1 << 24, 1 << 19  # of activations at a time; unfolded, if input and moment are no larger
 
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
@@ -66,9 +65,9 @@ class Scheme:
         sketched: whether the side is kept as a `curvature.linalg.sketch`.
         block_size: a dense side with more rows than that, a bias aside, is zero outside of diagonal blocks of that
             size; None: no side is.
+        compact: whether averages and inverses are in 16 bits.
         dtype: of the moments.
-        sharing: "expand": each place counts as a sample; "reduce": activations are averaged and backprops added over
-            the places of a sample first (arXiv:2311.00636).
+        sharing: "expand": each place counts as a sample; "reduce": activations are averaged, backprops added first.
     """
 
     arrangement: AffineLayout
@@ -77,6 +76,7 @@ class Scheme:
     sharing: str
     sketched: tuple[bool, bool] = (False, False)
     block_size: int | None = None
+    compact: bool = False
 
     @staticmethod
     def of(

@@ -6,7 +6,7 @@ A side is (g, d, d), or its diagonal (g, d); matrices that an inverse is applied
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker.diagonal_blocks import Cuts, joined, parts_of
-from curvature.kronecker.packing import Packed, Side, diagonal_of, whole
+from curvature.kronecker.packing import Packed, Side, as_packed, diagonal_of, whole
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
     Lazily,
@@ -45,6 +45,7 @@ class KroneckerInverse:
     `shifts` has a number c where a side is V of ``c (I - V V^T)``, V (g, d, r) with orthogonal columns.
     Where `values` (1, r + 1, s + 1) are given for partial bases rows (1, o, r) and columns (1, i, s), the last of each
     axis belongs to all directions outside of them. `cuts` are those of both sides (`curvature.kronecker.cuts_of`).
+    `packed` says of either side whether it is a triangle in 16 bits (`compacted`); `cuts` are then given.
     """
 
     rows: Tensor
@@ -53,41 +54,53 @@ class KroneckerInverse:
     roots: tuple[bool, bool] = (False, False)
     shifts: tuple[Tensor | None, Tensor | None] = (None, None)
     cuts: Cuts = ((), ())
+    packed: tuple[bool, bool] = (False, False)
+
+    def opened(self, k: int, dtype: torch.dtype) -> Tensor:
+        """The rows (k = 0) or columns (1), not packed, in this precision."""
+        side = (self.rows, self.columns)[k]
+        if not self.packed[k]:
+            return side.to(dtype)
+        found = whole(as_packed(side, self.cuts[k], dtype))
+        return found.tril_() if self.roots[k] else found
 
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
         """The product with x, in place if x is our own: allocating memory costs more than arithmetic."""
         cut, other = self.cuts
         with own_precision(x):
             if self.values is None:
-                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own, cut=cut)
-                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False, own=True, cut=other)
+                x = _solved(self.opened(0, x.dtype), self.roots[0], self.shifts[0], x, left=True, own=own, cut=cut)
+                side = self.opened(1, x.dtype)
+                return _solved(side, self.roots[1], self.shifts[1], x, left=False, own=True, cut=other)
+            rows, columns = self.opened(0, x.dtype), self.opened(1, x.dtype)
             if self.is_partial:
-                return _partial(self.rows, self.columns, self.values, x)
-            inner = _right(self.columns, _left(_transposed(self.rows), x, cut), other).mul_(self.values)
-            return _right(_transposed(self.columns), _left(self.rows, inner, cut), other)
+                return _partial(rows, columns, self.values, x)
+            inner = _right(columns, _left(_transposed(rows), x, cut), other).mul_(self.values)
+            return _right(_transposed(columns), _left(rows, inner, cut), other)
 
     @property
     def form(self) -> Any:
         """Equal for inverses that can be stacked; None if this one cannot, or is so large that it does not pay."""
         sides = (self.rows, self.columns) if self.values is None else (self.rows, self.columns, self.values)
         is_plain = not any(self.roots) and self.shifts == (None, None) and not self.is_partial
-        is_small = max(self.rows.shape[-1], self.columns.shape[-1]) <= STACKED_MAX_SIDE
+        both = zip((self.rows, self.columns), self.cuts, self.packed, strict=True)
+        is_small = max(sum(cut) if packed else side.shape[-1] for side, cut, packed in both) <= STACKED_MAX_SIDE
         cuts = tuple(map(tuple, self.cuts))
-        return (self.rows.device, cuts, *(side.shape for side in sides)) if is_plain and is_small else None
+        return (self.rows.device, cuts, self.packed, *(side.shape for side in sides)) if is_plain and is_small else None
 
     @staticmethod
     def stacked(inverses: Sequence[KroneckerInverse]) -> KroneckerInverse:
         """One inverse for several of one form, their groups one after the other."""
         rows, columns = torch.cat([i.rows for i in inverses]), torch.cat([i.columns for i in inverses])
         values = [i.values for i in inverses if i.values is not None]
-        return KroneckerInverse(rows, columns, torch.cat(values) if values else None, cuts=inverses[0].cuts)
+        return replace(inverses[0], rows=rows, columns=columns, values=torch.cat(values) if values else None)
 
     def parts(self, count: int) -> list[KroneckerInverse]:
         """What was `stacked`, in its memory."""
         sides = [
             [None] * count if side is None else side.chunk(count) for side in (self.rows, self.columns, self.values)
         ]
-        return [KroneckerInverse(b, a, values, cuts=self.cuts) for b, a, values in zip(*sides, strict=True)]
+        return [replace(self, rows=b, columns=a, values=values) for b, a, values in zip(*sides, strict=True)]
 
     @property
     def is_partial(self) -> bool:
@@ -96,10 +109,11 @@ class KroneckerInverse:
     def condition(self) -> float:
         """Largest over smallest nonzero eigenvalue, the maximum over groups."""
         if self.values is not None:
-            spread = self.values.flatten(1)
+            spread = self.values.flatten(1).to(torch.promote_types(self.values.dtype, torch.float32))
             least = torch.where(spread > 0, spread, torch.inf).amin(1)
             return float((spread.amax(1) / least).max())
-        sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.roots, self.shifts, strict=True)]
+        both = (self.opened(k, torch.promote_types(self.rows.dtype, torch.float32)) for k in (0, 1))
+        sides = [_spectrum(*side) for side in zip(both, self.roots, self.shifts, strict=True)]
         one, other = (s.amax(1) / s.amin(1) for s in sides)
         return float((one * other).max())
 
@@ -133,7 +147,8 @@ def factored_inverses(
     are_thin = [
         side.ndim == 3 and side.shape[1] >= ROOT_ASPECT_RATIO * width for side, width in zip(sides, widths, strict=True)
     ]
-    starts = dict(enumerate(side for inverse in before for side in _parts(inverse)))
+    found_before = (side for inverse in before for side in _parts(inverse))
+    starts = {k: None if side is None else side.to(sides[k].dtype) for k, side in enumerate(found_before)}
     found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
         k: _of_sketch(whole(side), share) for k, side in enumerate(sides) if _is_sketch(side)
     }
@@ -231,17 +246,17 @@ def carry_diagonal(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor
 
     That matrix is taken to be diagonal in the old basis. The trace is kept, for orthogonal sides.
     """
-    olds = [torch.diag_embed(o) if o.ndim < n.ndim else o for o, n in zip(old, new, strict=True)]
+    olds, news = ([side.to(values.dtype) for side in sides] for sides in (old, new))
+    olds = [torch.diag_embed(o) if o.ndim < n.ndim else o for o, n in zip(olds, news, strict=True)]
     with own_precision(values):
-        rows, columns = (n * o if n.ndim == 2 else (n.mT @ o).square() for o, n in zip(olds, new, strict=True))
+        rows, columns = (n * o if n.ndim == 2 else (n.mT @ o).square() for o, n in zip(olds, news, strict=True))
         return _right(_transposed(columns), _left(rows, values))
 
 
 def _stacked(sides: Sequence[Side]) -> Tensor:
     """Sides of one form together, in memory of their own if they were packed, or several."""
     if isinstance(sides[0], Packed):
-        entries = torch.cat([side.entries for side in sides if isinstance(side, Packed)])
-        return Packed(entries, sides[0].cut).whole()
+        return Packed.stacked([side for side in sides if isinstance(side, Packed)]).whole()
     return torch.cat([whole(side) for side in sides]) if len(sides) > 1 else sides[0]
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from curvature.kronecker.diagonal_blocks import cuts_of
 from curvature.kronecker.factors import Reading, Scheme, at_least_one
 from curvature.kronecker.packing import as_packed, pack, whole
-from curvature.linalg import add_moments_, fill_slot, is_sketch, moment_diagonal, scale_moment, sum_slots
+from curvature.kronecker.waiting import Waiting
+from curvature.linalg import add_moments_, fill_slot, is_sketch, moment_diagonal, own_precision, scale_moment, sum_slots
 
 
 @dataclass
@@ -26,6 +27,7 @@ class KroneckerStatistics:
         samples: number of samples.
         activations: sums of outer products, each with its number of summands, of all groups or of each (g,).
         backprops: sums of outer products.
+        waiting: activations that are yet to be summed up (`curvature.kronecker.kept_activations`).
 
     All of them as sides of products, or all as `curvature.kronecker.packing.pack` keeps them.
     """
@@ -34,8 +36,29 @@ class KroneckerStatistics:
     samples: float = 0.0
     activations: dict[Reading, tuple[Tensor, int | Tensor]] = field(default_factory=dict)
     backprops: dict[Reading, Tensor] = field(default_factory=dict)
+    waiting: dict[Reading, Waiting] = field(default_factory=dict)
+
+    def secure(self) -> None:
+        """Copy what waits of the layer's own inputs, which may change from now on."""
+        self.waiting = {reading: own.copied() for reading, own in self.waiting.items()}
+
+    def completed(self) -> Any:
+        """The same with all activations summed up, packed."""
+        if not self.waiting:
+            return self
+        cuts, sums = cuts_of(self.scheme), dict(self.activations)
+        for reading, own in self.waiting.items():
+            with own_precision(self.backprops[reading]):
+                moment, number = self.scheme.activations(own.checked())
+            sums[reading] = pack(moment, cuts[not reading.flipped]), number
+        return replace(self, activations=sums, waiting={})
+
+    def _complete(self) -> None:
+        vars(self).update(vars(self.completed()))
 
     def add_(self, other: Any) -> None:
+        self._complete()
+        other = other.completed()
         self.samples += other.samples
         for reading, (moment, number) in other.activations.items():
             if reading in self.activations:
@@ -52,6 +75,7 @@ class KroneckerStatistics:
 
     def factors(self, scale: float) -> tuple[Tensor, Tensor]:
         """The factors of outputs and of inputs, packed, backprops multiplied by `scale`."""
+        self._complete()
         cuts = cuts_of(self.scheme)
         found = [
             self.scheme.product(reading, *self.activations[reading], scale_moment(moment, scale))
@@ -80,6 +104,7 @@ class KroneckerStatistics:
 
     def parts(self, schemes: Sequence[Scheme]) -> list[Any]:
         """The statistics of layers of one layout that were measured as the groups of one."""
+        self._complete()
         of = lambda tensor: tensor.chunk(len(schemes))
         activations = {key: (of(moment), number) for key, (moment, number) in self.activations.items()}
         backprops = {key: of(moment) for key, moment in self.backprops.items()}
@@ -94,11 +119,13 @@ class KroneckerStatistics:
         ]
 
     def tensors(self) -> list[Tensor]:
+        self._complete()
         numbers = [number for _, number in self.activations.values() if isinstance(number, Tensor)]
         return [*(moment for moment, _ in self.activations.values()), *numbers, *self.backprops.values()]
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         """Tensors that add up over `size` processes, this one being `rank`."""
+        self._complete()
         found: dict[str, Tensor] = {}
         for reading, (a, number) in self.activations.items():
             key = "".join("ny"[flag] for flag in reading)

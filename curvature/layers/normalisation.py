@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class _ScaleShift(Rule):
         shape, first = call.args[slot].shape, self.first_axis
         if slot == "bias":
             return sum_over_broadcast(layout.front(b), shape, layout, first)
-        direct = sum_over_broadcast(layout.front(b * self.normalize(call.args)), shape, layout, first)
+        direct = sum_over_broadcast(layout.front(_times(self.normalize(call.args), b)), shape, layout, first)
         offset = b.ndim - len(shape) if first is None else first
         axes = range(offset + 1, offset + 1 + len(shape))
 
@@ -37,6 +38,12 @@ class _ScaleShift(Rule):
             return x.reshape(len(x), -1, shape.numel())
 
         return ElementwiseProduct(direct, lambda: by_feature(self.normalize(call.args)), by_feature(b))
+
+
+def _times(own: Tensor, b: Tensor) -> Tensor:
+    """``own * b``, in the memory of `own` where nothing has to know of it: early layers' inputs are large."""
+    is_plain = own.dtype == b.dtype and not b.requires_grad and not torch._C._are_functorch_transforms_active()
+    return own.mul_(b) if is_plain else own * b
 
 
 @register

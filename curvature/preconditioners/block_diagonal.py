@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter, weighted_gradients
-from curvature.kronecker import Scheme, cuts_of
+from curvature.kronecker import KroneckerStatistics, Scheme, cuts_of
 from curvature.layers import Layout
 from curvature.linalg import are_true, full_precision, stack, widen
 from curvature.preconditioners.block import Block, BlockStatistics
@@ -52,6 +53,7 @@ def blocks_by_layer(
     sharing: str,
     kind: str = "kronecker",
     block_size: int | None = None,
+    compact: bool = False,
 ) -> list[Block]:
     """New blocks for the parameters that have terms and are not `taken`."""
     blocks: list[Block] = []
@@ -61,7 +63,14 @@ def blocks_by_layer(
         bias = joint_bias(tape, name)
         names = [name] if bias is None or bias in taken else [name, bias]
         shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
-        make = partial(_kronecker_block, dtype=node.tensor.dtype, sharing=sharing, kind=kind, block_size=block_size)
+        make = partial(
+            _kronecker_block,
+            dtype=node.tensor.dtype,
+            sharing=sharing,
+            kind=kind,
+            block_size=block_size,
+            compact=compact,
+        )
         found = make(names, terms[name], shapes) or _row_range_block(names, terms[name], shapes, make)
         if found is not None:
             blocks.append(found)
@@ -84,13 +93,14 @@ def _kronecker_block(
     sharing: str,
     kind: str,
     block_size: int | None,
+    compact: bool,
 ) -> Block | None:
     scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE, block_size)
     if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
         return None
     dense = [max(cut) for cut, flat in zip(cuts_of(scheme), scheme.diagonal, strict=True) if not flat]
     is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
-    block = LAYERS["kronecker" if is_large else kind](names, scheme)
+    block = LAYERS["kronecker" if is_large else kind](names, replace(scheme, compact=compact))
     block.reason = "too large for an eigenbasis; Kronecker factors are used" if is_large and kind == "eigen" else ""
     return block
 
@@ -204,17 +214,20 @@ class BlockDiagonalCurvature(CurvatureStore):
             and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
         kind: structure of the blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
         block_size: larger sides of factors are replaced by their diagonal blocks of that size; None: none is.
+        compact: keep averages and inverses in 16 bits.
     """
 
     takes_several_devices = True  # blocks live where their layer lives
 
-    def __init__(self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None) -> None:
+    def __init__(
+        self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None, compact: bool = False
+    ) -> None:
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         if kind not in ("kronecker", "eigen"):
             raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
         super().__init__()
-        self.sharing, self.kind, self.block_size = sharing, kind, block_size
+        self.sharing, self.kind, self.block_size, self.compact = sharing, kind, block_size, compact
 
     def measure(
         self,
@@ -314,7 +327,7 @@ class BlockDiagonalCurvature(CurvatureStore):
     ) -> CurvatureStatistics:
         """Statistics from the terms of one vector."""
         taken = {name for block in self.blocks for name in block.names}
-        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind, self.block_size)
+        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind, self.block_size, self.compact)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
         with full_precision():
@@ -326,12 +339,24 @@ class BlockDiagonalCurvature(CurvatureStore):
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         """Update the running averages, but for those of leaves whose statistics are not finite."""
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
-        found = [statistics.blocks[leaf.names[0]] for leaf in leaves]
-        are_finite = _are_finite([own.tensors() for own in found])
-        pairs = list(itertools.compress(zip(leaves, found, strict=True), are_finite))
-        for kind in dict.fromkeys(type(leaf) for leaf, _ in pairs):
-            alike = [pair for pair in pairs if type(pair[0]) is kind]
-            kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
+        found = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
+        _update([pair for pair in found if not _is_waiting(pair[1])], decay)
+        for leaf, own in found:
+            if isinstance(own, KroneckerStatistics) and own.waiting:  # one of the large sums at a time
+                _update([(leaf, own.completed())], decay)
+
+
+def _is_waiting(statistics: BlockStatistics) -> bool:
+    return isinstance(statistics, KroneckerStatistics) and bool(statistics.waiting)
+
+
+def _update(found: Sequence[tuple[Block, BlockStatistics]], decay: float) -> None:
+    """Update the averages of leaves whose statistics are finite, those of one class together."""
+    are_finite = _are_finite([own.tensors() for _, own in found])
+    pairs = list(itertools.compress(found, are_finite))
+    for kind in dict.fromkeys(type(leaf) for leaf, _ in pairs):
+        alike = [pair for pair in pairs if type(pair[0]) is kind]
+        kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
 
 
 def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ class EigenBlock(KroneckerBlock):
         found = super().measure(terms, samples, rank, world_size)
         if found is None:
             return None
-        found = EigenStatistics(self.scheme, samples, found.activations, found.backprops)
+        found = EigenStatistics(self.scheme, samples, found.activations, found.backprops, found.waiting)
         if self.basis is not None:
             found.squares = self._squares(terms, self.basis, rank, world_size)
             found.basis, found.squares_samples = self.basis, samples
@@ -152,7 +152,7 @@ class EigenBlock(KroneckerBlock):
 
     def _squares(self, terms: Sequence[Term], sides: Sides, rank: int, world_size: int) -> Tensor:
         """Sum over the batch's samples; terms with the same number of samples belong together."""
-        basis = Basis(self.scheme, *(side if side.ndim == 3 else None for side in sides))
+        basis = Basis(self.scheme, *(side.to(self.scheme.dtype) if side.ndim == 3 else None for side in sides))
         found: dict[int, list[Any]] = {}
         for term in terms:
             found.setdefault(len(term), []).append(term)
@@ -167,7 +167,12 @@ class EigenBlock(KroneckerBlock):
     def expected_bytes(self) -> int:
         here = self.scheme.arrangement
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
-        return super().expected_bytes + (2 * self.dimension + values) * self.scheme.dtype.itemsize
+        wide, narrow = self.scheme.dtype.itemsize, 2 if self.scheme.compact else self.scheme.dtype.itemsize
+        return super().expected_bytes + (self.dimension + values) * wide + self.dimension * narrow
+
+    def _bytes_of_inverse(self, side: int) -> int:
+        is_halved = self.scheme.compact and not self.scheme.diagonal[side]
+        return self.scheme.sides[side] * (2 if is_halved else self.scheme.dtype.itemsize)
 
     @staticmethod
     def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
@@ -202,7 +207,7 @@ class EigenBlock(KroneckerBlock):
             self.values = self._evened(carry_diagonal(self.values, self.basis, (rows, columns)), (rows, columns))
         if not self.seen:
             self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
-        self.inverse = KroneckerInverse(rows, columns, self._inverted(damping, share), cuts=self.cuts)
+        self.inverse = self.kept(KroneckerInverse(rows, columns, self._inverted(damping, share), cuts=self.cuts))
 
     def _evened(self, values: Tensor, basis: Sides) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it.

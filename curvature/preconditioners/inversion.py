@@ -49,7 +49,11 @@ def _failing(kind: type[Block], blocks: Sequence[Block], share: float, damping: 
         else:
             kind.decompose_all(blocks, damping)
         used = [(k, t) for k, b in enumerate(blocks) for t in b.inverse_tensors]
-        fine = are_true(stack(widen(t.sum()) for _, t in used).isfinite()) if used else []
+        fine = (
+            are_true(stack(widen(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))) for _, t in used).isfinite())
+            if used
+            else []
+        )
         failed = {k for (k, _), is_fine in zip(used, fine, strict=True) if not is_fine}
     except torch.linalg.LinAlgError:
         failed = set(range(len(blocks)))

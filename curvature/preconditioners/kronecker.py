@@ -25,15 +25,19 @@ from torch.utils import _pytree as pytree
 from curvature.kronecker import (
     KroneckerInverse,
     KroneckerStatistics,
+    Packed,
     Scheme,
     Side,
     as_packed,
+    compacted,
     cuts_of,
     diagonal_of,
     eigen_inverses,
-    entries_of,
     factored_inverses,
+    halve,
     inverses_in_blocks,
+    kept_activations,
+    kept_bytes,
     subsample_samples,
     whole,
 )
@@ -79,13 +83,20 @@ class KroneckerBlock(Block):
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
         changed = {"arrangement": AffineLayout(**form["arrangement"]), "sketched": form.pop("few")}
         self.scheme = Scheme(**form | changed)
+        if self.scheme.compact:  # a checkpoint is loaded in the parameters' precision, which loses nothing
+            self.row_side, self.column_side = (
+                None if side is None else halve(side, cut)
+                for side, cut in zip((self.row_side, self.column_side), self.cuts, strict=True)
+            )
+            self.inverse = None if self.inverse is None else self.kept(self.inverse)
 
     @property
     def sides(self) -> list[Side] | None:
         """Those of the running average; None before the first update."""
         if self.row_side is None or self.column_side is None:
             return None
-        return list(map(as_packed, (self.row_side, self.column_side), self.cuts))
+        both = zip((self.row_side, self.column_side), self.cuts, strict=True)
+        return [as_packed(side, cut, self.scheme.dtype) for side, cut in both]
 
     @property
     def rows(self) -> Tensor | None:
@@ -103,7 +114,11 @@ class KroneckerBlock(Block):
         found = KroneckerStatistics(self.scheme, samples)
         for reading, parts in self.scheme.readings(terms).items():
             some = subsample_samples(parts, self.scheme.sharing, rank, world_size)
-            found.activations[reading] = self.scheme.activations(some)
+            waiting = kept_activations(self.scheme, some)
+            if waiting is None:
+                found.activations[reading] = self.scheme.activations(some)
+            else:
+                found.waiting[reading] = waiting
             found.backprops[reading] = self.scheme.backprops([parts])
         return found.packed()
 
@@ -170,10 +185,16 @@ class KroneckerBlock(Block):
         news = [own.factors(1 / own.samples) for _, own in seen]
         pairs = [b._diagonals(*sides) for (b, _), sides in zip(seen, news, strict=True)]
         weights = OutlierFilter.weights([b.gate for b, _ in seen], pairs, [b.debiased_weight(decay) for b, _ in seen])
-        for (block, _), (rows, columns), w in zip(seen, news, weights, strict=True):
-            block.row_side = average_moments(block.row_side, rows, w)
-            block.column_side = average_moments(block.column_side, columns, w)
+        for (block, _), sides, w in zip(seen, news, weights, strict=True):
+            olds = block.sides or (None, None)
+            block.row_side, block.column_side = (
+                block._averaged(old, new, w, cut) for old, new, cut in zip(olds, sides, block.cuts, strict=True)
+            )
             block.updates += 1
+
+    def _averaged(self, old: Side | None, new: Tensor, weight: float | Tensor, cut: Sequence[int]) -> Tensor:
+        found = average_moments(old.unscaled() if isinstance(old, Packed) else old, new, weight)
+        return halve(found, cut) if self.scheme.compact else found
 
     def _diagonals(self, *news: Tensor) -> list[tuple[Tensor | None, Tensor]]:
         """Of both sides, old and new."""
@@ -193,21 +214,25 @@ class KroneckerBlock(Block):
         cuts = [cut for block in blocks for cut in block.cuts]
         inverses = eigen_inverses([b.sides for b in blocks], damping, cuts)
         for block, found in zip(blocks, inverses, strict=True):
-            block.inverse = found
+            block.inverse = block.kept(found)
+
+    def kept(self, inverse: KroneckerInverse) -> KroneckerInverse:
+        """An inverse in the form in which the block keeps it."""
+        return compacted(inverse, self.cuts) if self.scheme.compact else inverse
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         cut = [b for b in blocks if b.is_cut]
         parts = inverses_in_blocks([b.sides for b in cut], share, [c for b in cut for c in b.cuts])
         for block, found in zip(cut, parts, strict=True):
-            block.inverse = found
+            block.inverse = block.kept(found)
         blocks = [b for b in blocks if not b.is_cut]
         pairs, before = [b.sides for b in blocks], [b.inverse for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         for block in itertools.compress(blocks, anew):
             block.tried = block.updates
         for block, found in zip(blocks, factored_inverses(pairs, share, before, anew), strict=True):
-            block.inverse = found
+            block.inverse = block.kept(found)
 
     @property
     def inverse_tensors(self) -> list[Tensor]:
@@ -272,10 +297,13 @@ class KroneckerBlock(Block):
 
     @property
     def expected_bytes(self) -> int:
-        here, groups = self.scheme, self.scheme.arrangement.groups
-        kinds = zip(here.sides, self.cuts, here.diagonal, here.sketched, strict=True)
-        kept = (n if flat or few else groups * entries_of(cut) for n, cut, flat, few in kinds)
-        return (sum(kept) + sum(here.sides)) * here.dtype.itemsize
+        return sum(kept_bytes(self.scheme, k) + self._bytes_of_inverse(k) for k in (0, 1))
+
+    def _bytes_of_inverse(self, side: int) -> int:
+        here = self.scheme
+        if here.compact and not here.sketched[side]:
+            return kept_bytes(here, side)
+        return here.sides[side] * here.dtype.itemsize
 
     @property
     def cost(self) -> float:

@@ -1,0 +1,61 @@
+"""What a renewal takes at its peak, in all allocations: bounds that break if something is kept whole or all at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optimizers import EKFAC, KFAC
+from support.memory import peak_bytes
+
+WIDTH, LAYERS = 32, 6
+SIDE = 9 * WIDTH  # rows of the factor of a layer's inputs
+WHOLE = 4 * SIDE**2  # bytes of such a side
+
+
+class Stepping:
+    """A net of convolutions whose factors are much larger than all else."""
+
+    def __init__(self, make: Any, width: int = WIDTH) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(LAYERS)]
+        self.model, self.x = nn.Sequential(*layers), torch.randn(2, width, 4, 4)
+        self.opt, self.loss = make(self.model), torch.zeros(())
+
+    def forward(self) -> None:
+        self.opt.zero_grad()
+        self.loss = self.model(self.x).square().mean()
+
+    def finish(self) -> None:
+        self.loss.backward()
+        self.opt.step()
+        self.loss = torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("make", "kept", "forward", "finish"),
+    [
+        (
+            KFAC,
+            5.2,
+            0.6,
+            8.0,
+        ),  # of 6 averages as triangles, inverses by few eigenvalues; whole averages would be 3 more
+        (EKFAC, 10.6, 1.2, 10.5),  # and of squares in the basis
+        (lambda model: KFAC(model, compact=True), 2.3, 0.6, 7.0),
+        (lambda model: EKFAC(model, compact=True), 5.7, 3.0, 9.0),
+    ],
+    ids=["KFAC", "EKFAC", "KFAC_compact", "EKFAC_compact"],
+)
+def test_renewals(make: Any, kept: float, forward: float, finish: float):
+    """In sides: what stays, what a recorded pass takes (statistics of all layers at once were 4.7), and a step."""
+    run = Stepping(make)
+    for _ in range(4):
+        run.forward()
+        run.finish()
+    assert sum(block.bytes for block in run.opt.store.blocks) <= kept * WHOLE
+    assert peak_bytes(run.forward) <= forward * WHOLE
+    assert peak_bytes(run.finish) <= finish * WHOLE
