@@ -32,7 +32,8 @@ from curvature.terms import (
     sum_in_place,
 )
 
-CHUNK_ELEMENTS, PIECE_ELEMENTS = 1 << 24, 1 << 19  # of activations at a time; unfolded, if input and moment are no larger
+CHUNK_ELEMENTS = 1 << 24  # elements of activations at a time
+PIECE_ELEMENTS = 1 << 19  # of unfolded ones, if the input, and the moment, are no larger
 
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
@@ -335,8 +336,7 @@ class Scheme:
     def _add_second(self, moment: Tensor, a: Tensor, inputs: Tensor | None, bias: float) -> None:
         """Add ``sum_n a a^T`` of activations (n, g, i) of some inputs (None: all), and the products with the bias's."""
         diagonal = moment.ndim == 2
-        some: Any = slice(a.shape[2]) if inputs is None else inputs
-        part = second_moment(a, a, diagonal)
+        part, some = second_moment(a, a, diagonal), cast("Any", slice(a.shape[2]) if inputs is None else inputs)
         if diagonal:
             moment[:, some] += part
         elif inputs is None:
