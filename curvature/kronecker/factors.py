@@ -29,6 +29,7 @@ from curvature.terms import (
     OuterProduct,
     Term,
     TransposedConvolution,
+    joined,
     sum_in_place,
 )
 
@@ -238,8 +239,8 @@ class Scheme:
         lefts = [b for terms in left for b in self._backprops(terms, root)]
         rights = lefts if right is None else [b for terms in right for b in self._backprops(terms, root)]
         if len(lefts) > 1 and all(map(has_few_rows, lefts)):  # several vectors; a recurrent layer's times
-            whole = [torch.cat(lefts)]
-            lefts, rights = whole, whole if right is None else [torch.cat(rights)]
+            whole = [joined(lefts)]
+            lefts, rights = whole, whole if right is None else [joined(rights)]
         return sum_in_place(second_moment(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
 
     def product(

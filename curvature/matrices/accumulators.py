@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -128,9 +128,21 @@ class DiagonalAccumulator(Accumulator):
             self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
 
     def result(self, scale: float) -> Operator:
+        return Diagonal(self.space, self.space.flatten(self.by_name(scale)))
+
+    def by_name(self, scale: float) -> dict[str, Tensor]:
+        """The diagonal by parameter, in the memory of the sums.
+
+        Raises:
+            ValueError: an entry is not finite.
+        """
         zeros = lambda shape: torch.zeros(shape, dtype=self.space.dtype, device=self.space.device)
-        sums = {name: self.sums[name] if name in self.sums else zeros(shape) for name, shape in self.entries()}
-        return Diagonal(self.space, self.space.flatten(sums).mul_(scale))
+        found = {name: self.sums[name] if name in self.sums else zeros(shape) for name, shape in self.entries()}
+        sums = torch.stack([own.mul_(scale).sum() for own in found.values()])
+        if not sums.sum().isfinite():  # they may overflow
+            for name, shape in self.entries():
+                self.space.kept(found[name], shape, "the diagonal")
+        return found
 
 
 class DenseAccumulator(Accumulator):
@@ -192,7 +204,10 @@ class KroneckerAccumulator(Accumulator):
         self.total.add_(other.total)
 
     def _readings(self, vectors: Sequence[Sequence[Term]]) -> dict[Reading, list[list[Affine]]]:
-        """The terms of each vector by their reading of the weight."""
+        """The terms of each vector by their reading of the weight: those of one pass are the same for all vectors."""
+        first = self.total.scheme.readings(vectors[0])
+        if len(first) == 1:
+            return {reading: cast("list[list[Affine]]", vectors) for reading in first}
         found: dict[Reading, list[list[Affine]]] = {}
         for terms in vectors:
             for reading, own in self.total.scheme.readings(terms).items():

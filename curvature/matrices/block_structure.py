@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 
@@ -29,6 +29,7 @@ MAX_EXACT_SIZE = 1024  # up to this size a layer without Kronecker factors gets 
 Structure = Literal["kronecker", "dense", "diagonal"]
 STRUCTURES = ("kronecker", "dense", "diagonal")
 Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
+Sums = TypeVar("Sums", bound=Accumulator)
 
 
 class PassesOverData(Protocol):
@@ -66,7 +67,20 @@ def collected(
     chunks: Chunks = RecordedBatch.chunks,
     store: StoredSums | None = None,
 ) -> Operator:
-    """The operator of an accumulator, after one pass over the data.
+    """The operator of an accumulator, after one pass over the data: see `summed`."""
+    found, scale = summed(passes, inject, seed, accumulator, chunks, store)
+    return found.result(scale)
+
+
+def summed(
+    passes: PassesOverData,
+    inject: Injection,
+    seed: int,
+    accumulator: Sums,
+    chunks: Chunks = RecordedBatch.chunks,
+    store: StoredSums | None = None,
+) -> tuple[Sums, float]:
+    """An accumulator after one pass over the data, and what to multiply its sums with.
 
     `chunks` sends back the vectors of the injection, or others with the same accumulated result; with `store` the pass
     goes on with the sums in a file.
@@ -92,7 +106,7 @@ def collected(
         store.fill(progress, visit, passes.each)
     if not passes.is_sum and not progress.total:
         raise ValueError("loss: no term of it counts (all targets ignored or of weight zero), so its mean is 0/0")
-    return progress.accumulator.result(1.0 if passes.is_sum else 1 / progress.total)
+    return cast("Sums", progress.accumulator), 1.0 if passes.is_sum else 1 / progress.total
 
 
 class Structures:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from curvature.gradients import digests, number_of_batches, require_order
 from curvature.losses import Curved, Injection, Loss, Random, empirical, exact
 from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
-from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of
+from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, summed
 from curvature.matrices.passes import DataSource
 from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
 from curvature.matrices.sample_rows import in_sample_space
@@ -77,7 +77,8 @@ def fisher_diagonal(
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     sums = DiagonalAccumulator(source.space)
     file = _stored(store, source, inject, "diagonal")
-    return sums.space.split(collected(source, inject, seed_of(generator), sums, diagonal_chunks, file).diagonal())
+    found, scale = summed(source, inject, seed_of(generator), sums, diagonal_chunks, file)
+    return found.by_name(scale)
 
 
 def fisher_blocks(

@@ -58,7 +58,7 @@ RANDOM = (
 )
 BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
 # On a CPU, where fresh memory costs more than a call:
-CACHED_ELEMENTS = 1 << 21  # entries that the backprops of one chunk hold at best
+CACHED_ELEMENTS = 1 << 22  # entries that the backprops of one chunk hold at best
 BATCHED_ELEMENTS = 1 << 18  # entries of one vector's backprops from which each vector goes back alone
 
 
@@ -111,9 +111,10 @@ class DataSource:
         seen, number = False, -1
         random = RandomState(self.model)  # a DataLoader draws from it
         try:
-            total = number_of_batches(self.data)
-            bar = tqdm(pairs(self.data), total=total, unit="batch", leave=False, disable=not self.progress)
-            for number, (x, y) in enumerate(bar):
+            batches: Iterable[tuple[Any, Any]] = pairs(self.data)
+            if self.progress:
+                batches = tqdm(batches, total=number_of_batches(self.data), unit="batch", leave=False)
+            for number, (x, y) in enumerate(batches):
                 if not wanted(number):
                     continue
                 batch = self.batch(x, y)

@@ -9,7 +9,8 @@ Indices: k vector, n sample, t and s place, g group, i input, o output.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -77,10 +78,10 @@ def _pairs_fit(term: OuterProduct | Convolution) -> bool:
 def _from_place_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tensor) -> Tensor:
     """Sum over vectors before multiplying by activations: cheaper if a sample has fewer places than vectors."""
     first = left[0]
-    n, t, g, o = first.b.shape
-    both = first.b.new_zeros(n, t, t, g, o)
-    for u, w in zip(left, right, strict=True):
-        both.addcmul_(u.b[:, :, None], w.b[:, None])
+    pairs = [(u.b[:, :, None], w.b[:, None]) for u, w in zip(left, right, strict=True)]
+    both = torch.mul(*pairs[0])
+    for u_places, w_places in pairs[1:]:
+        both.addcmul_(u_places, w_places)
     both *= weights.to(both.dtype)[:, None, None, None, None]
     a = first.a
     inputs = (a[:, :, None] * a[:, None, :]).flatten(0, 2)
@@ -117,24 +118,14 @@ def _from_gradients(
 ) -> Tensor:
     """Build the gradients of a few samples at a time: on a CPU of as many as its cache holds, for all vectors."""
     first = left[0][0]
-    convolved = first if alone and isinstance(first, Convolution) else None
-    unfolded = 0 if convolved is None else convolved.groups * convolved.places * math.prod(first.shape[1:])
-    keeps_patches = convolved is not None and unfolded * len(weights) <= contractions.CHUNK_ELEMENTS
-    if convolved is not None and keeps_patches and not patches:
-        patches.append(next(convolved.activations())[1])
-    is_cpu = weights.device.type == "cpu"
-    most = contractions.CACHED_CHUNK_ELEMENTS if is_cpu else contractions.CHUNK_ELEMENTS
-    step = max(1, most // max(1, math.prod(first.shape), 0 if keeps_patches else unfolded))
+    if alone and isinstance(first, Convolution):
+        return _from_convolutions(left, right, weights, patches)
     total = None
-    for start in range(0, len(weights), step):
-        part = slice(start, start + step)
-        shared = None  # by all vectors
-        if convolved is not None:
-            shared = patches[0][part] if keeps_patches else next(convolved.samples(part).activations())[1]
+    for part in _parts(weights, math.prod(first.shape)):
         products = None
         for us, ws in zip(left, right, strict=True):
-            x = _gradients(us, part, shared)
-            y = x if ws is us else _gradients(ws, part, shared)
+            x = gradients([term.samples(part) for term in us])
+            y = x if ws is us else gradients([term.samples(part) for term in ws])
             products = x * y if products is None else products.addcmul_(x, y)
         assert products is not None
         found = torch.tensordot(weights[part].to(products.dtype), products, 1)
@@ -143,11 +134,38 @@ def _from_gradients(
     return total
 
 
-def _gradients(terms: list[Term], part: slice, activations: Tensor | None) -> Tensor:
-    """Gradients of some samples; those of a convolution from its patches, if given."""
-    some = [term.samples(part) for term in terms]
-    if activations is not None:
-        (term,) = some
-        assert isinstance(term, Convolution)
-        some = [OuterProduct(activations, term.backprops(), term.shape)]
-    return gradients(some)
+def _parts(weights: Tensor, each: int) -> Iterator[slice]:
+    """Samples of which so many entries each are made at a time."""
+    is_cpu = weights.device.type == "cpu"
+    most = contractions.CACHED_CHUNK_ELEMENTS if is_cpu else contractions.CHUNK_ELEMENTS
+    step = max(1, most // max(1, each))
+    return (slice(start, start + step) for start in range(0, len(weights), step))
+
+
+def _from_convolutions(
+    left: list[list[Term]], right: list[list[Term]], weights: Tensor, patches: list[Tensor]
+) -> Tensor:
+    """One product with a sample's patches for all vectors."""
+    lefts, rights = ([cast("Convolution", term) for (term,) in terms] for terms in (left, right))
+    first = lefts[0]
+    places, unfolded = first.places, first.groups * first.places * math.prod(first.shape[1:])
+    keeps_patches = unfolded * len(weights) <= contractions.CHUNK_ELEMENTS
+    if keeps_patches and not patches:
+        patches.append(next(first.activations())[1])
+    each = len(left) * max(math.prod(first.shape), first.shape[0] * places)
+    total = None
+    for part in _parts(weights, max(each, 0 if keeps_patches else unfolded)):
+        a = patches[0][part] if keeps_patches else next(first.samples(part).activations())[1]
+        x = _times_patches(lefts, part, a)
+        products = x.square_() if right is left else x.mul_(_times_patches(rights, part, a))
+        found = torch.tensordot(weights[part].to(products.dtype), products, 1)
+        total = found if total is None else total.add_(found)
+    assert total is not None
+    return total.sum(2).mT.reshape(first.shape)
+
+
+def _times_patches(terms: list[Convolution], part: slice, a: Tensor) -> Tensor:
+    """Gradients (n, g, i, k, o) for k vectors from the patches (n, t, g, i) of some samples."""
+    rows = [term.samples(part).backprops().permute(0, 2, 3, 1) for term in terms]
+    b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
+    return (a.permute(0, 2, 3, 1) @ b.mT).unflatten(3, (len(rows), -1))

@@ -13,7 +13,7 @@ MUTANTS = [
     ),
     *broken(
         "curvature/terms/contractions.py",
-        "curvature/terms/test_contractions.py",
+        "curvature/terms/test_contractions.py curvature/terms/test_squared_gradients.py",
         ("1 if u is v else 2)", "1)"),
         ("found < share * added", "found < 0 * added"),
         ("found[where] = _by_gradients(terms, where, terms)", "pass"),
@@ -21,13 +21,17 @@ MUTANTS = [
         ("(u.index[..., :, None] == v.index[..., None, :])", "(u.index[..., :, None] >= v.index[..., None, :])"),
         ("a.square().sum(3) * b.square().sum(3)", "a.square().sum(3) * b.square().mean(3)"),
         ("out[:, slice(*term.rows)] += g", "out[:, slice(*term.rows)] = g"),
+        ("x.storage_offset() == first.storage_offset() + k * size", "x.storage_offset() >= first.storage_offset()"),
     ),
     *broken(
         "curvature/terms/squared_gradients.py",
-        "curvature/terms/test_contractions.py curvature/matrices",
+        "curvature/terms/test_squared_gradients.py curvature/terms/test_contractions.py curvature/matrices",
         ("inputs = (a[:, :, None] * a[:, None, :])", "inputs = (a[:, :, None] * a[:, :, None])"),
         ("torch.unique(samples[:, None] * rows + first.index,", "torch.unique(samples[:, None] * 0 + first.index,"),
         ("total.addcmul_(u.values, w.values)", "total.addcmul_(u.values, w.values, value=2)"),
+        ("both.addcmul_(u_places, w_places)", "both.addcmul_(u_places, w_places, value=2)"),
+        ("total.sum(2).mT", "total.mean(2).mT"),
+        ("x.mul_(_times_patches(rights, part, a))", "x.square_()"),
     ),
     *broken(
         "curvature/terms/convolution.py",
