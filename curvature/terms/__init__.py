@@ -22,6 +22,6 @@ from curvature.terms.squared_gradients import TermsByVector, sum_of_products, su
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct",
     "RowSlice", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients", "joined",
-    "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges", "squared_gradients", "sum_in_place",
-    "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
+    "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges", "squared_gradients",
+    "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip
