@@ -2,9 +2,7 @@
 
 A layer is seen as ``z[n,t,g,o] = sum_i W[g,o,i] a[n,t,g,i]``, its bias as the last input. `Scheme` says how the moments
 of one weight are summed up (arXiv:1503.05671, equation 1; arXiv:2311.00636, equations 17 and 21), and nothing of how
-they are scaled, averaged over batches or solved with.
-
-Indices: n sample, t place, g group, i input, o output.
+they are scaled, averaged over batches or solved with. Indices: n sample, t place, g group, i input, o output.
 """
 
 from __future__ import annotations
