@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvature.gradients.jacobian_products import gradient_rows
 from curvature.layers import Layout, Unsupported
-from curvature.recording import ParameterNode, Tape, Use, warn_once
+from curvature.recording import ParameterNode, Tape, Use, map_tensors, warn_once
 from curvature.terms import DenseGradients, OuterProduct, RowSlice, Term, gradients
 
 Terms = dict[str, list[Term]]  # by parameter
@@ -103,6 +103,9 @@ def _pull_back(node: ParameterNode, terms: list[Term], tape: Tape) -> Terms:
     parent = next(iter(node.origin.slots.values()))
     if node.origin.is_transpose:
         return _pull_back(parent, [_transposed(t) for t in terms], tape)
+    if node.origin.is_move:
+        device = parent.tensor.device
+        return _pull_back(parent, [map_tensors(lambda x: x.to(device), t) for t in terms], tape)
     start = _first_row(node)
     if start is not None:
         return _pull_back(parent, [_row_slice(t, start, tuple(parent.tensor.shape)) for t in terms], tape)
@@ -124,9 +127,11 @@ def computed_weights(tape: Tape) -> list[ParameterNode]:
 
 
 def _viewed(node: ParameterNode) -> ParameterNode:
-    """What a tensor is a transpose, or a range of the rows, of."""
-    while node.origin is not None and (node.origin.is_transpose or _first_row(node) is not None):
-        node = next(iter(node.origin.slots.values()))
+    """What a tensor is a transpose, a range of the rows, or a copy on another device of."""
+    while (origin := node.origin) is not None and (
+        origin.is_transpose or origin.is_move or _first_row(node) is not None
+    ):
+        node = next(iter(origin.slots.values()))
     return node
 
 

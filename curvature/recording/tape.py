@@ -16,6 +16,7 @@ from curvature.layers import Layout, RecordedCall, Rule, Unsupported
 from curvature.terms import Term, without_bias
 
 TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
+MOVES = {Tensor.to, Tensor.cuda}
 
 
 @dataclass(eq=False)
@@ -79,6 +80,14 @@ class Use:
     def is_transpose(self) -> bool:
         """Whether the function transposes a matrix."""
         return self.function in TRANSPOSES and next(iter(self.slots.values())).tensor.ndim == 2
+
+    @property
+    def is_move(self) -> bool:
+        """Whether the function takes a tensor to another device, and does nothing else."""
+        old = next(iter(self.slots.values())).tensor
+        return self.function in MOVES and all(
+            (new.tensor.dtype, new.tensor.shape) == (old.dtype, old.shape) for new in self.results
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -34,6 +34,22 @@ class Split(nn.Module):
         return self.second(torch.tanh(self.first(x)).to(self.devices[1]))
 
 
+class Tied(nn.Module):
+    """The embedding on the first device is the decoder on the second."""
+
+    def __init__(self, devices: tuple[str, str]) -> None:
+        super().__init__()
+        with seeded(0):
+            self.tokens, self.second = nn.Embedding(5, 4).double(), nn.Linear(4, 4).double()
+        self.devices = devices
+        self.tokens.to(devices[0])
+        self.second.to(devices[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x.argsort(1)[:, :3]).mean(1).to(self.devices[1])
+        return (torch.tanh(self.second(hidden)) @ self.tokens.weight.to(self.devices[1]).T)[:, :3]
+
+
 def data(devices: tuple[str, str]) -> tuple[Tensor, Tensor]:
     with seeded(1):
         x, y = torch.randn(8, 5).double(), torch.randint(3, (8,))
@@ -61,8 +77,10 @@ def test_gradients_over_several_devices_are_checked(two_devices: tuple[str, str]
     assert {name: g.device for name, g in rows.items()} == {name: p.device for name, p in model.named_parameters()}
 
 
-def trained(make: Callable[[nn.Module], Any], devices: tuple[str, str], steps: int) -> tuple[nn.Module, Any]:
-    model, (x, y) = Split(devices), data(devices)
+def trained(
+    make: Callable[[nn.Module], Any], devices: tuple[str, str], steps: int, kind: type[nn.Module] = Split
+) -> tuple[nn.Module, Any]:
+    model, (x, y) = kind(devices), data(devices)
     opt = make(model)
     for step in range(steps):
         opt.zero_grad()
@@ -96,6 +114,15 @@ def test_steps_over_several_devices_are_those_on_one(name: str, two_devices: tup
         torch.testing.assert_close(own.cpu(), p, rtol=1e-6, atol=1e-8)
     first, second = opt.store.blocks
     assert first.rows.device == torch.device(two_devices[0]) and second.rows.device == torch.device(two_devices[1])
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_a_weight_moved_to_the_other_device_is_one_with_itself(kind: type[KFAC], two_devices: tuple[str, str]) -> None:
+    """It has the Kronecker factors that it has on one device."""
+    (found, opt), (expected, other) = (trained(kind, devices, 12, Tied) for devices in (two_devices, ("cpu", "cpu")))
+    for own, p in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(own.cpu(), p, rtol=1e-6, atol=1e-8)
+    assert [type(block) for block in opt.store.blocks] == [type(block) for block in other.store.blocks]
 
 
 def test_checkpoints_over_several_devices_go_on(two_devices: tuple[str, str]) -> None:
