@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from curvature.gradients.batch import Batch
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.parameter_terms import Terms
-from curvature.gradients.plans import PLANS, Plan, per_sample_terms, plan_key, record
+from curvature.gradients.plans import PLANS, Contraction, Plan, per_sample_terms, plan_key, record
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
@@ -67,11 +67,11 @@ def per_sample_gradients(
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
     if out is None and (chunk is None or not batch.count):
-        return {name: contractions.gradients(parts) for name, parts in sample_terms(batch).items()}
+        return contracted(batch, contractions.gradients)
     found = _results(batch, out)
     for _, part in batch.parts(chunk, "chunk"):
-        for name, parts in sample_terms(batch.part(part)).items():
-            found[name][part] = contractions.gradients(parts)
+        for name, gradients in contracted(batch.part(part), contractions.gradients).items():
+            found[name][part] = gradients
     return found
 
 
@@ -102,8 +102,8 @@ def per_sample_norms(
     Arguments and errors as for `per_sample_gradients`. The gradients are built, a bounded number of samples at a time,
     only where the inner products of activations and of backprops would cost more.
     """
-    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, parameters))
-    return _sum(contractions.norms_squared(parts) for parts in terms.values()).sqrt()
+    batch = Batch.of(model, loss, x, y, sample_dim, parameters)
+    return _sum(contracted(batch, contractions.norms_squared).values()).sqrt()
 
 
 def per_sample_norms_by_parameter(
@@ -118,8 +118,8 @@ def per_sample_norms_by_parameter(
     """Norm (N,) of each sample's gradient with respect to every parameter, ``{name: (N,)}``; their squares add up to
     those of `per_sample_norms`. Arguments and errors as for `per_sample_gradients`.
     """
-    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, parameters))
-    return {name: contractions.norms_squared(parts).sqrt() for name, parts in terms.items()}
+    batch = Batch.of(model, loss, x, y, sample_dim, parameters)
+    return {name: found.sqrt() for name, found in contracted(batch, contractions.norms_squared).items()}
 
 
 def per_sample_gram(
@@ -134,8 +134,7 @@ def per_sample_gram(
     """Inner products (N, N) of the samples' gradients over all parameters together (the empirical tangent kernel of
     the loss). Arguments and errors as for `per_sample_gradients`.
     """
-    terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, parameters))
-    return _sum(contractions.gram(parts) for parts in terms.values())
+    return _sum(contracted(Batch.of(model, loss, x, y, sample_dim, parameters), contractions.gram).values())
 
 
 @full_precision()
@@ -198,26 +197,31 @@ def _is_random(batch: Batch) -> bool:
 
 
 def sample_terms(batch: Batch) -> Terms:
-    """The per-sample gradients of every parameter as terms, in the order of the parameters.
+    """The per-sample gradients of every parameter as terms, in the order of the parameters."""
+    return contracted(batch, list)
+
+
+def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
+    """What `contract` makes of the terms of every parameter, in the order of the parameters.
 
     Records one forward pass, takes the samples' own losses, and sends them back. Of no samples (Poisson sampling draws
     such batches) the model is not called.
     """
     if not batch.count:
-        return {name: [DenseGradients(p.new_empty(0, *p.shape))] for name, p in batch.parameters.items()}
+        return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
     with preserve_state(batch.model) as drew_random, trained_alone(batch.model, batch.parameters):
         with RefuseDoubleBackward():
             tape, output = record(batch)
         random, key = drew_random(), plan_key(batch)
         require_independent_samples(tape)
         if batch.count == 1:
-            return {name: [DenseGradients(g[None])] for name, g in batch.gradients(output).items()}
+            return {name: contract([DenseGradients(g[None])]) for name, g in batch.gradients(output).items()}
         if not isinstance(output, Tensor):  # the loss takes it, but nothing says where its samples are
             plan = PLANS.setdefault(batch.model, {}).setdefault(key, Plan([], [], set(batch.parameters)))
             terms = general_path_terms(batch, plan, set(batch.parameters), random)
-            return {name: terms[name] for name in batch.parameters}
+            return {name: contract(terms[name]) for name in batch.parameters}
         with RefuseDoubleBackward():
             losses = batch.losses(output)
         reference = single_sample_reference(batch, random)
         general = lambda plan, names: general_path_terms(batch, plan, names, random)
-        return per_sample_terms(batch.model, key, tape, losses, reference, general)
+        return per_sample_terms(batch.model, key, tape, losses, reference, general, contract=contract)

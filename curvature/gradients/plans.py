@@ -22,8 +22,8 @@ from curvature.gradients.sample_axes import find_layout
 from curvature.gradients.verification import Reference, failures, note_general
 from curvature.layers import Layout
 from curvature.linalg import full_precision, noise_floor
-from curvature.recording import ModelState, Tape, capture, tensors_in
-from curvature.terms import DenseGradients, promote
+from curvature.recording import ModelState, Tape, capture, stream_backprops, tensors_in
+from curvature.terms import DenseGradients, Term, promote
 
 
 @dataclass
@@ -36,6 +36,8 @@ class Plan:
     loop: bool = False  # whether that path is the loop over samples
 
 
+Contraction = Callable[[list[Term]], Any]
+WAITING_BYTES = 1 << 22  # of backprops that wait to be contracted
 Learnt = tuple[Terms, Plan, bool]
 PLANS: WeakKeyDictionary[nn.Module, dict[Any, Plan]] = WeakKeyDictionary()
 
@@ -113,7 +115,7 @@ def learn_and_verify(tape: Tape, losses: Tensor, reference: Reference, edge: Gra
     outputs = [losses if edge is None else edge]
     backprops = tape.gradients(outputs, [torch.ones_like(losses)])
     layouts, certain, sums = _find_layouts(tape, outputs, backprops, weights)
-    terms, failed = _explain(tape, backprops, Plan([], layouts, set()))
+    terms, failed = _explain(tape, backprops, Plan([], layouts, set()), set())
     failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
     note_general(tape, failed)
     kept = {name: own for name, own in terms.items() if name not in failed}
@@ -137,28 +139,46 @@ def _find_layouts(
 
 def per_sample_terms(
     model: nn.Module, key: Any, tape: Tape, losses: Tensor, reference: Reference,
-    general: Callable[[Plan, set[str]], Terms], edge: GradientEdge | None = None,
-) -> Terms:  # fmt: skip
-    """The gradient of each of `losses` (N,) with respect to every parameter, as terms.
+    general: Callable[[Plan, set[str]], Terms], edge: GradientEdge | None = None, contract: Contraction = list,
+) -> dict[str, Any]:  # fmt: skip
+    """What `contract` makes of the gradient of each of `losses` (N,) with respect to every parameter, given as terms.
 
     Args:
         general: the general path for the parameters of these names.
+        contract: with a known plan it is called while the backward pass goes on, and backprops are freed after it.
         key, reference, edge: as for `find_plan` and `learn_and_verify`.
     """
     plan, terms = find_plan(model, key, tape, lambda: learn_and_verify(tape, losses, reference, edge))
-    failed = plan.general
     if terms is None:
-        backprops = tape.gradients([losses if edge is None else edge], [torch.ones_like(losses)])
-        terms, failed = _explain(tape, backprops, plan)
+        found, failed = _contract_arriving(tape, losses if edge is None else edge, losses, plan, contract)
+    else:
+        found, failed = {name: contract(own) for name, own in terms.items() if own}, plan.general
     if failed:
-        terms |= general(plan, failed)
+        found |= {name: contract(own) for name, own in general(plan, failed).items()}
     shapes = {name: (len(losses), *node.tensor.shape) for name, node in tape.parameters.items()}
     zeros = lambda name: DenseGradients(tape.parameters[name].tensor.detach().new_zeros(shapes[name]))
-    return {name: terms.get(name) or [zeros(name)] for name in shapes}
+    return {name: found[name] if name in found else contract([zeros(name)]) for name in shapes}
 
 
-def _explain(tape: Tape, backprops: list[Tensor | None], plan: Plan) -> tuple[Terms, set[str]]:
+def _contract_arriving(
+    tape: Tape, output: Any, losses: Tensor, plan: Plan, contract: Contraction
+) -> tuple[dict[str, Any], set[str]]:
+    """What `contract` makes of each parameter's terms as its backprops arrive, and the parameters without terms."""
+    found: dict[str, Any] = {}
+    failed: set[str] = set()
+
+    def take(backprops: list[Tensor | None], names: frozenset[str]) -> None:
+        others = tape.parameters.keys() - names
+        terms, missing = _explain(tape, backprops, plan, plan.general | others)
+        failed.update(missing & names)
+        found.update({name: contract(own) for name, own in terms.items() if own})
+
+    stream_backprops(tape, [output], [torch.ones_like(losses)], take, WAITING_BYTES)
+    return found, failed
+
+
+def _explain(tape: Tape, backprops: list[Tensor | None], plan: Plan, skip: set[str]) -> tuple[Terms, set[str]]:
     """`terms_by_parameter`, in the precision of the parameters at least."""
-    terms, failed = terms_by_parameter(tape, backprops, plan.layouts, plan.general)
+    terms, failed = terms_by_parameter(tape, backprops, plan.layouts, skip)
     dtypes = {name: node.tensor.dtype for name, node in tape.parameters.items()}
     return {name: [promote(t, dtypes[name]) for t in own] for name, own in terms.items()}, failed

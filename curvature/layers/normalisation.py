@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
-from curvature.terms import ElementwiseProduct, Term
+from curvature.terms import DenseGradients, ElementwiseProduct, Term
+
+CACHED_ELEMENTS = 1 << 18  # of a norm's input that are normalized at a time
 
 
 class _ScaleShift(Rule):
@@ -28,7 +30,7 @@ class _ScaleShift(Rule):
         shape, first = call.args[slot].shape, self.first_axis
         if slot == "bias":
             return sum_over_broadcast(layout.front(b), shape, layout, first)
-        direct = sum_over_broadcast(layout.front(_times(self.normalize(call.args), b)), shape, layout, first)
+        direct = self._scale(call.args, b, layout, shape)
         offset = b.ndim - len(shape) if first is None else first
         axes = range(offset + 1, offset + 1 + len(shape))
 
@@ -38,6 +40,10 @@ class _ScaleShift(Rule):
             return x.reshape(len(x), -1, shape.numel())
 
         return ElementwiseProduct(direct, lambda: by_feature(self.normalize(call.args)), by_feature(b))
+
+    def _scale(self, args: dict[str, Any], b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
+        """The gradients of the scale."""
+        return sum_over_broadcast(layout.front(_times(self.normalize(args), b)), shape, layout, self.first_axis)
 
 
 def _times(own: Tensor, b: Tensor) -> Tensor:
@@ -73,6 +79,15 @@ class GroupNormRule(_ScaleShift):
 
     def normalize(self, args: dict[str, Any]) -> Tensor:
         return F.group_norm(args["input"], args["num_groups"], eps=args.get("eps", 1e-5))
+
+    def _scale(self, args: dict[str, Any], b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
+        """Some samples at a time: to fill fresh memory costs more than the arithmetic."""
+        size = max(1, CACHED_ELEMENTS // max(1, b[:1].numel()))
+        if len(b) <= size or layout != Layout(0, 1, len(b), 1):
+            return super()._scale(args, b, layout, shape)
+        pairs = zip(args["input"].split(size), b.split(size), strict=True)
+        parts = (({**args, "input": x}, some, layout._replace(samples=len(some))) for x, some in pairs)
+        return DenseGradients(torch.cat([super(GroupNormRule, self)._scale(*part, shape).values for part in parts]))
 
 
 class _RunningNorm(_ScaleShift):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from curvature.terms.affine_layout import AffineLayout
-from curvature.terms.memory import result_like
 
 # Indices of some inputs of a layer (None: all) and their activations (N, t, g, i) at some places. A term yields each
 # place once, except places where every input is zero.
@@ -75,10 +74,9 @@ class OuterProduct:
 
     def gradients(self) -> Tensor:
         a, b = self.a, self.b
-        blocks = result_like(b, (len(b), *b.shape[2:], a.shape[3]))
         if a.shape[1] == 1:
-            return self.assemble(torch.mul(b[:, 0, :, :, None], a[:, 0, :, None, :], out=blocks))
-        return self.assemble(torch.matmul(b.permute(0, 2, 3, 1), a.permute(0, 2, 1, 3), out=blocks))
+            return self.assemble(b[:, 0, :, :, None] * a[:, 0, :, None, :])
+        return self.assemble(b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3))
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.terms.basic import Activations, OuterProduct, Samples, WithDirectForm
-from curvature.terms.memory import result_like
 
 CACHED_ELEMENTS = 1 << 18  # of patches that are made at a time
 
@@ -101,7 +100,7 @@ class Convolution:
         if self.places > self.outputs:
             return self._convolved()
         n, patches = len(self.b), self.places * math.prod(self.shape[1:]) * self.groups
-        blocks = result_like(self.b, (n, self.groups, self.outputs, math.prod(self.shape[1:])))
+        blocks = self.b.new_empty(n, self.groups, self.outputs, math.prod(self.shape[1:]))
         step = max(1, CACHED_ELEMENTS // max(1, patches))
         for part in (slice(start, start + step) for start in range(0, n, step)):
             self.samples(part)._products(blocks[part])
@@ -117,10 +116,12 @@ class Convolution:
     def _convolved(self) -> Tensor:
         """The gradients by one weight gradient of a convolution with a group per sample."""
         n, dims = len(self.b), len(self.stride)
-        x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (self.x, self.b))
+        before, after = self.padding[-2::-2], self.padding[::-2]
+        whole, padding = (self.source, before or [0] * dims) if before == after else (self.x, [0] * dims)
+        x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (whole, self.b))
         weight = b.new_empty(n * self.shape[0], *self.shape[1:])
         _, found, _ = torch.ops.aten.convolution_backward(
-            b, x, weight, None, self.stride, [0] * dims, self.dilation, False, [0] * dims, n * self.groups,
+            b, x, weight, None, self.stride, padding, self.dilation, False, [0] * dims, n * self.groups,
             [False, True, False],
         )  # fmt: skip
         return found.reshape(n, *self.shape)

@@ -41,7 +41,6 @@ LIBRARIES = {
     "matrices": {"tqdm"},
     "attribution": {"tqdm"},
     "projections": {"numpy", "tqdm"},
-    "terms": {"numpy"},
     "laplace_backend": {"laplace"},
     "plots": {"matplotlib", "numpy"},
 }

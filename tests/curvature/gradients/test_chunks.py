@@ -38,13 +38,36 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
 def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = problem()
     sizes: list[int] = []
-    kept = curvature.gradients.per_sample.sample_terms
-    counted = lambda batch: sizes.append(batch.count) or kept(batch)
-    monkeypatch.setattr(curvature.gradients.per_sample, "sample_terms", counted)
+    kept = curvature.gradients.per_sample.contracted
+    counted = lambda batch, contract: sizes.append(batch.count) or kept(batch, contract)
+    monkeypatch.setattr(curvature.gradients.per_sample, "contracted", counted)
     found = curvature.per_sample_gradients(model, LOSS, x, y, chunk=chunk)
     torch.testing.assert_close(found, per_sample_gradients(model, LOSS, x, y))
     assert set(sizes) == {min(chunk, 7)} and not any(g.requires_grad for g in found.values())
     assert len(curvature.per_sample_gradients(model, LOSS, x[:0], y[:0], chunk=chunk)["0.weight"]) == 0
+
+
+@pytest.mark.parametrize("most", [0, 1 << 22])
+def test_backprops_are_contracted_as_they_arrive(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a known plan, in portions of one layer or all together, some samples of a norm at a time."""
+    monkeypatch.setattr("curvature.gradients.plans.WAITING_BYTES", most)
+    monkeypatch.setattr("curvature.layers.normalisation.CACHED_ELEMENTS", 1)
+    with seeded(0):
+        layers = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 4), Scaled(), nn.Linear(4, 3)
+        model, x, y = nn.Sequential(*layers).double(), torch.randn(7, 1, 4, 4).double(), torch.randint(3, (7,))
+    portions: list[int] = []
+    kept = curvature.gradients.plans.terms_by_parameter
+    counted = lambda tape, backprops, *rest: (
+        portions.append(sum(b is not None for b in backprops)) or kept(tape, backprops, *rest)
+    )
+    monkeypatch.setattr(curvature.gradients.plans, "terms_by_parameter", counted)
+    wanted = per_sample_gradients(model, LOSS, x, y)
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in wanted.values()]).norm(dim=0)
+    curvature.per_sample_norms(model, LOSS, x, y)
+    portions.clear()
+    torch.testing.assert_close(curvature.per_sample_gradients(model, LOSS, x, y), wanted)
+    assert (max(portions) == 1) == (most == 0)
+    torch.testing.assert_close(curvature.per_sample_norms(model, LOSS, x, y), norms)
 
 
 def test_results_go_where_they_are_sent(tmp_path: Path) -> None:

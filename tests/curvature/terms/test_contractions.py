@@ -198,10 +198,8 @@ def test_gradients(family: str, device):
     assert all(tuple(term.shape) == tuple(rows.shape[1:]) for term in terms)
 
 
-@each_family
-def test_gradients_as_if_they_were_large(family: str, device, monkeypatch):
-    """Results in numpy's memory, and patches of one sample at a time."""
-    monkeypatch.setattr("curvature.terms.memory.LARGE_BYTES", 0)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved")])
+def test_gradients_from_patches_of_one_sample_at_a_time(family: str, device, monkeypatch):
     monkeypatch.setattr("curvature.terms.convolution.CACHED_ELEMENTS", 1)
     terms, rows = built(family, device)
     found = contractions.gradients(terms)

@@ -6,9 +6,9 @@ MUTANTS = [
     *broken(
         "curvature/terms/basic.py",
         "curvature/terms/test_contractions.py curvature/gradients/test_jacobian.py optimizers/steps/test_residuals.py",
-        ("a[:, 0, :, None, :], out", "a[:, 0, :, None, :] * 1.01, out"),
+        ("a[:, 0, :, None, :])", "a[:, 0, :, None, :] * 1.01)"),
         ("(1, 2, 0, 3).mul_(self.b).sum((2, 3))", "(1, 2, 0, 3).mul_(self.b.abs()).sum((2, 3))"),
-        ("a.permute(0, 2, 1, 3), out", "a.permute(0, 2, 1, 3).flip(2), out"),
+        ("b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3)", "b.permute(0, 2, 3, 1) @ a.permute(0, 2, 1, 3).flip(2)"),
         ("(self.index + start).flatten()", "self.index.expand_as(self.index + start).flatten()"),
     ),
     *broken(
@@ -36,7 +36,7 @@ MUTANTS = [
     *broken(
         "curvature/terms/convolution.py",
         "curvature/layers curvature/kronecker/test_factors.py",
-        ("[0] * dims, self.dilation, False", "[0] * dims, [1] * dims, False"),
+        ("padding, self.dilation, False", "padding, [1] * dims, False"),
         ("torch.bmm(b, patches.mT", "torch.bmm(b.abs(), patches.mT"),
         ("torch.tensordot(weights.to(dtype), found, 1)", "found.sum(0)"),
         ("start, stop = phase.first - phase.step", "start, stop = phase.first + 0 * phase.step"),
