@@ -7,7 +7,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -26,32 +25,24 @@ EVENTS = {
 }
 
 
-@dataclass(frozen=True)
-class Undecided:
-    """A step that the device takes only if the batch is good, while the host does not wait for that verdict.
-
-    Attributes:
-        was_taken: whether the batch was good; waits for the device.
-        undo: restores the state on the host after a bad batch; the device has left its tensors alone then.
-    """
-
-    was_taken: Callable[[], bool]
-    undo: Callable[[], None]
+Verdict = Callable[[], bool]  # whether the device has taken a step, its batch being good; waits for the device
 
 
 class Monitor:
     """Counts steps and events, times the parts of a step, and keeps one entry for each of the last steps.
 
     Attributes:
-        started: number of steps, with the last one even while it is undecided.
-        left_out: number of skipped batches, without the last step while it is undecided.
+        started: number of steps, with those that are undecided.
+        left_out: number of skipped batches, without steps that are undecided.
+        undecided: the last steps, which the device has taken only if their batches were good, while the host did not
+            wait for its verdict: their entries and verdicts.
         entries: the report of each step: numbers and scalar tensors by name.
     """
 
     def __init__(self) -> None:
         self.started = 0
         self.left_out = 0
-        self.undecided: Undecided | None = None
+        self.undecided: list[tuple[dict[str, Any], Verdict]] = []
         self.failures_in_row = 0  # steps not taken since a decomposition failed
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
@@ -61,41 +52,60 @@ class Monitor:
 
     @property
     def steps(self) -> int:
-        """Steps taken so far; waits for the device if the last one is undecided."""
-        return self.started - self._was_bad()
+        """Steps taken so far; waits for the device if some are undecided."""
+        return self.started - self._bad()
 
     @property
     def skipped(self) -> int:
         """Batches skipped so far; waits for the device likewise."""
-        return self.left_out + self._was_bad()
+        return self.left_out + self._bad()
 
-    def _was_bad(self) -> bool:
-        return self.undecided is not None and not self.undecided.was_taken()
+    def _bad(self) -> int:
+        return sum(not was_taken() for _, was_taken in self.undecided)
+
+    def _decided(self) -> list[dict[str, Any]]:
+        """The entries of undecided steps, as the verdicts say."""
+        bad, found = 0, []
+        for entry, was_taken in self.undecided:
+            taken, number = was_taken(), {"step": entry["step"] - bad}
+            found.append(entry | number if taken else number | {"accepted": False})
+            bad += not taken
+        return found
 
     def settle(self) -> None:
-        """Wait for the verdict on the last step; if its batch was bad, undo the step and count the batch as skipped."""
-        if self._was_bad() and self.undecided is not None:
-            self.undecided.undo()
-            self.started -= 1
-            self.left_out += 1
-            self.entries[-1] = {"step": self.started, "accepted": False}
-        self.undecided = None
+        """Wait for the verdicts; count steps whose batches were bad as skipped batches."""
+        found, bad = self._decided(), self._bad()
+        for (entry, _), decided in zip(self.undecided, found, strict=True):
+            entry.clear()
+            entry.update(decided)
+        self.started -= bad
+        self.left_out += bad
+        self.undecided.clear()
 
     def skip(self) -> None:
         """Count a skipped batch."""
         self.left_out += 1
         self.entries.append({"step": self.started, "accepted": False})
 
-    def note_step(self, entry: Mapping[str, Any], undecided: Undecided | None = None) -> None:
-        """Count a step and keep its entry; ``accepted=False`` also counts as a failure."""
+    def note_step(self, entry: Mapping[str, Any], was_taken: Verdict | None = None) -> dict[str, Any]:
+        """Count a step; ``accepted=False`` also counts as a failure.
+
+        Args:
+            was_taken: if the step is undecided.
+
+        Returns:
+            The entry that is kept of it.
+        """
         self.counts["failures"] += not entry.get("accepted", True)
         self.entries.append({"step": self.started, **entry})
         self.started += 1
-        self.undecided = undecided
+        if was_taken is not None:
+            self.undecided.append((self.entries[-1], was_taken))
+        return self.entries[-1]
 
     @property
     def was_accepted(self) -> bool:
-        """Whether the last step, which must be settled, was taken; true before the first."""
+        """Whether the last step, if all are settled, was taken; true before the first."""
         return not self.entries or self.entries[-1].get("accepted", True)
 
     # -- events and seconds
@@ -124,16 +134,13 @@ class Monitor:
 
     def history(self) -> list[dict[str, Any]]:
         """The entries as plain numbers; steps store tensors, so that they need not wait for the GPU."""
-        found = [_in_numbers(entry) for entry in self.entries]
-        if self._was_bad():
-            found[-1] = {"step": self.steps, "accepted": False}
-        return found
+        decided = self._decided()
+        return [_in_numbers(entry) for entry in [*list(self.entries)[: len(self.entries) - len(decided)], *decided]]
 
     def last(self) -> dict[str, Any]:
         """The last entry as plain numbers; empty before the first step."""
-        if self._was_bad():
-            return {"step": self.steps, "accepted": False}
-        return _in_numbers(self.entries[-1]) if self.entries else {}
+        found = self._decided()[-1:] or list(self.entries)[-1:]
+        return _in_numbers(found[0]) if found else {}
 
     def stats(self) -> dict[str, Any]:
         """The last step's numbers, counts of events, seconds by part."""
@@ -152,12 +159,12 @@ class Monitor:
         return ", ".join(own) + (f"; seconds so far: {parts}" if parts else "")
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and seconds of a run whose last step is settled; without the history."""
+        """Counts and seconds of a run whose steps are settled; without the history."""
         counts = {"steps": self.started, "skipped": self.left_out}
         return counts | {"counts": dict(self.counts), "seconds": dict(self.seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.started, self.left_out, self.undecided = state["steps"], state["skipped"], None
+        self.started, self.left_out, self.undecided = state["steps"], state["skipped"], []
         self.counts, self.seconds = Counter(state["counts"]), dict(state["seconds"])
 
 

@@ -6,7 +6,7 @@ In: statistics of recorded passes, and gradients. Out: preconditioned gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import full_precision, optimistically, stack
-from curvature.preconditioners import Block, CurvatureStore, invert
+from curvature.linalg import full_precision, in_place, optimistically, stack
+from curvature.preconditioners import Block, CurvatureStore, InversePlaces, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
 from optimizers.distributed.team import Teams
@@ -65,6 +65,9 @@ class Preconditioner:
     ) -> None:
         self.store, self.schedule, self.teams, self.monitor = store, schedule, teams, monitor
         self.decay, self.owner = decay, owner
+        self.places: InversePlaces | None = None  # where a CUDA graph expects inverses
+        self.mean: Tensor | None = None  # eigenvalue, for parameters without curvature
+        self.known: list[Block] = []  # of which it is; none if it has changed
         self.last: tuple[float, dict[str, float]] | None = None  # when the last step ended, seconds by part until then
 
     @property
@@ -107,12 +110,16 @@ class Preconditioner:
         """
         run, restore = partial(self._renewed, step, found, options), self.store.snapshot()
         if self.teams.current().processes.size > 1:
-            return run()
-        renewal = optimistically(run, [] if good is None else [good])
-        if renewal is not None:
-            return renewal
-        restore()
-        return run() if good is None or bool(good) else None
+            renewal: Renewal | None = run()
+        else:
+            renewal = optimistically(run, [] if good is None else [good])
+            if renewal is None:
+                restore()
+                renewal = run() if good is None or bool(good) else None
+        if self.places is not None:
+            self.places.return_to()
+        self.known = []
+        return renewal
 
     def _renewed(self, step: int, found: Measured, options: Options) -> Renewal:
         with self.monitor.timed("factors"):
@@ -173,9 +180,23 @@ class Preconditioner:
         workers.gathered(ready, found, right)
         left = [name for name in gradients if name not in found]
         if left:
-            mean = mean_eigenvalue(ready)
+            mean = self._mean(ready)
             found |= {name: right[name] / mean.to(right[name]) for name in left}
         return {k: to_shard(u, trained[k]) if is_spread else u for k, u in found.items() if k in gradients}
+
+    def _mean(self, ready: list[Block]) -> Tensor:
+        """`mean_eigenvalue`, which changes when curvature is renewed."""
+        if self.mean is None or self.known != ready:
+            self.mean, self.known = in_place(self.mean, mean_eigenvalue(ready)), ready
+        assert self.mean is not None
+        return self.mean
+
+    def kept(self) -> Iterator[Tensor]:
+        """All tensors that solving reads."""
+        for leaf in (leaf for block in self.blocks for leaf in block.leaves):
+            yield from leaf.inverse_tensors
+        if self.mean is not None:
+            yield self.mean
 
     def note_seconds(self, renewal: Renewal) -> None:
         """Tell the schedule how long renewal, inversion and the rest of this step took; it may adjust its intervals."""

@@ -26,12 +26,12 @@ from torch.utils import _pytree as pytree
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded
 from optimizers.arguments import check_numbers, require_one_device
+from optimizers.capturing import CapturableOptimizer, is_capturing
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.construction import rebuild
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded, to_full, to_local
 from optimizers.distributed.team import Teams
-from optimizers.model_optimizer import ModelOptimizer
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
 from optimizers.recording.loss_backprops import LossBackprops
@@ -39,6 +39,7 @@ from optimizers.recording.recorder import Recorder
 from optimizers.report import noted, rows_of, table
 from optimizers.schedule import Schedule
 from optimizers.steps.closure_checks import ClosureWatch
+from optimizers.steps.numbers import Numbers
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
 from optimizers.steps.rule import Evaluation, Outcome, Scaling, StepContext, StepRule
 from optimizers.steps.updates import Move, take
@@ -46,7 +47,7 @@ from optimizers.steps.updates import Move, take
 RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 
 
-class SecondOrderOptimizer(ModelOptimizer):
+class SecondOrderOptimizer(CapturableOptimizer):
     """Base of `KFAC` and `NaturalGradient`, which choose the parts.
 
     Args:
@@ -77,7 +78,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.residual_rule: ResidualStep | None = None
         self.takes_loss = False
         self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
-        self.forms = self._forms()
+        self.forms, self.numbers = self._forms(), Numbers()
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
         last = weakref.WeakMethod(self._last_displacement)
         intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
@@ -118,6 +119,8 @@ class SecondOrderOptimizer(ModelOptimizer):
                 or the other way round; its loss differentiates the model.
             ValueError: residuals, and an argument that has no meaning for them.
         """
+        if is_capturing():
+            return self._capture(closure)
         value, move = self._prepare(closure)
         if move is not None:
             self._conclude(*take(move))  # `take` is what torch.compile(opt.step) compiles
@@ -191,8 +194,9 @@ class SecondOrderOptimizer(ModelOptimizer):
             raise RuntimeError(
                 f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
             )
-        self.monitor.settle()
+        self._collect()
         start, context = time.perf_counter(), self._context(closure)
+        self.numbers.tell(context.options, self._home)
         rule = self.rule if self.residual_rule is None else self.residual_rule
         is_differentiated = closure is not None and (rule.differentiates_model or not self.takes_loss)
         with self.monitor.watching(), force_eager() if is_differentiated else nullcontext():
@@ -208,8 +212,8 @@ class SecondOrderOptimizer(ModelOptimizer):
             self.monitor.skip()
             self.recorder.discard()
         elif outcome.entry is not None:
-            self.monitor.note_step(outcome.entry, outcome.undecided)
-            self.monitor.entries[-1]["seconds"] = time.perf_counter() - start
+            entry = self.monitor.note_step(outcome.entry, outcome.was_taken)
+            entry["seconds"] = time.perf_counter() - start
             if self.residual_rule is None:
                 self.preconditioner.note_seconds(outcome.renewal)
         self.recorder.expect()
@@ -221,7 +225,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         parts |= {"several processes": self.teams.current().processes.size == 1}
         require_one_device(type(self).__name__, trained, [name for name, is_fine in parts.items() if not is_fine])
         return StepContext(
-            model=self.model, closure=closure, trained=trained, options=self.options(),
+            model=self.model, closure=closure, trained=trained, options=self.options(), numbers=self.numbers,
             states={name: self.state[p] for name, p in trained.items()}, recorder=self.recorder,
             preconditioner=self.preconditioner, monitor=self.monitor, owner=type(self).__name__,
             scaling=Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)),
@@ -258,6 +262,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _residual_step(self, context: StepContext) -> Outcome:
         assert self.residual_rule is not None
         require_one_device(type(self).__name__, context.trained, [type(self.residual_rule).__name__])
+        self.monitor.settle()
         with self.recorder.paused():
             outcome = self.residual_rule.step(context, self.residual_rule.evaluate(context))
         self.recorder.stop()
@@ -272,10 +277,6 @@ class SecondOrderOptimizer(ModelOptimizer):
         """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
         super().zero_grad(set_to_none)
         self.recorder.zero()
-
-    def records_next_pass(self) -> bool:
-        """Whether the next step renews the curvature from its passes, which then cannot come from a CUDA graph."""
-        return self.recorder.is_due()
 
     # -- reports and checkpoints
 
@@ -328,6 +329,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _load_parts(self, parts: Mapping[str, Any]) -> None:
         """Load the `_parts` of a state; moves tensors to the device of the parameters."""
         self.teams.forget_inverses()
+        self._forget_graph()
         home, trained = next(self.model.parameters()).device, self.trained()
         parts = dict(parts) | pytree.tree_map_only(Tensor, lambda x: x.to(home), {k: parts[k] for k in RULES})
         devices = {name: p.device for name, p in self.model.named_parameters()}

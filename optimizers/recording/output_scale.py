@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from curvature.linalg import stack
+from curvature.linalg import in_place, stack
 
 Sums = Mapping[str, Tensor]
 
@@ -52,8 +52,13 @@ class OutputScale:
             count, entries = sums["numbers"].to(home).unbind()
             scale = (sums["squares"].to(home) / entries.clamp(min=1)).sqrt()
             known = scale if self.rms is None else self.rms
-            self.rms = torch.where(scale.isfinite() & (entries > 0), scale, known)
-            self.entries_per_sample = torch.where(entries > 0, entries / count, self.entries_per_sample)
+            before = (
+                torch.full_like(entries, self.entries_per_sample)
+                if isinstance(self.entries_per_sample, float)
+                else self.entries_per_sample
+            )
+            self.rms = in_place(self.rms, torch.where(scale.isfinite() & (entries > 0), scale, known))
+            self.entries_per_sample = in_place(before, torch.where(entries > 0, entries / count, before))
             self.along = {name: square.to(home) / count for name, square in along.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from curvature.linalg import widest
+from curvature.linalg import in_place, widest
 from optimizers.steps.calibration import scales
 from optimizers.steps.rule import StepContext
-from optimizers.steps.stacks import Stack, row_products, row_squares
+from optimizers.steps.stacks import Layer, Stack, row_products, row_squares
 
 
 @dataclass(frozen=True)
@@ -21,40 +22,103 @@ class Descent:
 
     Attributes:
         directions: ``u``; to be subtracted.
-        slopes: inner products of gradient and direction, for each layer.
-        energies: about ``u^T M u``, of each layer; of all together (1,) where M is that of all.
+        slopes: inner products of gradient and scaled direction, for each layer.
+        energies: about ``u^T M u`` of scaled directions, of each layer; of all together (1,) where M is that of all.
+        scales: what the directions of the layers (n,) are to be multiplied by; None: by nothing.
     """
 
     directions: Stack
     slopes: Tensor
     energies: Tensor
+    scales: Tensor | None = None
 
 
 class DescentRule(Protocol):
-    """Computes directions; its attributes are state, like those of a step rule."""
+    """Computes directions."""
 
-    def __call__(self, context: StepContext, gradients: Stack, good: Tensor) -> Descent:
-        """Directions for gradients; if the flag `good` is false, leave the running state unchanged."""
+    def __call__(self, context: StepContext, gradients: Stack, good: Tensor, taken: Tensor) -> Descent:
+        """Directions for gradients.
+
+        Args:
+            good: a flag (); if it is false, the running state does not change.
+            taken: a flag (); if it is false, these gradients do not enter the running state.
+        """
+
+    is_capturable: bool  # whether a CUDA graph can hold its part of an ordinary step
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What it keeps from step to step beside the states of parameters."""
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state of a parameter before the first step."""
 
 
 class MomentumDescent:
-    """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients."""
+    """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients.
 
-    def __call__(self, context: StepContext, gradients: Stack, good: Tensor) -> Descent:
-        means = running_means(context, gradients, good)
+    Attributes:
+        weights: sums of the weights of gradients in the running means, one for each family of layers.
+        scales: of the layers, as of the last renewal.
+    """
+
+    is_capturable = True
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(0, device="cpu")
+        self.scales: Tensor | None = None
+        self.measured: list[Tensor | None] = []  # the energies of blocks that `scales` are made of
+        self.layers: list[tuple[Layer, ...]] = []  # that `weights` are of
+        self.views: Sequence[Tensor] = ()  # of `weights`
+
+    def __call__(self, context: StepContext, gradients: Stack, good: Tensor, taken: Tensor) -> Descent:
+        means = self._running_means(context, gradients, good, taken)
         found = gradients.like(context.solve(means))
         slopes = context.over_shards(row_products(found.rows, means.rows, context.home), found.layers)
         energies = _energies(context, found, slopes).nan_to_num(0.0, 0.0, 0.0)  # what overflows is not taken
-        scale = scales([context.block_of(layer[0]) for layer in found.layers])
-        if scale is not None:
-            scale = scale.to(slopes.device)
-            for rows, own in zip(found.rows, scale.split([len(rows) for rows in found.rows]), strict=True):
-                rows.mul_(own.to(rows.device)[:, None])
-            slopes, energies = slopes * scale, energies * scale.square()
-        return Descent(found, slopes, energies)
+        scale = self._scales(context, found.layers)
+        if scale is None:
+            return Descent(found, slopes, energies)
+        return Descent(found, slopes * scale, energies * scale.square(), scale)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.weights] + ([] if self.scales is None else [self.scales])
+
+    def _running_means(self, context: StepContext, gradients: Stack, good: Tensor, taken: Tensor) -> Stack:
+        """The debiased running means of the gradients, kept in the states of their parameters."""
+        means = gradients.state("momentum_buffer", context.states, context.trained)
+        weights = self._weights(context, gradients)
+        fresh = context.numbers.of_all("fresh", [family.names[0] for family in gradients.families])
+        weights.lerp_(torch.ones_like(weights), (fresh * good).expand_as(weights))
+        shares = fresh / torch.maximum(weights, fresh)  # of a gradient; a bad first batch leaves a weight of zero
+        wide = {(rows.dtype, rows.device): shares.to(rows.dtype).to(rows.device).unbind() for rows in means.rows}
+        for k, (g, mean) in enumerate(zip(gradients.rows, means.rows, strict=True)):
+            mean.lerp_(torch.where(taken.to(g.device), g, mean), wide[mean.dtype, mean.device][k])
+        return means
+
+    def _weights(self, context: StepContext, gradients: Stack) -> Tensor:
+        """`weights` of these families, of which the entries in the states of parameters are views."""
+        firsts = [context.states[family.names[0]].get("weight", 0.0) for family in gradients.families]
+        layers = [family.layers for family in gradients.families]
+        if layers == self.layers and all(w is own for w, own in zip(firsts, self.views, strict=True)):
+            return self.weights
+        zero = torch.zeros((), dtype=widest(context.home.type), device=context.home)
+        self.weights = torch.stack([w.to(zero) if isinstance(w, Tensor) else zero + w for w in firsts])
+        self.layers, self.views = layers, self.weights.unbind()
+        for family, weight in zip(gradients.families, self.views, strict=True):
+            for name in family.names:
+                context.states[name]["weight"] = weight
+        return self.weights
+
+    def _scales(self, context: StepContext, layers: Sequence[Layer]) -> Tensor | None:
+        """`scales` of layers; they change when blocks measure anew."""
+        blocks = [context.block_of(layer[0]) for layer in layers]
+        measured = [None if block is None else block.energies for block in blocks]
+        if len(measured) != len(self.measured) or any(map(operator.is_not, measured, self.measured)):
+            found, self.measured = scales(blocks), measured
+            self.scales = None if found is None else in_place(self.scales, found.to(context.home))
+        return self.scales
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"momentum_buffer": torch.zeros_like(p), "weight": 0.0}
@@ -66,7 +130,10 @@ class SpringDescent:
     This is the minimum of ``1/2 u^T G u - g^T u + damping/2 ||u - momentum * last u||^2`` (SPRING, arXiv:2401.10190).
     """
 
-    def __call__(self, context: StepContext, gradients: Stack, good: Tensor) -> Descent:
+    is_capturable = False
+    tensors: Sequence[Tensor] = ()
+
+    def __call__(self, context: StepContext, gradients: Stack, good: Tensor, taken: Tensor) -> Descent:
         dampings = _dampings(context, gradients)
         momenta = [context.options[family.names[0]]["momentum"] for family in gradients.families]
         right = gradients
@@ -95,34 +162,15 @@ def _dampings(context: StepContext, gradients: Stack) -> Tensor:
     return torch.stack([zero if damping is None else zero + damping for damping in found])
 
 
-def running_means(context: StepContext, gradients: Stack, good: Tensor) -> Stack:
-    """The debiased running means of the gradients, kept in the states of their parameters."""
-    means = gradients.state("momentum_buffer", context.states, context.trained)
-    weights = []
-    for family in means.families:
-        decay = context.options[family.names[0]]["momentum"]
-        for state in (context.states[name] for name in family.names):
-            state["weight"] = decay * state.get("weight", 0.0) + (1 - decay)
-        weights.append((1 - decay) / context.states[family.names[0]]["weight"])
-    pairs = zip(gradients.rows, means.rows, strict=True)
-    taken = [torch.where(good.to(g.device), g, mean) for g, mean in pairs]
-    torch._foreach_lerp_(means.rows, taken, weights)
-    return means
-
-
 def _energies(context: StepContext, directions: Stack, slopes: Tensor) -> Tensor:
     """``u^T M u`` of each layer."""
-    dampings = [context.options[family.names[0]]["damping"] for family in directions.families]
-    if all(damping is None for damping in dampings):
+    firsts = [layer[0] for layer in directions.layers]
+    if all(context.options[name]["damping"] is None for name in firsts):
         return slopes
     squares = context.over_shards(row_squares(directions.rows, context.home), directions.layers)
-    counts = [len(rows) for rows in directions.rows]
-    parts = zip(slopes.split(counts), dampings, squares.split(counts), strict=True)
-    return torch.cat([_energy(*part) for part in parts])
+    return without_damping(slopes, context.numbers.of_all("damping", firsts).to(squares), squares)
 
 
-def _energy(slope: Tensor, damping: float | None, square: Tensor | None) -> Tensor:
+def without_damping(slopes: Tensor, dampings: Tensor, squares: Tensor) -> Tensor:
     """``u^T M u``; an upper bound close to it where the damping is a small share of each factor."""
-    if damping is None or square is None:
-        return slope
-    return torch.maximum(slope - damping * square, 1e-6 * slope)  # rounding may leave less than nothing
+    return torch.maximum(slopes - dampings * squares, 1e-6 * slopes)  # rounding may leave less than nothing

@@ -126,7 +126,7 @@ class LineSearchStep(StepRule):
         renewal = context.renew(gradients)
         with context.monitor.timed("solve"):
             good = context.unscale_and_check_finite(gradients)
-            directions = self.descent(context, context.stack(gradients), good).directions
+            directions = self.descent(context, context.stack(gradients), good, good).directions
         own = {name: context.trained[name] for name in directions}
         search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
         step = -times_lr(directions, context.options)

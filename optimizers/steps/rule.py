@@ -14,13 +14,14 @@ from curvature.preconditioners import Block
 from curvature.recording import is_sharded
 from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.distributed.team import Team
-from optimizers.monitor import Monitor, Undecided
+from optimizers.monitor import Monitor, Verdict
 from optimizers.preconditioner import Options, Preconditioner, Renewal
 from optimizers.recording.output_scale import OutputScale
 from optimizers.recording.recorder import Recorder
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.finite_check import unscale_and_check_finite
+from optimizers.steps.numbers import Numbers
 from optimizers.steps.stacks import Layer, Stack, families
 from optimizers.steps.updates import Move
 
@@ -52,6 +53,7 @@ class StepContext:
         closure: the closure passed to `step`, if any.
         trained: parameters that require a gradient now, by name.
         options: lr, damping, momentum and weight_decay of each parameter, by name.
+        numbers: the same on the device.
         states: the optimizer's state of each parameter, by name; for tensors of the parameter's shape.
         recorder: its forward and backward passes since the last step.
         preconditioner: the running curvature and its inverses.
@@ -65,6 +67,7 @@ class StepContext:
     closure: Callable[[], Any] | None
     trained: dict[str, Tensor]
     options: dict[str, dict[str, Any]]
+    numbers: Numbers
     states: Mapping[str, dict[str, Any]]
     recorder: Recorder
     preconditioner: Preconditioner
@@ -120,7 +123,8 @@ class StepContext:
         """What parameters must share to be moved together."""
         options, p = self.options[name], self.trained[name]
         shards = (p.device_mesh, p.placements) if self.is_spread and is_sharded(p) else None  # type: ignore[attr-defined]
-        weight = self.states[name].get("weight")
+        weight = self.states[name].get("weight")  # on the device it is shared by those that had it in common
+        weight = id(weight) if isinstance(weight, Tensor) else weight
         return options["lr"], options.get("momentum"), options.get("damping"), weight, shards
 
     def unscale_and_check_finite(self, gradients: Named) -> Tensor:
@@ -144,8 +148,8 @@ class StepContext:
     # -- the preconditioner
 
     def is_idle(self) -> bool:
-        """Whether this step has nothing to renew and nothing to invert."""
-        return not self.recorder.has_measured and self.preconditioner.is_idle(self.monitor.started)
+        """Whether this step has nothing to renew and nothing to invert; if not, all steps before are settled."""
+        return is_ordinary(self.recorder, self.preconditioner)
 
     def knows_nothing(self) -> bool:
         """Whether all batches so far were empty."""
@@ -204,6 +208,21 @@ class StepContext:
         return Replay(self.model, self.closure, self.team.processes.all_reduce_mean, self.recorder.paused)
 
 
+def is_ordinary(recorder: Recorder, preconditioner: Preconditioner) -> bool:
+    """Whether the next step has nothing to renew and nothing to invert; if not, all steps before are settled.
+
+    A step is undecided only if it was ordinary, so that its number, were it taken once more, is that of an ordinary one.
+    """
+    monitor = preconditioner.monitor
+    is_idle = lambda: not recorder.has_measured and preconditioner.is_idle(monitor.started)
+    if is_idle():
+        return True
+    if not monitor.undecided:
+        return False
+    monitor.settle()
+    return is_idle()
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The value of the closure, a loss or residuals (M,); `replay` can call the closure again."""
@@ -229,7 +248,7 @@ class Outcome:
         renewal: returned by ``context.renew``.
         is_skipped: whether to count the batch as skipped.
         rollbacks: number of steps that were tried and rolled back.
-        undecided: set if the device has yet to decide whether the batch was good.
+        was_taken: the verdict on the batch, if the host does not wait for it.
     """
 
     loss: Any = None
@@ -239,7 +258,7 @@ class Outcome:
     renewal: Renewal = Renewal()
     is_skipped: bool = False
     rollbacks: int = 0
-    undecided: Undecided | None = None
+    was_taken: Verdict | None = None
 
 
 class StepRule:
@@ -252,6 +271,11 @@ class StepRule:
     needs_closure = False  # whether `step` requires a closure
     takes_several_devices = False  # whether parameters may be on several devices
     differentiates_model = False  # whether it differentiates the closure twice, which compiled code does not allow
+
+    @property
+    def plain(self) -> StepRule:
+        """The rule that makes plain steps now: itself, or one that it has handed over to."""
+        return self
 
     def evaluate(self, context: StepContext) -> Evaluation:
         """Call the closure, if there is one, before the step."""

@@ -58,6 +58,8 @@ class StepSize(NamedTuple):
         lr: the largest learning rate so far.
         overshoots: how many displacements were undone.
         measured, predicted: decayed sums of the energies of steps, of all layers together.
+        steps: number of steps so far; batches that were left out do not count.
+        was_bad: one if the last batch was left out, else zero.
     """
 
     size: Tensor
@@ -76,6 +78,8 @@ class StepSize(NamedTuple):
     overshoots: Tensor
     measured: Tensor
     predicted: Tensor
+    steps: Tensor
+    was_bad: Tensor
 
     @property
     def made(self) -> Tensor:
@@ -83,21 +87,20 @@ class StepSize(NamedTuple):
         return self.size * (self.slope / self.uncut).nan_to_num(1.0, 1.0, 1.0)
 
 
-def started(change: Tensor, norm: Tensor, least_trust: float) -> StepSize:
-    """The state before the first step.
+def started(change: Tensor, norm: Tensor, least_trust: float, steps: int) -> StepSize:
+    """The state before the first step by this rule.
 
     Args:
         change: predicted root mean square change of the output entries for step size one.
         norm: of the gradient.
         least_trust: the first trust region.
+        steps: number of steps before, by other rules.
     """
     zero = torch.zeros_like(change)
-    size = FIRST_OUTPUT_CHANGE / change.clamp(min=torch.finfo(change.dtype).tiny)
-    trust = torch.full_like(change, least_trust)
-    least = torch.full_like(change, LEAST_OUTPUT_CHANGE)
-    return StepSize(
-        size, trust, zero, zero, zero, zero, zero, change, change, least, norm, zero, zero, zero, zero, zero
-    )
+    known = {"change": change, "largest_change": change, "norm": norm, "trust": torch.full_like(change, least_trust)}
+    known |= {"size": FIRST_OUTPUT_CHANGE / change.clamp(min=torch.finfo(change.dtype).tiny)}
+    known |= {"least_output_change": torch.full_like(change, LEAST_OUTPUT_CHANGE)}
+    return StepSize(**dict.fromkeys(StepSize._fields, zero) | known | {"steps": torch.full_like(change, steps)})
 
 
 def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:
@@ -106,7 +109,7 @@ def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:
     Along the last displacement the loss fell with slope `predicted` at the start; `slope` is what is left of it now.
     Their ratio is one where the step could have gone on for ever, zero at the minimum along the line, negative beyond.
     """
-    ratio = torch.where(predicted != 0, slope / predicted, torch.zeros_like(slope))
+    ratio = (slope / predicted).masked_fill(predicted == 0, 0.0)
     return ratio.nan_to_num(0.0, 1.0, -1e30).clamp(-1e30, 1)
 
 
@@ -120,39 +123,67 @@ def longest_gradient(norm: Tensor, mean: Tensor) -> Tensor:
     return torch.where(mean > 0, torch.minimum(norm, LONGEST_GRADIENT * mean), norm)
 
 
-def adapted(state: StepSize, ratio: Tensor, norm: Tensor, step: int, lr: float, least_trust: float) -> StepSize:
+class Pace(NamedTuple):
+    """How fast things change at a step; scalar tensors.
+
+    Attributes:
+        rate: of growth.
+        start: how much faster the step size may grow in the first steps.
+        shrink: the least growth, negative.
+        weight: of a norm in the running mean of norms.
+    """
+
+    rate: Tensor
+    start: Tensor
+    shrink: Tensor
+    weight: Tensor
+
+
+def pace(steps: Tensor) -> Pace:
+    """The pace after a number of steps."""
+    late = steps / START
+    each = (steps + 1).reciprocal()
+    return Pace(
+        rate=(RATE / (1 + late)).clamp(min=LATE_RATE),
+        start=(START_RATE * (1 - late)).clamp(min=0.0),
+        shrink=-SHRINK * each,
+        weight=each.clamp(min=1 - NORM_DECAY),
+    )
+
+
+def adapted(state: StepSize, ratio: Tensor, norm: Tensor, counted: Tensor, lr: Tensor, least_trust: float) -> StepSize:
     """The step size and the trust region after a look at the last displacement.
 
     Args:
         ratio: of slopes.
         norm: of the gradient.
-        step: number of steps before.
+        counted: the norm that it is clipped to.
         lr: the largest of all groups. Below one the step size adapts proportionally slower; where a scheduler has
             lowered it, short steps say nothing about long ones, and the step size does not grow.
         least_trust: the trust region to fall back to.
     """
-    starts = SLOPE_DECAY * state.starts + (1 - SLOPE_DECAY) * state.slope
-    ends = SLOPE_DECAY * state.ends + (1 - SLOPE_DECAY) * ratio.clamp(min=LOWEST_RATIO) * state.slope
-    steepest = torch.maximum(state.slope.abs(), MEMORY * state.steepest)
+    lr, now = lr.to(ratio.dtype), pace(state.steps)
+    ends_now = ratio.clamp(min=LOWEST_RATIO) * state.slope
+    starts, ends = torch._foreach_lerp([state.starts, state.ends], [state.slope, ends_now], 1 - SLOPE_DECAY)
+    steepness = state.slope.abs()
+    steepest = torch.maximum(steepness, MEMORY * state.steepest)
     mean = slope_ratio(ends, starts)
-    rate = max(LATE_RATE, RATE / (1 + step / START))
-    growth = torch.where(mean > 0, rate * mean, (RATE * mean).clamp(min=-SHRINK / (step + 1)))
+    # in the late steps it grows slower, and it shrinks ever more slowly
+    growth = torch.maximum(torch.minimum(now.rate * mean, RATE * mean), now.shrink)
     is_long = norm > torch.maximum(LONG_GRADIENT * state.norm, state.norm + SPREADS * state.spread)
-    is_unstable = (ratio < 0) & is_long
-    growth = torch.where(is_unstable, RATE * ratio.clamp(min=-1), growth)
-    growth = growth + torch.where(ratio > STRAIGHT, max(0.0, START_RATE * (1 - step / START)), 0.0)
-    growth = torch.where(state.lr > lr, growth.clamp(max=0), growth) * min(1.0, lr)
-    growth = torch.where(state.slope.abs() < FLAT * steepest, 0.0, growth)
+    is_unstable, is_straight = (ratio < 0) & is_long, ratio > STRAIGHT
+    growth = torch.where(is_unstable, RATE * ratio.clamp(min=-1), growth) + now.start * is_straight
+    growth = torch.where(state.lr > lr, growth.clamp(max=0), growth) * lr.clamp(max=1)
+    growth = growth.masked_fill(steepness < FLAT * steepest, 0.0)
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
     size = torch.where(growth < 0, torch.minimum(state.size, SLACK * state.made), state.size) * growth.exp()
-    trust = (state.trust * torch.where(ratio > STRAIGHT, 1.1, 0.8)).clamp(least_trust, LARGEST_TRUST)
-    counted, weight = longest_gradient(norm, state.norm), max(1 - NORM_DECAY, 1 / (step + 1))
-    known = state.norm.lerp(counted, weight)
-    spread = state.spread.square().lerp((counted - state.norm).square(), weight).sqrt()
-    least = state.least_output_change * torch.where(is_unstable, LESS, 1.0)
+    trust = (state.trust * (0.8 + 0.3 * is_straight)).clamp(least_trust, LARGEST_TRUST)
+    known = state.norm.lerp(counted, now.weight)
+    spread = state.spread.square().lerp((counted - state.norm).square(), now.weight).sqrt()
+    least = state.least_output_change * (1 - (1 - LESS) * is_unstable)
     return state._replace(
         size=size, trust=trust, starts=starts, ends=ends, steepest=steepest, least_output_change=least, norm=known,
-        spread=spread, lr=state.lr.clamp(min=lr),
+        spread=spread, lr=torch.maximum(state.lr, lr),
     )  # fmt: skip
 
 
@@ -183,3 +214,8 @@ def bounded(state: StepSize, change: Tensor, output_rms: Tensor) -> tuple[StepSi
 def chosen(flag: Tensor, one: StepSize, other: StepSize) -> StepSize:
     """`one` where a flag () is true, else `other`."""
     return StepSize(*torch.where(flag, torch.stack(one), torch.stack(other)).unbind())
+
+
+def counting(good: Tensor, state: StepSize) -> StepSize:
+    """The state after a batch that is good or not, a flag ()."""
+    return state._replace(steps=state.steps + good, was_bad=(~good).to(state.steps.dtype))

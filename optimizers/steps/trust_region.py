@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import copy_to_host_async
+from curvature.linalg import copy_to_host_async, in_place
 from curvature.preconditioners import Block
 from optimizers.distributed.sharding import to_local
-from optimizers.monitor import Undecided
-from optimizers.preconditioner import Renewal
+from optimizers.monitor import Verdict
 from optimizers.recording.output_scale import OutputScale
 from optimizers.steps.calibration import calibrate, underestimate
 from optimizers.steps.descent import Descent, DescentRule
@@ -25,13 +23,16 @@ from optimizers.steps.step_size import (
     adapted,
     bounded,
     chosen,
+    counting,
     is_overshoot,
     longest_gradient,
     slope_ratio,
     started,
     undone,
 )
-from optimizers.steps.updates import Move, kept_by_decay, squared_norms
+from optimizers.steps.updates import Move, squared_norms
+
+UNSAVED = "steps", "was_bad"  # what the monitor says of a state that was loaded
 
 
 class TrustRegionStep(StepRule):
@@ -49,40 +50,70 @@ class TrustRegionStep(StepRule):
 
     def __init__(self, descent: DescentRule) -> None:
         self.descent = descent
-        self.state: StepSize | None = None
+        self.values: Tensor | None = None  # the fields of `state`, always in the same memory
+        self.state: StepSize | None = None  # what is known of how far to go, as views; None before the first step
         self.energies: dict[str, Tensor] = {}  # predicted for the last displacement, by the first parameter of a layer
+        self.joint_energies = torch.zeros(0, device="cpu")  # of which those are views, if they are of all layers
+        self.predicted = self.joint_energies  # for the move that is being made, before it is scaled
+        self.changed = torch.zeros((), device="cpu")  # a flag: whether the last step has changed anything
+        self.is_in_place = False  # whether a step has been made on all that is kept from step to step
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What it keeps from step to step beside the states of parameters."""
+        return [*self.descent.tensors, self.joint_energies] + ([] if self.values is None else [self.values])
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         gradients, loss = context.gradients(), evaluation.value
         if not gradients:
             return Outcome(loss)
-        good = context.unscale_and_check_finite(gradients)
-        was_bad = not context.monitor.was_accepted and context.scaling.scale is None
-        undo, renewal = None, None
-        if context.is_idle() and not was_bad:  # the host does not wait: if the batch is bad, the device changes nothing
-            undo, renewal = self._undo(context), Renewal()
-        elif not context.knows_nothing():
+        is_idle = context.is_idle()
+        if self.state is not None and not self.is_in_place:  # it was loaded, and knows nothing of counts
+            self.state.steps.fill_(context.monitor.started)
+            self.state.was_bad.fill_(not context.monitor.was_accepted)
+        if is_idle and self.state is not None:
+            move = self.ordinary(context, gradients)
+            entry, was_taken = self.outcome()
+            return Outcome(loss, move=move, entry=entry, was_taken=was_taken)
+        good, renewal = context.unscale_and_check_finite(gradients), None
+        if not context.knows_nothing():
             renewal = context.renew_if(gradients, good)
-            if renewal is not None:
-                self._calibrate(context)
         if renewal is None:
+            was_bad = not context.monitor.was_accepted and context.scaling.scale is None
             if was_bad and not bool(good):
                 self._go_back(context)
+            if self.state is not None:
+                self.state.was_bad.fill_(1)
             return Outcome(loss, is_skipped=True)
+        self._calibrate(context)
         with context.monitor.timed("direction"):
             move = self._found(context, context.stack(gradients), good)
-        assert self.state is not None
-        entry = {"renewed": renewal.renewed, "inverted": renewal.inverted, "step_size": self.state.size}
-        entry |= {"accepted": True, "overshoots": self.state.overshoots}
-        undecided = None if undo is None else Undecided(copy_to_host_async(good), undo)
-        return Outcome(loss, move=move, entry=entry, renewal=renewal, undecided=undecided)
+        entry, _ = self.outcome()
+        entry |= {"renewed": renewal.renewed, "inverted": renewal.inverted}
+        return Outcome(loss, move=move, entry=entry, renewal=renewal)
+
+    def ordinary(self, context: StepContext, gradients: Mapping[str, Tensor]) -> Move:
+        """The next move, of a step that neither renews nor inverts; all of it is done by the device.
+
+        If the batch is bad, nothing changes; at the second in a row the last displacement is undone.
+        """
+        good = context.unscale_and_check_finite(gradients)
+        with context.monitor.timed("direction"):
+            return self._found(context, context.stack(gradients), good)
+
+    def outcome(self) -> tuple[dict[str, Any], Verdict]:
+        """The entry of the last step for the history, and whether its batch was good."""
+        assert self.values is not None
+        now = StepSize(*self.values.clone().unbind())
+        entry = {"renewed": False, "inverted": 0, "step_size": now.size, "accepted": True, "overshoots": now.overshoots}
+        return entry, copy_to_host_async(now.was_bad == 0)
 
     def after_move(self, rates: Tensor, slope: Tensor) -> None:
         assert self.state is not None
-        self.state = self.state._replace(slope=slope)
+        self.state.slope.copy_(torch.where(self.changed, slope, self.state.slope))
         if self.energies:
-            last = rates.square() * torch.stack(list(self.energies.values()))
-            self.energies = dict(zip(self.energies, last.unbind(), strict=True))
+            last = rates.square() * self.predicted
+            self.joint_energies.copy_(torch.where(self.changed, last, self.joint_energies))
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
         found = {name: state.get("displacement") for name, state in states.items()} if self.energies else {}
@@ -94,7 +125,8 @@ class TrustRegionStep(StepRule):
         if self.state is not None and along:
             joint = torch.stack([self.state.measured, self.state.predicted])
             measured, predicted = calibrate(context.preconditioner.blocks, along, self.energies, joint).unbind()
-            self.state = self.state._replace(measured=measured, predicted=predicted)
+            self.state.measured.copy_(measured)
+            self.state.predicted.copy_(predicted)
 
     def _go_back(self, context: StepContext) -> None:
         """Undo the last displacement: no batch since has been finite."""
@@ -103,46 +135,52 @@ class TrustRegionStep(StepRule):
             for name, displacement in last.items():
                 to_local(context.trained[name]).sub_(displacement)
                 displacement.zero_()
-            self.state = undone(self.state, torch.full_like(self.state.size, -torch.inf))
+            self._keep(undone(self.state, torch.full_like(self.state.size, -torch.inf)))
 
-    def _undo(self, context: StepContext) -> Callable[[], None]:
-        """A function that restores the state on the host as it is now."""
-        mine, descent, its = self.state, self.descent, dict(vars(self.descent))
-        states = [(state, dict(state)) for state in (context.states[name] for name in context.trained)]
-
-        def undo() -> None:
-            self.state = mine
-            vars(descent).update(its)
-            for state, old in states:
-                state.clear()
-                state.update(old)
-
-        return undo
+    def _keep(self, state: StepSize) -> None:
+        before, self.values = self.values, in_place(self.values, torch.stack(state))
+        if self.values is not before and self.values is not None:
+            self.state = StepSize(*self.values.unbind())
 
     def _found(self, context: StepContext, gradients: Stack, good: Tensor) -> Move:
         """The next move; updates the state of the step size."""
         least, outputs, before = first_trust(context.preconditioner.blocks), context.outputs, self.state
         last = self._last_rows(context, gradients)
         ratio, norm = self._slope_ratio(context, gradients, last), _norm(context, gradients)
-        mean = norm if before is None else before.norm
-        is_far = is_overshoot(ratio, norm, mean)
+        counted = longest_gradient(norm, norm if before is None else before.norm)
+        is_far = is_overshoot(ratio, norm, norm if before is None else before.norm)
         # one batch far out of scale must not dominate the running mean
-        clipped = scaled(gradients.rows, (longest_gradient(norm, mean) / norm).nan_to_num(1.0))
-        found = self.descent(context, Stack(gradients.families, clipped), good & ~is_far)
+        clipped = scaled(gradients.rows, (counted / norm).nan_to_num(1.0))
+        found = self.descent(context, Stack(gradients.families, clipped), good, good & ~is_far)
         energies, rms = found.energies, outputs.rms
         change = output_change(energies.sum(), outputs)
         change = change if before is None else change * underestimate(before.measured, before.predicted)
         assert rms is not None
-        rates = [context.options[family.names[0]]["lr"] for family in gradients.families]
-        lr = max(group["lr"] for group in context.options.values())
-        first = started(change, norm, least) if before is None else before
-        known = first if before is None else adapted(before, ratio, norm, context.monitor.started, lr, least)
+        first = started(change, norm, least, context.monitor.started) if before is None else before
+        known = first if before is None else adapted(before, ratio, norm, counted, context.numbers.lr, least)
         after, size = bounded(known, change, rms)
-        slopes = torch._foreach_mul(found.slopes.split([len(rows) for rows in gradients.rows]), rates)
-        self.state = chosen(is_far, undone(first, ratio), after._replace(uncut=-size * torch.cat(slopes).sum()))
+        rates = context.numbers.of_all("lr", [layer[0] for layer in found.directions.layers])
+        after = after._replace(uncut=-size * (found.slopes * rates.to(size.dtype)).sum())
+        undo = good & is_far
+        if context.scaling.scale is None:  # a scaler has bad batches until it has found its scale
+            undo = undo | (~good & (first.was_bad > 0))
+        back = undone(first, ratio.masked_fill(~good, -torch.inf))
+        self._keep(counting(good, chosen(undo, back, chosen(good, after, first))))
+        self._note_energies(found)
+        self.changed, self.is_in_place = good | undo, True
+        return self._move(context, found, last, size, good & ~is_far, undo)
+
+    def _note_energies(self, found: Descent) -> None:
+        """Keep what the curvature predicts, for `after_move`; nothing, if not layer by layer."""
         names = [layer[0] for layer in found.directions.layers]
-        self.energies = dict(zip(names, energies.unbind(), strict=True)) if len(energies) == len(names) else {}
-        return self._move(context, found, last, size, good, is_far)
+        if len(found.energies) != len(names):
+            self.energies = {}
+            return
+        self.predicted = found.energies
+        if list(self.energies) != names or len(self.joint_energies) != len(names):
+            zero = torch.zeros_like(found.energies[0])
+            self.joint_energies = torch.stack([self.energies.get(name, zero) for name in names])
+            self.energies = dict(zip(names, self.joint_energies.unbind(), strict=True))
 
     def _last(self, context: StepContext, names: Iterable[str]) -> dict[str, Tensor]:
         """The last displacements, by name."""
@@ -161,17 +199,16 @@ class TrustRegionStep(StepRule):
         return torch.zeros_like(now) if self.state is None else slope_ratio(now, self.state.slope)
 
     def _move(
-        self, context: StepContext, found: Descent, last: Stack, size: Tensor, good: Tensor, is_far: Tensor
+        self, context: StepContext, found: Descent, last: Stack, size: Tensor, good: Tensor, undo: Tensor
     ) -> Move:
         """The step as a `Move`, whose directions become the displacements, in the memory of the last ones."""
-        options, directions = context.options, found.directions
+        options, numbers, directions = context.options, context.numbers, found.directions
         assert self.state is not None
         own = {name: to_local(context.trained[name]) for name in directions}
-        # tensors, since torch.compile treats Python numbers as constants
-        number = lambda x: torch.tensor(x, dtype=torch.float64, device="cpu")
-        rates = [(options[family.names[0]]["lr"], len(family.layers)) for family in directions.families]
-        runs = [(lr, [count for _, count in same]) for lr, same in itertools.groupby(rates, lambda pair: pair[0])]
-        decays = {name: kept_by_decay(options[name]) for name in own if options[name]["weight_decay"]}
+        decayed: dict[int, list[str]] = {}
+        for name in own:
+            if options[name]["weight_decay"]:
+                decayed.setdefault(numbers.places[name], []).append(name)
         squares = None
         if context.is_spread:
             sizes = context.over_shards(squared_norms(list(own.values()), context.home), [(name,) for name in own])
@@ -180,13 +217,11 @@ class TrustRegionStep(StepRule):
             parameters=list(own.values()),
             directions=directions.rows,
             last=last.rows,
+            scales=found.scales,
             squares=squares,
             slopes=found.slopes,
-            rates=[(number(lr), sum(counts)) for lr, counts in runs],
-            decayed=[
-                (number(kept), [own[name] for name, k in decays.items() if k == kept])
-                for kept in dict.fromkeys(decays.values())
-            ],
+            rates=numbers.of_all("lr", [layer[0] for layer in directions.layers]),
+            decayed=[(numbers.of("kept", names[0]), [own[name] for name in names]) for names in decayed.values()],
             shapes=[family.shapes for family in directions.families],
             tables=[
                 (k, directions[name], len(context.trained[name]))
@@ -196,18 +231,18 @@ class TrustRegionStep(StepRule):
             blocks=self._blocks(context, directions),
             step_size=size,
             trust=self.state.trust,
-            good=good & ~is_far,
-            undo=good & is_far,
+            good=good,
+            undo=undo,
         )
 
     @staticmethod
     def _blocks(context: StepContext, directions: Stack) -> Tensor | None:
         """`Move.blocks`."""
         owners = [context.block_of(layer[0]) or layer for layer in directions.layers]
-        numbers = {id(owner): k for k, owner in enumerate(owners)}
+        numbers = {id(owner): k for k, owner in enumerate(dict.fromkeys(owners))}
         if len(numbers) == len(owners):
             return None
-        return torch.tensor([numbers[id(owner)] for owner in owners], device=context.home)
+        return context.numbers.index(tuple(numbers[id(owner)] for owner in owners))
 
     # -- checkpoints
 
@@ -215,13 +250,17 @@ class TrustRegionStep(StepRule):
         return self.descent.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
 
     def state_dict(self) -> dict[str, Any]:
-        own = dict.fromkeys(StepSize._fields) if self.state is None else self.state._asdict()
-        return own | {"energies": dict(self.energies)}
+        own = dict.fromkeys(StepSize._fields) if self.values is None else StepSize(*self.values.clone())._asdict()
+        own = {name: value for name, value in own.items() if name not in UNSAVED}
+        return own | {"energies": {name: energy.clone() for name, energy in self.energies.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        own = {name: state[name] for name in StepSize._fields if state[name] is not None}
-        self.state = StepSize(**own) if own else None
-        self.energies = dict(state["energies"])
+        own = {name: state[name] for name in StepSize._fields if state.get(name) is not None}
+        self.values = self.state = None
+        if own:
+            self._keep(StepSize(**own | dict.fromkeys(UNSAVED, torch.zeros_like(own["size"]))))
+        self.energies, self.joint_energies = dict(state["energies"]), torch.zeros(0, device="cpu")
+        self.is_in_place = False
 
 
 def _norm(context: StepContext, gradients: Stack) -> Tensor:

@@ -43,9 +43,10 @@ class Move(NamedTuple):
         parameters: of all families, layer by layer.
         directions: rows (n, d) of descent, for each family.
         last: rows of the last displacements, to be overwritten.
+        scales: what the directions of the layers (n,) are multiplied by before all else; None: by nothing.
         squares: squared norms of the layers' directions, and of the parameters, where these are shards.
-        slopes: inner products of gradient and direction, for each layer.
-        rates: lr, and the number of layers in a row that it is for.
+        slopes: inner products of gradient and scaled direction, for each layer.
+        rates: lr, a scalar or one for each layer.
         decayed: what weight decay leaves of some parameters, and these.
         shapes: of the parameters of a layer, for each family.
         tables: parameters whose rows are layers of their own (embeddings): which of all it is, its direction, and the
@@ -59,9 +60,10 @@ class Move(NamedTuple):
     parameters: list[Tensor]
     directions: list[Tensor]
     last: list[Tensor]
+    scales: Tensor | None
     squares: tuple[Tensor, Tensor] | None
     slopes: Tensor
-    rates: list[tuple[Tensor, int]]
+    rates: Tensor
     decayed: list[tuple[Tensor, list[Tensor]]]
     shapes: list[tuple[tuple[int, ...], ...]]
     tables: list[tuple[int, Tensor, int]]
@@ -76,25 +78,27 @@ def take(move: Move) -> tuple[Tensor, Tensor]:
     """Decay and move the parameters; the directions become displacements.
 
     Returns:
-        What the direction of each layer was multiplied by, and how steeply the loss falls along all displacements
-        together, a scalar.
+        What the scaled direction of each layer was multiplied by, and how steeply the loss falls along all
+        displacements together, a scalar.
     """
-    size = torch.where(move.good, move.step_size, 0)
+    size = move.step_size.masked_fill(~move.good, 0)
     home = size.device
     lengths, sizes = move.squares or (row_squares(move.directions, home), squared_norms(move.parameters, home))
     longest = [move.trust * _row_sizes(move.parameters[k], sizes[k] / rows) for k, _, rows in move.tables]
     sizes = _by_layer(sizes.clamp(min=1), move)  # so that tensors that start at zero can leave it
+    if move.scales is not None:
+        lengths = lengths * move.scales.square()
     if move.blocks is not None:
         totals = torch.zeros_like(lengths)
         lengths, sizes = (totals.index_add(0, move.blocks, x.to(totals))[move.blocks] for x in (lengths, sizes))
     cuts = within_trust(size, lengths.sqrt(), sizes.sqrt(), move.trust)
-    parts = zip(cuts.split([count for _, count in move.rates]), move.rates, strict=True)
-    rates = torch.cat([part * rate for part, (rate, _) in parts])
+    rates = cuts * move.rates.to(cuts.dtype)
+    factors = -rates if move.scales is None else -rates * move.scales
     for kept, parameters in move.decayed:
         for own in by_device(parameters):
             torch._foreach_mul_(own, torch.where(move.good.to(own[0].device), kept.to(own[0].dtype), 1))
     counts = [len(rows) for rows in move.directions]
-    for rows, rate in zip(move.directions, rates.neg().split(counts), strict=True):
+    for rows, rate in zip(move.directions, factors.split(counts), strict=True):
         rows.mul_(rate.to(rows.device)[:, None]).nan_to_num_(0.0, 0.0, 0.0)
     for (_, table, _), length in zip(move.tables, longest, strict=True):
         norms = torch.linalg.vector_norm(table, dim=1, dtype=length.dtype)

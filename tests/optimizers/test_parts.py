@@ -14,7 +14,7 @@ from curvature.recording import warn_once
 from optimizers import KFAC
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.team import Teams
-from optimizers.monitor import Monitor, Undecided
+from optimizers.monitor import Monitor
 from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.backward_passes import Measured, Passes
 from optimizers.schedule import Schedule
@@ -25,28 +25,28 @@ ENTRY = {"accepted": True, "step_size": torch.tensor(0.5)}
 
 
 def test_a_good_batch_is_counted_as_a_step() -> None:
-    monitor, undone = Monitor(), []
-    monitor.note_step(ENTRY, Undecided(lambda: True, lambda: undone.append(1)))
+    monitor = Monitor()
+    monitor.note_step(ENTRY, lambda: True)
     monitor.settle()
-    assert (monitor.steps, monitor.skipped, undone) == (1, 0, [])
+    assert (monitor.steps, monitor.skipped, monitor.undecided) == (1, 0, [])
     assert monitor.history() == [{"step": 0, "accepted": True, "step_size": 0.5}]
 
 
-def test_a_bad_batch_is_undone_once() -> None:
-    monitor, undone = Monitor(), []
+def test_bad_batches_are_counted_once() -> None:
+    """Of four steps whose verdicts are late, the second and the third."""
+    monitor = Monitor()
     monitor.note_step(ENTRY)
-    monitor.note_step(ENTRY, Undecided(lambda: False, lambda: undone.append(1)))
-    for _ in range(2):  # to look changes nothing
-        assert (monitor.started, monitor.left_out, undone) == (2, 0, [])
-        assert (monitor.steps, monitor.skipped) == (1, 1)
-        assert [entry["accepted"] for entry in monitor.history()] == [True, False]
-        assert monitor.last() == {"step": 1, "accepted": False}
-        assert (monitor.stats()["steps"], monitor.stats()["skipped"]) == (1, 1)
-    for _ in range(2):
+    for good in (True, False, False, True):
+        monitor.note_step(ENTRY, lambda good=good: good)
+    expected = [(0, True), (1, True), (2, False), (2, False), (2, True)]
+    for started in 5, 3:  # to look changes nothing
+        for _ in range(2):
+            assert (monitor.started, monitor.left_out) == (started, 5 - started)
+            assert (monitor.steps, monitor.skipped) == (3, 2)
+            assert [(entry["step"], entry["accepted"]) for entry in monitor.history()] == expected
+            assert monitor.history()[2] == {"step": 2, "accepted": False} and monitor.last()["step_size"] == 0.5
+            assert (monitor.stats()["steps"], monitor.stats()["skipped"]) == (3, 2)
         monitor.settle()
-        assert (monitor.started, monitor.left_out, undone) == (1, 1, [1])
-        assert (monitor.steps, monitor.skipped) == (1, 1)
-        assert monitor.history()[1:] == [{"step": 1, "accepted": False}]
 
 
 def test_failures_and_skipped_batches_are_counted() -> None:

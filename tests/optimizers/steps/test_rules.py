@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepContext, StepRule
 from optimizers.preconditioner import Renewal
 from optimizers.steps.descent import Descent
+from optimizers.steps.numbers import Numbers
 from optimizers.steps.quadratic_model import GROW, MOST_TRIES, Trial, first_accepted
-from optimizers.steps.rule import Evaluation
+from optimizers.steps.rule import Evaluation, Scaling
 from optimizers.steps.stacks import Stack, families, row_squares
 from optimizers.steps.step_size import RATE, START, START_RATE
 from optimizers.steps.trust_region import TrustRegionStep
@@ -61,7 +62,8 @@ def test_a_loss_that_does_not_change_at_all_ends_the_ladder() -> None:
 def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> list[float]:
     """Step sizes of a rule with the identity as preconditioner, along gradients that point one way or back."""
     p, states = torch.full((100,), 100.0, dtype=torch.float64), {"p": {}}
-    sizes = []
+    sizes, numbers, options = [], Numbers(), {"p": {"lr": 1.0, "weight_decay": 0.0}}
+    numbers.tell(options, p.device)
     for slope in slopes:
         context: Any = SimpleNamespace(
             gradients=lambda slope=slope: {"p": torch.full_like(p, slope)},
@@ -69,7 +71,7 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
             is_idle=lambda: False, knows_nothing=lambda: False, renew_if=lambda gradients, good: Renewal(True, 1, 1.0),
             monitor=SimpleNamespace(timed=lambda part: nullcontext(), was_accepted=True, started=len(sizes)),
             trained={"p": p}, states=states,
-            options={"p": {"lr": 1.0, "weight_decay": 0.0}}, preconditioner=SimpleNamespace(blocks=[]),
+            options=options, numbers=numbers, scaling=Scaling(), preconditioner=SimpleNamespace(blocks=[]),
             outputs=SimpleNamespace(rms=torch.tensor(rms), entries_per_sample=100.0, along={}), is_spread=False,
             home=p.device,
             block_of=lambda name: None,
@@ -83,7 +85,7 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
     return sizes
 
 
-def plain(context: StepContext, gradients: Any, good: Tensor) -> Descent:
+def plain(context: StepContext, gradients: Any, good: Tensor, taken: Tensor) -> Descent:
     """The gradient itself."""
     found = gradients.like({name: g.clone() for name, g in gradients.items()})
     squares = row_squares(found.rows, torch.device("cpu"))

@@ -15,6 +15,7 @@ from optimizers.steps.step_size import (
     adapted,
     bounded,
     chosen,
+    counting,
     is_overshoot,
     longest_gradient,
     slope_ratio,
@@ -38,12 +39,13 @@ def state(**known: float) -> StepSize:
         "spread": 0.1,
         "lr": 1.0,
     }
-    values |= {"overshoots": 0.0, "measured": 0.0, "predicted": 0.0}
+    values |= {"overshoots": 0.0, "measured": 0.0, "predicted": 0.0, "steps": LATER, "was_bad": 0.0}
     return StepSize(**{name: one(value) for name, value in (values | known).items()})
 
 
 def look(known: StepSize, ratio: float, norm: float = 1.0, step: int = LATER, lr: float = 1.0) -> StepSize:
-    return adapted(known, one(ratio), one(norm), step, lr, 0.05)
+    known, counted = known._replace(steps=one(step)), longest_gradient(one(norm), known.norm)
+    return adapted(known, one(ratio), one(norm), counted, one(lr), 0.05)
 
 
 def test_ratio_of_slopes():
@@ -143,7 +145,7 @@ def test_bounds_on_the_predicted_change_of_the_outputs():
 
 
 def test_gradients_that_are_zero_at_first():
-    first = started(one(0.0), one(0.0), 0.1)
+    first = started(one(0.0), one(0.0), 0.1, 0)
     after, size = bounded(first, one(0.0), one(1.0))
     assert torch.isfinite(size) and after.change == 0
     after, size = bounded(after, one(0.5), one(1.0))
@@ -151,5 +153,6 @@ def test_gradients_that_are_zero_at_first():
 
 
 def test_the_choice_is_on_the_device():
+    assert [counting(torch.tensor(good), state())[-2:] for good in (True, False)] == [(LATER + 1, 0), (LATER, 1)]
     found = chosen(torch.tensor(True), state(size=1.0), state(size=3.0))
     assert found.size == 1 and chosen(torch.tensor(False), state(), state(size=3.0)).size == 3
