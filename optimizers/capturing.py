@@ -21,8 +21,8 @@ from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.recorder import Recorder
 from optimizers.steps.numbers import Numbers
 from optimizers.steps.rule import StepContext, StepRule, is_ordinary
-from optimizers.steps.trust_region import TrustRegionStep
-from optimizers.steps.updates import take
+from optimizers.steps.trust_region import ORDINARY, TrustRegionStep
+from optimizers.steps.updates import Step
 
 
 def is_capturing() -> bool:
@@ -37,18 +37,22 @@ class Captured(NamedTuple):
     groups: list[Any]
 
 
-class Replayed:
-    """A step that a graph has made or is about to make. Its numbers are collected before the next one makes others."""
+class Late:
+    """Numbers of a step that are known once the device has made it; to be collected before the next one is made.
 
-    def __init__(self, outcome: Callable[[], tuple[dict[str, Any], Verdict]]) -> None:
-        self.outcome = outcome
-        self.entry: dict[str, Any] = {"renewed": False, "inverted": 0, "accepted": True}
+    Attributes:
+        entry: of the step, in the history.
+    """
+
+    def __init__(self, numbers: Callable[[], tuple[dict[str, Any], Verdict]]) -> None:
+        self.numbers = numbers
+        self.entry: dict[str, Any] = {}
         self.verdict: Verdict | None = None
 
     def collect(self) -> Verdict:
         if self.verdict is None:
-            entry, self.verdict = self.outcome()
-            self.entry |= entry
+            found, self.verdict = self.numbers()
+            self.entry |= found
         return self.verdict
 
     def was_taken(self) -> bool:
@@ -64,7 +68,8 @@ class CapturableOptimizer(ModelOptimizer):
     preconditioner: Preconditioner
     numbers: Numbers
     captured: Captured | None = None
-    replayed: Replayed | None = None
+    late: Late | None = None  # of the last step
+    before: list[int]  # addresses, while a graph is captured
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         raise NotImplementedError
@@ -108,12 +113,11 @@ class CapturableOptimizer(ModelOptimizer):
             )
         rule = self._capturable_rule()
         assert rule is not None
-        self.replayed = Replayed(rule.outcome)
-        self.replayed.entry = self.monitor.note_step(self.replayed.entry, self.replayed.was_taken)
+        self.late = Late(rule.numbers)
+        self.late.entry = self.monitor.note_step(ORDINARY, self.late.was_taken)
         self.preconditioner.note_seconds(Renewal())
 
-    @torch.no_grad()
-    def _capture(self, closure: Callable[[], Any] | None) -> None:
+    def _begin_capture(self, closure: Callable[[], Any] | None) -> Step:
         """`step` while a graph is captured: the device's part of an ordinary step."""
         name, rule = type(self).__name__, self._capturable_rule()
         if closure is not None or rule is None or not self.can_replay():
@@ -121,9 +125,12 @@ class CapturableOptimizer(ModelOptimizer):
                 f"{name}.step: captured in a CUDA graph, but the next step cannot come from one (a step that renews or "
                 "inverts, the first after load_state_dict, closures, several processes); ask can_replay() before"
             )
-        before, context = self._addresses(), self._context(None)
-        rule.after_move(*take(rule.ordinary(context, context.gradients())))
-        if self._addresses() != before:
+        self.before, context = self._addresses(), self._context(None)
+        return rule.ordinary(context, context.gradients())
+
+    def _end_capture(self) -> None:
+        name = type(self).__name__
+        if self._addresses() != self.before:
             raise RuntimeError(
                 f"{name}.step: captured in a CUDA graph with other gradients than at the last step, which moves state "
                 "to new memory; make a step with the same parameters' gradients before"
@@ -144,9 +151,10 @@ class CapturableOptimizer(ModelOptimizer):
         return next(self.model.parameters()).device
 
     def _as_captured(self) -> Captured:
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        keys = [(float(own["lr"]), own["momentum"], own["damping"]) for own in options]
-        groups = [(keys.index(key), own["damping"] is None, not own["weight_decay"]) for key, own in zip(keys, options)]
+        keys = [(float(own["lr"]), own["momentum"], own["damping"]) for own in self.param_groups]
+        firsts = map(keys.index, keys)
+        of = zip(firsts, self.param_groups, strict=True)
+        groups = [(first, own["damping"] is None, not own["weight_decay"]) for first, own in of]
         return Captured(self._addresses(), groups)
 
     def _addresses(self) -> list[int]:
@@ -164,9 +172,9 @@ class CapturableOptimizer(ModelOptimizer):
             yield from (x for x in self.state[p].values() if isinstance(x, Tensor))
 
     def _collect(self) -> None:
-        if self.replayed is not None:
-            self.replayed.collect()
-            self.replayed = None
+        if self.late is not None:
+            self.late.collect()
+            self.late = None
 
     def _forget_graph(self) -> None:
-        self.captured = self.replayed = self.preconditioner.places = None
+        self.captured = self.late = self.preconditioner.places = None

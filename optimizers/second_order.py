@@ -4,7 +4,7 @@ The recorder has measured the forward and backward passes before ``step`` is cal
 
     step -> _prepare -> _run -> rule.evaluate   call the closure, if there is one
                              -> rule.step       renew the curvature, solve, decide on the displacement: an `Outcome`
-         -> take(move) -> rule.after_move       move the parameters, where the rule has not moved them itself
+         -> make(step)                          move the parameters, where the rule has not moved them itself
 
 A closure that returns residuals switches to `residual_rule` for good.
 """
@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded
 from optimizers.arguments import check_numbers, require_one_device
-from optimizers.capturing import CapturableOptimizer, is_capturing
+from optimizers.capturing import CapturableOptimizer, Late, is_capturing
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.construction import rebuild
 from optimizers.distributed.processes import Distributed
@@ -42,7 +42,7 @@ from optimizers.steps.closure_checks import ClosureWatch
 from optimizers.steps.numbers import Numbers
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
 from optimizers.steps.rule import Evaluation, Outcome, Scaling, StepContext, StepRule
-from optimizers.steps.updates import Move, take
+from optimizers.steps.updates import Step, make
 
 RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 
@@ -119,11 +119,10 @@ class SecondOrderOptimizer(CapturableOptimizer):
                 or the other way round; its loss differentiates the model.
             ValueError: residuals, and an argument that has no meaning for them.
         """
-        if is_capturing():
-            return self._capture(closure)
-        value, move = self._prepare(closure)
-        if move is not None:
-            self._conclude(*take(move))  # `take` is what torch.compile(opt.step) compiles
+        value, prepared = self._prepare(closure)
+        if prepared is not None:
+            make(prepared)  # this is what torch.compile(opt.step) compiles
+            self._conclude()
         return value
 
     def step_residuals(self, closure: Callable[[], Any]) -> Any:
@@ -170,8 +169,10 @@ class SecondOrderOptimizer(CapturableOptimizer):
         raise NotImplementedError
 
     @torch._disable_dynamo
-    def _prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, Move | None]:
-        """A whole step, except for the move that `torch.compile` may compile; returns the loss and that move."""
+    def _prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, Step | None]:
+        """A whole step, except for what `torch.compile` may compile; returns the loss and that."""
+        if is_capturing():
+            return None, self._begin_capture(closure)
         if closure is not None and not callable(closure):
             raise TypeError(f"closure: expected a function that computes the loss, found {type(closure).__name__}")
         for group in self.param_groups:
@@ -212,7 +213,10 @@ class SecondOrderOptimizer(CapturableOptimizer):
             self.monitor.skip()
             self.recorder.discard()
         elif outcome.entry is not None:
-            entry = self.monitor.note_step(outcome.entry, outcome.was_taken)
+            late = None if outcome.numbers is None else Late(outcome.numbers)
+            entry = self.monitor.note_step(outcome.entry, late.was_taken if late and outcome.is_undecided else None)
+            if late is not None:
+                late.entry, self.late = entry, late
             entry["seconds"] = time.perf_counter() - start
             if self.residual_rule is None:
                 self.preconditioner.note_seconds(outcome.renewal)
@@ -269,8 +273,10 @@ class SecondOrderOptimizer(CapturableOptimizer):
         return outcome
 
     @torch._disable_dynamo
-    def _conclude(self, rates: Tensor, slope: Tensor) -> None:
-        self.rule.after_move(rates, slope)
+    def _conclude(self) -> None:
+        if is_capturing():
+            return self._end_capture()
+        self._collect()
         self._gather_displacement()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -92,9 +92,9 @@ class MomentumDescent:
         fresh = context.numbers.of_all("fresh", [family.names[0] for family in gradients.families])
         weights.lerp_(torch.ones_like(weights), (fresh * good).expand_as(weights))
         shares = fresh / torch.maximum(weights, fresh)  # of a gradient; a bad first batch leaves a weight of zero
-        wide = {(rows.dtype, rows.device): shares.to(rows.dtype).to(rows.device).unbind() for rows in means.rows}
+        wide = {form: shares.to(*form).unbind() for form in {(rows.device, rows.dtype) for rows in means.rows}}
         for k, (g, mean) in enumerate(zip(gradients.rows, means.rows, strict=True)):
-            mean.lerp_(torch.where(taken.to(g.device), g, mean), wide[mean.dtype, mean.device][k])
+            mean.lerp_(torch.where(taken.to(g.device), g, mean), wide[mean.device, mean.dtype][k])
         return means
 
     def _weights(self, context: StepContext, gradients: Stack) -> Tensor:

@@ -62,9 +62,6 @@ class HandOverStep(StepRule):
         self.first.forget()
         LOG.warning("%s: %s", context.owner, self.report())
 
-    def after_move(self, rates: Tensor, slope: Tensor) -> None:
-        self.then.after_move(rates, slope)
-
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
         return self.then.last_displacement(states)
 

@@ -23,7 +23,7 @@ from optimizers.steps.closure_replay import Replay
 from optimizers.steps.finite_check import unscale_and_check_finite
 from optimizers.steps.numbers import Numbers
 from optimizers.steps.stacks import Layer, Stack, families
-from optimizers.steps.updates import Move
+from optimizers.steps.updates import Step
 
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
 
@@ -211,7 +211,7 @@ class StepContext:
 def is_ordinary(recorder: Recorder, preconditioner: Preconditioner) -> bool:
     """Whether the next step has nothing to renew and nothing to invert; if not, all steps before are settled.
 
-    A step is undecided only if it was ordinary, so that its number, were it taken once more, is that of an ordinary one.
+    A step is undecided only if it was ordinary, so its number, were it taken once more, is an ordinary step's.
     """
     monitor = preconditioner.monitor
     is_idle = lambda: not recorder.has_measured and preconditioner.is_idle(monitor.started)
@@ -243,22 +243,24 @@ class Outcome:
         loss: the value that `step` returns.
         displacement: by name, of sharded parameters the local shard; the optimizer adds it to the parameters. None if
             the rule has moved them itself.
-        move: a displacement that `torch.compile` can compile; the built-in `TrustRegionStep` uses it.
+        move: a step that `torch.compile` can compile; the built-in `TrustRegionStep` uses it.
         entry: numbers for the history; None: no step was taken.
         renewal: returned by ``context.renew``.
         is_skipped: whether to count the batch as skipped.
         rollbacks: number of steps that were tried and rolled back.
-        was_taken: the verdict on the batch, if the host does not wait for it.
+        is_undecided: whether the device has yet to decide whether the batch was good.
+        numbers: what the device says of the `move` once it is made: more for the entry, and the verdict on the batch.
     """
 
     loss: Any = None
     displacement: Mapping[str, Tensor] | None = None
-    move: Move | None = None
+    move: Step | None = None
     entry: Mapping[str, Any] | None = None
     renewal: Renewal = Renewal()
     is_skipped: bool = False
     rollbacks: int = 0
-    was_taken: Verdict | None = None
+    is_undecided: bool = False
+    numbers: Callable[[], tuple[dict[str, Any], Verdict]] | None = None
 
 
 class StepRule:
@@ -287,14 +289,6 @@ class StepRule:
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         """One step; gradients are in ``context.gradients()``."""
         raise NotImplementedError
-
-    def after_move(self, rates: Tensor, slope: Tensor) -> None:
-        """Called after a `move`.
-
-        Args:
-            rates: what the directions of its layers were multiplied by.
-            slope: of the loss along the displacement, a scalar: negative for descent.
-        """
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
         """The last displacement by name, if changes of the outputs along it are to be measured at the next renewal."""

@@ -211,11 +211,68 @@ def bounded(state: StepSize, change: Tensor, output_rms: Tensor) -> tuple[StepSi
     return state._replace(size=size, change=mean, largest_change=largest), size * (counted / change).nan_to_num(1.0)
 
 
-def chosen(flag: Tensor, one: StepSize, other: StepSize) -> StepSize:
-    """`one` where a flag () is true, else `other`."""
-    return StepSize(*torch.where(flag, torch.stack(one), torch.stack(other)).unbind())
+class Look(NamedTuple):
+    """What a step sees of itself before it is made; scalar tensors on one device.
+
+    Attributes:
+        values: the fields of the state (n,), to be overwritten.
+        is_first: whether they are new.
+        ratio: of slopes, `slope_ratio`.
+        norm, counted: of the gradient, and what it is clipped to.
+        is_far: a flag: the last displacement went far too far, `is_overshoot`.
+        good: a flag: the batch is good. If not, nothing changes.
+        undoes: whether the second bad batch in a row undoes the last displacement.
+        change: predicted root mean square change of the output entries for step size one.
+        output_rms: root mean square of the output entries.
+        slope: inner product of gradient and direction, all layers with their learning rates.
+        lr: the largest learning rate.
+        least_trust: the trust region to fall back to.
+    """
+
+    values: Tensor
+    is_first: bool
+    ratio: Tensor
+    norm: Tensor
+    counted: Tensor
+    is_far: Tensor
+    good: Tensor
+    undoes: bool
+    change: Tensor
+    output_rms: Tensor
+    slope: Tensor
+    lr: Tensor
+    least_trust: float
 
 
-def counting(good: Tensor, state: StepSize) -> StepSize:
-    """The state after a batch that is good or not, a flag ()."""
-    return state._replace(steps=state.steps + good, was_bad=(~good).to(state.steps.dtype))
+class Decision(NamedTuple):
+    """What becomes of a step.
+
+    Attributes:
+        step_size, trust: scalars; no layer moves by more than `trust` times its norm.
+        good: a flag (); if it is false, nothing moves.
+        undo: a flag (); if it is true (and `good` is not), the last displacements are undone.
+    """
+
+    step_size: Tensor
+    trust: Tensor
+    good: Tensor
+    undo: Tensor
+
+
+def decided(look: Look) -> Decision:
+    """How far to go, if at all; updates the state in ``look.values``, its slope apart."""
+    state = StepSize(*look.values.unbind())
+    known = state
+    if not look.is_first:
+        known = adapted(state, look.ratio, look.norm, look.counted, look.lr, look.least_trust)
+    after, size = bounded(known, look.change, look.output_rms)
+    after = after._replace(uncut=-size * look.slope)
+    undo = look.good & look.is_far
+    if look.undoes:
+        undo = undo | (~look.good & (state.was_bad > 0))
+    before = undone(state, look.ratio.masked_fill(~look.good, -torch.inf))
+    kept = torch.where(look.good, torch.stack(after), look.values)
+    look.values.copy_(torch.where(undo, torch.stack(before), kept))
+    state.steps.add_(look.good)
+    state.was_bad.copy_(~look.good)
+    return Decision(size, after.trust.clone(), look.good & ~undo, undo)

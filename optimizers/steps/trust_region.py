@@ -19,19 +19,17 @@ from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepR
 from optimizers.steps.stacks import Stack, products, row_squares, scaled
 from optimizers.steps.step_size import (
     FIRST_TRUST,
+    Look,
     StepSize,
-    adapted,
-    bounded,
-    chosen,
-    counting,
     is_overshoot,
     longest_gradient,
     slope_ratio,
     started,
     undone,
 )
-from optimizers.steps.updates import Move, squared_norms
+from optimizers.steps.updates import Move, Step, squared_norms
 
+ORDINARY: dict[str, Any] = {"renewed": False, "inverted": 0, "accepted": True}  # what the history has of a step
 UNSAVED = "steps", "was_bad"  # what the monitor says of a state that was loaded
 
 
@@ -54,8 +52,6 @@ class TrustRegionStep(StepRule):
         self.state: StepSize | None = None  # what is known of how far to go, as views; None before the first step
         self.energies: dict[str, Tensor] = {}  # predicted for the last displacement, by the first parameter of a layer
         self.joint_energies = torch.zeros(0, device="cpu")  # of which those are views, if they are of all layers
-        self.predicted = self.joint_energies  # for the move that is being made, before it is scaled
-        self.changed = torch.zeros((), device="cpu")  # a flag: whether the last step has changed anything
         self.is_in_place = False  # whether a step has been made on all that is kept from step to step
 
     @property
@@ -72,9 +68,8 @@ class TrustRegionStep(StepRule):
             self.state.steps.fill_(context.monitor.started)
             self.state.was_bad.fill_(not context.monitor.was_accepted)
         if is_idle and self.state is not None:
-            move = self.ordinary(context, gradients)
-            entry, was_taken = self.outcome()
-            return Outcome(loss, move=move, entry=entry, was_taken=was_taken)
+            step = self.ordinary(context, gradients)
+            return Outcome(loss, move=step, entry=ORDINARY, numbers=self.numbers, is_undecided=True)
         good, renewal = context.unscale_and_check_finite(gradients), None
         if not context.knows_nothing():
             renewal = context.renew_if(gradients, good)
@@ -88,11 +83,10 @@ class TrustRegionStep(StepRule):
         self._calibrate(context)
         with context.monitor.timed("direction"):
             move = self._found(context, context.stack(gradients), good)
-        entry, _ = self.outcome()
-        entry |= {"renewed": renewal.renewed, "inverted": renewal.inverted}
-        return Outcome(loss, move=move, entry=entry, renewal=renewal)
+        entry = {"renewed": renewal.renewed, "inverted": renewal.inverted}
+        return Outcome(loss, move=move, entry=ORDINARY | entry, renewal=renewal, numbers=self.numbers)
 
-    def ordinary(self, context: StepContext, gradients: Mapping[str, Tensor]) -> Move:
+    def ordinary(self, context: StepContext, gradients: Mapping[str, Tensor]) -> Step:
         """The next move, of a step that neither renews nor inverts; all of it is done by the device.
 
         If the batch is bad, nothing changes; at the second in a row the last displacement is undone.
@@ -101,19 +95,11 @@ class TrustRegionStep(StepRule):
         with context.monitor.timed("direction"):
             return self._found(context, context.stack(gradients), good)
 
-    def outcome(self) -> tuple[dict[str, Any], Verdict]:
-        """The entry of the last step for the history, and whether its batch was good."""
+    def numbers(self) -> tuple[dict[str, Any], Verdict]:
+        """Of the step that was made last: for the history, and whether its batch was good."""
         assert self.values is not None
         now = StepSize(*self.values.clone().unbind())
-        entry = {"renewed": False, "inverted": 0, "step_size": now.size, "accepted": True, "overshoots": now.overshoots}
-        return entry, copy_to_host_async(now.was_bad == 0)
-
-    def after_move(self, rates: Tensor, slope: Tensor) -> None:
-        assert self.state is not None
-        self.state.slope.copy_(torch.where(self.changed, slope, self.state.slope))
-        if self.energies:
-            last = rates.square() * self.predicted
-            self.joint_energies.copy_(torch.where(self.changed, last, self.joint_energies))
+        return {"step_size": now.size, "overshoots": now.overshoots}, copy_to_host_async(now.was_bad == 0)
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
         found = {name: state.get("displacement") for name, state in states.items()} if self.energies else {}
@@ -142,8 +128,8 @@ class TrustRegionStep(StepRule):
         if self.values is not before and self.values is not None:
             self.state = StepSize(*self.values.unbind())
 
-    def _found(self, context: StepContext, gradients: Stack, good: Tensor) -> Move:
-        """The next move; updates the state of the step size."""
+    def _found(self, context: StepContext, gradients: Stack, good: Tensor) -> Step:
+        """The next step."""
         least, outputs, before = first_trust(context.preconditioner.blocks), context.outputs, self.state
         last = self._last_rows(context, gradients)
         ratio, norm = self._slope_ratio(context, gradients, last), _norm(context, gradients)
@@ -154,33 +140,33 @@ class TrustRegionStep(StepRule):
         found = self.descent(context, Stack(gradients.families, clipped), good, good & ~is_far)
         energies, rms = found.energies, outputs.rms
         change = output_change(energies.sum(), outputs)
-        change = change if before is None else change * underestimate(before.measured, before.predicted)
-        assert rms is not None
-        first = started(change, norm, least, context.monitor.started) if before is None else before
-        known = first if before is None else adapted(before, ratio, norm, counted, context.numbers.lr, least)
-        after, size = bounded(known, change, rms)
+        if before is None:
+            self._keep(started(change, norm, least, context.monitor.started))
+        else:
+            change = change * underestimate(before.measured, before.predicted)
+        assert self.values is not None and rms is not None
         rates = context.numbers.of_all("lr", [layer[0] for layer in found.directions.layers])
-        after = after._replace(uncut=-size * (found.slopes * rates.to(size.dtype)).sum())
-        undo = good & is_far
-        if context.scaling.scale is None:  # a scaler has bad batches until it has found its scale
-            undo = undo | (~good & (first.was_bad > 0))
-        back = undone(first, ratio.masked_fill(~good, -torch.inf))
-        self._keep(counting(good, chosen(undo, back, chosen(good, after, first))))
-        self._note_energies(found)
-        self.changed, self.is_in_place = good | undo, True
-        return self._move(context, found, last, size, good & ~is_far, undo)
+        look = Look(
+            values=self.values, is_first=before is None, ratio=ratio, norm=norm, counted=counted, is_far=is_far,
+            good=good, undoes=context.scaling.scale is None,  # a scaler has bad batches until it has found its scale
+            change=change, output_rms=rms, slope=(found.slopes * rates.to(found.slopes.dtype)).sum(),
+            lr=context.numbers.lr, least_trust=least,
+        )  # fmt: skip
+        self.is_in_place = True
+        predicted = self._predicted(found)
+        return Step(look, self._move(context, found, last, rates), predicted, self.joint_energies)
 
-    def _note_energies(self, found: Descent) -> None:
-        """Keep what the curvature predicts, for `after_move`; nothing, if not layer by layer."""
+    def _predicted(self, found: Descent) -> Tensor | None:
+        """The energies of the directions; None, if they are not known layer by layer."""
         names = [layer[0] for layer in found.directions.layers]
         if len(found.energies) != len(names):
             self.energies = {}
-            return
-        self.predicted = found.energies
+            return None
         if list(self.energies) != names or len(self.joint_energies) != len(names):
             zero = torch.zeros_like(found.energies[0])
             self.joint_energies = torch.stack([self.energies.get(name, zero) for name in names])
             self.energies = dict(zip(names, self.joint_energies.unbind(), strict=True))
+        return found.energies
 
     def _last(self, context: StepContext, names: Iterable[str]) -> dict[str, Tensor]:
         """The last displacements, by name."""
@@ -198,12 +184,9 @@ class TrustRegionStep(StepRule):
         now = context.over_shards(products(last.rows, gradients.rows, context.home), gradients.first_layers).sum()
         return torch.zeros_like(now) if self.state is None else slope_ratio(now, self.state.slope)
 
-    def _move(
-        self, context: StepContext, found: Descent, last: Stack, size: Tensor, good: Tensor, undo: Tensor
-    ) -> Move:
-        """The step as a `Move`, whose directions become the displacements, in the memory of the last ones."""
+    def _move(self, context: StepContext, found: Descent, last: Stack, rates: Tensor) -> Move:
+        """The `Move`, whose directions become the displacements, in the memory of the last ones."""
         options, numbers, directions = context.options, context.numbers, found.directions
-        assert self.state is not None
         own = {name: to_local(context.trained[name]) for name in directions}
         decayed: dict[int, list[str]] = {}
         for name in own:
@@ -220,7 +203,7 @@ class TrustRegionStep(StepRule):
             scales=found.scales,
             squares=squares,
             slopes=found.slopes,
-            rates=numbers.of_all("lr", [layer[0] for layer in directions.layers]),
+            rates=rates,
             decayed=[(numbers.of("kept", names[0]), [own[name] for name in names]) for names in decayed.values()],
             shapes=[family.shapes for family in directions.families],
             tables=[
@@ -229,10 +212,6 @@ class TrustRegionStep(StepRule):
                 if (block := context.block_of(name)) is not None and block.has_separate_rows
             ],
             blocks=self._blocks(context, directions),
-            step_size=size,
-            trust=self.state.trust,
-            good=good,
-            undo=undo,
         )
 
     @staticmethod

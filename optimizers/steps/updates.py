@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvature.linalg import by_device, stack, widen
 from optimizers.steps.stacks import at_least_single, pieces, row_squares, scale_, scaled
+from optimizers.steps.step_size import Decision, Look, StepSize, decided
 
 # AdamW's usual learning rate, for which lr=1 stands in weight decay: lr multiplies the step here, and has no unit, so
 # that lr * weight_decay would be a thousand times the decay that recipes for AdamW mean.
@@ -52,9 +53,6 @@ class Move(NamedTuple):
         tables: parameters whose rows are layers of their own (embeddings): which of all it is, its direction, and the
             number of its rows on all processes.
         blocks: number of the block of each layer, where parts of a block have options of their own; cut together.
-        step_size, trust: scalars; no layer moves by more than `trust` times its norm.
-        good: a flag (); if it is false, nothing moves.
-        undo: a flag (); if it is true (and `good` is not), the last displacements are undone.
     """
 
     parameters: list[Tensor]
@@ -68,35 +66,60 @@ class Move(NamedTuple):
     shapes: list[tuple[tuple[int, ...], ...]]
     tables: list[tuple[int, Tensor, int]]
     blocks: Tensor | None
-    step_size: Tensor
-    trust: Tensor
-    good: Tensor
-    undo: Tensor
 
 
-def take(move: Move) -> tuple[Tensor, Tensor]:
+class Step(NamedTuple):
+    """A step as `make` makes it.
+
+    Attributes:
+        look: what decides how far it goes.
+        move: of the parameters.
+        predicted: energies of the scaled directions, for each layer; None if they are not known layer by layer.
+        energies: those of the last displacement, to be overwritten.
+    """
+
+    look: Look
+    move: Move
+    predicted: Tensor | None
+    energies: Tensor
+
+
+def make(step: Step) -> None:
+    """Decide how far to go, move the parameters, and keep what is to be known of the displacement."""
+    values = step.look.values
+    decision = decided(step.look)
+    rates, slope = take(step.move, decision)
+    is_kept = ~(decision.good | decision.undo)
+    place = StepSize._fields.index("slope")
+    values[place].copy_(torch.where(is_kept, values[place], slope))
+    if step.predicted is not None:
+        step.energies.copy_(torch.where(is_kept, step.energies, rates.square() * step.predicted))
+
+
+def take(move: Move, decision: Decision) -> tuple[Tensor, Tensor]:
     """Decay and move the parameters; the directions become displacements.
 
     Returns:
         What the scaled direction of each layer was multiplied by, and how steeply the loss falls along all
         displacements together, a scalar.
     """
-    size = move.step_size.masked_fill(~move.good, 0)
+    good, undo, trust = decision.good, decision.undo, decision.trust
+    size = decision.step_size.masked_fill(~good, 0)
     home = size.device
     lengths, sizes = move.squares or (row_squares(move.directions, home), squared_norms(move.parameters, home))
-    longest = [move.trust * _row_sizes(move.parameters[k], sizes[k] / rows) for k, _, rows in move.tables]
+    longest = [trust * _row_sizes(move.parameters[k], sizes[k] / rows) for k, _, rows in move.tables]
     sizes = _by_layer(sizes.clamp(min=1), move)  # so that tensors that start at zero can leave it
     if move.scales is not None:
         lengths = lengths * move.scales.square()
     if move.blocks is not None:
         totals = torch.zeros_like(lengths)
         lengths, sizes = (totals.index_add(0, move.blocks, x.to(totals))[move.blocks] for x in (lengths, sizes))
-    cuts = within_trust(size, lengths.sqrt(), sizes.sqrt(), move.trust)
+    cuts = within_trust(size, lengths.sqrt(), sizes.sqrt(), trust)
     rates = cuts * move.rates.to(cuts.dtype)
     factors = -rates if move.scales is None else -rates * move.scales
     for kept, parameters in move.decayed:
         for own in by_device(parameters):
-            torch._foreach_mul_(own, torch.where(move.good.to(own[0].device), kept.to(own[0].dtype), 1))
+            torch._foreach_mul_(own, torch.where(good.to(own[0].device), kept.to(own[0].dtype), 1))
     counts = [len(rows) for rows in move.directions]
     for rows, rate in zip(move.directions, factors.split(counts), strict=True):
         rows.mul_(rate.to(rows.device)[:, None]).nan_to_num_(0.0, 0.0, 0.0)
@@ -104,10 +127,10 @@ def take(move: Move) -> tuple[Tensor, Tensor]:
         norms = torch.linalg.vector_norm(table, dim=1, dtype=length.dtype)
         table.mul_((length / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)[:, None])
     # without a step the displacements are zero
-    moved = torch._foreach_sub(move.directions, scaled(move.last, move.undo))
+    moved = torch._foreach_sub(move.directions, scaled(move.last, undo))
     shifts = [x for rows, shapes in zip(moved, move.shapes, strict=True) for x in pieces(rows, shapes)]
     torch._foreach_add_(move.parameters, shifts)
-    scale_(move.last, ~(move.good | move.undo))
+    scale_(move.last, ~(good | undo))
     torch._foreach_add_(move.last, move.directions)
     return rates, -(rates * move.slopes).nan_to_num(0.0, 0.0, 0.0).sum()
 

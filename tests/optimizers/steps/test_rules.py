@@ -22,7 +22,7 @@ from optimizers.steps.rule import Evaluation, Scaling
 from optimizers.steps.stacks import Stack, families, row_squares
 from optimizers.steps.step_size import RATE, START, START_RATE
 from optimizers.steps.trust_region import TrustRegionStep
-from optimizers.steps.updates import take
+from optimizers.steps.updates import make
 from support.cases.case import seeded
 
 pytestmark = pytest.mark.fast
@@ -80,8 +80,8 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
         )  # fmt: skip
         outcome = rule.step(context, Evaluation())
         assert outcome.move is not None and outcome.entry is not None
-        sizes.append(float(outcome.entry["step_size"]))
-        rule.after_move(*take(outcome.move))
+        make(outcome.move)
+        sizes.append(float(rule.numbers()[0]["step_size"]))
     return sizes
 
 

@@ -7,15 +7,16 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from optimizers.steps import step_size
 from optimizers.steps.step_size import (
     START,
+    Look,
     StepSize,
     adapted,
     bounded,
-    chosen,
-    counting,
+    decided,
     is_overshoot,
     longest_gradient,
     slope_ratio,
@@ -152,7 +153,31 @@ def test_gradients_that_are_zero_at_first():
     assert size == pytest.approx(step_size.LARGEST_OUTPUT_CHANGE * 2 / 0.5) and after.change > 0
 
 
-def test_the_choice_is_on_the_device():
-    assert [counting(torch.tensor(good), state())[-2:] for good in (True, False)] == [(LATER + 1, 0), (LATER, 1)]
-    found = chosen(torch.tensor(True), state(size=1.0), state(size=3.0))
-    assert found.size == 1 and chosen(torch.tensor(False), state(), state(size=3.0)).size == 3
+def decision(values: Tensor, good: bool = True, ratio: float = 1.0, norm: float = 1.0) -> step_size.Decision:
+    """Of a look at a state that it changes."""
+    known = StepSize(*values.unbind())
+    far = is_overshoot(one(ratio), one(norm), known.norm)
+    look = Look(
+        values, False, one(ratio), one(norm), longest_gradient(one(norm), known.norm), far, torch.tensor(good), True,
+        one(0.5), one(1.0), one(2.0), one(1.0), 0.05,
+    )  # fmt: skip
+    return decided(look)
+
+
+def test_the_device_decides():
+    values = torch.stack(state(ends=-1.0))
+    found, after = decision(values), StepSize(*values.unbind())
+    assert found.good and not found.undo and found.step_size == after.size == 0.8 and found.trust == after.trust
+    assert (after.steps, after.was_bad, after.uncut) == (LATER + 1, 0, -2 * after.size)
+    found = decision(values, ratio=-3.0, norm=9.0)
+    assert found.undo and not found.good and (after.steps, after.overshoots, after.slope) == (LATER + 2, 1, 0)
+
+
+def test_the_second_bad_batch_in_a_row_undoes_the_last_displacement():
+    values = torch.stack(state())
+    before, after = values.clone(), StepSize(*values.unbind())
+    found = decision(values, good=False, ratio=0.0, norm=math.nan)
+    assert not found.good and not found.undo and after.was_bad and torch.equal(values[:-1], before[:-1])
+    found = decision(values, good=False, ratio=0.0, norm=math.nan)
+    assert not found.good and found.undo and (after.steps, after.slope, after.overshoots) == (LATER, 0, 1)
+    assert after.size == pytest.approx(2 * step_size.LEAST_SHRINK)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from optimizers.steps.step_size import Decision
 from optimizers.steps.updates import (
     Move,
     are_finite,
@@ -46,11 +47,8 @@ def test_a_step_of_two_layers(good: bool, undo: bool):
             shapes=[((2,),), ((2,),)],
             tables=[],
             blocks=None,
-            step_size=one(0.2),
-            trust=one(0.1),
-            good=torch.tensor(good),
-            undo=torch.tensor(undo),
-        )
+        ),
+        Decision(one(0.2), one(0.1), torch.tensor(good), torch.tensor(undo)),
     )
     moved = [one([0.0, -0.5]), one([-0.02, 0.0])] if good else [torch.zeros(2).double()] * 2
     kept = [1.0, 0.9 if good else 1.0]
@@ -79,11 +77,8 @@ def test_layers_of_one_form_are_cut_apart():
             shapes=[((1, 2), (1,))],
             tables=[],
             blocks=None,
-            step_size=one(0.5),
-            trust=one(0.1),
-            good=torch.tensor(True),
-            undo=torch.tensor(False),
-        )
+        ),
+        Decision(one(0.5), one(0.1), torch.tensor(True), torch.tensor(False)),
     )
     assert slope.item() == pytest.approx(-(0.01 * 2.0 + 0.5 * 3.0)) and rates.tolist() == pytest.approx([0.01, 0.5])
     steps = [one([[-0.3, 0.0]]), one([-0.4]), one([[-1.5, 0.0]]), one([-2.0])]
@@ -109,11 +104,8 @@ def test_each_row_of_a_table_is_cut():
             shapes=[((2, 2),)],
             tables=[(0, rows.view(2, 2), 2)],
             blocks=None,
-            step_size=one(1.0),
-            trust=one(0.1),
-            good=torch.tensor(True),
-            undo=torch.tensor(False),
-        )
+        ),
+        Decision(one(1.0), one(0.1), torch.tensor(True), torch.tensor(False)),
     )
     whole = 0.1 * 26**0.5 / 1.04**0.5  # what the layer is cut to
     torch.testing.assert_close(start - table, one([[0.0, 0.2 * whole], [0.0, 0.1 * 13**0.5]]))
