@@ -7,7 +7,7 @@ results in the same memory. `CapturableOptimizer.needs_capture` compares address
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,9 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+Numbering = Callable[[], tuple[dict[str, Any], Verdict]]  # of a step that was made
+
+
 class Captured(NamedTuple):
     """What must be as it was for a graph to be right: addresses of tensors, and which groups have the same options."""
 
@@ -44,7 +47,7 @@ class Late:
         entry: of the step, in the history.
     """
 
-    def __init__(self, numbers: Callable[[], tuple[dict[str, Any], Verdict]]) -> None:
+    def __init__(self, numbers: Numbering) -> None:
         self.numbers = numbers
         self.entry: dict[str, Any] = {}
         self.verdict: Verdict | None = None
@@ -113,8 +116,7 @@ class CapturableOptimizer(ModelOptimizer):
             )
         rule = self._capturable_rule()
         assert rule is not None
-        self.late = Late(rule.numbers)
-        self.late.entry = self.monitor.note_step(ORDINARY, self.late.was_taken)
+        self._note(ORDINARY, rule.numbers, is_undecided=True)
         self.preconditioner.note_seconds(Renewal())
 
     def _begin_capture(self, closure: Callable[[], Any] | None) -> Step:
@@ -170,6 +172,21 @@ class CapturableOptimizer(ModelOptimizer):
         for p in self.trained().values():
             yield p
             yield from (x for x in self.state[p].values() if isinstance(x, Tensor))
+
+    def _begin(self, closure: Callable[[], Any] | None) -> StepContext:
+        """What a step that is not captured may use."""
+        self._collect()
+        context = self._context(closure)
+        self.numbers.tell(context.options, self._home)
+        return context
+
+    def _note(self, entry: Mapping[str, Any], numbers: Numbering | None, is_undecided: bool) -> dict[str, Any]:
+        """Count a step, and return the entry that is kept of it."""
+        late = None if numbers is None else Late(numbers)
+        kept = self.monitor.note_step(entry, late.was_taken if late and is_undecided else None)
+        if late is not None:
+            late.entry, self.late = kept, late
+        return kept
 
     def _collect(self) -> None:
         if self.late is not None:

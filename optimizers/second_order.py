@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded
 from optimizers.arguments import check_numbers, require_one_device
-from optimizers.capturing import CapturableOptimizer, Late, is_capturing
+from optimizers.capturing import CapturableOptimizer, is_capturing
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.construction import rebuild
 from optimizers.distributed.processes import Distributed
@@ -195,9 +195,7 @@ class SecondOrderOptimizer(CapturableOptimizer):
             raise RuntimeError(
                 f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
             )
-        self._collect()
-        start, context = time.perf_counter(), self._context(closure)
-        self.numbers.tell(context.options, self._home)
+        start, context = time.perf_counter(), self._begin(closure)
         rule = self.rule if self.residual_rule is None else self.residual_rule
         is_differentiated = closure is not None and (rule.differentiates_model or not self.takes_loss)
         with self.monitor.watching(), force_eager() if is_differentiated else nullcontext():
@@ -213,11 +211,7 @@ class SecondOrderOptimizer(CapturableOptimizer):
             self.monitor.skip()
             self.recorder.discard()
         elif outcome.entry is not None:
-            late = None if outcome.numbers is None else Late(outcome.numbers)
-            entry = self.monitor.note_step(outcome.entry, late.was_taken if late and outcome.is_undecided else None)
-            if late is not None:
-                late.entry, self.late = entry, late
-            entry["seconds"] = time.perf_counter() - start
+            self._note(outcome.entry, outcome.numbers, outcome.is_undecided)["seconds"] = time.perf_counter() - start
             if self.residual_rule is None:
                 self.preconditioner.note_seconds(outcome.renewal)
         self.recorder.expect()
