@@ -16,7 +16,7 @@ from optimizers.recording.output_scale import OutputScale
 from optimizers.steps.calibration import calibrate, underestimate
 from optimizers.steps.descent import Descent, DescentRule
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.stacks import Stack, products, row_squares, scaled
+from optimizers.steps.stacks import Stack, at_least_single, products, row_squares, scaled
 from optimizers.steps.step_size import (
     FIRST_TRUST,
     Look,
@@ -140,11 +140,13 @@ class TrustRegionStep(StepRule):
         found = self.descent(context, Stack(gradients.families, clipped), good, good & ~is_far)
         energies, rms = found.energies, outputs.rms
         change = output_change(energies.sum(), outputs)
+        assert rms is not None
+        change = change.to(at_least_single(gradients.rows))  # that of all numbers
         if before is None:
             self._keep(started(change, norm, least, context.monitor.started))
         else:
             change = change * underestimate(before.measured, before.predicted)
-        assert self.values is not None and rms is not None
+        assert self.values is not None
         rates = context.numbers.of_all("lr", [layer[0] for layer in found.directions.layers])
         look = Look(
             values=self.values, is_first=before is None, ratio=ratio, norm=norm, counted=counted, is_far=is_far,
