@@ -90,7 +90,7 @@ def _parts(batch: Batch, counted: Tensor, size: int | None) -> Iterator[tuple[Ba
 def _add_clipped(total: dict[str, Tensor], batch: Batch, counted: Tensor, max_norm: float) -> None:
     """Add the clipped gradients of the samples that count."""
     terms = sample_terms(batch)
-    norms = stack(contractions.norms_squared(parts) for parts in terms.values()).sum(0).sqrt()
+    norms = stack(contractions.each_norms_squared(terms.values())).sum(0).sqrt()
     weights = torch.where(norms > max_norm, max_norm / norms, 1).where(counted.to(norms.device), 0)
     for name, parts in terms.items():
         found = contractions.weighted_sum(parts, weights.to(parts[0].device))

@@ -176,8 +176,9 @@ class Jacobian:
 
     def norms(self) -> Tensor:
         """Squared norms of the rows, (M,)."""
-        norms, summed = contractions.norms_squared, contractions.sum_in_place
-        return torch.cat([summed(norms(terms[name]) for name in self.shapes) for _, terms in self.parts])
+        norms = contractions.each_norms_squared([terms[name] for _, terms in self.parts for name in self.shapes])
+        count = len(self.shapes)
+        return torch.cat([contractions.sum_in_place(norms[k : k + count]) for k in range(0, len(norms), count)])
 
     def squares(self) -> dict[str, Tensor]:
         """The diagonal of ``J^T J``, in the shapes of the parameters."""

@@ -55,7 +55,7 @@ def gradient_noise_scale(
         batch = Batch.of(model, loss, x, y, sample_dim)
         terms = sample_terms(batch)
         count += batch.count
-        squares += float(stack(widen(contractions.norms_squared(parts)).sum() for parts in terms.values()).sum())
+        squares += float(stack(widen(x).sum() for x in contractions.each_norms_squared(terms.values())).sum())
         for name, parts in terms.items():
             ones = torch.ones(batch.count, device=parts[0].device)
             found = widen(contractions.weighted_sum(parts, ones))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,19 @@ class RowRange(NamedTuple):
     start: int
     stop: int
     terms: Sequence[Term]
+
+
+class Norms(NamedTuple):
+    """Squared norms (N,), and of which samples too little is left of what they sum, a mask (N,); None: of none."""
+
+    squares: Tensor
+    cancelled: Tensor | None = None
+
+    def where(self) -> Tensor:
+        """Indices of these samples."""
+        if self.cancelled is None:
+            return torch.empty(0, dtype=torch.long, device=self.squares.device)
+        return self.cancelled.nonzero()[:, 0]
 
 
 def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
@@ -118,16 +131,28 @@ def norms_squared(terms: Sequence[Term]) -> Tensor:
     Or if the places of a sample cancel, so that relative errors are at most about the root of rounding (3e-4 in single
     precision), or those of the gradients themselves.
     """
-    apart = row_ranges(terms)
-    if apart[0].terms is not terms:
-        return torch.stack([norms_squared(piece.terms) for piece in apart]).sum(0)
-    terms = direct_forms(terms)
-    if _pairs_cheaper(terms, samples=1):
-        found, where = _norms_by_pairs(terms)
-        if len(where):
-            found[where] = _norms_by_gradients([term.samples(where) for term in terms])
-        return found
-    return _norms_by_gradients(terms)
+    return each_norms_squared([terms])[0]
+
+
+def each_norms_squared(parameters: Iterable[Sequence[Term]]) -> list[Tensor]:
+    """`norms_squared` of the terms of each parameter; the host waits for the device once, not for each of them."""
+    ranges = [[direct_forms(piece.terms) for piece in row_ranges(terms)] for terms in parameters]
+    found = [[_norms_at_once(terms) for terms in own] for own in ranges]
+    for terms, norms in _with_cancelled(ranges, found):
+        where = norms.where()
+        norms.squares[where] = _norms_by_gradients([term.samples(where) for term in terms])
+    return [sum_in_place(norms.squares for norms in own) for own in found]
+
+
+def _with_cancelled(
+    ranges: Sequence[Sequence[list[Term]]], found: Sequence[Sequence[Norms]]
+) -> list[tuple[list[Term], Norms]]:
+    """The terms, and their norms, of which too little is left for some samples."""
+    both = [pair for own in zip(ranges, found, strict=True) for pair in zip(*own, strict=True)]
+    both = [(terms, norms) for terms, norms in both if norms.cancelled is not None]
+    flags = [norms.cancelled.any() for _, norms in both if norms.cancelled is not None]
+    are_any = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    return list(compress(both, are_any))
 
 
 def gram(terms: Sequence[Term]) -> Tensor:
@@ -138,7 +163,7 @@ def gram(terms: Sequence[Term]) -> Tensor:
     terms = direct_forms(terms)
     n = len(terms[0])
     if _pairs_cheaper(terms, samples=n):
-        found, where = _summed_pairs(terms, terms), _norms_by_pairs(terms)[1]
+        found, where = _summed_pairs(terms, terms), _norms_by_pairs(terms).where()
         if len(where):
             found[where] = _by_gradients(terms, where, terms)
             found[:, where] = found[where].T
@@ -152,7 +177,7 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
     left, right = direct_forms(left), direct_forms(right)
     if all(_pairs_cheaper(terms, samples=max(len(left[0]), len(right[0]))) for terms in (left, right, [*left, *right])):
         found = _summed_pairs(left, right)
-        rows, columns = (_norms_by_pairs(terms)[1] for terms in (left, right))
+        rows, columns = (_norms_by_pairs(terms).where() for terms in (left, right))
         if len(rows):
             found[rows] = _by_gradients(left, rows, right)
         if len(columns):
@@ -274,16 +299,20 @@ def _rows(g: Tensor) -> Tensor:
     return g.reshape(len(g), math.prod(g.shape[1:]))
 
 
-def _norms_by_pairs(terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
-    """Squared norms from inner products of places, and the samples of which too little is left of these."""
+def _norms_at_once(terms: Sequence[Term]) -> Norms:
+    return _norms_by_pairs(terms) if _pairs_cheaper(terms, samples=1) else Norms(_norms_by_gradients(terms))
+
+
+def _norms_by_pairs(terms: Sequence[Term]) -> Norms:
+    """From inner products of places."""
     terms = merge_terms([unfold(t) for t in terms])
     if len(terms) == 1 and isinstance(terms[0], OuterProduct) and terms[0].places == 1:  # nothing can cancel
         a, b = terms[0].a, terms[0].b
-        return (a.square().sum(3) * b.square().sum(3)).sum((1, 2)), torch.empty(0, dtype=torch.long, device=a.device)
+        return Norms((a.square().sum(3) * b.square().sum(3)).sum((1, 2)))
     pairs = [(_pair_norms(u, v), 1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
     found, added = (sum_in_place(times * both[k] for both, times in pairs) for k in (0, 1))
     share = min(LARGEST_CANCELLED, CANCELLED * torch.finfo(found.dtype).eps ** 0.5)
-    return found.clamp(min=0), (found < share * added).nonzero()[:, 0]
+    return Norms(found.clamp(min=0), found < share * added)
 
 
 def _pair_norms(u: Term, v: Term) -> tuple[Tensor, Tensor]:

@@ -76,6 +76,24 @@ def test_waits_where_steps_must_look(kind: Any, options: dict, bound: float, sim
     assert sum(counts[6:]) <= bound * len(counts[6:]), counts
 
 
+def test_conjugate_gradients_over_sequences(simdev: Any, device: str) -> None:
+    """Norms of layers with many places, which may cancel, cost one wait for all layers."""
+    counts = []
+    for depth in (1, 4):
+        torch.manual_seed(0)
+        hidden = [layer for _ in range(depth) for layer in (nn.Linear(12, 12), nn.Tanh())]
+        model = nn.Sequential(nn.Embedding(9, 12), *hidden, nn.Flatten(), nn.Linear(48, 3)).to(device)
+        x, y = torch.arange(32).view(8, 4).remainder(9).to(device), torch.arange(8).remainder(3).to(device)
+        opt = NaturalGradient(model, solver="cg")
+        for _ in range(3):
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            with simdev.syncs() as found:
+                opt.step()
+        counts.append(found.count)
+    assert counts[0] == counts[1] <= 4, counts
+
+
 def test_buffers_cost_no_waits(simdev: Any, device: str) -> None:
     """Closures are called again with the buffers of the first call."""
     torch.manual_seed(0)
