@@ -70,8 +70,8 @@ class CapturableOptimizer(ModelOptimizer):
     recorder: Recorder
     preconditioner: Preconditioner
     numbers: Numbers
-    captured: Captured | None = None
-    late: Late | None = None  # of the last step
+    captured: Captured | None
+    late: Late | None  # of the last step
     before: list[int]  # addresses, while a graph is captured
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:

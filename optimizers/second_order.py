@@ -76,7 +76,7 @@ class SecondOrderOptimizer(CapturableOptimizer):
         name = type(self).__name__
         self.arguments, self.store, self.rule = arguments, store, rule
         self.residual_rule: ResidualStep | None = None
-        self.takes_loss = False
+        self.captured, self.late, self.takes_loss = None, None, False
         self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
         self.forms, self.numbers = self._forms(), Numbers()
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
