@@ -118,8 +118,9 @@ def take(move: Move, decision: Decision) -> tuple[Tensor, Tensor]:
     rates = cuts * move.rates.to(cuts.dtype)
     factors = -rates if move.scales is None else -rates * move.scales
     for kept, parameters in move.decayed:
+        left = torch.where(good, kept, 1)
         for own in by_device(parameters):
-            torch._foreach_mul_(own, torch.where(good.to(own[0].device), kept.to(own[0].dtype), 1))
+            torch._foreach_mul_(own, left.to(own[0]))
     counts = [len(rows) for rows in move.directions]
     for rows, rate in zip(move.directions, factors.split(counts), strict=True):
         rows.mul_(rate.to(rows.device)[:, None]).nan_to_num_(0.0, 0.0, 0.0)
