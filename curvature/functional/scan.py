@@ -135,12 +135,18 @@ class _Product(Function):
         (x,), g = ctx.saved_tensors, gradients[0]
         if g is None:
             return None, None, None
-        g = g.reshape(-1, g.shape[-1])
-        return None, g.transpose(0, 1) @ x.flatten(0, 1), g.sum(0) if ctx.has_bias else None
+        to_weight, to_bias = _of_weight(x, g)
+        return None, to_weight, to_bias if ctx.has_bias else None
+
+
+def _of_weight(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of weight and bias from inputs (T, N, i) and gradients (T, N, o) of products."""
+    g = g.reshape(-1, g.shape[-1])
+    return g.transpose(0, 1) @ x.flatten(0, 1), g.sum(0)
 
 
 class _Scan(Function):
-    """All steps. The recurrent weight gets its gradient through `product`, or itself where that is differentiated."""
+    """All steps. The recurrent weight gets its gradient through `product`; where that is differentiated, itself too."""
 
     @staticmethod
     def forward(
@@ -157,13 +163,15 @@ class _Scan(Function):
         gates, weight, bias, *rest = ctx.saved_tensors
         parts, outputs, last = ctx.sizes[0], gradients[0], gradients[1:]
         state, after, kept = rest[:parts], tuple(rest[parts : 2 * parts]), tuple(rest[2 * parts :])
-        if torch.is_grad_enabled():
-            inputs = [gates, weight, bias, *state]
-            found = iter(_differentiable(ctx.loop, inputs, gradients))
-            return None, next(found), None, *found
-        before = states_before(state, after)
-        to_gates, to_products, to_state = ctx.cell.backward(before, after, kept, weight, outputs, last)
-        return None, to_gates, to_products, None, None, *to_state
+        with torch.no_grad():
+            before = states_before(state, after)
+            to_gates, to_products, to_state = ctx.cell.backward(before, after, kept, weight, outputs, last)
+        if not torch.is_grad_enabled():
+            return None, to_gates, to_products, None, None, *to_state
+        found = _differentiable(ctx.loop, [gates, weight, bias, *state], gradients)
+        through = _of_weight(before[0], to_products)  # comes by `product`, without derivatives: they are added here
+        known = [x if x is None else x - own for x, own in zip(found[1:3], through, strict=True)]
+        return None, found[0], to_products, *known, *found[3:]
 
 
 def states_before(state: Sequence[Tensor], after: Sequence[Tensor]) -> Tensors:

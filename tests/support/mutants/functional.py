@@ -11,11 +11,12 @@ MUTANTS = [
     ),
     *broken(
         "curvature/functional/scan.py",
-        "curvature/recording/test_recurrent.py",
+        "curvature/recording/test_recurrent.py optimizers/recording/test_differentiated_gradients.py",
         ("before[1] * f * (1 - f)", "after[1] * f * (1 - f)"),
         ("(before[0] - new) * z", "(after[0] - new) * z"),
         ("h = found[-1] @ weight\n", "h = found[-1] @ weight.mT\n"),
-        ("if torch.is_grad_enabled():", "if False:"),
+        ("if not torch.is_grad_enabled():", "if True:"),
+        ("return None, found[0], to_products, *known", "return None, found[0], None, *found[1:3]"),
     ),
     *broken(
         "curvature/functional/formulas.py",
