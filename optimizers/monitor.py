@@ -26,6 +26,28 @@ EVENTS = {
 
 
 Verdict = Callable[[], bool]  # whether the device has taken a step, its batch being good; waits for the device
+Numbering = Callable[[], tuple[dict[str, Any], Verdict]]  # of a step that was made
+
+
+class Late:
+    """Numbers of a step that are known once the device has made it; to be collected before the next one is made.
+
+    Attributes:
+        entry: of the step, in the history.
+    """
+
+    def __init__(self, numbers: Numbering, entry: dict[str, Any]) -> None:
+        self.numbers, self.entry = numbers, entry
+        self.verdict: Verdict | None = None
+
+    def collect(self) -> Verdict:
+        if self.verdict is None:
+            found, self.verdict = self.numbers()
+            self.entry |= found
+        return self.verdict
+
+    def was_taken(self) -> bool:
+        return self.collect()()
 
 
 class Monitor:
@@ -37,6 +59,7 @@ class Monitor:
         undecided: the last steps, which the device has taken only if their batches were good, while the host did not
             wait for its verdict: their entries and verdicts.
         entries: the report of each step: numbers and scalar tensors by name.
+        late: numbers of the last step that are still to be collected.
     """
 
     def __init__(self) -> None:
@@ -47,6 +70,7 @@ class Monitor:
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self.entries: deque[dict[str, Any]] = deque(maxlen=HISTORY_LENGTH)
+        self.late: Late | None = None
 
     # -- steps
 
@@ -87,21 +111,33 @@ class Monitor:
         self.left_out += 1
         self.entries.append({"step": self.started, "accepted": False})
 
-    def note_step(self, entry: Mapping[str, Any], was_taken: Verdict | None = None) -> dict[str, Any]:
+    def note_step(
+        self, entry: Mapping[str, Any], numbers: Numbering | None = None, is_undecided: bool = False
+    ) -> dict[str, Any]:
         """Count a step; ``accepted=False`` also counts as a failure.
 
         Args:
-            was_taken: if the step is undecided.
+            numbers: what the device will say of the step.
+            is_undecided: whether its verdict decides that the step counts.
 
         Returns:
             The entry that is kept of it.
         """
         self.counts["failures"] += not entry.get("accepted", True)
-        self.entries.append({"step": self.started, **entry})
+        kept = {"step": self.started, **entry}
+        self.entries.append(kept)
         self.started += 1
-        if was_taken is not None:
-            self.undecided.append((self.entries[-1], was_taken))
-        return self.entries[-1]
+        if numbers is not None:
+            self.late = Late(numbers, kept)
+            if is_undecided:
+                self.undecided.append((kept, self.late.was_taken))
+        return kept
+
+    def collect(self) -> None:
+        """Take the numbers of the last step, before the next one changes them."""
+        if self.late is not None:
+            self.late.collect()
+            self.late = None
 
     @property
     def was_accepted(self) -> bool:
@@ -165,7 +201,7 @@ class Monitor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.started, self.left_out, self.undecided = state["steps"], state["skipped"], []
-        self.counts, self.seconds = Counter(state["counts"]), dict(state["seconds"])
+        self.counts, self.seconds, self.late = Counter(state["counts"]), dict(state["seconds"]), None
 
 
 def _in_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The table of how every parameter is preconditioned."""
+"""The table of how every parameter is preconditioned, and numbers of the curvature."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from curvature.preconditioners import Block
+from optimizers.schedule import Schedule
 
 WIDTH = 100  # columns
 MOST_KEPT = 30  # columns of "kept"
@@ -61,6 +63,14 @@ def rows_of(
     rows.sort(key=lambda row: order.get(row.names[0], len(order)))
     momenta = 2 * sum(p.numel() * p.element_size() for p in trained.values()) / 1e6
     return [*rows, Row(["momentum and last step"], "", "", momenta), Row(["in all"], "", "", sum(sizes) + momenta)]
+
+
+def curvature_stats(blocks: Sequence[Block], schedule: Schedule) -> dict[str, Any]:
+    """Intervals, samples left out of the averages, and condition numbers of blocks, by their first parameters."""
+    found = ((block.names[0], block.condition()) for block in blocks if block.is_ready)
+    conditions = {name: condition for name, condition in found if not math.isnan(condition)}
+    intervals = {"factor_every": schedule.factor_every, "decompose_every": schedule.decompose_every}
+    return intervals | {"outliers": sum(block.outliers for block in blocks), "conditions": conditions}
 
 
 def _without_block(name: str, p: Tensor, is_given: bool, has_stepped: bool) -> Row:

@@ -6,17 +6,15 @@ The recorder has measured the forward and backward passes before ``step`` is cal
                              -> rule.step       renew the curvature, solve, decide on the displacement: an `Outcome`
          -> make(step)                          move the parameters, where the rule has not moved them itself
 
-A closure that returns residuals switches to `residual_rule` for good.
+`steps.choice` has the rule: a closure that returns residuals switches to one of its own, for good.
 """
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,30 +22,31 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import CurvatureStore
-from curvature.recording import ModelState, force_eager, is_sharded
+from curvature.recording import force_eager, is_sharded
 from optimizers.arguments import check_numbers, require_one_device
-from optimizers.capturing import CapturableOptimizer, is_capturing
+from optimizers.capturing import Capture, is_capturing
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.construction import rebuild
 from optimizers.distributed.processes import Distributed
-from optimizers.distributed.sharding import refuse_sharded, to_full, to_local
+from optimizers.distributed.sharding import to_full, to_local
 from optimizers.distributed.team import Teams
+from optimizers.model_optimizer import ModelOptimizer
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
 from optimizers.recording.loss_backprops import LossBackprops
 from optimizers.recording.recorder import Recorder
-from optimizers.report import noted, rows_of, table
+from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule
-from optimizers.steps.closure_checks import ClosureWatch
+from optimizers.steps.choice import RuleChoice
 from optimizers.steps.numbers import Numbers
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
-from optimizers.steps.rule import Evaluation, Outcome, Scaling, StepContext, StepRule
+from optimizers.steps.rule import Outcome, Scaling, StepContext, StepRule
 from optimizers.steps.updates import Step, make
 
 RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 
 
-class SecondOrderOptimizer(CapturableOptimizer):
+class SecondOrderOptimizer(ModelOptimizer):
     """Base of `KFAC` and `NaturalGradient`, which choose the parts.
 
     Args:
@@ -58,10 +57,6 @@ class SecondOrderOptimizer(CapturableOptimizer):
         store: the running curvature.
         rule: makes the steps on a loss.
         backprops: constructor of the listener to the loop's backward pass, from `optimizers.recording.loss_backprops`.
-
-    Attributes:
-        residual_rule: makes the steps once a closure has returned residuals; None before.
-        takes_loss: whether a closure has returned a loss.
     """
 
     # torch.amp.GradScaler then sets `grad_scale` and `found_inf`, and does not unscale the gradients
@@ -75,10 +70,10 @@ class SecondOrderOptimizer(CapturableOptimizer):
         super().__init__(model, options, groups)
         name = type(self).__name__
         self.arguments, self.store, self.rule = arguments, store, rule
-        self.residual_rule: ResidualStep | None = None
-        self.captured, self.late, self.takes_loss = None, None, False
+        solver = weakref.WeakMethod(self.residual_solver)
+        self.choice = RuleChoice(rule, lambda: solver()())  # type: ignore[misc]
         self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
-        self.forms, self.numbers = self._forms(), Numbers()
+        self.forms, self.numbers, self.capture = self._forms(), Numbers(), Capture()
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
         last = weakref.WeakMethod(self._last_displacement)
         intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
@@ -141,24 +136,13 @@ class SecondOrderOptimizer(CapturableOptimizer):
             TypeError: the closure returns no tensor, or a closure has returned a loss before.
             ValueError: it returns no vector; an argument of the constructor has no meaning for residuals.
         """
-        with self._taking_residuals():
+        with self.choice.taking_residuals(self._context(closure)):
             return self.step(closure)  # with the hooks of torch.optim
 
-    @contextmanager
-    def _taking_residuals(self) -> Iterator[None]:
-        """Switch to `residual_rule`; back again after an exception, unless it was there before."""
-        before = self.residual_rule
-        if self.takes_loss:
-            raise TypeError(f"{type(self).__name__}.step: the closure returned residuals, and a loss before")
-        if self.residual_rule is None:
-            refuse_sharded(self.model, "closure")
-            self.residual_rule = ResidualStep(self.residual_solver())
-        try:
-            yield
-        except BaseException:
-            self.residual_rule = before
-            self.recorder.discard()
-            raise
+    @property
+    def residual_rule(self) -> ResidualStep | None:
+        """Makes the steps once a closure has returned residuals; None before."""
+        return self.choice.residual_rule
 
     def residual_solver(self) -> ResidualSolver:
         """Make the solver for residuals.
@@ -172,14 +156,14 @@ class SecondOrderOptimizer(CapturableOptimizer):
     def _prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, Step | None]:
         """A whole step, except for what `torch.compile` may compile; returns the loss and that."""
         if is_capturing():
-            return None, self._begin_capture(closure)
+            return None, self.capture.begin(self.choice.current, self._context(closure))
         if closure is not None and not callable(closure):
             raise TypeError(f"closure: expected a function that computes the loss, found {type(closure).__name__}")
         for group in self.param_groups:
             check_numbers(group)
         if closure is None and self._is_at_rest():
             return None, None
-        outcome = self._run(closure, self._loss_step if self.residual_rule is None else self._residual_step)
+        outcome = self._run(closure)
         return outcome.loss, outcome.move
 
     def _is_at_rest(self) -> bool:
@@ -187,19 +171,20 @@ class SecondOrderOptimizer(CapturableOptimizer):
         is_unable = self.rule.needs_closure or not self.store.blocks
         return self.residual_rule is None and is_unable and not any(group["lr"] for group in self.param_groups)
 
-    def _run(self, closure: Callable[[], Any] | None, step: Callable[[StepContext], Outcome]) -> Outcome:
-        """Make a step by `step`, apply its displacement, and report it to monitor and schedule."""
+    def _run(self, closure: Callable[[], Any] | None) -> Outcome:
+        """Make a step by the rule, apply its displacement, and report it to monitor and schedule."""
         self.recorder.reset()
         self._follow_parameters()
         if closure is not None and hasattr(self, "found_inf"):
             raise RuntimeError(
                 f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
             )
-        start, context = time.perf_counter(), self._begin(closure)
-        rule = self.rule if self.residual_rule is None else self.residual_rule
-        is_differentiated = closure is not None and (rule.differentiates_model or not self.takes_loss)
+        self.monitor.collect()
+        start, context = time.perf_counter(), self._context(closure)
+        self.numbers.tell(context.options, context.home)
+        is_differentiated = closure is not None and self.choice.may_differentiate
         with self.monitor.watching(), force_eager() if is_differentiated else nullcontext():
-            outcome = step(context)
+            outcome = self.choice.step(context, self._context)
         if outcome.displacement and not outcome.is_skipped:
             trained = self.trained()  # by the names that the closure may have given them
             for name, displacement in outcome.displacement.items():
@@ -211,7 +196,8 @@ class SecondOrderOptimizer(CapturableOptimizer):
             self.monitor.skip()
             self.recorder.discard()
         elif outcome.entry is not None:
-            self._note(outcome.entry, outcome.numbers, outcome.is_undecided)["seconds"] = time.perf_counter() - start
+            entry = self.monitor.note_step(outcome.entry, outcome.numbers, outcome.is_undecided)
+            entry["seconds"] = time.perf_counter() - start
             if self.residual_rule is None:
                 self.preconditioner.note_seconds(outcome.renewal)
         self.recorder.expect()
@@ -229,54 +215,49 @@ class SecondOrderOptimizer(CapturableOptimizer):
             scaling=Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)),
         )  # fmt: skip
 
-    def _loss_step(self, context: StepContext) -> Outcome:
-        """A step on a loss. If the first closure returns residuals, undo its side effects and step on them instead."""
-        is_first = context.closure is not None and not self.takes_loss
-        before = ModelState(self.model) if is_first else None
-        evaluation = self._first_evaluation(context) if is_first else self.rule.evaluate(context)
-        if self.takes_loss and evaluation.is_residuals and len(evaluation.value) == 1:
-            evaluation = replace(evaluation, value=evaluation.value[0])
-        if not evaluation.is_residuals:
-            # the closure may have renamed parameters, as spectral_norm does
-            context = context if context.closure is None else self._context(context.closure)
-            outcome = self.rule.step(context, evaluation)
-            self.takes_loss |= context.closure is not None
-            return outcome
-        self.recorder.discard()
-        if before is not None:
-            before.restore()
-        with self._taking_residuals():
-            return self._residual_step(context)
-
-    def _first_evaluation(self, context: StepContext) -> Evaluation:
-        """What the closure returns at its first call, which shows whether it is a loss with gradients, or residuals."""
-        with ClosureWatch(self.model) as watch:
-            evaluation = self.rule.evaluate(context)
-        found = replace(evaluation, value=watch.loss_or_residuals(evaluation.value))
-        if not found.is_residuals:
-            watch.check_loss(found.value)
-        return found
-
-    def _residual_step(self, context: StepContext) -> Outcome:
-        assert self.residual_rule is not None
-        require_one_device(type(self).__name__, context.trained, [type(self.residual_rule).__name__])
-        self.monitor.settle()
-        with self.recorder.paused():
-            outcome = self.residual_rule.step(context, self.residual_rule.evaluate(context))
-        self.recorder.stop()
-        return outcome
-
     @torch._disable_dynamo
     def _conclude(self) -> None:
         if is_capturing():
-            return self._end_capture()
-        self._collect()
+            return self.capture.end()
+        self.monitor.collect()
         self._gather_displacement()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
         super().zero_grad(set_to_none)
         self.recorder.zero()
+
+    # -- steps from a CUDA graph
+
+    def records_next_pass(self) -> bool:
+        """Whether the next step renews the curvature from its passes, which then cannot come from a CUDA graph."""
+        return self.recorder.is_due()
+
+    def can_replay(self) -> bool:
+        """Whether the next step, with its passes, may come from a CUDA graph: it neither renews nor inverts.
+
+        Never with several processes, with closures, nor for `NaturalGradient`; nor at the first step after
+        `load_state_dict`. Waits for the device only where the verdict on the last batches may change the answer.
+        """
+        self.monitor.collect()
+        return self.capture.can_replay(self.choice.current, self._context(None))
+
+    def needs_capture(self) -> bool:
+        """Whether ``opt.step()`` has to be captured (again): what a graph reads or changes has moved.
+
+        So at first, after `load_state_dict`, where a large inverse has got another rank, where parameters have other
+        gradients than before, and where groups that had the same options have so no more, or the other way round.
+        """
+        return self.capture.is_needed(self.choice.current, self._context(None))
+
+    def before_replay(self) -> None:
+        """The host's part of a step, before a graph replays the rest: counts it, and sends new rates to the device.
+
+        Raises:
+            RuntimeError: the next step cannot be replayed, or the graph is no longer right.
+        """
+        self.monitor.collect()
+        self.capture.before_replay(self.choice.current, self._context(None))
 
     # -- reports and checkpoints
 
@@ -296,12 +277,8 @@ class SecondOrderOptimizer(CapturableOptimizer):
         Computes the condition numbers: largest over least eigenvalue of each damped block, by its first parameter.
         Blocks whose solver does not need one (Woodbury, conjugate gradients) have none.
         """
-        schedule = self.preconditioner.schedule
-        intervals = {"factor_every": schedule.factor_every, "decompose_every": schedule.decompose_every}
-        found = ((block.names[0], block.condition()) for block in self.store.blocks if block.is_ready)
-        conditions = {name: condition for name, condition in found if not math.isnan(condition)}
-        outliers = sum(block.outliers for block in self.store.blocks)
-        stats = super().stats() | intervals | {"outliers": outliers, "conditions": conditions} | self.rule.stats()
+        curvature = curvature_stats(self.store.blocks, self.preconditioner.schedule)
+        stats = super().stats() | curvature | self.rule.stats()
         return pytree.tree_map_only(float, lambda x: float(f"{x:.4g}"), stats)
 
     def kind(self) -> dict[str, Any]:
@@ -329,7 +306,8 @@ class SecondOrderOptimizer(CapturableOptimizer):
     def _load_parts(self, parts: Mapping[str, Any]) -> None:
         """Load the `_parts` of a state; moves tensors to the device of the parameters."""
         self.teams.forget_inverses()
-        self._forget_graph()
+        self.capture.forget()
+        self.preconditioner.places = None
         home, trained = next(self.model.parameters()).device, self.trained()
         parts = dict(parts) | pytree.tree_map_only(Tensor, lambda x: x.to(home), {k: parts[k] for k in RULES})
         devices = {name: p.device for name, p in self.model.named_parameters()}
@@ -338,7 +316,7 @@ class SecondOrderOptimizer(CapturableOptimizer):
         schedule.factor_every, schedule.decompose_every = parts["intervals"]
         self.store.load_state_dict(parts["curvature"], {name: devices.get(name, home) for name in parts["curvature"]})
         self.rule.load_state_dict(parts["rule"], trained)
-        self.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
+        self.choice.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
         self.recorder.load_state_dict(parts["recorder"], home, is_stopped=residual is not None)

@@ -26,7 +26,7 @@ ENTRY = {"accepted": True, "step_size": torch.tensor(0.5)}
 
 def test_a_good_batch_is_counted_as_a_step() -> None:
     monitor = Monitor()
-    monitor.note_step(ENTRY, lambda: True)
+    monitor.note_step(ENTRY, lambda: ({}, lambda: True), is_undecided=True)
     monitor.settle()
     assert (monitor.steps, monitor.skipped, monitor.undecided) == (1, 0, [])
     assert monitor.history() == [{"step": 0, "accepted": True, "step_size": 0.5}]
@@ -37,7 +37,7 @@ def test_bad_batches_are_counted_once() -> None:
     monitor = Monitor()
     monitor.note_step(ENTRY)
     for good in (True, False, False, True):
-        monitor.note_step(ENTRY, lambda good=good: good)
+        monitor.note_step(ENTRY, lambda good=good: ({}, lambda: good), is_undecided=True)
     expected = [(0, True), (1, True), (2, False), (2, False), (2, True)]
     for started in 5, 3:  # to look changes nothing
         for _ in range(2):
