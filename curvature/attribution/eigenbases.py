@@ -33,7 +33,8 @@ class Eigenbases:
         turned = [self._turned(block, terms.get(block.space.names[0], ())) for block in blocks]
         names = tuple(name for block in turned for name in block.space.names)
         shapes = tuple(shape for block in turned for shape in block.space.shapes)
-        self.K = BlockDiagonal(Space(names, shapes, K.space.dtype, K.space.device), turned) if self.bases else K
+        places = tuple(K.space.devices[name] for name in names)
+        self.K = BlockDiagonal(Space(names, shapes, K.space.dtype, places[0], places), turned) if self.bases else K
 
     def _turned(self, block: Operator, parts: Sequence[Term]) -> Operator:
         if not isinstance(block, Kronecker | EigenKronecker) or len(parts) != 1:

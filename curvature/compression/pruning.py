@@ -118,8 +118,9 @@ def _groups(space: Space, sparsity: Sparsity) -> list[tuple[Sequence[str], float
 
 def _without_least(scores: Mapping[str, Tensor], share: float) -> dict[str, Tensor]:
     """Which entries are left without this share of them, those with the least scores."""
-    flat = torch.cat([s.flatten() for s in scores.values()])
+    first = next(iter(scores.values()))
+    flat = torch.cat([s.flatten().to(first.device) for s in scores.values()])
     left = torch.ones_like(flat, dtype=torch.bool)
     left[flat.argsort(stable=True)[: round(share * len(flat))]] = False
     parts = left.split([s.numel() for s in scores.values()])
-    return {name: part.reshape(s.shape) for (name, s), part in zip(scores.items(), parts, strict=True)}
+    return {name: part.reshape(s.shape).to(s.device) for (name, s), part in zip(scores.items(), parts, strict=True)}

@@ -88,7 +88,8 @@ class Jacobian:
     Attributes:
         parts: number of values and terms of each piece; values from ``torch.cat`` have one piece for each input.
         shapes: of the parameters, by name.
-        zero: in the values' precision, on their device.
+        zero: in the values' precision, on their device. Terms are where their parameters are; what is made of several
+            comes to the values.
     """
 
     parts: Parts
@@ -161,22 +162,26 @@ class Jacobian:
 
     def to_dense(self) -> Tensor:
         """(M, P), parameters in the order of ``named_parameters()``."""
-        return torch.cat([rows.reshape(len(rows), -1) for rows in self.rows().values()], 1)
+        return torch.cat([self._here(rows).reshape(len(rows), -1) for rows in self.rows().values()], 1)
+
+    def _here(self, x: Tensor) -> Tensor:
+        return x.to(self.zero.device)
 
     def gram(self) -> Tensor:
         """``J J^T`` (M, M)."""
         found = [[self.zero for _ in self.parts] for _ in self.parts]
         for k, (_, left) in enumerate(self.parts):
-            found[k][k] = contractions.sum_in_place(contractions.gram(left[name]) for name in self.shapes)
+            found[k][k] = contractions.sum_in_place(self._here(contractions.gram(left[name])) for name in self.shapes)
             for j, (_, right) in enumerate(self.parts[:k]):
-                blocks = (contractions.cross_gram(left[name], right[name]) for name in self.shapes)
+                blocks = (self._here(contractions.cross_gram(left[name], right[name])) for name in self.shapes)
                 block = contractions.sum_in_place(blocks)
                 found[k][j], found[j][k] = block, block.mT
         return torch.cat([torch.cat(row, 1) for row in found])
 
     def norms(self) -> Tensor:
         """Squared norms of the rows, (M,)."""
-        norms = contractions.each_norms_squared([terms[name] for _, terms in self.parts for name in self.shapes])
+        found = contractions.each_norms_squared([terms[name] for _, terms in self.parts for name in self.shapes])
+        norms = [self._here(own) for own in found]
         count = len(self.shapes)
         return torch.cat([contractions.sum_in_place(norms[k : k + count]) for k in range(0, len(norms), count)])
 
@@ -186,12 +191,13 @@ class Jacobian:
         return {name: summed(sum_of_squares(terms[name]) for _, terms in self.parts) for name in self.shapes}
 
     def transposed(self, z: Tensor) -> dict[str, Tensor]:
-        """``J^T z``, of the parameters' shapes."""
+        """``J^T z``, of the parameters' shapes and where they are."""
         pieces = z.split([size for size, _ in self.parts])
         both = list(zip(pieces, self.parts, strict=True))
         summed = contractions.sum_in_place
         return {
-            name: summed(contractions.weighted_sum(terms[name], v) for v, (_, terms) in both) for name in self.shapes
+            name: summed(contractions.weighted_sum(terms[name], v.to(terms[name][0].device)) for v, (_, terms) in both)
+            for name in self.shapes
         }
 
     def times(self, vector: Mapping[str, Tensor]) -> Tensor:
@@ -203,19 +209,20 @@ class Jacobian:
         inner, summed = contractions.inner_products, contractions.sum_in_place
         return torch.cat(
             [
-                torch.stack([summed(inner(terms[k], vector[k]) for k in group) for group in groups], 1)
+                torch.stack([summed(self._here(inner(terms[k], vector[k])) for k in group) for group in groups], 1)
                 for _, terms in self.parts
             ]
         )
 
     def flat(self, named: Mapping[str, Tensor]) -> Tensor:
         """Tensors by name to (P,)."""
-        return torch.cat([named[name].flatten() for name in self.shapes])
+        return torch.cat([self._here(named[name].flatten()) for name in self.shapes])
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
         """(P,) to tensors by name."""
         parts = flat.split([math.prod(shape) for shape in self.shapes.values()])
-        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        both, terms = zip(self.shapes.items(), parts, strict=True), self.parts[0][1]
+        return {name: part.reshape(shape).to(terms[name][0].device) for (name, shape), part in both}
 
     def depends(self, name: str) -> bool:
         """Whether a value depends on this parameter."""

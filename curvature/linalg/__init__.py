@@ -26,7 +26,7 @@ from curvature.linalg.decompositions import (
 from curvature.linalg.devices import by_device, copy_to_host_async, in_place, stack, to_device, widen, widest
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.outcomes import are_true, count_recovery, on_host, optimistically, recovery_counts, soon
-from curvature.linalg.precision import full_precision, matmul, own_precision, product_rounding
+from curvature.linalg.precision import full_precision, matmul, own_precision, product_rounding, without_autocast
 from curvature.linalg.sketch import (
     MAX_DENSE_SIDE,
     SKETCH_RANK,
@@ -52,5 +52,5 @@ __all__ = [
     "on_host", "optimistically", "own_precision", "product_rounding", "psd_eigh", "qr", "recovery_counts",
     "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum", "small_on_host", "soon",
     "spd_inverse", "stack", "stacked", "sum_slots", "symmetric_eigh", "symmetrize", "to_device", "try_cholesky",
-    "try_decompose", "widen", "widest",
+    "try_decompose", "widen", "widest", "without_autocast",
 ]  # fmt: skip

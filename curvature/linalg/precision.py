@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -113,6 +113,14 @@ def own_precision(x: Tensor) -> AbstractContextManager[Any]:
     stack = ExitStack()
     stack.enter_context(torch.autocast(x.device.type, enabled=False))
     stack.enter_context(full_precision())
+    return stack
+
+
+def without_autocast(devices: Iterable[torch.device]) -> AbstractContextManager[Any]:
+    """Inside, autocast is off on devices of these kinds."""
+    stack = ExitStack()
+    for kind in dict.fromkeys(device.type for device in devices):
+        stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
 
 

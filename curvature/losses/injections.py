@@ -276,7 +276,11 @@ class Random(Injection):
         return self.k, lambda start, stop: draw(stop - start, source) / self.k**0.5 if self.k > 1 else draw(1, source)
 
     def _source(self, batch: OutputBatch) -> torch.Generator:
-        return batch.generator or torch.Generator(batch.output.device).manual_seed(SEED)
+        given, device = batch.generator, batch.output.device
+        if given is not None and given.device == device:
+            return given
+        seed = SEED if given is None else torch.randint(2**62, (), generator=given, device=given.device)
+        return torch.Generator(device).manual_seed(int(seed))
 
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         raise NotImplementedError

@@ -138,7 +138,7 @@ def per_sample_losses(
         target_dim: the dim of every tensor in ``target`` that holds the samples.
 
     Returns:
-        Shape (N,), in the unit of ``loss``.
+        Shape (N,), in the unit of ``loss``, on the device of the output.
 
     Raises:
         ValueError: a size is not a multiple of N, the target cannot be split, the loss would broadcast shapes across
@@ -342,7 +342,7 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
         if not isinstance(value, Tensor) or value.ndim:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name_of(loss)} must return a scalar tensor for a batch of one sample, got {found}")
-        return value
+        return value.to(piece.device)  # the loss may compare where the target is
 
     cut = [t.unflatten(dim, (count, t.shape[dim] // count)) for t, dim in zip(tensors, dims, strict=True)]
     # clones, because a loss may work in place

@@ -17,6 +17,7 @@ from torch import Tensor
 from curvature import operators
 from curvature.gradients import layers_of
 from curvature.kronecker import Affine, Basis, KroneckerStatistics, Reading, Scheme
+from curvature.linalg import stack
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
 from curvature.terms import Term, gradients, name_of_rows, row_ranges, sum_of_products
@@ -51,6 +52,10 @@ class Chunk:
             return (left, left) if left else None
         right = [terms[name] for terms in self.right if name in terms]
         return (left, right) if left and right else None
+
+    def on(self, device: torch.device) -> Chunk:
+        """The chunk with its weights on a device: there are the terms of the parameters there."""
+        return self if device == self.weights.device else replace(self, weights=self.weights.to(device))
 
     @cached_property
     def scales(self) -> Tensor | None:
@@ -120,7 +125,8 @@ class DiagonalAccumulator(Accumulator):
         for name in self.names:
             found = chunk.of(name)
             if found is not None:
-                new = sum_of_products(*found, chunk.weights, chunk.patches.setdefault(name, [])).to(self.space.dtype)
+                weights = chunk.on(self.space.devices[name]).weights
+                new = sum_of_products(*found, weights, chunk.patches.setdefault(name, [])).to(self.space.dtype)
                 self.sums[name] = self.sums[name].add_(new) if name in self.sums else new
 
     def add_(self, other: Any) -> None:
@@ -136,12 +142,12 @@ class DiagonalAccumulator(Accumulator):
         Raises:
             ValueError: an entry is not finite.
         """
-        zeros = lambda shape: torch.zeros(shape, dtype=self.space.dtype, device=self.space.device)
-        found = {name: self.sums[name] if name in self.sums else zeros(shape) for name, shape in self.entries()}
-        sums = torch.stack([own.mul_(scale).sum() for own in found.values()])
+        zeros = lambda name, shape: torch.zeros(shape, dtype=self.space.dtype, device=self.space.devices[name])
+        found = {name: self.sums[name] if name in self.sums else zeros(name, shape) for name, shape in self.entries()}
+        sums = stack(own.mul_(scale).sum() for own in found.values())
         if not sums.sum().isfinite():  # they may overflow
             for name, shape in self.entries():
-                self.space.kept(found[name], shape, "the diagonal")
+                self.space.kept(found[name], shape, "the diagonal", self.space.devices[name])
         return found
 
 
@@ -156,7 +162,7 @@ class DenseAccumulator(Accumulator):
         for k, left in enumerate(chunk.left):
             u = self._rows(left, len(chunk.weights))
             w = u if chunk.right is chunk.left else self._rows(chunk.right[k], len(chunk.weights))
-            self.sum.addmm_((u * chunk.weights.to(u.dtype)[:, None]).T, w)
+            self.sum.addmm_((u * chunk.weights.to(u)[:, None]).T, w)
 
     def add_(self, other: Any) -> None:
         self.sum += other.sum
@@ -164,7 +170,7 @@ class DenseAccumulator(Accumulator):
     def _rows(self, terms: Terms, count: int) -> Tensor:
         """Per-sample gradients (N, P)."""
         rows = [
-            gradients(terms[name]).reshape(count, -1).to(self.sum.dtype)
+            gradients(terms[name]).reshape(count, -1).to(self.sum)
             if name in terms
             else self.sum.new_zeros(count, torch.Size(shape).numel())
             for name, shape in self.entries()
@@ -284,7 +290,7 @@ class LayersAccumulator(Accumulator):
             apart = [(name,) for name in arrived if name in self.alone]
             self.parts |= {names: self.make(names, chunk) for names in [*together, *apart]}
         for part in self.parts.values():
-            part.add(chunk)
+            part.add(chunk.on(part.space.device))
 
     def add_(self, other: Any) -> None:
         for names, part in other.parts.items():

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 import torch
 
 from curvature.kronecker import Scheme
+from curvature.linalg import without_autocast
 from curvature.losses import SEED, Injection
 from curvature.matrices.accumulators import (
     Accumulator,
@@ -90,14 +91,14 @@ def summed(
         ValueError: no term of a mean loss counts.
     """
     require_injection(inject)
-    device = accumulator.space.device
-    progress = Progress(accumulator, torch.Generator(device).manual_seed(seed))
+    devices = accumulator.space.devices.values()
+    progress = Progress(accumulator, torch.Generator(accumulator.space.device).manual_seed(seed))
 
     def visit(run: RecordedBatch) -> None:
         for chunk in chunks(run, inject, progress.generator):
             if chunk.first:
                 progress.total += float(chunk.weights.sum())
-            with torch.autocast(device.type, enabled=False):
+            with without_autocast(devices):
                 progress.accumulator.add(chunk)
 
     if store is None:

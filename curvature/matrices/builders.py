@@ -53,7 +53,7 @@ def fisher_diagonal(
         parameters: names of parameters, or of modules for all that are below them: the others count as frozen, so that
             no vector goes back to them and nothing of theirs is held; None: all that require a gradient.
         sample_dim: the axis of the samples; or one each for input, output and target.
-        generator: for the random injections, on the model's device. None: a new one with a fixed seed, so that every
+        generator: for the random injections, on any device. None: a new one with a fixed seed, so that every
             call draws the same numbers. For independent estimates pass one generator to all calls. The global random
             state is not touched.
         store: path of a file for the sums over the batches, written from time to time and at the end, even after an

@@ -75,8 +75,8 @@ def per_sample_jacobians(
 def _of_no_samples(batch: Batch, space: Space) -> dict[str, Tensor]:
     with preserve_state(batch.model), torch.no_grad():
         shape = batch.output().movedim(batch.dims[1], 0).shape
-    entries = zip(space.names, space.shapes, strict=True)
-    return {name: torch.zeros(*shape, *own, dtype=space.dtype, device=space.device) for name, own in entries}
+    entries = zip(space.devices.items(), space.shapes, strict=True)
+    return {name: torch.zeros(*shape, *own, dtype=space.dtype, device=device) for (name, device), own in entries}
 
 
 @full_precision()

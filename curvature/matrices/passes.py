@@ -190,7 +190,7 @@ class RecordedBatch:
         found = batch.loss(output, batch.y)
         expected = (weights * batch.losses(output))[weights != 0].sum()
         is_mean = reduction_of(batch.loss) == "mean"
-        expected = (expected / weights.sum() if is_mean else expected).to(found.dtype)
+        expected = (expected / weights.sum() if is_mean else expected).to(found)
         rounding = max(1e-3, 4 * torch.finfo(output.dtype).eps)
         if not torch.isclose(found, expected, rtol=rounding, equal_nan=True):
             how = "mean" if is_mean else "sum"

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature.functional import ExactNorms
 from curvature.gradients import Batch, differences, over_samples
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, without_autocast
 from curvature.losses import Injection, Loss, exact
 from curvature.matrices.block_structure import require_injection, seed_of
 from curvature.matrices.builders import hessian
@@ -65,13 +65,13 @@ def per_sample_fisher_diagonals(
     require_injection(inject)
     space = source.space
     drawn = torch.Generator(space.device).manual_seed(seed_of(generator))
-    found = {name: torch.zeros(0, *shape, dtype=space.dtype, device=space.device) for name, shape in _entries(space)}
+    found = _of_no_samples(space)
 
     def visit(run: RecordedBatch) -> None:
         for name, rows in found.items():
             found[name] = rows.new_zeros(run.batch.count, *rows.shape[1:])
         for chunk in run.chunks(inject, drawn):
-            with torch.autocast(space.device.type, enabled=False):
+            with without_autocast(space.devices.values()):
                 for name, total in found.items():
                     lefts, rights = chunk.of(name) or ([], [])
                     for left, right in zip(lefts, rights, strict=True):
@@ -107,7 +107,7 @@ def per_sample_hessian_diagonals(
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
     space = Space.of(batch.parameters)
     if not batch.count:
-        return {name: torch.zeros(0, *shape, dtype=space.dtype, device=space.device) for name, shape in _entries(space)}
+        return _of_no_samples(space)
 
     def alone(n: int) -> dict[str, Tensor]:
         sample = batch.sample(n)
@@ -151,5 +151,6 @@ def _by_vmap(batch: Batch, space: Space) -> dict[str, Tensor]:
         return space.split(over_samples(batch, diagonal_of, values, count).detach())
 
 
-def _entries(space: Space) -> Iterable[tuple[str, tuple[int, ...]]]:
-    return zip(space.names, space.shapes, strict=True)
+def _of_no_samples(space: Space) -> dict[str, Tensor]:
+    entries = zip(space.devices.items(), space.shapes, strict=True)
+    return {name: torch.zeros(0, *shape, dtype=space.dtype, device=device) for (name, device), shape in entries}

@@ -251,9 +251,9 @@ def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
 
 
 def _split(columns: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """(c, P) to (c, *shape) for each parameter, in its precision."""
+    """(c, P) to (c, *shape) for each parameter, in its precision and on its device."""
     parts = columns.split([p.numel() for p in parameters], 1)
-    return [part.reshape(-1, *p.shape).to(p.dtype) for part, p in zip(parts, parameters, strict=True)]
+    return [part.reshape(-1, *p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)]
 
 
 def _add(found: list[Tensor | None], parameters: list[nn.Parameter], total: Tensor) -> None:
@@ -261,4 +261,4 @@ def _add(found: list[Tensor | None], parameters: list[nn.Parameter], total: Tens
     parts = total.split([p.numel() for p in parameters], 1)
     for g, part in zip(found, parts, strict=True):
         if g is not None:
-            part += g.reshape(len(g), -1)
+            part += g.reshape(len(g), -1).to(part.device)

@@ -31,8 +31,8 @@ class RowAccumulator(Accumulator):
         self.parts += [(count, self._complete(terms, count)) for terms in chunk.left]
 
     def _complete(self, terms: Terms, count: int) -> dict[str, list[Term]]:
-        zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)
-        none = {name: [DenseGradients(zero.expand(count, *shape))] for name, shape in self.entries()}
+        zeros = {name: torch.zeros((), dtype=self.space.dtype, device=d) for name, d in self.space.devices.items()}
+        none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in self.entries()}
         return {name: [promote(t, self.space.dtype) for t in terms.get(name, none[name])] for name in self.names}
 
     def result(self, scale: float) -> SampleSpace:

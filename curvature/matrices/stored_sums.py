@@ -70,11 +70,13 @@ class StoredSums:
         Raises:
             ValueError: the file is of something else.
         """
-        known = _read(self.path, progress.accumulator.space.device) if self.path.exists() else None
+        space = progress.accumulator.space
+        known = _read(self.path, None if space.places else space.device) if self.path.exists() else None
         done, is_whole = 0, True
         if known is not None:
             done = known["batches"]
             _require_same(self.path, known["about"], self.about)
+            _require_places(self.path, known["sums"].space, space)
             progress.generator.set_state(known["before"])
         before, first = progress.generator.get_state(), None
 
@@ -203,6 +205,14 @@ def _require_near(path: Path, known: list[float], found: list[float]) -> None:
         raise ValueError(
             f"{path}: the first batch does not give what it gave, with the same parameters; the loss, the data, their "
             "order or the model's mode has changed"
+        )
+
+
+def _require_places(path: Path, known: Space, space: Space) -> None:
+    if known.devices != space.devices:
+        there, here = (", ".join(f"{name} on {d}" for name, d in own.devices.items()) for own in (known, space))
+        raise ValueError(
+            f"{path} has its sums where the parameters were, {there}; they are now {here}; take another file"
         )
 
 

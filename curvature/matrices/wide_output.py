@@ -162,10 +162,11 @@ def find_last_layer(run: RecordedBatch) -> LastLayer | None:
     base = _digit_base(run.output.dtype)
     index = sum(term.b[:, :, 0].round().long() * base**k for k, (_, term) in enumerate(found))
     assert isinstance(index, Tensor)
+    index = index.to(run.output.device)  # where the model may have moved its output to
     if not torch.equal(index.flatten().sort().values, torch.arange(run.output.numel(), device=index.device)):
         return None
     arrangement = AffineLayout((term.shape,), 1, term.outputs, term.sizes, term.order)
-    weight = arrangement.to_matrices([run.batch.parameters[name].detach()])[0]
+    weight = arrangement.to_matrices([run.batch.parameters[name].detach()])[0].to(run.output.device)
     head = LastLayer(use.names, weight, index, run.output.shape)
     return head if _is_only_way(run, head) else None
 

@@ -122,14 +122,19 @@ class BlockDiagonal(Operator):
         return found[0]
 
     def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
-        """Apply a function to each block and its rows (P_block, ...) of V, and concatenate the results."""
+        """Apply a function to each block and its rows (P_block, ...) of V, where it is, and concatenate the results."""
+        home = self.space.device
         rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))
         found: dict[str, Tensor] = {}
         for block in self.blocks.values():
             names = block.space.names
-            result = function(block, torch.cat([rows[name] for name in names]))
+            result = function(block, torch.cat([rows[name] for name in names]).to(block.space.device)).to(home)
             found.update(zip(names, result.split(block.space.sizes), strict=True))
         return torch.cat([found[name] for name in self.space.names])
+
+    def _of_blocks(self, function: Callable[[Operator], Tensor]) -> list[Tensor]:
+        """What a function gives of each block, on the device of flat vectors."""
+        return [function(block).to(self.space.device) for block in self.blocks.values()]
 
     def _map_blocks(self, function: Callable[[Operator], Operator]) -> BlockDiagonal:
         return BlockDiagonal(self.space, [function(block) for block in self.blocks.values()])
@@ -142,7 +147,7 @@ class BlockDiagonal(Operator):
         dense = torch.zeros(self.shape, dtype=self.space.dtype, device=self.space.device)
         for block in self.blocks.values():
             where = self.space.positions(block.space.names)
-            dense[where[:, None], where] = block.to_dense()
+            dense[where[:, None], where] = block.to_dense().to(self.space.device)
         return dense
 
     def diagonal(self) -> Tensor:
@@ -150,16 +155,16 @@ class BlockDiagonal(Operator):
         return self.by_blocks(lambda block, _: block.diagonal(), template)
 
     def trace(self) -> Tensor:
-        return torch.stack([block.trace() for block in self.blocks.values()]).sum()
+        return torch.stack(self._of_blocks(lambda block: block.trace())).sum()
 
     def frobenius_norm(self) -> Tensor:
-        return torch.stack([block.frobenius_norm() for block in self.blocks.values()]).norm()
+        return torch.stack(self._of_blocks(lambda block: block.frobenius_norm())).norm()
 
     def _eigenvalues(self) -> Tensor:
-        return torch.cat([block._eigenvalues() for block in self.blocks.values()]).sort().values
+        return torch.cat(self._of_blocks(lambda block: block._eigenvalues())).sort().values
 
     def _largest_eigenvalues(self, k: int) -> Tensor:
-        parts = [block.eigenvalues(min(k, block.space.size)) for block in self.blocks.values()]
+        parts = self._of_blocks(lambda block: block.eigenvalues(min(k, block.space.size)))
         return torch.cat(parts).sort().values[-k:]
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
@@ -172,7 +177,7 @@ class BlockDiagonal(Operator):
         return self._map_blocks(lambda block: block.inverse(damping))
 
     def logdet(self, damping: float = 0.0) -> Tensor:
-        return torch.stack([block.logdet(damping) for block in self.blocks.values()]).sum()
+        return torch.stack(self._of_blocks(lambda block: block.logdet(damping))).sum()
 
     def _in_16_bits(self) -> Operator:
         return self._map_blocks(lambda block: block.to(torch.bfloat16))

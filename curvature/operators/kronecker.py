@@ -70,7 +70,8 @@ class LayerOperator(Operator):
 
     def _to_matrices(self, V: Tensor) -> Tensor:
         """Columns (P, c) to (c, g, o, i)."""
-        return self.arrangement.to_matrices(list(self.space.split(V.T).values()))
+        parts = zip(V.T.split(self.space.sizes, 1), self.space.shapes, strict=True)
+        return self.arrangement.to_matrices([part.reshape(-1, *shape) for part, shape in parts])
 
     def _to_columns(self, X: Tensor) -> Tensor:
         """The inverse of `_to_matrices`."""

@@ -36,7 +36,7 @@ class Stored(Operator):
         """The matrix itself."""
         device, dtype = self.space.device, self.space.dtype
         state = map_tensors(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), self.held)
-        found = restore(state, device)
+        found = restore(state, None if self.space.places else device)
         assert isinstance(found, Operator)
         return found
 

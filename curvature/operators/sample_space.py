@@ -37,7 +37,7 @@ class Rows(Protocol):
     def bytes(self) -> int: ...
     def gram(self) -> Tensor: ...  # R R^T (M, M)
     def times(self, vector: Mapping[str, Tensor]) -> Tensor: ...  # R v (M,)
-    def transposed(self, z: Tensor) -> dict[str, Tensor]: ...  # R^T z, of the parameters' shapes
+    def transposed(self, z: Tensor) -> dict[str, Tensor]: ...  # R^T z, like the parameters
     def squares(self) -> dict[str, Tensor]: ...  # the diagonal of R^T R
     def to_dense(self) -> Tensor: ...  # (M, P)
 

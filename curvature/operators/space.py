@@ -19,7 +19,8 @@ class Space:
     Attributes:
         names, shapes: of the parameters, in the order of the flat vector.
         dtype: of all vectors and matrices over the space, float32 or float64.
-        device: likewise.
+        device: of flat vectors, and of matrices that are not made of blocks.
+        places: the device of each parameter, if not all are on `device`; else empty. Tensors by name are there.
 
     Raises:
         ValueError: duplicate names, no parameters, or a dtype that decompositions do not support.
@@ -29,39 +30,40 @@ class Space:
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
+    places: tuple[torch.device, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
-        # "cuda" and "cuda:0" may be the same device but compare unequal; a tensor has the full name.
-        object.__setattr__(self, "device", torch.empty(0, device=self.device).device)
+        object.__setattr__(self, "device", _full_name(self.device))
+        places = tuple(map(_full_name, self.places))
+        object.__setattr__(self, "places", places if set(places) - {self.device} else ())
         if not self.names or len(set(self.names)) < len(self.names) or len(self.names) != len(self.shapes):
             raise ValueError(f"a space needs different names with one shape each, found {self.names}, {self.shapes}")
         if self.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"matrices are in float32 or float64, not in {self.dtype}")
+        if self.places and len(self.places) != len(self.names):
+            raise ValueError(f"a space needs a device for each parameter, found {self.names}, {self.places}")
 
     @staticmethod
     def of(parameters: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Space:
-        """The space of these parameters, in their order.
+        """The space of these parameters, in their order, with flat vectors on the device of the first.
 
         Args:
             parameters: tensors by name, such as ``dict(model.named_parameters())``.
             dtype: of vectors and matrices; by default the widest dtype of the parameters, at least float32.
-
-        Raises:
-            ValueError: the parameters are on several devices.
         """
-        devices = {tensor.device for tensor in parameters.values()}
-        if len(devices) > 1:
-            raise ValueError(
-                f"the parameters are on several devices: {sorted(map(str, devices))}; a matrix is over one vector "
-                "of all of them: move the model to one"
-            )
+        places = tuple(tensor.device for tensor in parameters.values())
         widest = torch.float32
         for tensor in parameters.values():
             widest = torch.promote_types(widest, tensor.dtype)
         shapes = tuple(tuple(tensor.shape) for tensor in parameters.values())
-        return Space(tuple(parameters), shapes, dtype or widest, next(iter(devices), torch.device("cpu")))
+        return Space(tuple(parameters), shapes, dtype or widest, places[0] if places else torch.device("cpu"), places)
+
+    @cached_property
+    def devices(self) -> dict[str, torch.device]:
+        """Where each parameter is."""
+        return dict(zip(self.names, self.places or (self.device,) * len(self.names), strict=True))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ class Space:
         return sum(self.sizes)
 
     def subspace(self, names: Iterable[str]) -> Space:
-        """The space of these parameters, in the given order.
+        """The space of these parameters, in the given order, with flat vectors on the device of the first.
 
         Raises:
             KeyError: a name is not in this space.
@@ -83,7 +85,8 @@ class Space:
         missing = [name for name in names if name not in shapes]
         if missing:
             raise KeyError(f"no parameters {missing} in the space of {list(self.names)}")
-        return Space(names, tuple(shapes[name] for name in names), self.dtype, self.device)
+        places = tuple(self.devices[name] for name in names)
+        return Space(names, tuple(shapes[name] for name in names), self.dtype, places[0], places)
 
     def positions(self, names: Iterable[str]) -> Tensor:
         """Positions in the flat vector of the entries of these parameters, in the given order: (entries,)."""
@@ -106,7 +109,8 @@ class Space:
         batch = first.shape[: first.ndim - len(self.shapes[0])]
         flat = []
         for name, shape in zip(self.names, self.shapes, strict=True):
-            flat.append(self.checked(tensors[name], (*batch, *shape), name).reshape(*batch, math.prod(shape)))
+            own = self.checked(tensors[name], (*batch, *shape), name, self.devices[name])
+            flat.append(own.reshape(*batch, math.prod(shape)).to(self.device))
         return torch.cat(flat, -1)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
@@ -117,29 +121,29 @@ class Space:
         """
         flat = self.checked(flat, (*flat.shape[:-1], self.size), "the flat vector")
         parts = zip(self.names, self.shapes, flat.split(self.sizes, -1), strict=True)
-        return {name: part.reshape((*flat.shape[:-1], *shape)) for name, shape, part in parts}
+        return {name: part.reshape((*flat.shape[:-1], *shape)).to(self.devices[name]) for name, shape, part in parts}
 
-    def checked(self, tensor: Tensor, shape: Sequence[int], what: str) -> Tensor:
-        """Check a tensor and cast it to the dtype of the space.
+    def checked(self, tensor: Tensor, shape: Sequence[int], what: str, device: torch.device | None = None) -> Tensor:
+        """Check a tensor, on the device of flat vectors if none is given, and cast it to the dtype of the space.
 
         Raises:
             ValueError: wrong shape or device, or a dtype that cannot be cast without loss; the message names `what`.
         """
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{what} should have shape {tuple(shape)}, found {tuple(tensor.shape)}")
-        if tensor.device != self.device:
-            raise ValueError(f"{what} should be on {self.device}, found {tensor.device}")
+        if tensor.device != (device or self.device):
+            raise ValueError(f"{what} should be on {device or self.device}, found {tensor.device}")
         if torch.promote_types(tensor.dtype, self.dtype) != self.dtype:
             raise ValueError(f"{what} should be {self.dtype}, found {tensor.dtype}, which does not fit without loss")
         return tensor.to(self.dtype)
 
-    def kept(self, tensor: Tensor, shape: Sequence[int], what: str) -> Tensor:
+    def kept(self, tensor: Tensor, shape: Sequence[int], what: str, device: torch.device | None = None) -> Tensor:
         """`checked` for a part of a matrix, detached from autograd.
 
         Raises:
             ValueError: as for `checked`, or an entry is not finite.
         """
-        tensor = self.checked(tensor, shape, what).detach()
+        tensor = self.checked(tensor, shape, what, device).detach()
         if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum is fast but may overflow
             raise ValueError(f"{what} of the parameters {list(self.names)} has entries that are not finite")
         return tensor
@@ -169,11 +173,18 @@ class Space:
         """Lists and strings for `Space.restore`."""
         shapes = [list(shape) for shape in self.shapes]
         dtype = str(self.dtype).removeprefix("torch.")
-        device = str(self.device)
-        return {"structure": "Space", "names": list(self.names), "shapes": shapes, "dtype": dtype, "device": device}
+        own = {"names": list(self.names), "shapes": shapes, "dtype": dtype, "device": str(self.device)}
+        return {"structure": "Space", **own} | ({"places": list(map(str, self.places))} if self.places else {})
 
     @staticmethod
     def restore(state: Mapping[str, Any], device: torch.device | str | None = None) -> Space:
-        """The space with this `state`, on `device` if given."""
+        """The space with this `state`, all of it on `device` if given."""
+        places = tuple(map(torch.device, state.get("places", ()))) if device is None else ()
         device = torch.device(device or state["device"])
-        return Space(state["names"], state["shapes"], getattr(torch, state["dtype"]), device)
+        return Space(state["names"], state["shapes"], getattr(torch, state["dtype"]), device, places)
+
+
+def _full_name(device: torch.device) -> torch.device:
+    """ "cuda" and "cuda:0" may be the same device but compare unequal; a tensor has the full name."""
+    is_full = device.index is not None or device.type == "cpu"
+    return device if is_full else torch.empty(0, device=device).device

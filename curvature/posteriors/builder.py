@@ -92,9 +92,9 @@ def laplace(
         modules = {module_of(name) for name in last}
         names = tuple(name for name in names if module_of(name) in modules)
     curvature = LayeredCurvature(BUILDS[structure](model, summed, data, space.subspace(names)))
-    parameters = dict(model.named_parameters())
+    home, parameters = curvature.space.device, dict(model.named_parameters())
     mean = curvature.space.flatten({name: parameters[name].detach() for name in names})
-    return LaplacePosterior(model, fit, curvature, mean, curvature.prior(prior), sigma)
+    return LaplacePosterior(model, fit.to(home), curvature, mean, curvature.prior(prior), sigma.to(home))
 
 
 def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any) -> tuple[DataFit, frozenset[str]]:

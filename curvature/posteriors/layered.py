@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import cholesky_with_jitter, matmul, psd_eigh, try_cholesky, widen, widest
+from curvature.linalg import cholesky_with_jitter, matmul, psd_eigh, stack, try_cholesky, widen, widest
 from curvature.operators import BlockDiagonal, Dense, Operator
 
 
@@ -76,7 +76,7 @@ class LayeredCurvature:
         own = self._prior_of(block, prior.detach())
         if own.ndim == 0:
             return block.scaled(factor).damped(float(own))
-        return Dense(block.space, factor * block.to_dense() + own.to(block.space.dtype).diag())
+        return Dense(block.space, factor * block.to_dense() + own.to(block.space.device, block.space.dtype).diag())
 
     def _prior_of(self, block: Operator, prior: Tensor) -> Tensor:
         """The prior precision of a block: a scalar, or (p,) where it spans several layers with their own."""
@@ -90,11 +90,11 @@ class LayeredCurvature:
 
     def logdet(self, factor: Tensor, prior: Tensor) -> Tensor:
         """``log det(factor * M + prior)``, differentiable in both."""
-        return torch.stack([self._logdet(k, factor, prior) for k in range(len(self.blocks))]).sum()
+        return stack(self._logdet(k, factor, prior) for k in range(len(self.blocks))).sum().to(self.space.device)
 
     def _logdet(self, number: int, factor: Tensor, prior: Tensor) -> Tensor:
         block = self.blocks[number]
-        own = self._prior_of(block, prior)
+        factor, own = (x.to(block.space.device) for x in (factor, self._prior_of(block, prior)))
         if own.ndim:
             if number not in self._semidefinite:  # despite rounding, so that every positive prior has a determinant
                 values, vectors = psd_eigh(widen(block.to_dense()))

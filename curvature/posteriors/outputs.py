@@ -27,10 +27,10 @@ def output_covariance(run: RecordedBatch, covariance: BlockDiagonal) -> Tensor:
     size = output.numel() // count
     eye = torch.eye(size, dtype=output.dtype, device=output.device)
     terms = run.terms(eye[:, None].expand(-1, count, -1).reshape(size, *output.shape))
-    total = covariance.space.normal(1).new_zeros(count, size, size)
+    total = torch.zeros(count, size, size, dtype=covariance.space.dtype, device=output.device)
     for block in covariance.blocks.values():
         factored = _by_factors(block, terms)
-        total += _by_rows(block, terms, count) if factored is None else factored
+        total += (_by_rows(block, terms, count) if factored is None else factored).to(total.device)
     return total
 
 
@@ -79,7 +79,7 @@ def _rows(block: Operator, terms: Terms, part: slice) -> Tensor:
         for name, size in zip(block.space.names, block.space.sizes, strict=True):
             read = [term.samples(part) for term in own.get(name, [])]
             if read:
-                pieces.append(gradients(read).flatten(1).to(block.space.dtype))
+                pieces.append(gradients(read).flatten(1).to(block.space.device, block.space.dtype))
             else:
                 shape = part.stop - part.start, size
                 pieces.append(torch.zeros(shape, dtype=block.space.dtype, device=block.space.device))

@@ -33,6 +33,10 @@ class DataFit:
     total: Tensor
     count: Tensor
 
+    def to(self, device: torch.device) -> DataFit:
+        """The same with the sums on a device."""
+        return replace(self, total=self.total.to(device), count=self.count.to(device))
+
     def log_likelihood(self, noise: Tensor) -> Tensor:
         """``log p(labels | inputs, parameters)``, a scalar."""
         return -(self.labels.factor(noise) * self.total + self.labels.constant(self.count, noise))

@@ -266,8 +266,12 @@ def test_space(device):
         space.subspace(["x"])
     with pytest.raises(ValueError, match=r"should have shape \(8,\), found \(7,\)"):
         space.split(flat[0, :7])
-    with pytest.raises(ValueError, match="several devices"):
-        Space.of({"w": weight, "b": bias.to("meta")})
+    spread = Space.of({"w": weight, "b": bias.to("meta")})
+    assert spread.devices == {"w": weight.device, "b": torch.device("meta")} and Space.restore(spread.state()) == spread
+    assert spread.device == weight.device and spread.subspace(["b"]).device == torch.device("meta")
+    assert spread.subspace(["w"]) == Space.of({"w": weight}) and Space.restore(spread.state(), device) == space
+    with pytest.raises(ValueError, match=f"b should be on meta, found {bias.device}"):
+        spread.flatten({"w": weight, "b": bias})
     with pytest.raises(ValueError, match="float32 or float64, not in torch.float16"):
         Space(("a",), ((1,),), torch.float16)
     for names in ((), ("a", "a"), ("a", "b", "c")):

@@ -12,48 +12,11 @@ from torch import Tensor, nn
 import curvature
 from curvature.gradients.plans import PLANS
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.cases.case import seeded
+from support.cases.several_devices import Split, Tied, data
 from support.training import task
 
 pytestmark = pytest.mark.fast
 LOSS = nn.CrossEntropyLoss()
-
-
-class Split(nn.Module):
-    """Its layers are on two devices."""
-
-    def __init__(self, devices: tuple[str, str]) -> None:
-        super().__init__()
-        with seeded(0):
-            self.first, self.second = nn.Linear(5, 7).double(), nn.Linear(7, 3).double()
-        self.devices = devices
-        self.first.to(devices[0])
-        self.second.to(devices[1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)).to(self.devices[1]))
-
-
-class Tied(nn.Module):
-    """The embedding on the first device is the decoder on the second."""
-
-    def __init__(self, devices: tuple[str, str]) -> None:
-        super().__init__()
-        with seeded(0):
-            self.tokens, self.second = nn.Embedding(5, 4).double(), nn.Linear(4, 4).double()
-        self.devices = devices
-        self.tokens.to(devices[0])
-        self.second.to(devices[1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.tokens(x.argsort(1)[:, :3]).mean(1).to(self.devices[1])
-        return (torch.tanh(self.second(hidden)) @ self.tokens.weight.to(self.devices[1]).T)[:, :3]
-
-
-def data(devices: tuple[str, str]) -> tuple[Tensor, Tensor]:
-    with seeded(1):
-        x, y = torch.randn(8, 5).double(), torch.randint(3, (8,))
-    return x.to(devices[0]), y.to(devices[1])
 
 
 @pytest.mark.parametrize("function", ["per_sample_gradients", "per_sample_norms", "per_sample_gram"])
@@ -160,13 +123,6 @@ def test_what_takes_one_device_refuses_several_by_name(
     places = f"first.bias on {two_devices[0]}, second.bias on {two_devices[1]}"
     with pytest.raises(NotImplementedError, match=rf"{places}\), and {part} takes them on one only"):
         opt.step(closure)
-
-
-@pytest.mark.parametrize("matrix", ["fisher_diagonal", "kfac", "hessian"])
-def test_matrices_refuse_several_devices_by_name(matrix: str, two_devices: tuple[str, str]) -> None:
-    """They are operators on one vector of all parameters."""
-    with pytest.raises(ValueError, match="several devices.*move the model to one"):
-        getattr(curvature, matrix)(Split(two_devices), LOSS, data(two_devices))
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])
