@@ -272,15 +272,8 @@ class Random(Injection):
         return self.k
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
-        draw, source = self._draws(batch), self._source(batch)
+        draw, source = self._draws(batch), batch.source(SEED)
         return self.k, lambda start, stop: draw(stop - start, source) / self.k**0.5 if self.k > 1 else draw(1, source)
-
-    def _source(self, batch: OutputBatch) -> torch.Generator:
-        given, device = batch.generator, batch.output.device
-        if given is not None and given.device == device:
-            return given
-        seed = SEED if given is None else torch.randint(2**62, (), generator=given, device=given.device)
-        return torch.Generator(device).manual_seed(int(seed))
 
     def _draws(self, batch: OutputBatch) -> Callable[[int, torch.Generator], Tensor]:
         raise NotImplementedError
@@ -300,7 +293,7 @@ class Sampled(Random):
         number = self.number(batch.output, batch.count)
         if number == self.k:
             return super()._pair_source(batch)
-        loss, source = self._require(batch.loss), self._source(batch)
+        loss, source = self._require(batch.loss), batch.source(SEED)
         root = label_gradient_root(loss, batch.output, batch.target, batch.count, self.k, source)
         return number, lambda start, stop: (root(batch.basis(start, stop)) / self.k**0.5, None)
 

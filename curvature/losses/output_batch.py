@@ -41,6 +41,14 @@ class OutputBatch:
         dtype = torch.promote_types(output.dtype, torch.float32)
         return OutputBatch(output.detach().to(dtype), loss, target, count, generator)
 
+    def source(self, seed: int) -> torch.Generator:
+        """The generator where the output is: the given one, one that it seeds, or one with this seed."""
+        given, device = self.generator, self.output.device
+        if given is not None and given.device == device:
+            return given
+        drawn = seed if given is None else torch.randint(2**62, (), generator=given, device=given.device)
+        return torch.Generator(device).manual_seed(int(drawn))
+
     def flat(self, vectors: Tensor) -> Tensor:
         """(k, N*m, ...) to (k, N, D), with D the entries of one sample's output."""
         return vectors.reshape(len(vectors), self.count, -1)
