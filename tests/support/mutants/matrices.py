@@ -50,7 +50,7 @@ MUTANTS = [
         ("self.sum.addmm_((u * chunk.weights", "self.sum.addmm_((u * chunk.weights.sqrt()"),
         ("rows, columns, scale * self.sum)", "rows, columns, self.sum)"),
         ("for name in arrived if name not in self.alone]", "for name in arrived]"),
-        ("sum_of_products(*found, chunk.weights, chunk", "sum_of_products(*found, chunk.weights.square(), chunk"),
+        ("sum_of_products(*found, weights, chunk", "sum_of_products(*found, weights.square(), chunk"),
         ("return None if bool((self.weights == 1).all())", "return None if bool((self.weights == 1).any())"),
     ),
 ]
