@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -67,18 +67,15 @@ def check_range(name: str, value: Any, low: float, high: float, open_end: bool =
         raise ValueError(f"{name}: expected {low} to {high}{' (exclusive)' if is_open else ''}, found {value}")
 
 
-def require_one_device(owner: str, trained: Mapping[str, Tensor], parts: Sequence[str]) -> None:
+def require_one_device(owner: str, trained: Mapping[str, Tensor]) -> None:
     """
-    Args:
-        parts: what takes parameters of one device only; none if all may be spread.
-
     Raises:
         NotImplementedError: the parameters are on several devices; names one of each.
     """
-    found = {p.device: name for name, p in trained.items()} if parts else {}
+    found = {p.device: name for name, p in trained.items()}
     if len(found) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in found.items())
         raise NotImplementedError(
-            f"{owner}.step: parameters are on several devices ({places}), and {parts[0]} takes them on one only; move "
-            "the model to one device, or use KFAC(model) or EKFAC(model) in a single process"
+            f"{owner}.step: parameters are on several devices ({places}), which several processes do not take; move "
+            "the model of each process to one device, or train it in a single process"
         )

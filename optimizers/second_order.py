@@ -205,9 +205,8 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         trained = self.trained()
-        parts = {type(part).__name__: part.takes_several_devices for part in (self.rule, self.store)}
-        parts |= {"several processes": self.teams.current().processes.size == 1}
-        require_one_device(type(self).__name__, trained, [name for name, is_fine in parts.items() if not is_fine])
+        if self.teams.current().processes.size > 1:
+            require_one_device(type(self).__name__, trained)
         return StepContext(
             model=self.model, closure=closure, trained=trained, options=self.options(), numbers=self.numbers,
             states={name: self.state[p] for name, p in trained.items()}, recorder=self.recorder,
@@ -314,7 +313,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         schedule, residual = self.preconditioner.schedule, parts["residual_rule"]
         self.monitor.load_state_dict(parts["monitor"])
         schedule.factor_every, schedule.decompose_every = parts["intervals"]
-        self.store.load_state_dict(parts["curvature"], {name: devices.get(name, home) for name in parts["curvature"]})
+        self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
         self.rule.load_state_dict(parts["rule"], trained)
         self.choice.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
         if self.residual_rule is not None:

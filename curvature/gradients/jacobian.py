@@ -16,6 +16,7 @@ from curvature.functional import ExactNorms
 from curvature.gradients.jacobian_products import gradient_rows
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import per_sample_terms, tape_signature
+from curvature.linalg import stack
 from curvature.recording import (
     Tape,
     graph_signature,
@@ -147,7 +148,7 @@ class Jacobian:
         alike = [[k for k, x in enumerate(outputs) if len(x) == n] for n in dict.fromkeys(map(len, outputs))]
         for sent, own_outputs in itertools.product(zip(*vectors, strict=True), alike):
             with torch.enable_grad():
-                values = torch.stack([(outputs[k] * sent[k])[..., None].flatten(1).sum(1) for k in own_outputs]).sum(0)
+                values = stack((outputs[k] * sent[k])[..., None].flatten(1).sum(1) for k in own_outputs).sum(0)
             edge = get_gradient_edge(values)
             own = _terms(values.detach(), edge, parameters, model, tape)
             parts.append((len(values), {k: [promote(t, torch.float32) for t in terms] for k, terms in own.items()}))
@@ -229,10 +230,11 @@ class Jacobian:
         return any(bool(contractions.norms_squared(terms[name]).any()) for _, terms in self.parts)
 
     def restricted(self, names: Iterable[str]) -> Jacobian:
-        """The columns of these parameters alone."""
+        """The columns of these parameters alone, of values where the first parameter is."""
         names = list(names)
         parts = [(size, {name: terms[name] for name in names}) for size, terms in self.parts]
-        return replace(self, parts=parts, shapes={name: self.shapes[name] for name in names})
+        zero = self.zero.to(parts[0][1][names[0]][0].device) if parts else self.zero
+        return replace(self, parts=parts, shapes={name: self.shapes[name] for name in names}, zero=zero)
 
     def stacked(self) -> Jacobian:
         """The same Jacobian with small pieces of like terms put together: a few large products in place of many."""

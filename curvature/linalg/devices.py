@@ -17,6 +17,12 @@ def stack(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack([first, *(part.to(first.device) for part in others)])
 
 
+def cat(parts: Iterable[Tensor]) -> Tensor:
+    """``torch.cat`` on the device of the first, likewise."""
+    first, *others = parts
+    return torch.cat([first, *(part.to(first.device) for part in others)])
+
+
 def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Tensors in runs of one device."""
     runs: list[list[Tensor]] = []  # torch.compile cannot follow itertools.groupby

@@ -130,8 +130,6 @@ class CurvatureStore:
     `measure` leaves averages alone; it only creates the blocks of parameters that it meets for the first time.
     """
 
-    takes_several_devices = False  # whether parameters may be on several devices
-
     def __init__(self) -> None:
         self.blocks: list[Block] = []
 
@@ -202,7 +200,7 @@ class CurvatureStore:
         return {block.names[0]: block.state() for block in self.blocks}
 
     def load_state_dict(self, state: dict[str, dict[str, Any]], devices: Mapping[str, torch.device]) -> None:
-        """Load a `state_dict`, each block to the device of its parameters, given by name."""
+        """Load a `state_dict`, each block to the device of its first parameter, given by name."""
         self.blocks = [Block.restore(entry, devices[name]) for name, entry in state.items()]
 
 
@@ -216,8 +214,6 @@ class BlockDiagonalCurvature(CurvatureStore):
         block_size: larger sides of factors are replaced by their diagonal blocks of that size; None: none is.
         compact: keep averages and inverses in 16 bits.
     """
-
-    takes_several_devices = True  # blocks live where their layer lives
 
     def __init__(
         self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None, compact: bool = False

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.kronecker import at_least_float32
-from curvature.linalg import are_true, cholesky, full_precision, on_host, try_decompose, widen
+from curvature.linalg import are_true, cat, cholesky, full_precision, on_host, try_decompose, widen
 from curvature.preconditioners.block import Block
-from curvature.preconditioners.least_squares import Damping
+from curvature.preconditioners.least_squares import Damping, at
 from curvature.preconditioners.statistics import CurvatureStatistics
 
 Named = Mapping[str, Tensor]
@@ -165,9 +165,10 @@ class DenseFullBlock(FullBlock):
 
     def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         assert self.root is not None
-        flat = torch.cat([g.flatten() for g in gradient.values()]).to(self.root.dtype)
+        flat = torch.cat([g.flatten().to(self.root) for g in gradient.values()])
         parts = torch.cholesky_solve(flat[:, None], self.root)[:, 0].split([g.numel() for g in gradient.values()])
-        return {name: part.reshape(g.shape) for (name, g), part in zip(gradient.items(), parts, strict=True)}
+        both = zip(gradient.items(), parts, strict=True)
+        return {name: part.reshape(g.shape).to(g.device) for (name, g), part in both}
 
     @property
     def is_ready(self) -> bool:
@@ -196,7 +197,7 @@ class DiagonalFullBlock(FullBlock):
 
     def summarize(self, jacobian: Jacobian) -> tuple[Tensor, Tensor]:
         found = jacobian.squares()
-        values = torch.cat([found[name].flatten() for name in self.names])
+        values = cat(found[name].flatten() for name in self.names)
         values = values.to(at_least_float32(values.dtype))
         return values, values.sum()
 
@@ -207,7 +208,8 @@ class DiagonalFullBlock(FullBlock):
     def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         assert self.values is not None
         parts = self.values.split([g.numel() for g in gradient.values()])
-        return {k: g / (v.reshape(g.shape) + damping) for (k, g), v in zip(gradient.items(), parts, strict=True)}
+        both = zip(gradient.items(), parts, strict=True)
+        return {k: g / (v.reshape(g.shape).to(g.device) + at(damping, g)) for (k, g), v in both}
 
     @property
     def expected_bytes(self) -> int:

@@ -120,6 +120,12 @@ class FullCurvature(CurvatureStore):
         self._arrange(shapes, _disjoint(names for *_, theirs in known for names in theirs))
         statistics.rows = RowStatistics([rows], sum(samples for _, samples, *_ in known), times)
 
+    def load_state_dict(self, state: dict[str, dict[str, Any]], devices: Mapping[str, torch.device]) -> None:
+        super().load_state_dict(state, devices)
+        for block in self.blocks:
+            if isinstance(block, ConjugateGradientBlock):  # its factors are where their layers are
+                block.factors.load_state_dict(block.factors.state_dict(), devices)
+
     def summed_blocks(self) -> list[Block]:
         """The blocks of a preconditioner."""
         return [

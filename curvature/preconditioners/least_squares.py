@@ -69,7 +69,7 @@ class LeastSquares:
         if self.dense is not None:
             return self.jacobian.split(self._solved(self.jacobian.flat(gradient), damping))
         inside = self.jacobian.transposed(self._solved(self.jacobian.times(gradient), damping))
-        return {name: (gradient[name] - inside[name]) / damping for name in self.jacobian.shapes}
+        return {name: (gradient[name] - own) / at(damping, own) for name, own in inside.items()}
 
     @full_precision()
     def times(self, vector: Mapping[str, Tensor]) -> Tensor:
@@ -135,6 +135,11 @@ class LeastSquares:
         kept = (values > least) | self._is_large(damping)
         inverse = torch.where(kept, 1 / (values.clamp(min=0) + damping), torch.zeros_like(values))
         return vectors @ (inverse * (vectors.mT @ right))
+
+
+def at(damping: Damping, x: Tensor) -> Damping:
+    """A damping where x is."""
+    return damping.to(x.device) if isinstance(damping, Tensor) else damping
 
 
 def _is_same(one: Damping, other: Damping) -> bool:

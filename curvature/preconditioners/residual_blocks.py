@@ -183,7 +183,8 @@ def _places_and_sizes(
     """
     pairs, flags = [], []
     for other, shape in shapes.items():
-        weights = [name for name, own in reads.items() if shape == shapes[name][:1] and own]
+        device = parts[0][other][0].device
+        weights = [k for k, own in reads.items() if own and shape == shapes[k][:1] and own[0].device == device]
         rows = [contractions.gradients(part[other]) for part in parts] if weights else []
         for name in weights:
             pairs.append((name, other))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.preconditioners.full import FullBlock, Named
-from curvature.preconditioners.least_squares import Damping, LeastSquares
+from curvature.preconditioners.least_squares import Damping, LeastSquares, at
 
 
 class WoodburyBlock(FullBlock):
@@ -49,7 +49,7 @@ class WoodburyBlock(FullBlock):
     def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         if self.problem is None:
             assert self.squares is not None
-            return {name: g / (self.squares[name] + damping) for name, g in gradient.items()}
+            return {name: g / (self.squares[name] + at(damping, g)) for name, g in gradient.items()}
         scaled = {name: g * self.divisor for name, g in gradient.items()}
         return self.problem.precondition(scaled, self.scaled)
 

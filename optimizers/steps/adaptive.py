@@ -266,10 +266,10 @@ def _scaled(move: Named, rates: Mapping[str, float]) -> dict[str, Tensor]:
 
 def _products(directions: Sequence[Named], groups: int, gradients: Named) -> tuple[Tensor, Tensor]:
     """Slopes (k,) along directions, and their inner products (k, k): the first are groups, which share no parameter."""
-    slopes = torch.stack([_inner(d, gradients) for d in directions])
-    norms = torch.diag(torch.stack([_inner(d, d) for d in directions]))
+    slopes = stack(_inner(d, gradients) for d in directions)
+    norms = torch.diag(stack(_inner(d, d) for d in directions))
     for last in range(groups, len(directions)):
-        both = torch.stack([_inner(d, directions[last]) for d in directions[:groups]])
+        both = stack(_inner(d, directions[last]) for d in directions[:groups])
         norms[last, :groups] = norms[:groups, last] = both
     return slopes, norms
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from curvature.recording import ModelState
-from optimizers.arguments import require_one_device
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.steps.closure_checks import ClosureWatch
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
@@ -95,7 +94,6 @@ class RuleChoice:
 
     def _residual_step(self, context: StepContext) -> Outcome:
         assert self.residual_rule is not None
-        require_one_device(context.owner, context.trained, [type(self.residual_rule).__name__])
         context.monitor.settle()
         with context.recorder.paused():
             outcome = self.residual_rule.step(context, self.residual_rule.evaluate(context))

@@ -298,7 +298,7 @@ def _products(
         factor = len(inputs[n]) / math.ceil(len(inputs[n]) / stride) if stride > 1 else 1.0
         columns = [m[n] for m in moved]
         if any(x is not None for x in rows) and any(x is not None for x in columns):
-            total += factor * _gram(rows, columns)
+            total += factor * _gram(rows, columns).to(total.device)
     return (total + total.T) / 2
 
 

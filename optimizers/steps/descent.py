@@ -159,7 +159,8 @@ def _dampings(context: StepContext, gradients: Stack) -> Tensor:
     blocks = [context.block_of(layer[0]) for layer in gradients.layers]
     zero = torch.zeros((), dtype=widest(context.home.type), device=context.home)
     found = [getattr(block, "damping", None) for block in blocks]
-    return torch.stack([zero if damping is None else zero + damping for damping in found])
+    here = [x.to(context.home) if isinstance(x, Tensor) else x for x in found]
+    return torch.stack([zero if damping is None else zero + damping for damping in here])
 
 
 def _energies(context: StepContext, directions: Stack, slopes: Tensor) -> Tensor:

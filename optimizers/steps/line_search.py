@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import on_host, widen
+from curvature.linalg import cat, on_host, widen
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.descent import DescentRule
 from optimizers.steps.quadratic_model import tried_together
@@ -49,7 +49,7 @@ class LineSearch:
     ) -> None:
         self.parameters, self.evaluate, self.counts = parameters, evaluate, counts
         self.starts = [p.detach().clone() for p in parameters.values()]
-        self.origin = LinePoint(torch.cat([torch.zeros_like(x).flatten() for x in self.starts]), loss)
+        self.origin = LinePoint(cat(torch.zeros_like(x).flatten() for x in self.starts), loss)
 
     def evaluated(self, displacement: Tensor) -> tuple[Tensor, Tensor | None]:
         """Move the parameters; the loss there (), infinite if it is not finite, and the residuals (if any)."""
@@ -61,7 +61,7 @@ class LineSearch:
         pieces = displacement.split([x.numel() for x in self.starts])
         with torch.no_grad():
             for p, start, piece in zip(self.parameters.values(), self.starts, pieces, strict=True):
-                p.copy_(start).add_(piece.reshape(p.shape))
+                p.copy_(start).add_(piece.reshape(p.shape).to(p.device))
 
     def lowest(self, curve: Callable[[float], Tensor], start: LinePoint, kind: str) -> LinePoint:
         """Halve the step until the loss is below that of `start` and stops falling; `start` if it never is below."""
@@ -145,8 +145,8 @@ class LineSearchStep(StepRule):
 
 
 def times_lr(direction: Named, options: Options) -> Tensor:
-    """A direction times the learning rates, flat (P,)."""
-    return torch.cat([d.flatten() * options[name]["lr"] for name, d in direction.items()])
+    """A direction times the learning rates, flat (P,), on the device of the first parameter."""
+    return cat(d.flatten() * options[name]["lr"] for name, d in direction.items())
 
 
 @torch.no_grad()

@@ -224,7 +224,8 @@ class Subspace:
         self.norms = _bordered(self.norms, border)
 
     def _inner(self, one: Named, other: Named) -> Tensor:
-        return stack(stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups)
+        found = stack(stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups)
+        return found.to(self.residuals.device)
 
     def bring_to_host(self) -> None:
         """The model from now on is on the host, which waits once."""
@@ -252,7 +253,8 @@ class Subspace:
         for direction, row in zip(self.directions, rows, strict=True):
             for group, factor in zip(self.groups, row, strict=True):
                 for name in group:
-                    d = direction[name] * factor
+                    d = direction[name]
+                    d = d * (factor.to(d.device) if isinstance(factor, Tensor) else factor)
                     found[name] = found[name].add_(d) if name in found else d
         return found
 

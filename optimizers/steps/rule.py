@@ -271,7 +271,6 @@ class StepRule:
     """
 
     needs_closure = False  # whether `step` requires a closure
-    takes_several_devices = False  # whether parameters may be on several devices
     differentiates_model = False  # whether it differentiates the closure twice, which compiled code does not allow
 
     @property

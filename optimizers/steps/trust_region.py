@@ -44,8 +44,6 @@ class TrustRegionStep(StepRule):
         descent: computes the directions.
     """
 
-    takes_several_devices = True
-
     def __init__(self, descent: DescentRule) -> None:
         self.descent = descent
         self.values: Tensor | None = None  # the fields of `state`, always in the same memory
