@@ -34,7 +34,7 @@ MUTANTS = [
     *broken(
         "curvature/preconditioners/least_squares.py",
         "optimizers/test_natural_gradient.py optimizers/test_natural_gradient_training.py",
-        ("(gradient[name] - inside[name]) / damping", "gradient[name] / damping"),
+        ("(gradient[name] - own) / at(damping", "gradient[name] / at(damping"),
         ("1 / (values.clamp(min=0) + damping)", "1 / values"),
         ("eigenvalue_rounding(values[-1]), cut * values[-1]", "eigenvalue_rounding(values[-1]), 0 * values[-1]"),
     ),
@@ -57,7 +57,7 @@ MUTANTS = [
         "curvature/preconditioners/full.py",
         "optimizers/test_natural_gradient_training.py",
         ("new = new / self.count", "new = new / self.count**2"),
-        ("v.reshape(g.shape) + damping", "v.reshape(g.shape) + 2 * damping"),
+        ("to(g.device) + at(damping, g))", "to(g.device) + 2 * at(damping, g))"),
     ),
     *broken(
         "curvature/preconditioners/truncated_cg.py",
