@@ -19,6 +19,7 @@ from curvature.gradients.parameter_terms import (
     computed_weights,
     joint_bias,
     layers_of,
+    stacked_terms,
     terms_by_parameter,
     weighted_gradients,
 )
@@ -41,5 +42,5 @@ __all__ = [
     "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients", "per_sample_gram",
     "per_sample_norms", "per_sample_norms_by_parameter", "plan_key", "record", "require_independent_samples",
     "require_order", "require_pairs", "residual_jacobian", "sample_layouts", "sample_terms",
-    "single_sample_reference", "terms_by_parameter", "validate_loss", "weighted_gradients",
+    "single_sample_reference", "stacked_terms", "terms_by_parameter", "validate_loss", "weighted_gradients",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from curvature.gradients.jacobian_products import gradient_rows
 from curvature.layers import Layout, Unsupported
 from curvature.recording import ParameterNode, Tape, Use, map_tensors, warn_once
-from curvature.terms import DenseGradients, OuterProduct, RowSlice, Term, gradients
+from curvature.terms import DenseGradients, OuterProduct, RowSlice, StackedTerms, Term, gradients
 
 Terms = dict[str, list[Term]]  # by parameter
 
@@ -31,7 +31,10 @@ def terms_by_parameter(
         layouts: the candidates of each use; the first that its rule accepts counts. None of them: not per sample.
         skip: parameters to leave out; they count as not explained.
     """
-    by_use = [_terms_of_use(use, b, layout) for use, b, layout in zip(tape.uses, backprops, layouts, strict=True)]
+    by_use = [
+        None if use.names <= skip else _terms_of_use(use, b, layout)
+        for use, b, layout in zip(tape.uses, backprops, layouts, strict=True)
+    ]
     found: Terms = {name: [] for name in tape.parameters}
     failed: set[str] = set(skip)
     todo, seen = list(tape.parameters.values()), set[int]()
@@ -57,6 +60,32 @@ def terms_by_parameter(
             for name, pulled_back in _pull_back(node, own, tape).items():
                 found[name] += pulled_back
     return {name: terms for name, terms in found.items() if name not in failed}, failed
+
+
+def stacked_terms(
+    tape: Tape, backprops: Sequence[Tensor | None], layouts: Sequence[Iterable[Layout]], skip: set[str]
+) -> dict[str, StackedTerms]:
+    """The terms for several vectors at once, of parameters that one use alone reads.
+
+    Args:
+        backprops: of each use, (k, *shape); None where there are none to be stacked.
+        layouts, skip: as for `terms_by_parameter`, which has the terms of all other parameters.
+    """
+    found: dict[str, StackedTerms] = {}
+    for name, node in tape.parameters.items():
+        use = node.uses[0] if len(node.readers) == 1 and name not in skip else None
+        b = None if use is None or use.results else backprops[use.index]
+        layout = None if use is None or b is None else next(iter(layouts[use.index]), None)
+        if use is None or b is None or layout is None:
+            continue
+        slots = [slot for slot, other in use.slots.items() if other is node]
+        try:
+            own = use.stacked_terms(slots[0], b, layout) if len(slots) == 1 else None
+        except Exception:  # `terms_by_parameter` finds the same, and says so
+            own = None
+        if own is not None:
+            found[name] = own
+    return found
 
 
 UseTerms = dict[str, Term] | None  # by argument

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from curvature.terms import DenseGradients, Term
+from curvature.terms import DenseGradients, Stackable, Term
 
 
 class Unsupported(Exception):
@@ -34,6 +34,10 @@ class Layout(NamedTuple):
             return x.movedim(dim, 0).unsqueeze(dim + 1)
         x = x.unflatten(dim, (self.outer, self.samples, self.inner)).movedim(dim + 1, 0)
         return x.flatten(dim + 1, dim + 2)
+
+    def front_of_each(self, x: Tensor) -> Tensor:
+        """The `front` of several tensors (k, ..., outer * N * inner, ...), one after the other: (k * N, ...)."""
+        return self._replace(dim=self.dim + 1).front(x).movedim(0, 1).flatten(0, 1)
 
 
 class RecordedCall(NamedTuple):
@@ -69,6 +73,13 @@ class Rule:
             Unsupported: this call has no per-sample view.
         """
         raise NotImplementedError
+
+    def stacked(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable | None:
+        """The terms for k backprops (k, *output's shape) as one, with the backprops of k N samples (`StackedTerms`).
+
+        None, as here, where `term` is to be called for each of them.
+        """
+        return None
 
     def counts_over_batch(self, call: RecordedCall) -> bool:
         """Whether torch's batch gradient is not the sum over samples (frequencies counted over the whole batch)."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, register, sum_over_broadcast
-from curvature.terms import Convolution, Term, TransposedConvolution
+from curvature.terms import Convolution, Stackable, Term, TransposedConvolution
 
 
 def _per_axis(value: Any, n: int) -> list[int]:
@@ -41,15 +41,22 @@ class _ConvolutionRule(Rule):
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
+        return self._with_front(call, slot, layout.front(b), layout)
+
+    def stacked(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable | None:
+        return self._with_front(call, slot, layout.front_of_each(b), layout)
+
+    def _with_front(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable:
+        """The term, with samples of b in front."""
         x, weight = call.args["input"], call.args["weight"]
         if layout.dim != 0 or x.ndim != weight.ndim:
             raise Unsupported("the samples are not along the batch axis")
         if slot == "bias":
-            return sum_over_broadcast(layout.front(b), call.args["bias"].shape, layout, offset=1)
+            return sum_over_broadcast(b, call.args["bias"].shape, layout, offset=1)
         stride, dilation, groups = _geometry(call.args, weight.ndim - 2)
         padding = padding_amounts(call.args.get("padding", 0), weight.shape[2:], dilation)
         dtype = torch.promote_types(x.dtype, b.dtype)
-        seen, sent = self.roles(layout.front(x.to(dtype)), layout.front(b.to(dtype)))
+        seen, sent = self.roles(layout.front(x.to(dtype)), b.to(dtype))
         term = Convolution(seen, sent, tuple(weight.shape), stride, dilation, groups, tuple(padding))
         return self.view(term)
 
@@ -57,7 +64,7 @@ class _ConvolutionRule(Rule):
         """The tensor that the kernel slides over, and the one at the positions of the kernel."""
         raise NotImplementedError
 
-    def view(self, term: Convolution) -> Term:
+    def view(self, term: Convolution) -> Stackable:
         """The term of the layer, given the convolution whose gradients it shares."""
         return term
 
@@ -83,5 +90,5 @@ class TransposedConvolutionRule(_ConvolutionRule):
     def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return b, x
 
-    def view(self, term: Convolution) -> Term:
+    def view(self, term: Convolution) -> Stackable:
         return TransposedConvolution(term)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
-from curvature.terms import DenseGradients, ElementwiseProduct, Term
+from curvature.terms import DenseGradients, ElementwiseProduct, Stackable, Term
 
 CACHED_ELEMENTS = 1 << 18  # of a norm's input that are normalized at a time
 
@@ -27,19 +27,32 @@ class _ScaleShift(Rule):
         raise NotImplementedError
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        shape, first = call.args[slot].shape, self.first_axis
+        shape = call.args[slot].shape
         if slot == "bias":
-            return sum_over_broadcast(layout.front(b), shape, layout, first)
-        direct = self._scale(call.args, b, layout, shape)
-        offset = b.ndim - len(shape) if first is None else first
+            return sum_over_broadcast(layout.front(b), shape, layout, self.first_axis)
+        return self._product(call, shape, self._scale(call.args, b, layout, shape), layout.front(b), layout)
+
+    def stacked(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable:
+        shape = call.args[slot].shape
+        if slot == "bias":
+            return sum_over_broadcast(layout.front_of_each(b), shape, layout, self.first_axis)
+        own = self.normalize(call.args)
+        rows = [sum_over_broadcast(layout.front(own * one), shape, layout, self.first_axis).values for one in b]
+        return self._product(call, shape, DenseGradients(torch.cat(rows)), layout.front_of_each(b), layout)
+
+    def _product(
+        self, call: RecordedCall, shape: torch.Size, direct: DenseGradients, b: Tensor, layout: Layout
+    ) -> ElementwiseProduct:
+        """The term of the scale, with samples of b in front."""
+        offset = len(call.shape) - len(shape) if self.first_axis is None else self.first_axis
         axes = range(offset + 1, offset + 1 + len(shape))
 
         def by_feature(x: Tensor) -> Tensor:
-            """View a tensor of the output's shape as (N, t, g)."""
-            x = layout.front(x).movedim(tuple(axes), tuple(range(-len(shape), 0)))
+            """View a tensor of the output's shape, samples in front, as (N, t, g)."""
+            x = x.movedim(tuple(axes), tuple(range(-len(shape), 0)))
             return x.reshape(len(x), -1, shape.numel())
 
-        return ElementwiseProduct(direct, lambda: by_feature(self.normalize(call.args)), by_feature(b))
+        return ElementwiseProduct(direct, lambda: by_feature(layout.front(self.normalize(call.args))), by_feature(b))
 
     def _scale(self, args: dict[str, Any], b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
         """The gradients of the scale."""

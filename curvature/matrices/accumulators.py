@@ -18,11 +18,11 @@ from curvature import operators
 from curvature.gradients import layers_of
 from curvature.kronecker import Affine, Basis, KroneckerStatistics, Reading, Scheme
 from curvature.linalg import stack
+from curvature.matrices.vectors import Terms, Vectors
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
-from curvature.terms import Term, gradients, name_of_rows, row_ranges, sum_of_products
+from curvature.terms import StackedTerms, Term, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
 
-Terms = dict[str, list[Term]]
 Range = tuple[int, int]  # the first row, and the one after the last
 
 
@@ -39,19 +39,17 @@ class Chunk:
     """
 
     tape: Tape
-    left: list[Terms]
-    right: list[Terms]
+    left: Vectors
+    right: Vectors
     weights: Tensor
     first: bool
     patches: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def of(self, name: str) -> tuple[list[list[Term]], list[list[Term]]] | None:
+    def of(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
         """Terms of one parameter by vector, left and right; None if no output depends on it."""
-        left = [terms[name] for terms in self.left if name in terms]
-        if self.right is self.left:
-            return (left, left) if left else None
-        right = [terms[name] for terms in self.right if name in terms]
-        return (left, right) if left and right else None
+        left = self.left.of(name)
+        right = left if self.right is self.left else self.right.of(name)
+        return None if left is None or right is None else (left, right)
 
     def on(self, device: torch.device) -> Chunk:
         """The chunk with its weights on a device: there are the terms of the parameters there."""
@@ -198,7 +196,7 @@ class KroneckerAccumulator(Accumulator):
         for reading, vectors in left.items():
             if chunk.first:
                 new.activations[reading] = new.scheme.activations(vectors[0])
-            part = new.scheme.backprops(vectors, None if same else right[reading], chunk.scales)
+            part = _sent_back(new.scheme, vectors, None if same else right[reading], chunk.scales)
             if not same and part.ndim == 3:  # symmetric up to rounding of the right vectors
                 part = (part + part.mT) / 2
             new.backprops[reading] = part
@@ -209,16 +207,16 @@ class KroneckerAccumulator(Accumulator):
             raise ValueError(f"{self.names[0]} is read in other forms by other data")
         self.total.add_(other.total)
 
-    def _readings(self, vectors: Sequence[Sequence[Term]]) -> dict[Reading, list[list[Affine]]]:
+    def _readings(self, vectors: TermsByVector) -> dict[Reading, Sequence[Sequence[Affine]]]:
         """The terms of each vector by their reading of the weight: those of one pass are the same for all vectors."""
         first = self.total.scheme.readings(vectors[0])
         if len(first) == 1:
-            return {reading: cast("list[list[Affine]]", vectors) for reading in first}
+            return {reading: cast("Sequence[Sequence[Affine]]", vectors) for reading in first}
         found: dict[Reading, list[list[Affine]]] = {}
         for terms in vectors:
             for reading, own in self.total.scheme.readings(terms).items():
                 found.setdefault(reading, []).append(own)
-        return found
+        return dict(found)
 
     def result(self, scale: float) -> Kronecker:
         factors = self.total.factors_(scale)
@@ -228,6 +226,14 @@ class KroneckerAccumulator(Accumulator):
         if not isinstance(block, Kronecker | EigenKronecker) or block.arrangement != self.total.scheme.arrangement:
             raise ValueError(f"factors: expected Kronecker factors of {self.names[0]} as it is read, found {block!r}")
         return EigenAccumulator(self.total.scheme, block)
+
+
+def _sent_back(scheme: Scheme, left: Any, right: Any, scales: Tensor | None) -> Tensor:
+    """The moment of backprops; stacked vectors count as more samples of one, whose activations no moment needs."""
+    if isinstance(left, StackedTerms) and (right is None or isinstance(right, StackedTerms)):
+        scales = None if scales is None else scales.repeat(len(left))
+        left, right = ([[stack.term]] if stack is not None else None for stack in (left, right))
+    return scheme.backprops(left, right, scales)
 
 
 def _are_near(x: Tensor | None, y: Tensor | None) -> bool:
@@ -351,7 +357,7 @@ class RowRangeAccumulator(Accumulator):
         for part in self.parts.values():
             part.add(whole)
 
-    def _split(self, vectors: list[Terms]) -> list[Terms]:
+    def _split(self, vectors: Vectors) -> Vectors:
         """The terms of each range, as if it were a parameter of its own.
 
         Raises:
@@ -368,7 +374,7 @@ class RowRangeAccumulator(Accumulator):
                             f'first batch; choose structure={{"{name}": "dense"}} or "diagonal"'
                         )
             found.append({name_of_rows(k, p.start, p.stop): list(p.terms) for k, parts in cut.items() for p in parts})
-        return found
+        return Vectors(found)
 
     def add_(self, other: Any) -> None:
         if other.parts.keys() != self.parts.keys():

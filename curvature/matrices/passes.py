@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -33,13 +33,15 @@ from curvature.gradients import (
     require_independent_samples,
     require_pairs,
     single_sample_reference,
+    stacked_terms,
     terms_by_parameter,
     validate_loss,
 )
 from curvature.kronecker import at_least_float32
 from curvature.losses import Injection, Loss, is_entrywise, reduction_of, sample_masses
-from curvature.matrices.accumulators import Chunk, Terms
+from curvature.matrices.accumulators import Chunk
 from curvature.matrices.forward_mode import Recorded
+from curvature.matrices.vectors import Vectors
 from curvature.operators import Space
 from curvature.recording import (
     RandomState,
@@ -60,6 +62,7 @@ BACKWARD_ELEMENTS = 1 << 25  # entries that one batched backward pass may hold
 # On a CPU, where fresh memory costs more than a call:
 CACHED_ELEMENTS = 1 << 22  # entries that the backprops of one chunk hold at best
 BATCHED_ELEMENTS = 1 << 18  # entries of one vector's backprops from which each vector goes back alone
+COPIED_ELEMENTS = 1 << 15  # entries of the backprop at one use up to which those of such vectors are copied together
 
 
 @dataclass(frozen=True)
@@ -232,27 +235,33 @@ class RecordedBatch:
         """The precision of terms: many of their squares are added up."""
         return at_least_float32(self.output.dtype)
 
-    def terms(self, vectors: Tensor) -> list[Terms]:
+    def terms(self, vectors: Tensor) -> Vectors:
         """The terms of ``J^T v`` for each of the vectors (k, *output.shape)."""
-        rows = []
-        for v, backprops in zip(vectors, self._backprops(vectors), strict=True):
-            terms, failed = terms_by_parameter(self.tape, backprops, self.plan.layouts, self.plan.general)
+        plan, parts = self.plan, [self._backprops(part) for part in vectors.split(self.pass_size)]
+        together = parts[0] if len(parts) == 1 else [_joined_if_small(column) for column in zip(*parts, strict=True)]
+        stacks = stacked_terms(self.tape, together, plan.layouts, plan.general)
+        if len(stacks) == len(self.tape.parameters):
+            return Vectors([{}] * len(vectors), stacks)
+        skip, others = plan.general | stacks.keys(), []
+        size = self.pass_size
+        rows = ([None if b is None else b[k % size] for b in parts[k // size]] for k in range(len(vectors)))
+        for v, backprops in zip(vectors, rows, strict=True):
+            terms, failed = terms_by_parameter(self.tape, backprops, plan.layouts, skip)
+            failed -= stacks.keys()
             if failed:
                 with AttentionInBlocks():
-                    found = general_path_terms(self._with_vector(v), self.plan, failed, self.random)
+                    found = general_path_terms(self._with_vector(v), plan, failed, self.random)
                 terms |= {k: [DenseGradients(gradients(parts).to(self.dtype))] for k, parts in found.items()}
-            rows.append({name: parts for name, parts in terms.items() if parts})
-        return rows
+            others.append({name: parts for name, parts in terms.items() if parts})
+        return Vectors(others, stacks)
 
-    def _backprops(self, vectors: Tensor) -> Iterator[list[Tensor | None]]:
-        """Backprops at every use, for each vector."""
+    def _backprops(self, vectors: Tensor) -> list[Tensor | None]:
+        """The backprops (k, *shape) of vectors at every use."""
         edges = [use.edge for use in self.tape.uses if use.edge is not None]
-        for part in vectors.split(self.pass_size):
-            found = iter(batched_vjp([self.output], edges, [part]))
-            rows = [None if use.edge is None else next(found) for use in self.tape.uses]
-            for k in range(len(part)):
-                pairs = zip(self.tape.uses, rows, strict=True)
-                yield [None if b is None else b[k].reshape(u.shape).to(self.dtype) for u, b in pairs]
+        found = iter(batched_vjp([self.output], edges, [vectors]))
+        rows = [None if use.edge is None else next(found) for use in self.tape.uses]
+        pairs = zip(self.tape.uses, rows, strict=True)
+        return [None if b is None else b.reshape(len(vectors), *use.shape).to(self.dtype) for use, b in pairs]
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         """Send the vectors of an injection back, a bounded number at a time."""
@@ -270,7 +279,7 @@ class RecordedBatch:
                 yield self.chunk(lefts, lefts if right is None else self.terms(right[number]), weights, first)
                 first = False
 
-    def chunk(self, left: list[Terms], right: list[Terms], weights: Tensor, first: bool) -> Chunk:
+    def chunk(self, left: Vectors, right: Vectors, weights: Tensor, first: bool) -> Chunk:
         """A chunk of this batch."""
         return Chunk(self.tape, left, right, weights, first, self._patches)
 
@@ -288,6 +297,12 @@ def samples_first(
 
     moved.reduction = reduction_of(loss)  # type: ignore[attr-defined]
     return moved_output, moved, moved_target
+
+
+def _joined_if_small(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The backprops (k, *shape) of all vectors, where to copy them costs less than to call a rule for each vector."""
+    found = [b for b in parts if b is not None]
+    return torch.cat(found) if found and found[0].numel() <= COPIED_ELEMENTS else None
 
 
 def _inner_product(output: Tensor, vector: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ import torch
 
 from curvature.gradients import Jacobian
 from curvature.losses import Injection
-from curvature.matrices.accumulators import Accumulator, Chunk, Terms
+from curvature.matrices.accumulators import Accumulator, Chunk
 from curvature.matrices.block_structure import PassesOverData, collected
 from curvature.matrices.passes import RecordedBatch, samples_first
+from curvature.matrices.vectors import Terms
 from curvature.operators import Operator, SampleSpace, Space
 from curvature.terms import DenseGradients, Term, promote
 

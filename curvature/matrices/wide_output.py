@@ -18,7 +18,7 @@ from torch import Tensor
 from curvature.layers import Layout, Unsupported
 from curvature.linalg import full_precision, qr, symmetric_eigh, widen, widest
 from curvature.losses import Injection
-from curvature.matrices.accumulators import Chunk, Terms
+from curvature.matrices.accumulators import Chunk
 from curvature.matrices.passes import RecordedBatch, samples_first
 from curvature.recording import Use
 from curvature.terms import AffineLayout, OuterProduct
@@ -137,7 +137,7 @@ def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _chunk(run: RecordedBatch, vectors: Tensor, names: frozenset[str], weights: Tensor, first: bool) -> Chunk:
-    terms: list[Terms] = [{k: v for k, v in row.items() if k in names} for row in run.terms(vectors)]
+    terms = run.terms(vectors).only(names)
     return run.chunk(terms, terms, weights, first)
 
 

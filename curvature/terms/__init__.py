@@ -18,10 +18,11 @@ from curvature.terms.convolution import Convolution, TransposedConvolution
 from curvature.terms.projections import pieces, project_sides
 from curvature.terms.row_slices import RowSlice, Term, promote, to_device, without_bias
 from curvature.terms.squared_gradients import TermsByVector, sum_of_products, sum_of_squares
+from curvature.terms.stacks import Stackable, StackedTerms
 
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct",
-    "RowSlice", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients", "joined",
+    "RowSlice", "Stackable", "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients", "joined",
     "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges", "squared_gradients",
     "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

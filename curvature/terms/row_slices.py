@@ -63,7 +63,7 @@ class RowSlice:
 Term = OuterProduct | Convolution | TransposedConvolution | IndexedRows | DenseGradients | ElementwiseProduct | RowSlice
 
 
-def without_bias(term: Term) -> Term:
+def without_bias(term: Any) -> Any:
     """A term of places at which the layer adds no bias."""
     if isinstance(term, TransposedConvolution):
         return replace(term, direct=replace(term.direct, has_bias=False))

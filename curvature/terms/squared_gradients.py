@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from curvature.terms import contractions
-from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
+from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients, merge_places
 from curvature.terms.convolution import Convolution
 from curvature.terms.row_slices import Term
+from curvature.terms.stacks import StackedTerms
 
 TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one parameter
 
@@ -35,11 +36,15 @@ def sum_of_products(
         patches: a list that one call fills with the activations that it has unfolded, for the next one with other
             vectors sent back through the same pass.
     """
+    if isinstance(left, StackedTerms) and (right is left or isinstance(right, StackedTerms)):
+        found = _from_stacks(left, right, weights, [] if patches is None else patches)
+        if found is not None:
+            return found
     lefts = [merge_places(terms) for terms in left]
     rights = lefts if right is left else [merge_places(terms) for terms in right]
     alone = {len(terms) for terms in (*lefts, *rights)} == {1}
     first = lefts[0][0]
-    if alone and isinstance(first, OuterProduct | Convolution) and first.places <= len(lefts) and _pairs_fit(first):
+    if alone and isinstance(first, OuterProduct | Convolution) and _are_few_places(first, len(weights), len(lefts)):
         outer = [_outer(terms[0]) for terms in lefts]
         return _from_place_pairs(outer, outer if rights is lefts else [_outer(terms[0]) for terms in rights], weights)
     if alone and isinstance(first, IndexedRows):
@@ -53,6 +58,31 @@ def sum_of_squares(terms: Sequence[Term]) -> Tensor:
     """``sum_n g_n^2``, of the parameter's shape."""
     vectors, count = [terms], len(terms[0])
     return sum_of_products(vectors, vectors, torch.ones(count, dtype=torch.float32, device=terms[0].device))
+
+
+def _from_stacks(
+    left: StackedTerms, right: StackedTerms, weights: Tensor, patches: list[Tensor]
+) -> Tensor | None:
+    """All vectors at once; None for terms that are summed one by one."""
+    u, w, vectors = left.term, right.term, len(left)
+    if isinstance(u, ElementwiseProduct) and isinstance(w, ElementwiseProduct):
+        u, w = u.direct, w.direct
+    if isinstance(u, DenseGradients) and isinstance(w, DenseGradients):
+        return torch.tensordot(weights.to(u.values.dtype), _products(u.values, w.values, vectors), 1)
+    if isinstance(u, OuterProduct) and isinstance(w, OuterProduct) and u.places == 1:
+        both = _products(u.b[:, 0], w.b[:, 0], vectors)
+        both *= weights.to(both.dtype)[:, None, None]
+        blocks = both.permute(1, 2, 0) @ u.a[:, 0].square().transpose(0, 1)
+        return u.assemble(blocks[None])[0]
+    if isinstance(u, Convolution) and not _are_few_places(u, len(weights), vectors):
+        return _from_convolutions(left, right, weights, patches)
+    return None
+
+
+def _products(u: Tensor, w: Tensor, vectors: int) -> Tensor:
+    """``sum_k u_k w_k`` of k N samples each, (N, ...)."""
+    products = u.square() if w is u else u * w
+    return products if vectors == 1 else products.unflatten(0, (vectors, -1)).sum(0)
 
 
 def _from_dense(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
@@ -71,8 +101,10 @@ def _outer(term: Term) -> OuterProduct:
     return unfolded
 
 
-def _pairs_fit(term: OuterProduct | Convolution) -> bool:
-    return term.places**2 * len(term.b) * (term.outputs + 1) * term.groups <= contractions.CHUNK_ELEMENTS
+def _are_few_places(term: OuterProduct | Convolution, samples: int, vectors: int) -> bool:
+    """Whether places are no more than vectors, and products of pairs of them fit into memory."""
+    pairs = term.places**2 * samples * (term.outputs + 1) * term.groups
+    return term.places <= vectors and pairs <= contractions.CHUNK_ELEMENTS
 
 
 def _from_place_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tensor) -> Tensor:
@@ -142,12 +174,10 @@ def _parts(weights: Tensor, each: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(weights), step))
 
 
-def _from_convolutions(
-    left: list[list[Term]], right: list[list[Term]], weights: Tensor, patches: list[Tensor]
-) -> Tensor:
+def _from_convolutions(left: TermsByVector, right: TermsByVector, weights: Tensor, patches: list[Tensor]) -> Tensor:
     """One product with a sample's patches for all vectors."""
-    lefts, rights = ([cast("Convolution", term) for (term,) in terms] for terms in (left, right))
-    first = lefts[0]
+    first = left[0][0]
+    assert isinstance(first, Convolution)
     places, unfolded = first.places, first.groups * first.places * math.prod(first.shape[1:])
     keeps_patches = unfolded * len(weights) <= contractions.CHUNK_ELEMENTS
     if keeps_patches and not patches:
@@ -156,16 +186,21 @@ def _from_convolutions(
     total = None
     for part in _parts(weights, max(each, 0 if keeps_patches else unfolded)):
         a = patches[0][part] if keeps_patches else next(first.samples(part).activations())[1]
-        x = _times_patches(lefts, part, a)
-        products = x.square_() if right is left else x.mul_(_times_patches(rights, part, a))
+        x = _times_patches(left, part, a)
+        products = x.square_() if right is left else x.mul_(_times_patches(right, part, a))
         found = torch.tensordot(weights[part].to(products.dtype), products, 1)
         total = found if total is None else total.add_(found)
     assert total is not None
     return total.sum(2).mT.reshape(first.shape)
 
 
-def _times_patches(terms: list[Convolution], part: slice, a: Tensor) -> Tensor:
+def _times_patches(vectors: TermsByVector, part: slice, a: Tensor) -> Tensor:
     """Gradients (n, g, i, k, o) for k vectors from the patches (n, t, g, i) of some samples."""
-    rows = [term.samples(part).backprops().permute(0, 2, 3, 1) for term in terms]
-    b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)
-    return (a.permute(0, 2, 3, 1) @ b.mT).unflatten(3, (len(rows), -1))
+    k, groups = len(vectors), a.shape[2]
+    if isinstance(vectors, StackedTerms):
+        b = cast("Convolution", vectors.term).b.unflatten(0, (k, -1))[:, part]  # (k, n, m, O, *out)
+        b = b.flatten(4).unflatten(3, (groups, -1)).permute(1, 3, 0, 4, 2, 5).reshape(b.shape[1], groups, -1, a.shape[1])
+    else:
+        rows = [cast("Convolution", term).samples(part).backprops().permute(0, 2, 3, 1) for (term,) in vectors]
+        b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)  # (n, g, k * o, t)
+    return (a.permute(0, 2, 3, 1) @ b.mT).unflatten(3, (k, -1))

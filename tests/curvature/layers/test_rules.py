@@ -11,6 +11,8 @@ from torch import Tensor
 import curvature
 from curvature.gradients.plans import PLANS
 from curvature.layers import RULES
+from curvature.recording import capture
+from curvature.terms import gradients
 from support.cases.catalogue import CASES
 from support.oracles import brute_force as oracle
 
@@ -55,7 +57,15 @@ def test_rule(rule: type, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     close(curvature.per_sample_gradients(model, loss, x, y), expected)
     close({"": curvature.per_sample_norms(model, loss, x, y)}, {"": oracle.norms(expected)})
     close({"": curvature.per_sample_gram(model, loss, x, y)}, {"": oracle.gram(expected)})
-    assert rule in calls and not any(plan.general for plan in PLANS[model].values())
+    (plan,) = PLANS[model].values()
+    assert rule in calls and not plan.general
+    with capture(model) as tape:
+        oracle.forward(model, x)
+    for use, layout in ((use, layouts[0]) for use, layouts in zip(tape.uses, plan.layouts, strict=True) if layouts):
+        b = torch.randn(3, *use.shape, dtype=y.dtype if y.is_floating_point() else None, device=device)
+        for slot, stack in ((slot, use.stacked_terms(slot, b, layout)) for slot in use.slots):
+            for own, terms in zip(b, [] if stack is None else stack, strict=stack is not None):
+                close({slot: gradients(terms)}, {slot: gradients([use.term(slot, own, layout)])})
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from curvature.terms import Convolution, OuterProduct, Term, contractions, joined, sum_of_products
+from curvature.terms import Convolution, OuterProduct, StackedTerms, Term, contractions, joined, sum_of_products
 from support.cases.case import seeded
 
 pytestmark = pytest.mark.fast
@@ -26,6 +28,10 @@ def outer(groups: int, a: Tensor) -> Term:
     return OuterProduct(a, draw(N, a.shape[1], groups, 3), (groups * 3, 4))
 
 
+def stacked(vectors: list[list[Term]]) -> StackedTerms:
+    return StackedTerms(replace(vectors[0][0], b=torch.cat([term.b for (term,) in vectors])), VECTORS, N)
+
+
 @pytest.mark.parametrize("chunk", [500, 1 << 24])
 @pytest.mark.parametrize("is_square", [True, False])
 @pytest.mark.parametrize("groups", [1, 2])
@@ -42,6 +48,9 @@ def test_sums_of_products(places, groups: int, is_square: bool, chunk: int, monk
         torch.tensordot(weights, u.gradients() * w.gradients(), 1) for (u,), (w,) in zip(left, right, strict=True)
     )
     torch.testing.assert_close(sum_of_products(left, right, weights, []), expected)
+    stack = stacked(left)
+    found = sum_of_products(stack, stack if is_square else stacked(right), weights, [])
+    torch.testing.assert_close(found, expected)
 
 
 def test_tensors_are_joined_without_a_copy_where_they_follow_each_other() -> None:

@@ -31,7 +31,14 @@ MUTANTS = [
         ("total.addcmul_(u.values, w.values)", "total.addcmul_(u.values, w.values, value=2)"),
         ("both.addcmul_(u_places, w_places)", "both.addcmul_(u_places, w_places, value=2)"),
         ("total.sum(2).mT", "total.mean(2).mT"),
-        ("x.mul_(_times_patches(rights, part, a))", "x.square_()"),
+        ("x.mul_(_times_patches(right, part, a))", "x.square_()"),
+        ("u.square() if w is u else u * w", "u.square()"),
+        (".permute(1, 3, 0, 4, 2, 5)", ".permute(1, 3, 0, 4, 2, 5).flip(3)"),
+    ),
+    *broken(
+        "curvature/terms/stacks.py",
+        "curvature/layers",
+        ("range(self.vectors)[k] * self.samples", "range(self.vectors)[k // 2] * self.samples"),
     ),
     *broken(
         "curvature/terms/convolution.py",
