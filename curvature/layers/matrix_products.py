@@ -118,7 +118,9 @@ class LinearRule(Rule):
     def stacked(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable | None:
         return self._directly(call, slot, layout.front_of_each(b), layout)
 
-    def _directly(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> OuterProduct | DenseGradients | None:
+    def _directly(
+        self, call: RecordedCall, slot: str, b: Tensor, layout: Layout
+    ) -> OuterProduct | DenseGradients | None:
         """The same as `outer_product`, faster, with samples of b in front; None for other weights than matrices."""
         if slot == "bias":
             return sum_over_broadcast(b, call.args["bias"].shape, layout)

@@ -21,7 +21,7 @@ from curvature.linalg import stack
 from curvature.matrices.vectors import Terms, Vectors
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
-from curvature.terms import StackedTerms, Term, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
+from curvature.terms import StackedTerms, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
 
 Range = tuple[int, int]  # the first row, and the one after the last
 

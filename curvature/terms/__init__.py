@@ -21,8 +21,8 @@ from curvature.terms.squared_gradients import TermsByVector, sum_of_products, su
 from curvature.terms.stacks import Stackable, StackedTerms
 
 __all__ = [
-    "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct",
-    "RowSlice", "Stackable", "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients", "joined",
-    "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges", "squared_gradients",
+    "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",
+    "Stackable", "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients",
+    "joined", "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges", "squared_gradients",
     "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

@@ -60,9 +60,7 @@ def sum_of_squares(terms: Sequence[Term]) -> Tensor:
     return sum_of_products(vectors, vectors, torch.ones(count, dtype=torch.float32, device=terms[0].device))
 
 
-def _from_stacks(
-    left: StackedTerms, right: StackedTerms, weights: Tensor, patches: list[Tensor]
-) -> Tensor | None:
+def _from_stacks(left: StackedTerms, right: StackedTerms, weights: Tensor, patches: list[Tensor]) -> Tensor | None:
     """All vectors at once; None for terms that are summed one by one."""
     u, w, vectors = left.term, right.term, len(left)
     if isinstance(u, ElementwiseProduct) and isinstance(w, ElementwiseProduct):
@@ -199,7 +197,12 @@ def _times_patches(vectors: TermsByVector, part: slice, a: Tensor) -> Tensor:
     k, groups = len(vectors), a.shape[2]
     if isinstance(vectors, StackedTerms):
         b = cast("Convolution", vectors.term).b.unflatten(0, (k, -1))[:, part]  # (k, n, m, O, *out)
-        b = b.flatten(4).unflatten(3, (groups, -1)).permute(1, 3, 0, 4, 2, 5).reshape(b.shape[1], groups, -1, a.shape[1])
+        b = (
+            b.flatten(4)
+            .unflatten(3, (groups, -1))
+            .permute(1, 3, 0, 4, 2, 5)
+            .reshape(b.shape[1], groups, -1, a.shape[1])
+        )
     else:
         rows = [cast("Convolution", term).samples(part).backprops().permute(0, 2, 3, 1) for (term,) in vectors]
         b = rows[0] if len(rows) == 1 else torch.cat(rows, 2)  # (n, g, k * o, t)

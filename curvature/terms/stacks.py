@@ -14,7 +14,7 @@ Stackable = OuterProduct | Convolution | TransposedConvolution | IndexedRows | D
 
 
 class StackedTerms(Sequence[list[Term]]):
-    """The terms of one parameter for several vectors that went back through the same pass: one each, made when asked for.
+    """The terms of one parameter for several vectors that share a pass: one each, made when it is asked for.
 
     Args:
         term: has what all vectors share, of N samples, and the backprops of k N, those of the first vector first.
