@@ -10,11 +10,12 @@ diagonals, `projections` into linear maps of them.
 Indices: n sample, t place, g group, i input, o output.
 """
 
-from curvature.terms import contractions, squared_gradients
+from curvature.terms import contractions, pairs, squared_gradients
 from curvature.terms.affine_layout import AffineLayout
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
-from curvature.terms.contractions import gradients, joined, merge_places, name_of_rows, row_ranges, sum_in_place, unfold
+from curvature.terms.contractions import gradients, joined, name_of_rows, row_ranges
 from curvature.terms.convolution import Convolution, TransposedConvolution
+from curvature.terms.merging import merge_places, sum_in_place, unfold
 from curvature.terms.projections import pieces, project_sides
 from curvature.terms.row_slices import RowSlice, Term, promote, to_device, without_bias
 from curvature.terms.squared_gradients import TermsByVector, sum_of_products, sum_of_squares
@@ -23,6 +24,6 @@ from curvature.terms.stacks import Stackable, StackedTerms
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",
     "Stackable", "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients",
-    "joined", "merge_places", "name_of_rows", "pieces", "project_sides", "promote", "row_ranges", "squared_gradients",
-    "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
+    "joined", "merge_places", "name_of_rows", "pairs", "pieces", "project_sides", "promote", "row_ranges",
+    "squared_gradients", "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

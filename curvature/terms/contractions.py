@@ -1,7 +1,6 @@
 """Gradients, norms and Gram matrices of a sum of terms.
 
-Norms and Gram matrices do not build the gradients if inner products of activations and of backprops are cheaper
-(arXiv:1510.01799 for one place, arXiv:2009.03106 for more).
+Norms and Gram matrices do not build the gradients if inner products of pairs of places are cheaper (`pairs`).
 
 Indices: n sample, t place, g group, i input, o output.
 """
@@ -17,15 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
+from curvature.terms.basic import DenseGradients, ElementwiseProduct, OuterProduct
 from curvature.terms.convolution import Convolution, TransposedConvolution
+from curvature.terms.merging import merge_terms, sum_in_place
+from curvature.terms.pairs import Norms, gram_cheaper_by_pairs, norms_by_pairs, norms_cheaper_by_pairs, summed_pairs
 from curvature.terms.row_slices import RowSlice, Term
 
 CHUNK_ELEMENTS = 1 << 24  # split the work if a temporary result has more elements
 CACHED_CHUNK_ELEMENTS = 1 << 18  # likewise for results made in a loop, where fresh memory costs more than arithmetic
-GRAM_ENTRY_COST = 350  # extra multiplications that an entry of a Gram matrix over places costs (measured, one thread)
-CANCELLED = 10.0  # in roots of rounding: if a smaller share of inner products of places is left, it has too few digits
-LARGEST_CANCELLED = 0.01  # that share in half precision
 PRODUCT_ELEMENTS = 1 << 18  # of backprops that inner products take at a time ...
 PRODUCT_PIECES = 4  # ... but not in more pieces than these
 
@@ -36,19 +34,6 @@ class RowRange(NamedTuple):
     start: int
     stop: int
     terms: Sequence[Term]
-
-
-class Norms(NamedTuple):
-    """Squared norms (N,), and of which samples too little is left of what they sum, a mask (N,); None: of none."""
-
-    squares: Tensor
-    cancelled: Tensor | None = None
-
-    def where(self) -> Tensor:
-        """Indices of these samples."""
-        if self.cancelled is None:
-            return torch.empty(0, dtype=torch.long, device=self.squares.device)
-        return self.cancelled.nonzero()[:, 0]
 
 
 def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
@@ -72,33 +57,6 @@ def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
 def name_of_rows(name: str, start: int, stop: int) -> str:
     """The name of some rows of a parameter."""
     return f"{name}[{start}:{stop}]"
-
-
-def merge_places(terms: Sequence[Term]) -> list[Term]:
-    """Merge terms that differ only in their places (a recurrent weight is read once per step)."""
-    out: list[Term] = []
-    groups: list[list[OuterProduct]] = []
-    for term in terms:
-        if not isinstance(term, OuterProduct):
-            out.append(term)
-            continue
-        for group in groups:
-            if group[0].merges_with(term):
-                group.append(term)
-                break
-        else:
-            groups.append([term])
-    for group in groups:
-        one = group[0]
-        if len(group) > 1:
-            one = replace(one, a=torch.cat([u.a for u in group], 1), b=torch.cat([u.b for u in group], 1))
-        out.append(one)
-    return out
-
-
-def unfold(term: Term) -> Term:
-    """A convolution as the outer product of its patches; other terms unchanged."""
-    return term.unfold() if isinstance(term, Convolution) else term
 
 
 def gradients(terms: Sequence[Term]) -> Tensor:
@@ -162,8 +120,8 @@ def gram(terms: Sequence[Term]) -> Tensor:
         return sum_in_place(gram(piece.terms) for piece in apart)
     terms = direct_forms(terms)
     n = len(terms[0])
-    if _pairs_cheaper(terms, samples=n):
-        found, where = _summed_pairs(terms, terms), _norms_by_pairs(terms).where()
+    if gram_cheaper_by_pairs(terms, samples=n):
+        found, where = summed_pairs(terms, terms), norms_by_pairs(terms).where()
         if len(where):
             found[where] = _by_gradients(terms, where, terms)
             found[:, where] = found[where].T
@@ -175,9 +133,12 @@ def gram(terms: Sequence[Term]) -> Tensor:
 def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
     """Inner products (N, M) between the gradients of two sets of samples."""
     left, right = direct_forms(left), direct_forms(right)
-    if all(_pairs_cheaper(terms, samples=max(len(left[0]), len(right[0]))) for terms in (left, right, [*left, *right])):
-        found = _summed_pairs(left, right)
-        rows, columns = (_norms_by_pairs(terms).where() for terms in (left, right))
+    if all(
+        gram_cheaper_by_pairs(terms, samples=max(len(left[0]), len(right[0])))
+        for terms in (left, right, [*left, *right])
+    ):
+        found = summed_pairs(left, right)
+        rows, columns = (norms_by_pairs(terms).where() for terms in (left, right))
         if len(rows):
             found[rows] = _by_gradients(left, rows, right)
         if len(columns):
@@ -222,41 +183,9 @@ def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
     return found
 
 
-def merge_terms(terms: Sequence[Term]) -> list[Term]:
-    """The same gradients in as few terms as possible: reads of a matrix and of its transpose merge, too."""
-    return merge_places([term.untransposed if isinstance(term, OuterProduct) else term for term in terms])
-
-
 def direct_forms(terms: Sequence[Term]) -> list[Term]:
     """The terms in the form that is fastest to sum."""
     return [t.direct if isinstance(t, TransposedConvolution | ElementwiseProduct) else t for t in merge_terms(terms)]
-
-
-def _form(term: Term) -> tuple[int, int, bool]:
-    """Groups, inputs plus outputs over all groups, and whether the axes are permuted."""
-    if isinstance(term, OuterProduct):
-        groups = term.b.shape[2]
-        return groups, groups * (term.a.shape[3] + term.b.shape[3]), term.order is not None
-    if isinstance(term, Convolution):
-        return term.groups, term.shape[0] + term.groups * math.prod(term.shape[1:]), False
-    return 1, term.shape[-1] + 1, False
-
-
-def _pairs_cheaper(terms: Sequence[Term], samples: int) -> bool:
-    """Whether inner products over pairs of places need fewer operations than building the gradients.
-
-    Building costs t * numel multiplications per sample; pairs cost (sum of t)^2 * (i + o) per pair of samples. With one
-    place and one term, pairs always win.
-    """
-    if any(isinstance(u, DenseGradients | RowSlice) for u in terms):
-        return False
-    forms = [_form(u) for u in terms]
-    if len(terms) > 1 and any(groups > 1 or permuted for groups, _, permuted in forms):
-        return False  # terms of different axis orders can only be compared entry by entry
-    places = sum(u.places for u in terms)
-    width = max(width for _, width, _ in forms)
-    each = width if samples == 1 else 2 * width + GRAM_ENTRY_COST
-    return places * places * each * samples <= 2 * (places + samples) * math.prod(terms[0].shape)
 
 
 def _gradient_chunks(terms: Sequence[Term]) -> Iterator[Tensor]:
@@ -264,24 +193,6 @@ def _gradient_chunks(terms: Sequence[Term]) -> Iterator[Tensor]:
     step = max(1, CHUNK_ELEMENTS // max(1, math.prod(terms[0].shape)))
     for start in range(0, max(1, len(terms[0])), step):
         yield gradients([u.samples(slice(start, start + step)) for u in terms])
-
-
-def _kernel(u: Term, v: Term) -> Tensor:
-    """Inner products of single places, summed over groups: p places of u, q places of v, to (..., p, q).
-
-    Outer products hold (..., p, g, i) and (..., p, g, o); indexed rows (..., p) and (..., p, width).
-    """
-    if isinstance(u, OuterProduct) and isinstance(v, OuterProduct):
-        ua, ub, va, vb = (x.movedim(-2, 0) for x in (u.a, u.b, v.a, v.b))
-        return ((ua @ va.mT) * (ub @ vb.mT)).sum(0)
-    if isinstance(u, IndexedRows) and isinstance(v, IndexedRows):
-        return (u.values @ v.values.mT) * (u.index[..., :, None] == v.index[..., None, :])
-    if isinstance(u, OuterProduct):
-        return _kernel(v, u).mT
-    assert isinstance(u, IndexedRows) and isinstance(v, OuterProduct)
-    places = v.b.shape[-3]
-    index = u.index[..., None, :].expand(*u.index.shape[:-1], places, u.index.shape[-1])
-    return (u.values @ v.a[..., 0, :].mT) * torch.gather(v.b[..., 0, :], -1, index).mT
 
 
 def _norms_by_gradients(terms: Sequence[Term]) -> Tensor:
@@ -300,70 +211,7 @@ def _rows(g: Tensor) -> Tensor:
 
 
 def _norms_at_once(terms: Sequence[Term]) -> Norms:
-    return _norms_by_pairs(terms) if _pairs_cheaper(terms, samples=1) else Norms(_norms_by_gradients(terms))
-
-
-def _norms_by_pairs(terms: Sequence[Term]) -> Norms:
-    """From inner products of places."""
-    terms = merge_terms([unfold(t) for t in terms])
-    if len(terms) == 1 and isinstance(terms[0], OuterProduct) and terms[0].places == 1:  # nothing can cancel
-        a, b = terms[0].a, terms[0].b
-        return Norms((a.square().sum(3) * b.square().sum(3)).sum((1, 2)))
-    pairs = [(_pair_norms(u, v), 1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
-    found, added = (sum_in_place(times * both[k] for both, times in pairs) for k in (0, 1))
-    share = min(LARGEST_CANCELLED, CANCELLED * torch.finfo(found.dtype).eps ** 0.5)
-    return Norms(found.clamp(min=0), found < share * added)
-
-
-def _pair_norms(u: Term, v: Term) -> tuple[Tensor, Tensor]:
-    """Sums (N,) of the inner products of a sample's places, and of their absolute values."""
-    step = max(1, CHUNK_ELEMENTS // max(1, u.places * v.places))
-    parts = (slice(k, k + step) for k in range(0, max(1, len(u)), step))
-    kernels = (_kernel(u.samples(part), v.samples(part)) for part in parts)
-    pairs = [(kernel.sum((1, 2)), kernel.abs().sum((1, 2))) for kernel in kernels]
-    found, added = zip(*pairs, strict=True)
-    return torch.cat(found), torch.cat(added)
-
-
-def _flat(term: Term) -> Term:
-    """Flatten samples and places into one axis."""
-    if isinstance(term, OuterProduct):
-        return replace(term, a=term.a.flatten(0, 1), b=term.b.flatten(0, 1))
-    assert isinstance(term, IndexedRows)
-    return replace(term, index=term.index.flatten(), values=term.values.flatten(0, 1), valid=None)
-
-
-def _summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
-    left, right = (merge_terms([unfold(t) for t in terms]) for terms in (left, right))
-    return sum_in_place(_pair_gram(u, v) for u in left for v in right)
-
-
-def _pair_gram(u: Term, v: Term) -> Tensor:
-    n, m = len(u), len(v)
-    single = [_flat(_place(v, k)) for k in range(v.places)]  # one place at a time: summing over the last axis is slow
-    step = max(1, CACHED_CHUNK_ELEMENTS // max(1, u.places * m))
-    rows = []
-    for start in range(0, n, step):
-        part = u.samples(slice(start, start + step))
-        flat = _flat(part)
-        rows.append(sum_in_place(_kernel(flat, other).unflatten(0, (len(part), -1)).sum(1) for other in single))
-    return torch.cat(rows)
-
-
-def _place(term: Term, k: int) -> Term:
-    """The term at place k alone."""
-    if isinstance(term, OuterProduct):
-        return replace(term, a=term.a[:, k : k + 1], b=term.b[:, k : k + 1])
-    assert isinstance(term, IndexedRows)
-    return replace(term, index=term.index[:, k : k + 1], values=term.values[:, k : k + 1], valid=None)
-
-
-def sum_in_place(tensors: Iterable[Tensor]) -> Tensor:
-    """The sum, accumulated in the first tensor."""
-    first, *others = tensors
-    for other in others:
-        first += other
-    return first
+    return norms_by_pairs(terms) if norms_cheaper_by_pairs(terms) else Norms(_norms_by_gradients(terms))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

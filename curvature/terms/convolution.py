@@ -16,6 +16,7 @@ from torch import Tensor
 from curvature.terms.basic import Activations, OuterProduct, Samples, WithDirectForm
 
 CACHED_ELEMENTS = 1 << 18  # of patches that are made at a time
+ADDITION_COST = 17  # multiplications of a matrix product that adding an entry takes the time of (measured, one thread)
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,43 @@ class Convolution:
         patches = _patches(self.x, self.shape[2:], self.dilation, self.stride, self.b.shape[3:])
         return _by_place(patches, self.groups, len(self.stride))
 
+    @property
+    def gram_cost(self) -> float:
+        """Multiplications that each pair of places costs in `grams`."""
+        return self.shape[0] + self.groups * min(math.prod(self.shape[1:]), self._pixel_cost)
+
+    @property
+    def _pixel_cost(self) -> float:
+        """The same of the inner products of pixels, and of adding them up, in one group."""
+        pixels = self.source.shape[1] * math.prod(self.source.shape[3:])
+        return (pixels / self.places) ** 2 * (self.shape[1] + ADDITION_COST * self.shape[2])
+
+    def grams(self) -> tuple[Tensor, Tensor]:
+        """Inner products of the input's patches, and of the backprops, at pairs of places, (N, g, t, t).
+
+        Those of patches are sums of those of single pixels if that is cheaper: nothing is unfolded.
+        """
+        if self._pixel_cost < math.prod(self.shape[1:]):
+            return self._patch_gram(), _pixel_gram(self.b, self.groups)
+        a = self._input_patches().transpose(1, 2)
+        return a @ a.mT, _pixel_gram(self.b, self.groups)
+
+    def _patch_gram(self) -> Tensor:
+        """Sums over the kernel's entries of inner products of pixels, along one axis after the other."""
+        x, axes = self.x, len(self.stride)
+        size = (x.shape[1], *x.shape[3:])
+        found = _pixel_gram(x, self.groups).unflatten(3, size).unflatten(2, size)
+        for axis in range(axes):
+            entries, step, pixels = self.shape[2 + axis], self.stride[axis], self.b.shape[3 + axis]
+            starts = (k * self.dilation[axis] for k in range(entries))
+            steps = (slice(start, start + step * (pixels - 1) + 1, step) for start in starts)
+            last = [slice(None)] * (axes - axis - 1)
+            first, *others = (found[(..., one, *last, *[slice(None)] * (axis + 1), one, *last)] for one in steps)
+            found = first.clone() if others else first
+            for other in others:
+                found += other
+        return found.reshape(len(x), self.groups, self.places, self.places)
+
     def unfold(self) -> OuterProduct:
         """The `OuterProduct` of the input's patches."""
         return OuterProduct(self._input_patches(), self.backprops(), self.shape, has_bias=self.has_bias)
@@ -261,6 +299,12 @@ def _patches(
     return x.as_strided(
         (*x.shape[:3], *kernel, *out), (*x.stride()[:3], *map(mul, steps, dilation), *map(mul, steps, stride))
     )
+
+
+def _pixel_gram(x: Tensor, groups: int) -> Tensor:
+    """Inner products (N, g, m * pixels, m * pixels) over the channels of x (N, m, channels, *size), by groups."""
+    channels = x.transpose(1, 2).reshape(len(x), groups, x.shape[2] // groups, -1)
+    return channels.mT @ channels
 
 
 def _by_place(x: Tensor, groups: int, axes: int) -> Tensor:

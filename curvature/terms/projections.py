@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
-from curvature.terms.contractions import direct_forms, gradients, row_ranges, sum_in_place
+from curvature.terms.contractions import direct_forms, gradients, row_ranges
 from curvature.terms.convolution import Convolution
+from curvature.terms.merging import sum_in_place
 from curvature.terms.row_slices import Term, promote
 
 PIECE_ENTRIES = 1 << 20  # of the gradients that are built at a time

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from curvature.terms import contractions
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
-from curvature.terms.contractions import gradients, merge_places
+from curvature.terms.contractions import gradients
 from curvature.terms.convolution import Convolution
+from curvature.terms.merging import merge_places, unfold
 from curvature.terms.row_slices import Term
 from curvature.terms.stacks import StackedTerms
 
@@ -94,7 +95,7 @@ def _from_dense(left: list[list[Term]], right: list[list[Term]], weights: Tensor
 
 
 def _outer(term: Term) -> OuterProduct:
-    unfolded = contractions.unfold(term)
+    unfolded = unfold(term)
     assert isinstance(unfolded, OuterProduct)
     return unfolded
 

@@ -20,6 +20,9 @@ from curvature.terms import (
     Term,
     TransposedConvolution,
     contractions,
+    merge_places,
+    pairs,
+    unfold,
 )
 from support.cases.case import seeded
 
@@ -171,9 +174,9 @@ each_chunk = pytest.mark.parametrize("chunk", [1, 40, 1 << 24])
 def built(family: str, device: str) -> tuple[list[Term], Tensor]:
     """The terms, and the sum of what they stand for."""
     with seeded(3):
-        pairs = FAMILIES[family]()
-    total = torch.stack([rows for _, rows in pairs]).sum(0)
-    return [moved(term, device) for term, _ in pairs], total.to(device)
+        parts = FAMILIES[family]()
+    total = torch.stack([rows for _, rows in parts]).sum(0)
+    return [moved(term, device) for term, _ in parts], total.to(device)
 
 
 def moved(term: Term, device: str) -> Term:
@@ -209,7 +212,8 @@ def test_gradients_from_patches_of_one_sample_at_a_time(family: str, device, mon
 @each_chunk
 @each_family
 def test_norms_squared(family: str, chunk: int, device, monkeypatch):
-    monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
+    for module in (contractions, pairs):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
     terms, rows = built(family, device)
     assert_equal(contractions.norms_squared(terms), rows.reshape(N, -1).square().sum(1))
 
@@ -217,7 +221,7 @@ def test_norms_squared(family: str, chunk: int, device, monkeypatch):
 @each_chunk
 @each_family
 def test_gram(family: str, chunk: int, device, monkeypatch):
-    monkeypatch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(pairs, "CACHED_CHUNK_ELEMENTS", chunk)
     terms, rows = built(family, device)
     flat = rows.reshape(N, -1)
     assert_equal(contractions.gram(terms), flat @ flat.T)
@@ -277,11 +281,11 @@ def test_built_gradients_are_bounded_in_memory(monkeypatch):
 
 def test_merged_joins_the_steps_of_one_weight_only():
     steps = built("steps", "cpu")[0]
-    (one,) = contractions.merge_places(steps)
+    (one,) = merge_places(steps)
     assert isinstance(one, OuterProduct) and one.a.shape == (N, 6, 1, 3)
-    assert len(contractions.merge_places(built("tied_twice", "cpu")[0])) == 3
-    assert len(contractions.merge_places(built("autoencoder", "cpu")[0])) == 2
-    assert len(contractions.merge_places(built("groups_beside_plain", "cpu")[0])) == 2
+    assert len(merge_places(built("tied_twice", "cpu")[0])) == 3
+    assert len(merge_places(built("autoencoder", "cpu")[0])) == 2
+    assert len(merge_places(built("groups_beside_plain", "cpu")[0])) == 2
 
 
 def test_norms_of_terms_that_cancel_are_not_negative():
@@ -294,9 +298,19 @@ def test_norms_of_terms_that_cancel_are_not_negative():
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved") and "back" not in name])
 def test_unfolded_convolutions_are_the_same(family: str, device):
     terms, rows = built(family, device)
-    outers = [contractions.unfold(term) for term in terms]
+    outers = [unfold(term) for term in terms]
     assert all(isinstance(term, OuterProduct) for term in outers)
     assert_equal(contractions.gradients(outers), rows)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name.startswith("convolved") and "back" not in name])
+def test_inner_products_of_patches_without_patches(family: str, device):
+    for term in built(family, device)[0]:
+        assert isinstance(term, Convolution)
+        a, b = (x.transpose(1, 2) for x in (unfold(term).a, term.backprops()))
+        for left in (term._patch_gram(), term.grams()[0]):
+            assert_equal(left, a @ a.mT)
+        assert_equal(term.grams()[1], b @ b.mT)
 
 
 def test_transposed_twice_is_the_same_and_needs_a_matrix():
@@ -324,7 +338,7 @@ def cancelling(kind: str) -> tuple[list[Term], Tensor]:
 @pytest.mark.parametrize("kind", ["places", "terms"])
 def test_places_that_cancel(kind: str) -> None:
     terms, rows = cancelling(kind)
-    assert contractions._pairs_cheaper(terms, samples=1)  # else nothing cancels
+    assert pairs.norms_cheaper_by_pairs(terms)  # else nothing cancels
     flat = rows.flatten(1)
     norms = flat.norm(dim=1)
     found = contractions.norms_squared(terms).double().sqrt()

@@ -1,0 +1,171 @@
+"""Norms and Gram matrices of gradients that nobody builds: inner products of pairs of places.
+
+Of two places, that of the gradients is the product of that of their activations and that of their backprops
+(arXiv:1510.01799 for one place, arXiv:2009.03106 for more).
+
+Indices: n sample, t place, g group, i input, o output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
+from curvature.terms.convolution import Convolution
+from curvature.terms.merging import merge_terms, sum_in_place, unfold
+from curvature.terms.row_slices import RowSlice, Term
+
+CHUNK_ELEMENTS = 1 << 24  # split the work if a temporary result has more elements
+CACHED_CHUNK_ELEMENTS = 1 << 18  # likewise for results made in a loop, where fresh memory costs more than arithmetic
+GRAM_ENTRY_COST = 350  # extra multiplications that an entry of a Gram matrix over places costs (measured, one thread)
+CANCELLED = 10.0  # in roots of rounding: if a smaller share of inner products of places is left, it has too few digits
+LARGEST_CANCELLED = 0.01  # that share in half precision
+
+
+class Norms(NamedTuple):
+    """Squared norms (N,), and of which samples too little is left of what they sum, a mask (N,); None: of none."""
+
+    squares: Tensor
+    cancelled: Tensor | None = None
+
+    def where(self) -> Tensor:
+        """Indices of these samples."""
+        if self.cancelled is None:
+            return torch.empty(0, dtype=torch.long, device=self.squares.device)
+        return self.cancelled.nonzero()[:, 0]
+
+
+def norms_cheaper_by_pairs(terms: Sequence[Term]) -> bool:
+    """Whether norms by pairs of places need fewer multiplications than building the gradients, which are as fast.
+
+    Building costs t * numel for each sample, pairs (sum of t)^2 * (i + o). With one place and one term, pairs win.
+    """
+    if not _have_pairs(terms):
+        return False
+    places = sum(u.places for u in terms)
+    if len(terms) == 1 and isinstance(terms[0], Convolution):
+        width = terms[0].gram_cost
+    else:
+        width = max(_form(u)[1] for u in terms)
+    return places == len(terms) == 1 or places * width <= math.prod(terms[0].shape)
+
+
+def gram_cheaper_by_pairs(terms: Sequence[Term], samples: int) -> bool:
+    """The same for inner products of this many samples: each pair of them has all pairs of places."""
+    if not _have_pairs(terms):
+        return False
+    places = sum(u.places for u in terms)
+    each = 2 * max(_form(u)[1] for u in terms) + GRAM_ENTRY_COST
+    return places * places * each * samples <= 2 * (places + samples) * math.prod(terms[0].shape)
+
+
+def _have_pairs(terms: Sequence[Term]) -> bool:
+    """Terms of different axis orders can only be compared entry by entry."""
+    if any(isinstance(u, DenseGradients | RowSlice) for u in terms):
+        return False
+    return len(terms) == 1 or not any(groups > 1 or permuted for groups, _, permuted in map(_form, terms))
+
+
+def _form(term: Term) -> tuple[int, int, bool]:
+    """Groups, inputs plus outputs over all groups, and whether the axes are permuted."""
+    if isinstance(term, OuterProduct):
+        groups = term.b.shape[2]
+        return groups, groups * (term.a.shape[3] + term.b.shape[3]), term.order is not None
+    if isinstance(term, Convolution):
+        return term.groups, term.shape[0] + term.groups * math.prod(term.shape[1:]), False
+    return 1, term.shape[-1] + 1, False
+
+
+def norms_by_pairs(terms: Sequence[Term]) -> Norms:
+    """Norms from inner products of places."""
+    if len(terms) > 1:
+        terms = merge_terms([unfold(t) for t in terms])
+    if len(terms) == 1 and isinstance(terms[0], OuterProduct) and terms[0].places == 1:  # nothing can cancel
+        a, b = terms[0].a, terms[0].b
+        return Norms((a.square().sum(3) * b.square().sum(3)).sum((1, 2)))
+    pairs = [(_pair_norms(u, v), 1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
+    found, added = (sum_in_place(times * both[k] for both, times in pairs) for k in (0, 1))
+    share = min(LARGEST_CANCELLED, CANCELLED * torch.finfo(found.dtype).eps ** 0.5)
+    return Norms(found.clamp(min=0), found < share * added)
+
+
+def _pair_norms(u: Term, v: Term) -> tuple[Tensor, Tensor]:
+    """Sums (N,) of the inner products of a sample's places, and bounds of the sums of their absolute values."""
+    step = max(1, CHUNK_ELEMENTS // max(1, _form(u)[0] * u.places * v.places))
+    parts = (slice(k, k + step) for k in range(0, max(1, len(u)), step))
+    found, added = zip(*(_pair_norms_at_once(u.samples(part), v.samples(part)) for part in parts), strict=True)
+    return torch.cat(found), torch.cat(added)
+
+
+def _pair_norms_at_once(u: Term, v: Term) -> tuple[Tensor, Tensor]:
+    left, right = (x.flatten(1) for x in (u.grams() if isinstance(u, Convolution) else _grams(u, v)))
+    norms = [torch.linalg.vector_norm(x, dim=1) for x in (left, right)]
+    return torch.linalg.vecdot(left, right), norms[0] * norms[1]
+
+
+def _grams(u: Term, v: Term) -> tuple[Tensor, Tensor]:
+    """Inner products of activations, and of backprops, at p places of u and q places of v, (..., g, p, q).
+
+    Outer products hold (..., p, g, i) and (..., p, g, o); indexed rows (..., p) and (..., p, width).
+    """
+    if isinstance(u, OuterProduct) and isinstance(v, OuterProduct):
+        ua, ub, va, vb = (x.transpose(-3, -2) for x in (u.a, u.b, v.a, v.b))
+        return ua @ va.mT, ub @ vb.mT
+    if isinstance(u, IndexedRows) and isinstance(v, IndexedRows):
+        values = u.values @ v.values.mT
+        same = u.index[..., :, None] == v.index[..., None, :]
+        return same.to(values.dtype)[..., None, :, :], values[..., None, :, :]
+    if isinstance(u, OuterProduct):
+        left, right = _grams(v, u)
+        return left.mT, right.mT
+    assert isinstance(u, IndexedRows) and isinstance(v, OuterProduct)
+    places = v.b.shape[-3]
+    index = u.index[..., None, :].expand(*u.index.shape[:-1], places, u.index.shape[-1])
+    left, right = u.values @ v.a[..., 0, :].mT, torch.gather(v.b[..., 0, :], -1, index).mT
+    return left[..., None, :, :], right[..., None, :, :]
+
+
+def _kernel(u: Term, v: Term) -> Tensor:
+    """Inner products of single places (..., p, q), summed over groups."""
+    left, right = _grams(u, v)
+    return (left * right).sum(-3)
+
+
+def _flat(term: Term) -> Term:
+    """Flatten samples and places into one axis."""
+    if isinstance(term, OuterProduct):
+        return replace(term, a=term.a.flatten(0, 1), b=term.b.flatten(0, 1))
+    assert isinstance(term, IndexedRows)
+    return replace(term, index=term.index.flatten(), values=term.values.flatten(0, 1), valid=None)
+
+
+def summed_pairs(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
+    """Inner products (N, M) of the gradients of two sets of samples."""
+    left, right = (merge_terms([unfold(t) for t in terms]) for terms in (left, right))
+    return sum_in_place(_pair_gram(u, v) for u in left for v in right)
+
+
+def _pair_gram(u: Term, v: Term) -> Tensor:
+    n, m = len(u), len(v)
+    single = [_flat(_place(v, k)) for k in range(v.places)]  # one place at a time: summing over the last axis is slow
+    step = max(1, CACHED_CHUNK_ELEMENTS // max(1, u.places * m))
+    rows = []
+    for start in range(0, n, step):
+        part = u.samples(slice(start, start + step))
+        flat = _flat(part)
+        rows.append(sum_in_place(_kernel(flat, other).unflatten(0, (len(part), -1)).sum(1) for other in single))
+    return torch.cat(rows)
+
+
+def _place(term: Term, k: int) -> Term:
+    """The term at place k alone."""
+    if isinstance(term, OuterProduct):
+        return replace(term, a=term.a[:, k : k + 1], b=term.b[:, k : k + 1])
+    assert isinstance(term, IndexedRows)
+    return replace(term, index=term.index[:, k : k + 1], values=term.values[:, k : k + 1], valid=None)
