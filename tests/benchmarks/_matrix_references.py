@@ -69,7 +69,7 @@ def kronecker(workload: Workload, columns: Tensor) -> Named:
     factors = {}
     for (name, a), *backprops in zip(inputs.items(), *sent, strict=True):
         a = _rows(model.get_submodule(name), a)
-        b = torch.cat([part.flatten(2).mT.flatten(0, 1) if part.ndim == 4 else part for part in backprops])
+        b = torch.cat([(part.flatten(2).mT if part.ndim == 4 else part).flatten(0, -2) for part in backprops])
         factors[name] = a.T @ a / len(a), b.T @ b / workload.samples
     return {name: found.float() for name, found in times_kronecker(model, factors, columns.double()).items()}
 
@@ -78,7 +78,8 @@ def _rows(module: nn.Module, a: Tensor) -> Tensor:
     """Inputs, the bias's as the last: (samples times places, i)."""
     if isinstance(module, nn.Conv2d):
         options = {name: getattr(module, name) for name in ("kernel_size", "dilation", "padding", "stride")}
-        a = F.unfold(a, **options).mT.flatten(0, 1)
+        a = F.unfold(a, **options).mT
+    a = a.flatten(0, -2)
     return a if module.bias is None else torch.cat([a, a.new_ones(len(a), 1)], 1)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from _rows import Method
+from _rows import Method, Unsupported
 from _rows import Named as Gradients
 from torch import Tensor, nn
 
@@ -147,6 +147,8 @@ class OpacusGhostClipped(Opacus):
         return GradSampleModuleFastGradientClipping(self.model, max_grad_norm=MAX_NORM)
 
     def run(self) -> Gradients | Tensor:
+        if not isinstance(self.loss, nn.CrossEntropyLoss):
+            raise Unsupported("written for cross-entropy here")
         self.clear()
         terms = torch.nn.functional.cross_entropy(self.wrapped(self.x), self.y, reduction="none")
         losses, wrapped = terms.flatten(1).mean(1) if terms.ndim > 1 else terms, cast(Any, self.wrapped)

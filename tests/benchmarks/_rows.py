@@ -210,8 +210,12 @@ def chosen(options: argparse.Namespace, known: Iterable[str]) -> list[str]:
     return [name for name in known if name in options.only] or known
 
 
-def arguments(description: str, choices: Sequence[str]) -> argparse.Namespace:
-    """The options that all benchmarks have; sets the number of threads, the seed and silence."""
+def arguments(description: str, choices: Sequence[str], models: bool = False) -> argparse.Namespace:
+    """The options that all benchmarks have; sets the number of threads, the seed and silence.
+
+    Args:
+        models: whether models can be handed in.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--only", nargs="+", choices=choices, default=[], help="these models and quantities alone")
     parser.add_argument("--rounds", type=int, default=15, help="most rounds per row")
@@ -220,6 +224,9 @@ def arguments(description: str, choices: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--cpu-time", action="store_true", help="processor time: with --threads 1 on a shared machine")
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"))
     parser.add_argument("--out", type=Path, help="write the table to this file too")
+    if models:
+        help = "functions that return (model, (x, y), loss), in place of the models"
+        parser.add_argument("--model", nargs="+", default=[], metavar="MODULE:FUNCTION", help=help)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from _networks import GPT, IMAGE_SIDE, LSTM, ViT, resnet18
+from _rows import chosen
 from torch import Tensor, nn
 
 LOSS = nn.CrossEntropyLoss()
@@ -15,12 +20,13 @@ LOSS = nn.CrossEntropyLoss()
 
 @dataclass
 class Workload:
-    """A model in training mode and one batch; the loss is `LOSS`."""
+    """A model in training mode, one batch, and a loss module."""
 
     name: str
     model: nn.Module
     x: Tensor
     y: Tensor
+    loss: nn.Module = LOSS
 
     @property
     def samples(self) -> int:
@@ -89,3 +95,29 @@ PER_SAMPLE: Workloads = {"mlp": mlp, "cnn": cnn, "gpt": gpt, "resnet": resnet, "
 MATRICES: Workloads = {
     "mlp": partial(mlp, samples=128), "cnn": small_cnn, "gpt": gpt, "resnet": partial(resnet, samples=8),
 }  # fmt: skip
+
+
+def handed_in(place: str, device: str) -> Workload:
+    """What ``module:function`` returns, ``(model, (x, y), loss)``; the module is looked for where the script runs, too.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    module, _, function = place.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    found = getattr(importlib.import_module(module), function)()
+    try:
+        model, (x, y), loss = found
+        return Workload(place, model.to(device).train(), x.to(device), y.to(device), loss)
+    except (TypeError, ValueError, AttributeError) as error:
+        expected = "(model, (x, y), loss), x and y tensors whose first axis is that of the samples"
+        raise ValueError(f"--model {place}: expected {expected}, found {found!r:.80}") from error
+
+
+def workloads(options: argparse.Namespace, known: Workloads) -> Iterator[tuple[str, Workload]]:
+    """The models handed in, else those chosen, with their names."""
+    if options.model:
+        yield from ((place, handed_in(place, options.device)) for place in options.model)
+    else:
+        yield from ((name, known[name](options.device)) for name in chosen(options, known))

@@ -4,6 +4,7 @@
     pip install --no-deps backpack-for-pytorch curvlinops-for-pytorch nngeometry
     python tests/benchmarks/matrices.py                                           # all rows, two threads
     python tests/benchmarks/matrices.py --only mlp kfac --seconds 10 --threads 1 --cpu-time --out table.md
+    python tests/benchmarks/matrices.py --model mine:mixer --only kfac            # your own, as in `per_sample.py`
 
 All of mean cross-entropy over one batch. Every method is checked first (`_matrix_references.py`); what is wrong or
 unsupported is named and not timed. Diagonals and factors from sampled labels are checked by their mean over many draws,
@@ -13,12 +14,16 @@ the table shows medians of ratios to the plain batch gradient.
 A run is one call from the model and the batch to the result. For the products ``G V`` and ``H V``, with 1 and with 10
 columns, it is the product alone: operators are made beforehand, without checks of the peer that can be turned off,
 and a first product, where ours tests the Hessian for symmetry, has gone before.
+
+The loss of a model that is handed in must be ``nn.CrossEntropyLoss()``, for which alone there are references; the exact
+diagonal and factors of a model with several terms for each sample have none and are left out.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,7 +31,7 @@ import _matrix_peers as peers
 import _matrix_references as references
 from _matrix_peers import PROBES, Kinds, Matrix
 from _rows import Named, Plain, Row, arguments, chosen, report, worst_error
-from _workloads import LOSS, MATRICES, Workload
+from _workloads import LOSS, MATRICES, Workload, workloads
 from torch import nn
 
 COLUMNS = ["curvature", "curvlinops", "BackPACK", "nngeometry"]
@@ -112,18 +117,19 @@ QUANTITIES = {
 }
 
 
-def rows(models: Sequence[str], names: Sequence[str], device: str) -> Iterator[Row]:
-    for model in models:
-        workload = MATRICES[model](device)
-        for name in names:
-            if model in QUANTITIES[name].models:
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    for model, workload in workloads(options, MATRICES):
+        if repr(workload.loss) != repr(LOSS):
+            raise ValueError(f"--model {model}: expected {LOSS} as its loss, found {workload.loss}")
+        for name in chosen(options, QUANTITIES):
+            one_term = model in options.model and workload.y.ndim == 1
+            if one_term or model in QUANTITIES[name].models or QUANTITIES[name].counts:
                 yield from QUANTITIES[name].rows(workload)
 
 
 def main() -> None:
-    options = arguments((__doc__ or "").split("\n")[0], [*MATRICES, *QUANTITIES])
-    wanted = rows(chosen(options, MATRICES), chosen(options, QUANTITIES), options.device)
-    report(["model", "quantity"], COLUMNS, wanted, options)
+    options = arguments((__doc__ or "").split("\n")[0], [*MATRICES, *QUANTITIES], models=True)
+    report(["model", "quantity"], COLUMNS, rows(options), options)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,28 @@
     pip install -e ".[bench]" && pip install --no-deps backpack-for-pytorch       (or `make bench`)
     python tests/benchmarks/per_sample.py                                         # all rows, two threads
     python tests/benchmarks/per_sample.py --only gpt norms --seconds 10 --threads 1 --out table.md
+    python tests/benchmarks/per_sample.py --model mine:unet mine:mixer --only norms --threads 1 --cpu-time
 
 Every method is checked against a loop of batch size one first; what is wrong or unsupported is named and not timed. All
 run in one process, in turn: in each round every method is timed once in an order that rotates, and the table shows the
 median over rounds of its ratio to the plain batch gradient (forward and backward filling `.grad`) of the same round.
 Building the results is part of the time, freeing them is not. A dagger marks the fastest. On a machine shared with
 other work, `--threads 1 --cpu-time` counts processor time instead, which waiting for the processor does not lengthen.
+
+``--model mine:unet`` measures a model of your own: the function ``unet`` of a file ``mine.py`` in the working folder,
+or of an installed module. It takes no arguments and returns ``(model, (x, y), loss)``: a module, one batch of two
+tensors whose first axis is that of the samples, and a torch loss module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Iterator
 from functools import partial
 
 from _peers import CLIPPED, GRADIENTS, NORMS, Gradients, one_by_one, reference_clipped, reference_norms
 from _rows import Method, Plain, Row, arguments, chosen, report, worst_error
-from _workloads import LOSS, PER_SAMPLE, Workload
+from _workloads import PER_SAMPLE, Workload, workloads
 from torch import Tensor
 
 QUANTITIES: dict[str, dict[str, type[Method]]] = {"gradients": GRADIENTS, "norms": NORMS, "clipped": CLIPPED}
@@ -42,25 +48,23 @@ def memory(quantity: str, workload: Workload) -> str:
 
 
 def row(quantity: str, workload: Workload, reference: Gradients) -> Row:
-    setting = workload.model, LOSS, workload.x, workload.y
+    setting = workload.model, workload.loss, workload.x, workload.y
     makers = {name: partial(kind, *setting) for name, kind in QUANTITIES[quantity].items()}
     labels = [workload.name, quantity, memory(quantity, workload)]
     return Row(labels, partial(Plain, *setting), makers, lambda method: error_of(quantity, method, reference))
 
 
-def rows(models: Sequence[str], quantities: Sequence[str], device: str) -> Iterator[Row]:
-    for model in models:
-        workload = PER_SAMPLE[model](device)
-        reference = one_by_one(workload.model, LOSS, workload.x, workload.y)
-        pending = [row(quantity, workload, reference) for quantity in quantities]
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    for _, workload in workloads(options, PER_SAMPLE):
+        reference = one_by_one(workload.model, workload.loss, workload.x, workload.y)
+        pending = [row(quantity, workload, reference) for quantity in chosen(options, QUANTITIES)]
         del reference
         yield from pending
 
 
 def main() -> None:
-    options = arguments((__doc__ or "").split("\n")[0], [*PER_SAMPLE, *QUANTITIES])
-    wanted = rows(chosen(options, PER_SAMPLE), chosen(options, QUANTITIES), options.device)
-    report(["model", "per-sample", "results"], list(NORMS), wanted, options)
+    options = arguments((__doc__ or "").split("\n")[0], [*PER_SAMPLE, *QUANTITIES], models=True)
+    report(["model", "per-sample", "results"], list(NORMS), rows(options), options)
 
 
 if __name__ == "__main__":
