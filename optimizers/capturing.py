@@ -77,8 +77,8 @@ class Capture:
         if context.closure is not None or own is None or not self.can_replay(rule, context):
             raise RuntimeError(
                 f"{context.owner}.step: captured in a CUDA graph, but the next step cannot come from one (a step that "
-                "renews or inverts, the first after load_state_dict, closures, several processes); ask can_replay() "
-                "before"
+                "renews or inverts, the first after load_state_dict, closures, several processes or devices); ask "
+                "can_replay() before"
             )
         self._begun = own, context, _addresses(own, context)
         return own.ordinary(context, context.gradients())
@@ -104,7 +104,8 @@ def _capturable(rule: StepRule, context: StepContext) -> TrustRegionStep | None:
     """The rule, if a graph can hold its steps."""
     plain = rule.plain
     is_able = isinstance(plain, TrustRegionStep) and plain.descent.is_capturable and not context.is_spread
-    return plain if is_able else None  # type: ignore[return-value]
+    is_on_one = len({p.device for p in context.trained.values()}) == 1  # as a graph is
+    return plain if is_able and is_on_one else None  # type: ignore[return-value]
 
 
 def _as_captured(rule: TrustRegionStep, context: StepContext) -> Captured:

@@ -235,7 +235,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def can_replay(self) -> bool:
         """Whether the next step, with its passes, may come from a CUDA graph: it neither renews nor inverts.
 
-        Never with several processes, with closures, nor for `NaturalGradient`; nor at the first step after
+        Never with several processes or devices, with closures, nor for `NaturalGradient`; nor at the first step after
         `load_state_dict`. Waits for the device only where the verdict on the last batches may change the answer.
         """
         self.monitor.collect()
