@@ -81,6 +81,13 @@ class Rule:
         """
         return None
 
+    def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
+        """How the output changes, to first order, as the arguments move along `directions`, of their shapes.
+
+        Where it is not overridden, the gradients of the arguments are differentiated instead.
+        """
+        raise NotImplementedError
+
     def counts_over_batch(self, call: RecordedCall) -> bool:
         """Whether torch's batch gradient is not the sum over samples (frequencies counted over the whole batch)."""
         return False

@@ -79,6 +79,15 @@ class ConvolutionRule(_ConvolutionRule):
     def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return x, b
 
+    def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
+        bias = directions.get("bias")
+        if "weight" in directions:
+            weight, settings = directions["weight"], {k: call.args[k] for k in self.signature[3:] if k in call.args}
+            convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[weight.ndim]
+            return convolve(call.args["input"].to(weight.dtype), weight, bias, **settings)
+        assert bias is not None
+        return bias.reshape(-1, *[1] * (call.args["weight"].ndim - 2)).expand(call.shape)
+
 
 @register
 class TransposedConvolutionRule(_ConvolutionRule):

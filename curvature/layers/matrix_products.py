@@ -105,6 +105,14 @@ class LinearRule(Rule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
 
+    def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
+        bias = directions.get("bias")
+        if "weight" in directions:
+            weight = directions["weight"]
+            return F.linear(call.args["input"].to(weight.dtype), weight, bias)
+        assert bias is not None
+        return bias.expand(call.shape)
+
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         found = self._directly(call, slot, layout.front(b), layout)
         if found is not None:

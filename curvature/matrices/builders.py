@@ -19,7 +19,14 @@ from curvature.losses import Curved, Injection, Loss, Random, empirical, exact
 from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, summed
 from curvature.matrices.passes import DataSource
-from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
+from curvature.matrices.products import (
+    Prepare,
+    Repeated,
+    coarsest,
+    require_symmetric,
+    through_gradient,
+    through_outputs,
+)  # fmt: skip
 from curvature.matrices.sample_rows import in_sample_space
 from curvature.matrices.stored_sums import StoredSums
 from curvature.matrices.wide_output import diagonal_chunks
@@ -127,7 +134,8 @@ def fisher(
 
     It is the curvature of exactly the loss you pass over all of ``data``, in units of loss / parameter^2. Each product
     with a vector is a pass over the data, which must give the same batches every time, while the model stays as it is;
-    both are checked. ``to_dense()``, ``diagonal()`` and ``trace()`` take one pass.
+    both are checked. The graphs of the first batches, up to 256 MB, are kept with the operator for its next product.
+    ``to_dense()``, ``diagonal()`` and ``trace()`` take one pass.
 
     ``compact()`` takes one pass, too, and keeps what any number of solves needs: the dense matrix or, if N samples with
     k vectors each are fewer than the P parameters, their rows ``v^T J`` as activations and backprops, with the
@@ -143,7 +151,8 @@ def fisher(
 
     def matmat(matrix: Tensor) -> Tensor:
         drawn = torch.Generator(space.device).manual_seed(seed)
-        return passes.times(lambda run: through_outputs(run, inject, drawn, passes.forward), matrix, forward=True)
+        prepare: Prepare = lambda run, is_mean: through_outputs(run, is_mean, inject, drawn, passes)
+        return passes.times(prepare, matrix, forward=True)
 
     def diagonal() -> Tensor:
         return collected(passes, inject, seed, DiagonalAccumulator(space), diagonal_chunks).diagonal()
@@ -203,7 +212,8 @@ def hessian(
 ) -> MatrixFree:
     """The Hessian of the loss with respect to the parameters, as an operator that holds no matrix.
 
-    May be indefinite. ``to_dense`` and ``diagonal`` take P products. Arguments, errors and operator as for `fisher`.
+    May be indefinite. ``to_dense`` and ``diagonal`` take P products. Arguments, errors and operator as for `fisher`,
+    which says what is kept.
 
     Raises:
         RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.

@@ -99,6 +99,7 @@ class DataSource:
         forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch), None),
         again: bool = False,
         wanted: Callable[[int], bool] = lambda number: True,
+        reuse: Callable[[int, Any, Any], Callable[[], None] | None] = lambda number, x, y: None,
     ) -> None:
         """Call `visit` on every batch with samples, recorded. State of the model and random numbers are preserved.
 
@@ -106,6 +107,7 @@ class DataSource:
             forward: records a forward pass.
             wanted: whether the batch of this number is to be visited.
             again: whether this is a repetition of an earlier pass, which has given the warnings that there are.
+            reuse: of a batch's number, x and y; returns what to call in place of recording it and of `visit`.
 
         Raises:
             ValueError: there is no sample.
@@ -120,18 +122,22 @@ class DataSource:
             for number, (x, y) in enumerate(batches):
                 if not wanted(number):
                     continue
-                batch = self.batch(x, y)
-                if not batch.count:
+                known = reuse(number, x, y)
+                batch = None if known is not None else self.batch(x, y)
+                if batch is not None and not batch.count:
                     continue
-                alone = trained_alone(batch.model, batch.parameters)
+                alone = trained_alone(self.model, tuple(self.parameters or ()))
                 # fused attention has no second derivatives and no batched backward pass
-                with preserve_state(batch.model) as drew_random, alone, sdpa_kernel(SDPBackend.MATH):
-                    run = RecordedBatch(batch, self.loss, drew_random, _in_blocks(forward, batch))
-                    if not seen and not again and self.loss is not None and batch.y is not None:
-                        run.warn_if_coupled()
-                    visit(run)
-                    if run.random:
-                        warn_once(RANDOM)
+                with preserve_state(self.model) as drew_random, alone, sdpa_kernel(SDPBackend.MATH):
+                    if known is not None:
+                        known()
+                    elif batch is not None:
+                        run = RecordedBatch(batch, self.loss, drew_random, _in_blocks(forward, batch))
+                        if not seen and not again and self.loss is not None and batch.y is not None:
+                            run.warn_if_coupled()
+                        visit(run)
+                        if run.random:
+                            warn_once(RANDOM)
                 seen = True
         finally:
             random.restore()

@@ -1,9 +1,9 @@
 """Products of curvature matrices with vectors, by passes over the data; nothing here has P x P entries.
 
-``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` comes with the forward pass, if there is one column and
-`forward_mode` proves right, or is made by it for the columns of a network of convolutions; else it takes two backward
-passes, the second through the first. A Hessian's product
-differentiates the gradient (Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
+``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` goes through the graph of a backward pass (`linearised`). Two
+cases take `forward_mode`, where it proves right: a single column whose graphs are not kept for the next product
+(`kept`), and columns of a network with group or batch norms. A Hessian's product differentiates the gradient
+(Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import Batch, batched_vjp
-from curvature.linalg import full_precision, matmul, widen
+from curvature.gradients import Batch, batched_vjp, number_of_batches
+from curvature.linalg import full_precision, matmul
 from curvature.losses import Injection
 from curvature.matrices.forward_mode import ForwardMode
+from curvature.matrices.kept import BatchProduct, KeptBatch, KeptProducts, Put, sums
+from curvature.matrices.linearised import LayerRules
 from curvature.matrices.passes import DataSource, RecordedBatch, samples_first
 from curvature.operators import Space
 from curvature.recording import tensors_in
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
-AddProduct = Callable[[Tensor, Tensor], None]  # add the product with columns to a sum, both (c, P)
+Prepare = Callable[[RecordedBatch, bool], BatchProduct]  # of a batch, divided by its weight if asked
 
 
-def _none(batch: Batch) -> None:
+def _none(*arguments: Any) -> None:
     return None
 
 
@@ -40,9 +42,12 @@ class Repeated:
     ordered: bool  # whether the matrix depends on the order of the data
     seen: list[float] = field(default_factory=list)  # a checksum of each batch of the first pass
     forward: ForwardMode = field(default_factory=ForwardMode)
+    rules: LayerRules = field(default_factory=LayerRules)
 
     def __post_init__(self) -> None:
         self.state = self._state()
+        self.kept = KeptProducts(self.source.model, self.source.loss)
+        self.is_single = number_of_batches(self.source.data) == 1
 
     def _state(self) -> tuple[Any, ...]:
         model = self.source.model
@@ -54,18 +59,21 @@ class Repeated:
         visit: Callable[[RecordedBatch], None],
         direction: Callable[[Batch], Mapping[str, Tensor] | None] = _none,
         wanted: Callable[[int], bool] | None = None,
+        reuse: Callable[[int, Any, Any], tuple[Batch, Callable[[], None]] | None] = _none,
     ) -> None:
-        """`Source.each` with checks.
+        """`DataSource.each` with checks.
 
         Args:
             wanted: whether the batch of this number is to be visited; a pass over some of them is not compared.
             direction: gives, for a batch, the direction in which `RecordedBatch.change` is wanted.
+            reuse: as for `DataSource.each`, with the batch that it knows.
 
         Raises:
             RuntimeError: parameters, buffers or mode of the model have changed since the operator was made.
             ValueError: the data are not those of the first time, or the forward pass draws random numbers.
         """
         if self._state() != self.state:
+            self.kept.forget()
             raise RuntimeError(
                 "the model has changed (parameters, buffers or training mode) since this operator was made: make it "
                 "anew, or call materialise() on it before the change"
@@ -78,13 +86,20 @@ class Repeated:
                     "model: the forward pass draws random numbers (dropout?), so every product would be of another "
                     "matrix; call model.eval()"
                 )
-            seen.append(sum(float(widen(t).sum()) for t in tensors_in(run.batch.x, run.batch.y)))
+            seen.append(_checksum(run.batch))
             visit(run)
+
+        def reused(number: int, x: Any, y: Any) -> Callable[[], None] | None:
+            known = reuse(number, x, y)
+            if known is None:
+                return None
+            seen.append(_checksum(known[0]))
+            return known[1]
 
         forward = lambda batch: self.forward.record(batch, direction(batch))
         try:
             some = {} if wanted is None else {"wanted": wanted}
-            self.source.each(checked, forward, again=bool(self.seen), **some)
+            self.source.each(checked, forward, again=bool(self.seen), reuse=reused, **some)
         finally:
             self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         if wanted is not None:
@@ -103,70 +118,91 @@ class Repeated:
     def is_sum(self) -> bool:
         return self.source.is_sum
 
-    def times(
-        self, prepare: Callable[[RecordedBatch], tuple[AddProduct, float]], matrix: Tensor, forward: bool = False
-    ) -> Tensor:
+    def times(self, prepare: Prepare, matrix: Tensor, forward: bool = False) -> Tensor:
         """The product with `matrix` (P, c): summed over batches and, for a mean loss, divided by their weight.
 
         Args:
-            prepare: returns, for a batch, the function that adds its product, and its weight.
+            prepare: returns, for a batch, its product.
             forward: whether the change of the output along a single column is of use.
         """
         columns = matrix.T.contiguous()
-        total = torch.zeros_like(columns)
-        weight = 0.0
+        total = torch.empty_like(columns)
+        weights: list[float] = []
+        new: dict[int, KeptBatch] = {}
+        latest: list[Any] = []  # number, x and y of the batch
+        # what one batch draws depends on those before it, and what is kept does not draw again
+        may_keep = self.is_single or not self.ordered
+        self.kept.forget_outdated()
+
+        def add(product: BatchProduct) -> None:
+            product.put(columns, total, bool(weights))
+            weights.append(product.weight)
+
+        def reuse(*found: Any) -> tuple[Batch, Callable[[], None]] | None:
+            latest[:] = found
+            known = self.kept.of(*found)
+            return None if known is None else (known.batch, partial(add, known.product))
 
         def visit(run: RecordedBatch) -> None:
-            nonlocal weight
-            add, counts = prepare(run)
-            add(columns, total)
-            weight += counts
+            is_dual = run.change is not None
+            add(product := prepare(run, self.is_single and not self.is_sum))
+            if may_keep and not is_dual and self.kept.has_room_for(product):
+                number, x, y = latest
+                new[number] = KeptBatch(x, y, run.batch, product)
 
         def direction(batch: Batch) -> Mapping[str, Tensor] | None:
-            """Several columns would take a forward pass each."""
-            if not forward or len(columns) > 1:
+            """Several columns would take a forward pass each, and a pass with dual numbers is for one column."""
+            if not forward or len(columns) > 1 or (may_keep and self.kept.is_open):
                 return None
             parameters = batch.parameters
             return {k: v[0] for k, v in zip(parameters, _split(columns, list(parameters.values())), strict=True)}
 
-        self.each(visit, direction)
-        return (total if self.source.is_sum else total.div_(weight)).T
+        self.each(visit, direction, reuse=reuse)
+        self.kept.add(new)
+        return (total if self.is_sum or self.is_single else total.div_(sum(weights))).T
+
+
+def _checksum(batch: Batch) -> float:
+    return sum(sums(tensors_in(batch.x, batch.y)))
 
 
 def through_outputs(
-    run: RecordedBatch, inject: Injection, drawn: torch.Generator, forward_mode: ForwardMode
-) -> tuple[AddProduct, float]:
+    run: RecordedBatch, is_mean: bool, inject: Injection, drawn: torch.Generator, passes: Repeated
+) -> BatchProduct:
     """Multiply with ``sum_n weights[n] J_n^T M_n J_n``, M_n the injection's matrix at the output of sample n."""
     parameters = list(run.batch.parameters.values())
     dims = run.batch.dims
     output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
     weights = run.weights(inject)
-    rows = weights.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
+    weight = weights.sum()
+    shares = weights / weight if is_mean else weights
+    rows = shares.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
-    changes_along, step = _changes(run, parameters, forward_mode)
+    changes_along, step, graphs = _changes(run, parameters, passes)
 
     def product(part: Tensor) -> Tensor | None:
         changes = changes_along(part)
         return None if changes is None else multiply()(changes.movedim(dims[1] + 1, 1))
 
-    def add(part: Tensor, total: Tensor) -> None:
+    def put(part: Tensor, out: Tensor, add: bool) -> None:
         products = product(part)
-        if products is not None:
-            sent = (products * rows).movedim(1, dims[1] + 1)
-            del products
-            for some, where in zip(sent.split(run.pass_size), total.split(run.pass_size), strict=True):
-                _add(batched_vjp([run.output], parameters, [some]), parameters, where)
+        if products is None:
+            return _put([None] * len(parameters), parameters, out, add)
+        sent = (products * rows).movedim(1, dims[1] + 1)
+        del products
+        for some, where in zip(sent.split(run.pass_size), out.split(run.pass_size), strict=True):
+            _put(batched_vjp([run.output], parameters, [some]), parameters, where, add)
 
-    return _in_steps(add, step), float(weights.sum())
+    return BatchProduct(_in_steps(put, step), float(weight), [run.output, *graphs])
 
 
-def _in_steps(add: AddProduct, step: int) -> AddProduct:
-    """Add the product with `step` columns at a time."""
+def _in_steps(put: Put, step: int) -> Put:
+    """Make the product with `step` columns at a time."""
 
-    def each(columns: Tensor, total: Tensor) -> None:
-        for part, rows in zip(columns.split(step), total.split(step), strict=True):
-            add(part, rows)
+    def each(columns: Tensor, out: Tensor, add: bool) -> None:
+        for part, rows in zip(columns.split(step), out.split(step), strict=True):
+            put(part, rows, add)
 
     return each
 
@@ -177,49 +213,42 @@ def _through_backward(run: RecordedBatch) -> int:
 
 
 def _changes(
-    run: RecordedBatch, parameters: list[nn.Parameter], forward_mode: ForwardMode
-) -> tuple[Callable[[Tensor], Tensor | None], int]:
-    """A function of columns (c, P) to ``J v`` (c, *output.shape), None being zero, and for how many to call it."""
+    run: RecordedBatch, parameters: list[nn.Parameter], passes: Repeated
+) -> tuple[Callable[[Tensor], Tensor | None], int, list[Tensor]]:
+    """Columns (c, P) to ``J v`` (c, *output.shape), None being zero; for how many at once; the graphs on its way."""
     if run.change is not None:
         known = [run.change[None]]
         run.change = None
-        return (lambda _: known.pop()), 1  # for its one column
-    found = forward_mode.columns(run.batch, run.tape, run.output)
-    if found is None:
-        return _jacobian(run.output, parameters), _through_backward(run)
-    along, step = found
-    return (lambda part: along(dict(zip(run.batch.parameters, _split(part, parameters), strict=True)))), step
+        return (lambda _: known.pop()), 1, []  # for its one column
+    named = lambda part: dict(zip(run.batch.parameters, _split(part, parameters), strict=True))
+    found = passes.forward.columns(run.batch, run.tape, run.output)
+    if found is not None:
+        along, step = found
+        return (lambda part: along(named(part))), step, []
+    changes = passes.rules.linearise(run.batch, run.tape, run.output)
+    return (lambda part: changes(named(part))), _through_backward(run), [g for g in changes.graphs if g is not None]
 
 
-def _jacobian(output: Tensor, parameters: list[nn.Parameter]) -> Callable[[Tensor], Tensor | None]:
-    """Columns (c, P) to ``J v`` (c, *output.shape), by differentiating the backward pass; None is zero."""
-    probe = torch.zeros_like(output, requires_grad=True)
-    gradients = torch.autograd.grad(output, parameters, probe, create_graph=True, allow_unused=True)
-    live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad]
-
-    def changes(part: Tensor) -> Tensor | None:
-        directions = _split(part, parameters)
-        return batched_vjp([gradients[k] for k in live], [probe], [directions[k] for k in live])[0]
-
-    return changes
-
-
-def through_gradient(run: RecordedBatch) -> tuple[AddProduct, float]:
+def through_gradient(run: RecordedBatch, is_mean: bool) -> BatchProduct:
     """Multiply with the Hessian of ``sum_n weights[n] l_n``."""
     parameters = list(run.batch.parameters.values())
     weights = run.weights()
+    weight = weights.sum()
     losses = run.batch.losses(run.output)
     value = (weights * losses)[weights != 0].sum()  # the loss of a sample without terms is 0/0
+    value = value / weight if is_mean else value
     gradients = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
     live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad]
 
-    def add(part: Tensor, total: Tensor) -> None:
+    def put(part: Tensor, out: Tensor, add: bool) -> None:
         directions = _split(part, parameters)
+        products: list[Tensor | None] = [None] * len(parameters)
         if live:
             products = batched_vjp([gradients[k] for k in live], parameters, [directions[k] for k in live])
-            _add(products, parameters, total)
+        _put(products, parameters, out, add)
 
-    return _in_steps(add, _through_backward(run)), float(weights.sum())
+    graphs = [g for g in gradients if g is not None]
+    return BatchProduct(_in_steps(put, _through_backward(run)), float(weight), graphs)
 
 
 def coarsest(model: nn.Module) -> float:
@@ -256,9 +285,13 @@ def _split(columns: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     return [part.reshape(-1, *p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)]
 
 
-def _add(found: list[Tensor | None], parameters: list[nn.Parameter], total: Tensor) -> None:
-    """Add the gradients (c, *shape) of the parameters to (c, P); None is zero."""
-    parts = total.split([p.numel() for p in parameters], 1)
+def _put(found: list[Tensor | None], parameters: list[nn.Parameter], out: Tensor, add: bool) -> None:
+    """Write the gradients (c, *shape) of the parameters to (c, P), or add them; None is zero."""
+    parts = out.split([p.numel() for p in parameters], 1)
     for g, part in zip(found, parts, strict=True):
-        if g is not None:
+        if g is not None and add:
             part += g.reshape(len(g), -1).to(part.device)
+        elif g is not None:
+            part.copy_(g.reshape(len(g), -1))
+        elif not add:
+            part.zero_()

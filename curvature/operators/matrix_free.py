@@ -17,7 +17,7 @@ class MatrixFree(Operator):
 
     With up to 2000 parameters, or rows in sample space, `solve` and `inverse` build and decompose the matrix there;
     with more, they use `conjugate_gradient` with its default tolerance (call that directly for a preconditioner).
-    Nothing is cached: ``compact()`` gives a matrix that several calls can share. All other methods but
+    No result is kept: ``compact()`` gives a matrix that several calls can share. All other methods but
     ``eigenvalues(k)`` build the matrix, with up to `DENSE_LIMIT` rows, and warn of the cost above 2000.
 
     Args:

@@ -6,7 +6,13 @@ received a parameter: the function, its arguments, and the gradient edge at its 
 are recorded, and `preserve_state` leaves buffers and random state as they were.
 """
 
-from curvature.recording.autograd_graph import graph_functions, graph_leaves, graph_signature, tape_from_graph
+from curvature.recording.autograd_graph import (
+    graph_bytes,
+    graph_functions,
+    graph_leaves,
+    graph_signature,
+    tape_from_graph,
+)
 from curvature.recording.backprop_stream import stream_backprops
 from curvature.recording.eager import force_eager, unwrap_compiled
 from curvature.recording.function_model import FunctionModel
@@ -27,7 +33,7 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tenso
 
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
-    "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_functions", "graph_leaves",
+    "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes", "graph_functions", "graph_leaves",
     "graph_signature", "is_sharded", "is_within", "logits", "map_tensors", "preserve_state", "stream_backprops",
     "tape_from_graph", "tensors_in", "trained_alone", "trained_parameters", "unwrap_compiled",
     "warn_once",

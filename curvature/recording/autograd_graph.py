@@ -7,8 +7,9 @@ operand is saved, and becomes a `Use` like those of a forward pass.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -140,6 +141,13 @@ def graph_signature(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
 def graph_functions(result: Tensor) -> tuple[type, ...]:
     """The functions of the graph of a result, each after its inputs."""
     return () if result.grad_fn is None else tuple(map(type, _inputs_first(result.grad_fn)))
+
+
+def graph_bytes(results: Iterable[Tensor]) -> int:
+    """What all functions in the graphs of results have computed: more than what the graphs hold."""
+    nodes = {node for result in results if result.grad_fn is not None for node in _inputs_first(result.grad_fn)}
+    computed = (x for node in nodes if not hasattr(node, "variable") for x in node._input_metadata)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in computed)
 
 
 def _setting(node: GraphNode, name: str) -> str:

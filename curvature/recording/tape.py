@@ -104,6 +104,17 @@ class Use:
         data.sort(key=lambda entry: (entry[0] in biases, entry[0] in parameters))
         return data[0][1] if data else None
 
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the data are as the function met them."""
+        return all(x._version == version for x, version in self.versions)
+
+    @property
+    def knows_change(self) -> bool:
+        """Whether the rule says how the output changes with the parameters, and these are read as they are."""
+        known = self.rule is not None and type(self.rule).change is not Rule.change
+        return known and self.is_unchanged and all(node.origin is None for node in self.slots.values())
+
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
         """Per-sample gradients of one argument, given the backprop of the output.
 
@@ -130,7 +141,7 @@ class Use:
     def _explained(self) -> tuple[Rule, RecordedCall]:
         if self.rule is None or self.call is None:
             raise Unsupported(f"{self.function} has no rule")
-        if any(x._version != version for x, version in self.versions):
+        if not self.is_unchanged:
             raise Unsupported("the activation was changed in place after it was read")
         return self.rule, self.call
 

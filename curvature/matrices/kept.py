@@ -1,0 +1,130 @@
+"""Products with the matrices of single batches, kept with their graphs from one product with columns to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from curvature.gradients import Batch
+from curvature.linalg import widen, widest
+from curvature.recording import graph_bytes
+
+KEPT_BYTES = 1 << 28  # of the graphs that an operator keeps, counted as all results of their functions
+# From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
+Put = Callable[[Tensor, Tensor, bool], None]
+
+
+@dataclass
+class BatchProduct:
+    """The product with the matrix of one batch.
+
+    Attributes:
+        put: makes it: ``put(columns, out, add)``.
+        weight: what the batch counts for in a mean.
+        graphs: tensors whose graphs it differentiates.
+    """
+
+    put: Put
+    weight: float
+    graphs: list[Tensor]
+
+
+class KeptBatch:
+    """A batch with its product, while the tensors of the batch have the versions that they had."""
+
+    def __init__(self, x: Any, y: Any, batch: Batch, product: BatchProduct) -> None:
+        self.batch, self.product = batch, product
+        self.leaves, self.form = pytree.tree_flatten((x, y))
+        self.versions = [_version(leaf) for leaf in self.leaves]
+
+    def is_of(self, x: Any, y: Any) -> bool:
+        """Whether it was made of such a batch."""
+        leaves, form = pytree.tree_flatten((x, y))
+        if form != self.form or [_version(leaf) for leaf in self.leaves] != self.versions:
+            return False
+        return all(_are_equal(new, old) for new, old in zip(leaves, self.leaves, strict=True))
+
+
+class KeptProducts:
+    """The products of the first batches, as long as nothing that they depend on changes.
+
+    Attributes:
+        is_open: whether more may be kept.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        self.model, self.loss = model, loss
+        self.found: dict[int, KeptBatch] = {}  # by number of the batch
+        self.made_for: Any = None
+        self.forget()
+        self.is_open = all(map(_is_plain, self._tensors()))
+
+    def forget(self) -> None:
+        """Free all that is kept."""
+        self.found.clear()
+        self.room, self.is_open = KEPT_BYTES, True
+
+    def forget_outdated(self) -> None:
+        """Free what was made for other values, or under another autocast."""
+        if self.found and self._surroundings() != self.made_for:
+            self.forget()
+
+    def of(self, number: int, x: Any, y: Any) -> KeptBatch | None:
+        """What is kept for this batch."""
+        known = self.found.get(number)
+        return known if known is not None and known.is_of(x, y) else None
+
+    def add(self, new: dict[int, KeptBatch]) -> None:
+        """Keep products that were made just now."""
+        if new:
+            self.found.update(new)
+            self.made_for = self._surroundings()
+
+    def has_room_for(self, product: BatchProduct) -> bool:
+        """Whether to keep a product; after one that is too large none is kept."""
+        if self.is_open:
+            self.room -= graph_bytes(product.graphs)
+            self.is_open = self.room >= 0
+        return self.is_open
+
+    def _tensors(self) -> list[Tensor]:
+        modules = [self.model, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
+        return [t for module in modules for t in (*module.parameters(), *module.buffers())]
+
+    def _surroundings(self) -> Any:
+        """What graphs depend on beside their batch; sums show values that changed without autograd's knowledge."""
+        tensors = self._tensors()
+        devices = sorted({t.device.type for t in tensors})
+        casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+        return [(id(t), t._version, t.data_ptr()) for t in tensors], sums(tensors), casts
+
+
+def sums(tensors: list[Tensor]) -> list[float]:
+    """The sum of the entries of each tensor, in the widest precision of its device."""
+    found = [t.detach().sum(dtype=None if t.is_complex() else widest(t.device.type)) for t in tensors]
+    devices = {t.device for t in found}
+    if len(devices) > 1 or not found:
+        return [float(widen(t)) for t in found]
+    return torch.stack([widen(t) for t in found]).tolist()  # one wait
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not t.is_inference()
+
+
+def _version(leaf: Any) -> int | None:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
+
+
+def _are_equal(new: Any, old: Any) -> bool:
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
+        return new is old or (isinstance(new, bool | int | float | str) and type(new) is type(old) and new == old)
+    if new is old:
+        return True
+    alike = (new.shape, new.dtype, new.device, new.layout) == (old.shape, old.dtype, old.device, old.layout)
+    return alike and torch.equal(new, old)

@@ -1,0 +1,152 @@
+"""``J v`` for any number of directions, by the graph of a backward pass.
+
+The vectors that arrive at the layers are linear in the vectors sent back from the output, so differentiating them takes
+changes of the layers' outputs to the change of the model's. A layer's rule computes the former, each with one forward
+function of the layer; where a parameter is read otherwise, its gradient is differentiated. The first pass at every
+shape, and through other functions, is compared with `output_changes`, which differentiates all parameters' gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from curvature.gradients import Batch, batched_vjp, output_changes, plan_key
+from curvature.linalg import full_precision
+from curvature.recording import Tape, Use, graph_functions
+
+log = logging.getLogger("curvature")
+ROUNDINGS = 100  # relative difference from two backward passes, in units of rounding
+Directions = Mapping[str, Tensor]  # (c, *shape) by name
+
+
+class Linearised:
+    """The map from directions of the parameters to changes of an output.
+
+    Args:
+        through: names of parameters whose changes go through the rules of the layers that read them.
+
+    Attributes:
+        graphs: tensors whose graphs it differentiates.
+    """
+
+    def __init__(self, tape: Tape, output: Tensor, through: set[str]) -> None:
+        self.uses = [(use, _slots(use, through)) for use in tape.uses if _slots(use, through)]
+        self.others = [name for name in tape.parameters if name not in through]
+        self.probe = torch.zeros_like(output, requires_grad=True)
+        wanted: Any = [use.edge for use, _ in self.uses] + [tape.parameters[name].tensor for name in self.others]
+        self.graphs: list[Tensor | None] = [None] * len(wanted)
+        if wanted:
+            options: Any = {"create_graph": True, "allow_unused": True}
+            self.graphs = list(torch.autograd.grad(output, wanted, self.probe, **options))
+
+    def __call__(self, directions: Directions) -> Tensor | None:
+        """Changes (c, *output.shape); None is zero."""
+        sent: list[Tensor] = []
+        live: list[Tensor] = []
+        makers = [_change_of(use, slots, directions) for use, slots in self.uses]
+        makers += [partial(directions.__getitem__, name) for name in self.others]
+        for graph, make in zip(self.graphs, makers, strict=True):
+            if graph is not None and graph.requires_grad:
+                live.append(graph)
+                change = make()
+                sent.append(change.reshape(len(change), *graph.shape).to(graph.dtype))
+        return batched_vjp(live, [self.probe], sent)[0] if live else None
+
+
+@dataclass
+class LayerRules:
+    """Chooses what goes through the rules of layers: all that they explain, where that proved right.
+
+    Attributes:
+        proved, refuted: what passes at a shape are known by, with the functions of their graph.
+    """
+
+    proved: set[Any] = field(default_factory=set)
+    refuted: set[Any] = field(default_factory=set)
+
+    def linearise(self, batch: Batch, tape: Tape, output: Tensor) -> Linearised:
+        """The map from directions to changes of the output of a recorded pass."""
+        through = _explained(tape)
+        case = plan_key(batch), graph_functions(output), frozenset(through), len(tape.uses)
+        if through and case not in self.proved | self.refuted:
+            (self.proved if _is_right(batch, tape, output, through) else self.refuted).add(case)
+        return Linearised(tape, output, through if case in self.proved else set())
+
+
+@full_precision()
+def _is_right(batch: Batch, tape: Tape, output: Tensor, through: set[str]) -> bool:
+    """Whether a random direction is mapped as two backward passes through all parameters do it."""
+    directions = random_directions(batch, 1)
+    expected = by_backward_passes(batch, output, directions)  # first: its graph is gone when the other is made
+    try:
+        change = Linearised(tape, output, through)(stacked(directions))
+    except Exception as error:  # a call that a rule does not foresee
+        log.info("J v takes two backward passes: %s", str(error).split("\n")[0])
+        return False
+    return is_near(torch.zeros_like(expected) if change is None else change, expected)
+
+
+def _explained(tape: Tape) -> set[str]:
+    """The parameters of which every read has a rule that knows its change."""
+    known = lambda use: use.edge is not None and use.knows_change
+    return {name for name, node in tape.parameters.items() if node.uses and all(map(known, node.uses))}
+
+
+def _slots(use: Use, through: set[str]) -> dict[str, str]:
+    """Names of parameters by argument."""
+    names = {slot: next(iter(node.names)) for slot, node in use.slots.items() if len(node.names) == 1}
+    return {slot: name for slot, name in names.items() if name in through}
+
+
+def _change_of(use: Use, slots: Mapping[str, str], directions: Directions) -> Callable[[], Tensor]:
+    """How the output of a use changes, (c, *its shape), once called."""
+    assert use.rule is not None and use.call is not None
+    rule, call = use.rule, use.call
+
+    def change(own: Mapping[str, Tensor]) -> Tensor:
+        return rule.change(call, own)
+
+    def make() -> Tensor:
+        own = {slot: directions[name] for slot, name in slots.items()}
+        with torch.no_grad():
+            if len(next(iter(own.values()))) == 1:
+                return change({slot: d[0] for slot, d in own.items()})[None]
+            return vmap(change)(own)
+
+    return make
+
+
+def random_directions(batch: Batch, count: int) -> list[dict[str, Tensor]]:
+    """The same at every call."""
+    drawn = torch.Generator().manual_seed(0)
+    normal = lambda p: torch.randn(p.shape, generator=drawn, dtype=torch.float64, device="cpu").to(p)
+    return [{name: normal(p) for name, p in batch.parameters.items()} for _ in range(count)]
+
+
+def stacked(directions: Sequence[Directions]) -> dict[str, Tensor]:
+    return {name: torch.stack([d[name] for d in directions]) for name in directions[0]}
+
+
+def by_backward_passes(batch: Batch, output: Tensor, directions: Sequence[Directions]) -> Tensor:
+    """``J v`` (c, *output.shape) by differentiating the gradients of all parameters."""
+    changes = [change[None] for (change,) in output_changes([output], batch.parameters, directions)]
+    return torch.cat(changes) if len(changes) > 1 else changes[0]
+
+
+def is_near(found: Tensor, expected: Tensor) -> bool:
+    """Whether one way to compute ``J v`` gives what two backward passes give; the log says where not."""
+    difference, size = float((found - expected).norm()), float(expected.norm())
+    # far less than one wrong layer of a deep model changes; below single precision rounding hides that
+    rounding = torch.finfo(expected.dtype).eps
+    agrees = rounding <= torch.finfo(torch.float32).eps and difference <= ROUNDINGS * rounding * size
+    if not agrees:
+        log.info("J v takes two backward passes: a faster way differs by %.2g of %.2g", difference, size)
+    return agrees

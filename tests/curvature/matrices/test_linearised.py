@@ -1,0 +1,203 @@
+"""``J v`` through the rules of layers, and graphs that are kept from one product to the next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import curvature
+from curvature.layers import RULES
+from curvature.matrices import kept
+from curvature.matrices.products import Repeated
+from support.cases.case import Raw, seeded
+from support.oracles import brute_force as oracle
+
+LOSS = nn.CrossEntropyLoss()
+Y = torch.tensor([0, 1, 1, 0, 2])
+
+
+class Times(torch.autograd.Function):
+    """A product with a parameter that no torch function sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, w = ctx.saved_tensors
+        return g * w, (g * x).sum(0)
+
+
+def frozen(part: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    getattr(model[0], part).requires_grad_(False)
+    return model
+
+
+def convolved(kind: Callable[..., nn.Module], axes: int, **options: Any) -> nn.Module:
+    run = lambda m, x: m.b(torch.relu_(m.a(x[(..., *[None] * axes)].expand(-1, 3, *[4] * axes))).flatten(2).mean(2))
+    return Raw(run, a=kind(3, 4, 2, **options), b=nn.Linear(4, 3))
+
+
+def tied(m: Any, x: Tensor) -> Tensor:
+    """Twice through one layer, the second time transposed."""
+    return F.linear(torch.tanh(m.a(m.a(x))), m.a.weight.T)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 3, bias=False)),
+    "a frozen weight": lambda: frozen("weight"),
+    "a frozen bias": lambda: frozen("bias"),
+    "conv1d": lambda: convolved(nn.Conv1d, 1, padding="same", dilation=2),
+    "conv2d": lambda: convolved(nn.Conv2d, 2, stride=2, padding=1, bias=False),
+    "conv3d": lambda: convolved(nn.Conv3d, 3),
+    "transposed": lambda: convolved(nn.ConvTranspose2d, 2),
+    "tied": lambda: Raw(tied, a=nn.Linear(3, 3)),
+    "unseen": lambda: Raw(lambda m, x: Times.apply(m.a(x), m.a.bias), a=nn.Linear(3, 3)),
+    "embedding": lambda: Raw(lambda m, x: m.a((x > 0).long()).sum(1), a=nn.Embedding(2, 3, padding_idx=0)),
+}
+
+
+def setting(make: Callable[[], nn.Module] = MODELS["linear"]) -> tuple[nn.Module, Tensor]:
+    with seeded(0):
+        return make().double(), torch.randn(5, 3, dtype=torch.float64)
+
+
+def passes_of(operator: Any) -> Repeated:
+    """In the closure of its product."""
+    return next(c.cell_contents for c in operator._product.__closure__ if isinstance(c.cell_contents, Repeated))
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+@pytest.mark.parametrize("name", MODELS)
+def test_products_one_after_another(name: str, limit: int, monkeypatch: Any) -> None:
+    """With Gauss-Newton matrix and Hessian, of one and of several columns, in batches of unlike sizes."""
+    monkeypatch.setattr(kept, "KEPT_BYTES", limit)
+    model, x = setting(MODELS[name])
+    data = [(x[:3], Y[:3]), (x[3:], Y[3:])]
+    expected = oracle.Matrices(model, LOSS, (x, Y))
+    for build in (curvature.gauss_newton, curvature.hessian):
+        operator = build(model, LOSS, data)
+        V = operator.space.normal(4)
+        for some in (V, V[:, :1], V[:, 1:], V[:, 0]):
+            wanted = getattr(expected, build.__name__) @ some
+            torch.testing.assert_close(operator @ some, wanted, rtol=1e-10, atol=1e-12)
+        assert len(passes_of(operator).kept.found) == (2 if limit else 0)
+
+
+def test_a_rule_that_is_wrong(monkeypatch: Any, caplog: Any) -> None:
+    linear = type(RULES[F.linear])
+    right = linear.change
+    monkeypatch.setattr(linear, "change", lambda *arguments: 1.001 * right(*arguments))
+    caplog.set_level(logging.INFO, logger="curvature")
+    model, x = setting()
+    operator = curvature.gauss_newton(model, LOSS, (x, Y))
+    expected = oracle.Matrices(model, LOSS, (x, Y)).gauss_newton
+    torch.testing.assert_close(operator @ operator.space.normal(3), expected @ operator.space.normal(3))
+    assert passes_of(operator).rules.refuted and "J v takes two backward passes" in caplog.text
+
+
+class Counting(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.calls = model, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.model(x)
+
+
+def test_a_kept_batch_takes_no_forward_pass() -> None:
+    inner, x = setting()
+    model = Counting(inner)
+    for build in (curvature.gauss_newton, curvature.hessian):
+        operator = build(model, LOSS, [(x, Y)])
+        v = operator.space.normal(1)[:, 0]
+        first, calls = operator @ v, model.calls
+        torch.testing.assert_close(operator @ v, first)
+        assert model.calls == calls
+
+
+def test_a_budget_keeps_the_first_batches(monkeypatch: Any) -> None:
+    model, x = setting()
+    operator = curvature.gauss_newton(model, LOSS, [(x[:1], Y[:1]), (x[:1], Y[:1])])
+    _ = operator @ operator.space.normal(1)
+    monkeypatch.setattr(kept, "KEPT_BYTES", 1.5 * (kept.KEPT_BYTES - passes_of(operator).kept.room) / 2)
+    operator = curvature.gauss_newton(model, LOSS, [(x[n : n + 1], Y[n : n + 1]) for n in range(5)])
+    expected = oracle.Matrices(model, LOSS, (x, Y)).gauss_newton
+    for count in (2, 1, 2):
+        V = operator.space.normal(count)
+        torch.testing.assert_close(operator @ V, expected @ V, rtol=1e-10, atol=1e-12)
+        assert list(passes_of(operator).kept.found) == [0]
+    assert passes_of(operator).forward.proved  # the others take forward mode, for one column
+
+
+def unseen_by_autograd(model: nn.Module, loss: nn.CrossEntropyLoss, x: Tensor) -> None:
+    model[0].weight.data.mul_(1.5)
+
+
+def of_the_loss(model: nn.Module, loss: nn.CrossEntropyLoss, x: Tensor) -> None:
+    assert loss.weight is not None
+    loss.weight[0] = 3.0
+
+
+@pytest.mark.parametrize("change", [unseen_by_autograd, of_the_loss])
+@pytest.mark.parametrize("build", [curvature.gauss_newton, curvature.hessian])
+def test_nothing_outdated_is_kept(build: Any, change: Callable[..., None]) -> None:
+    model, x = setting()
+    loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]).double())
+    operator = build(model, loss, (x, Y))
+    V = operator.space.normal(2)
+    _ = operator @ V
+    change(model, loss, x)
+    expected = getattr(oracle.Matrices(model, loss, (x, Y)), build.__name__)
+    torch.testing.assert_close(operator @ V, expected @ V, rtol=1e-10, atol=1e-12)
+
+
+def test_data_that_change() -> None:
+    model, x = setting()
+    own = x.clone()
+    operator = curvature.gauss_newton(model, LOSS, (own, Y))
+    v = operator.space.normal(1)
+    first = operator @ v
+    own[0, 0] += 1
+    with pytest.raises(ValueError, match="another pass gave other batches"):
+        operator @ v
+    own.copy_(x)
+    torch.testing.assert_close(operator @ v, first)
+    own.numpy()[0, 0] += 1  # without autograd's knowledge
+    with pytest.raises(ValueError, match="another pass gave other batches"):
+        operator @ v
+
+
+def test_autocast_of_one_product_is_not_that_of_the_next() -> None:
+    model, x = setting()
+    model, x = model.float(), x.float()
+    operator = curvature.gauss_newton(model, LOSS, (x, Y))
+    v = operator.space.normal(1)
+    first = operator @ v
+    with torch.autocast("cpu", torch.bfloat16):
+        coarse = operator @ v
+    assert not torch.allclose(coarse, first, rtol=1e-5)
+    torch.testing.assert_close(operator @ v, first)
+
+
+def test_random_vectors_stay_the_same(monkeypatch: Any) -> None:
+    """Also where a part of the batches would fit."""
+    model, x = setting()
+    data = [(x[:3], Y[:3]), (x[3:], Y[3:])]
+    for limit in (0, 1 << 13, 1 << 20):
+        monkeypatch.setattr(kept, "KEPT_BYTES", limit)
+        operator = curvature.fisher(model, LOSS, data, curvature.sampled(2))
+        V = operator.space.normal(2)
+        first = operator @ V
+        torch.testing.assert_close(operator @ V, first)
+        torch.testing.assert_close(operator.to_dense() @ V, first)
