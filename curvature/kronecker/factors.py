@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.kronecker.second_moments import has_few_rows, second_moment
+from curvature.kronecker.second_moments import has_few_rows, second_moment, second_moment_with_constant
 from curvature.linalg import MAX_DENSE_SIDE, SKETCH_RANK, add_moments, scale_moment, sketch_rows
 from curvature.terms import (
     AffineLayout,
@@ -201,8 +201,8 @@ class Scheme:
         together = {bias: torch.cat(parts) for bias, parts in waiting.items()}
         if len(together) == 1 and total is None and not diagonal:  # large: written once, together with the bias's input
             ((bias, rows),) = together.items()
-            a = F.pad(rows, (0, len(self.arrangement.shapes) - 1), value=bias)
-            return second_moment(a, a, diagonal), number
+            has_bias = len(self.arrangement.shapes) > 1
+            return (second_moment_with_constant(rows, bias) if has_bias else second_moment(rows, rows, False)), number
         total = self._empty(whole[0], diagonal, ones) if total is None else total
         for bias, rows in together.items():
             self._add_second(total, rows, None, bias)

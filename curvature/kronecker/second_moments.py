@@ -10,6 +10,7 @@ WHOLE_ELEMENTS = 1 << 19  # more are squared in parts, which take less memory
 PARTS = 4
 SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS = 256, 512  # size from which a symmetric product is computed in parts
 SYMMETRIC_PARTS = 4
+BLOCK_ELEMENTS = 1 << 20  # of a moment that are computed at a time where they are copied
 
 
 def second_moment(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
@@ -20,15 +21,37 @@ def second_moment(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
         entries = sum_in_place((b * c).sum(0) for b, c in pairs)
         return entries if diagonal else entries[..., None]
     rows, columns = left.permute(1, 2, 0), right.transpose(0, 1)
-    is_large = left.shape[0] >= SYMMETRIC_MIN_ROWS and left.shape[2] >= SYMMETRIC_MIN_COLUMNS
-    return _symmetric(rows, columns) if left is right and is_large else rows @ columns
+    if left is not right or not _is_large(left):
+        return rows @ columns
+    return _fill_symmetric(left.new_empty(len(rows), rows.shape[1], rows.shape[1]), rows, columns)
 
 
-def _symmetric(left: Tensor, right: Tensor) -> Tensor:
-    """The symmetric product ``left @ right`` of (g, d, n) and (g, n, d), three eighths of it by mirroring."""
-    d = left.shape[1]
-    found = left.new_empty(len(left), d, d)
-    ends = [round(k * d / SYMMETRIC_PARTS) for k in range(SYMMETRIC_PARTS + 1)]
+def second_moment_with_constant(rows: Tensor, value: float) -> Tensor:
+    """`second_moment` of rows (n, g, d), as if each had one more entry of this value, the last: (g, d + 1, d + 1).
+
+    One product with that entry would take up to three times as long: where d is even, its rows are not aligned.
+    """
+    groups, d = rows.shape[1:]
+    found = rows.new_empty(groups, d + 1, d + 1)
+    left, right, own = rows.permute(1, 2, 0), rows.transpose(0, 1), found[:, :-1, :-1]
+    if _is_large(rows):
+        _fill_symmetric(own, left, right)
+    else:  # in blocks that a cache holds, for `own` is not aligned either
+        size = max(1, BLOCK_ELEMENTS // d)
+        for start in range(0, d, size):
+            own[:, start : start + size] = left[:, start : start + size] @ right
+    found[:, -1, :-1] = found[:, :-1, -1] = value * rows.sum(0)
+    found[:, -1, -1] = value**2 * len(rows)
+    return found
+
+
+def _is_large(rows: Tensor) -> bool:
+    return len(rows) >= SYMMETRIC_MIN_ROWS and rows.shape[2] >= SYMMETRIC_MIN_COLUMNS
+
+
+def _fill_symmetric(found: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Fill with the symmetric product ``left @ right`` of (g, d, n) and (g, n, d), three eighths of it by mirroring."""
+    ends = [round(k * left.shape[1] / SYMMETRIC_PARTS) for k in range(SYMMETRIC_PARTS + 1)]
     for start, end in zip(ends, ends[1:], strict=False):
         found[:, start:end, :end] = left[:, start:end] @ right[:, :, :end]
         found[:, :start, start:end] = found[:, start:end, :start].mT

@@ -5,6 +5,7 @@ sample in the batch; the Hessian at the output, or a root of it; injections (`ex
 `isotropic`, `empirical`), which turn loss and output into vectors.
 """
 
+from curvature.losses.additivity import is_known_to_add_up
 from curvature.losses.injections import (
     SEED,
     Curved,
@@ -30,6 +31,6 @@ from curvature.losses.per_sample import (
 
 __all__ = [
     "Curved", "GaussianNLLLoss", "Injection", "Loss", "Random", "SEED", "empirical", "exact", "is_entrywise",
-    "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of", "resolve",
-    "sample_masses", "sampled",
+    "is_known_to_add_up", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",
+    "resolve", "sample_masses", "sampled",
 ]  # fmt: skip

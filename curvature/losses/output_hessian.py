@@ -28,7 +28,15 @@ from curvature.linalg import symmetric_eigh
 from curvature.losses import likelihoods
 from curvature.losses.likelihoods import Likelihood
 from curvature.losses.output_batch import unit_vectors
-from curvature.losses.per_sample import GaussianNLLLoss, Loss, name_of, per_sample_losses, reduction_of, resolve
+from curvature.losses.per_sample import (
+    GaussianNLLLoss,
+    Loss,
+    name_of,
+    per_sample_losses,
+    reduction_of,
+    resolve,
+    sample_masses,
+)
 
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Draw = Callable[[int, torch.Generator], Tensor]
@@ -337,9 +345,10 @@ def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target
     terms = unreduced.forward(flat, target)
     sums = terms.reshape(count, -1).sum(1)
     # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0 and no curvature
-    share = torch.where(sums == 0, 0, per_sample_losses(loss, flat, target, count) / sums)
+    share = torch.where(sums == 0, 0, 1 / sample_masses(loss, flat, target, count).to(sums.dtype))
     masses = (terms.reshape(count, -1) * share[:, None]).reshape(terms.shape)
-    _require_semidefinite(loss, masses)
+    if loss.weight is not None or target.is_floating_point():
+        _require_semidefinite(loss, masses)
     return (masses / value if value else masses).to(output.dtype)
 
 

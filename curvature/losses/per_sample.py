@@ -149,7 +149,7 @@ def per_sample_losses(
     output_dim = _sample_dim("output", output, count, output_dim)
     _map_tensors(lambda t: _sample_dim("target", t, count, target_dim), target)
 
-    rule = _REDUCTIONS.get(type(loss))
+    rule = REDUCTIONS.get(type(loss))
     if rule is None or not isinstance(target, Tensor):
         return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
     target_dim %= target.ndim
@@ -190,7 +190,7 @@ def sample_masses(
     output_dim = _sample_dim("output", output, count, output_dim)
     _map_tensors(lambda t: _sample_dim("target", t, count, target_dim), target)
     masses = torch.ones(count, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
-    rule = _REDUCTIONS.get(type(loss))
+    rule = REDUCTIONS.get(type(loss))
     if rule is None or not mean or getattr(loss, "reduction", "mean") == "batchmean":
         return masses
     mass = rule.mass(loss, target) if rule.mass and isinstance(target, Tensor) else None
@@ -203,7 +203,7 @@ def sample_masses(
 
 def is_entrywise(loss: Loss) -> bool:
     """Whether a torch loss treats all entries of output and target alike, so that their axes may be permuted."""
-    rule = _REDUCTIONS.get(type(resolve(loss)))
+    rule = REDUCTIONS.get(type(resolve(loss)))
     plain = getattr(loss, "weight", None) is getattr(loss, "pos_weight", None) is None
     return type(rule) is _Reduction and rule.summed is None and plain
 
@@ -271,7 +271,7 @@ def _class_mass(loss: Any, target: Tensor) -> Tensor | None:
 
 # By exact type, since a subclass may compute something else.
 _ENTRYWISE = _Reduction(None, broadcasts=True)
-_REDUCTIONS: dict[type, _Reduction] = {
+REDUCTIONS: dict[type, _Reduction] = {
     nn.CrossEntropyLoss: _Reduction(1, mass=_class_mass),
     nn.NLLLoss: _Reduction(1, mass=_class_mass),
     nn.MultiMarginLoss: _Reduction(1),

@@ -142,8 +142,9 @@ class DiagonalAccumulator(Accumulator):
         """
         zeros = lambda name, shape: torch.zeros(shape, dtype=self.space.dtype, device=self.space.devices[name])
         found = {name: self.sums[name] if name in self.sums else zeros(name, shape) for name, shape in self.entries()}
-        sums = stack(own.mul_(scale).sum() for own in found.values())
-        if not sums.sum().isfinite():  # they may overflow
+        entries = list(found.values())
+        torch._foreach_mul_(entries, scale)
+        if not stack(torch._foreach_norm(entries)).sum().isfinite():  # norms may overflow
             for name, shape in self.entries():
                 self.space.kept(found[name], shape, "the diagonal", self.space.devices[name])
         return found

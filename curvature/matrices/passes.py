@@ -38,7 +38,7 @@ from curvature.gradients import (
     validate_loss,
 )
 from curvature.kronecker import at_least_float32
-from curvature.losses import Injection, Loss, is_entrywise, reduction_of, sample_masses
+from curvature.losses import Injection, Loss, is_entrywise, is_known_to_add_up, reduction_of, sample_masses
 from curvature.matrices.accumulators import Chunk
 from curvature.matrices.forward_mode import Recorded
 from curvature.matrices.vectors import Vectors
@@ -191,11 +191,18 @@ class RecordedBatch:
         batch, output = self.batch, self.output.detach()
         if self.loss is None or (inject is not None and not inject.weighs_samples):
             return output.new_ones(batch.count)
-        return sample_masses(batch.loss, output, batch.y, batch.count, *batch.dims[1:])
+        return self._masses
+
+    @cached_property
+    def _masses(self) -> Tensor:
+        batch = self.batch
+        return sample_masses(batch.loss, self.output.detach(), batch.y, batch.count, *batch.dims[1:])
 
     def warn_if_coupled(self) -> None:
         """Warn if the loss of the batch is not the mean or sum of the samples' losses that its reduction promises."""
         batch, output, weights = self.batch, self.output.detach(), self.weights()
+        if is_known_to_add_up(batch.loss, output, batch.y, *batch.dims[1:]):
+            return
         found = batch.loss(output, batch.y)
         expected = (weights * batch.losses(output))[weights != 0].sum()
         is_mean = reduction_of(batch.loss) == "mean"

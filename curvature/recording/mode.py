@@ -22,6 +22,8 @@ from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.recording.loss_functions import LOSSES
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
+# Inside, torch functions reach no mode: looking at a tensor costs several times as much where one is active.
+QUIET: Any = torch._C.DisableTorchFunction
 REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
 
 
@@ -76,40 +78,42 @@ class RecordingMode(TorchFunctionMode):
     def _record(self, func: Any, args: Any, kwargs: Any, found: list[Tensor], run: Any = None) -> Any:
         """Run a function that receives a parameter, or `run` that stands for it, and enter it on the tape."""
         rule = RULES.get(func)
-        bound = rule.bind(func, args, kwargs) if rule is not None else {}
-        saved = {k: x.detach() if isinstance(x, Tensor) else x for k, x in bound.items()}
-        data = [saved[k] for k, x in bound.items() if isinstance(x, Tensor) and id(x) not in self.nodes]
-        versions = [(x, x._version) for x in data]
-        before = [(x, x._version) for x in found if id(x) in self.nodes]
-        follows_graph = any(x.requires_grad for x in found if id(x) not in self.nodes)
+        with QUIET():
+            bound = rule.bind(func, args, kwargs) if rule is not None else {}
+            saved = {k: x.detach() if isinstance(x, Tensor) else x for k, x in bound.items()}
+            data = [saved[k] for k, x in bound.items() if isinstance(x, Tensor) and id(x) not in self.nodes]
+            versions = [(x, x._version) for x in data]
+            before = [(x, x._version) for x in found if id(x) in self.nodes]
+            follows_graph = any(x.requires_grad for x in found if id(x) not in self.nodes)
         out = (run or func)(*args, **kwargs)
-        outs = [x for x in tensors_in(out) if x.requires_grad]
-        if not outs or any(out is x and x._version == version for x, version in before):
-            return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)
-        slots = {k: self.nodes[id(x)] for k, x in bound.items() if isinstance(x, Tensor) and id(x) in self.nodes}
-        used = {id(x): self.nodes[id(x)] for x in found if id(x) in self.nodes}
-        if (
-            rule is None
-            or len(outs) != 1
-            or set(slots) - set(rule.parameters)
-            or len(used) > len({*map(id, slots.values())})
-        ):
-            rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
-        call = RecordedCall(saved, tuple(outs[0].shape)) if rule is not None else None
-        edge = _edge_of(outs[0]) if rule is not None else None
-        use = Use(
-            len(self.tape.uses), func, rule, call, slots, edge, versions if rule is not None else [], follows_graph
-        )
-        self.tape.uses.append(use)
-        for node in used.values():
-            node.readers.append(weakref.ref(use))
-        overwritten = any(id(x) in self.nodes for x in outs)
-        if any(map(self._is_data, found)) or overwritten:
-            self.mark_as_data(out)
-        else:
-            use.results = [ParameterNode(x, use.names, weakref.ref(use)) for x in outs]
-            self.nodes.update({id(node.tensor): node for node in use.results})
-        return out
+        with QUIET():
+            outs = [x for x in tensors_in(out) if x.requires_grad]
+            if not outs or any(out is x and x._version == version for x, version in before):
+                return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)
+            slots = {k: self.nodes[id(x)] for k, x in bound.items() if isinstance(x, Tensor) and id(x) in self.nodes}
+            used = {id(x): self.nodes[id(x)] for x in found if id(x) in self.nodes}
+            if (
+                rule is None
+                or len(outs) != 1
+                or set(slots) - set(rule.parameters)
+                or len(used) > len({*map(id, slots.values())})
+            ):
+                rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
+            call = RecordedCall(saved, tuple(outs[0].shape)) if rule is not None else None
+            edge = _edge_of(outs[0]) if rule is not None else None
+            use = Use(
+                len(self.tape.uses), func, rule, call, slots, edge, versions if rule is not None else [], follows_graph
+            )
+            self.tape.uses.append(use)
+            for node in used.values():
+                node.readers.append(weakref.ref(use))
+            overwritten = any(id(x) in self.nodes for x in outs)
+            if any(map(self._is_data, found)) or overwritten:
+                self.mark_as_data(out)
+            else:
+                use.results = [ParameterNode(x, use.names, weakref.ref(use)) for x in outs]
+                self.nodes.update({id(node.tensor): node for node in use.results})
+            return out
 
     def _run_recurrent(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a recurrent layer as its loop, of which only the products are looked at: all inputs of these are data."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature.kronecker.factors
+from curvature.kronecker import second_moments
 from curvature.kronecker.factors import Reading, Scheme
 from curvature.kronecker.statistics import merge_products
 from curvature.terms import ElementwiseProduct, OuterProduct
@@ -330,14 +331,12 @@ def test_what_has_no_kronecker_factors():
 def test_a_large_moment_is_that_of_all_rows(rows: int, groups: int, d: int, monkeypatch):
     a = torch.randn(rows, groups, d, dtype=torch.float64)
     calls = []
-    symmetric = curvature.kronecker.second_moments._symmetric
-    monkeypatch.setattr(
-        curvature.kronecker.second_moments, "_symmetric", lambda *sides: calls.append(1) or symmetric(*sides)
-    )
-    found = curvature.kronecker.second_moments.second_moment(a, a, False)
+    symmetric = second_moments._fill_symmetric
+    monkeypatch.setattr(second_moments, "_fill_symmetric", lambda *sides: calls.append(1) or symmetric(*sides))
+    found = second_moments.second_moment(a, a, False)
     assert len(calls) == (rows >= 512 and d >= 256)
     close(found, torch.einsum("ngi,ngj->gij", a, a))
-    close(
-        curvature.kronecker.second_moments.second_moment(a, a.flip(0), False),
-        torch.einsum("ngi,ngj->gij", a, a.flip(0)),
-    )
+    close(second_moments.second_moment(a, a.flip(0), False), torch.einsum("ngi,ngj->gij", a, a.flip(0)))
+    monkeypatch.setattr(second_moments, "BLOCK_ELEMENTS", 100 * d)
+    longer = torch.cat([a, torch.full((rows, groups, 1), 0.5, dtype=a.dtype)], 2)
+    close(second_moments.second_moment_with_constant(a, 0.5), torch.einsum("ngi,ngj->gij", longer, longer))

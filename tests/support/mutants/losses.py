@@ -4,6 +4,11 @@ from .mutant import broken
 
 MUTANTS = [
     *broken(
+        "curvature/losses/additivity.py",
+        "curvature/losses/test_sample_masses.py",
+        ("is not None", "is None"),
+    ),
+    *broken(
         "curvature/losses/per_sample.py",
         "curvature/losses",
         ("terms.numel() // count if mass is None", "terms.numel() if mass is None"),
