@@ -19,7 +19,7 @@ MUTANTS = [
         ("scale_moment(activations, 1 / at_least_one(number, activations)))", "activations)"),
         ("b.sum(1, keepdim=True) for b in same", "b.mean(1, keepdim=True) for b in same"),
         ("moment[:, some, -1] += total", "moment[:, some, -1] -= total"),
-        ("len(self.arrangement.shapes) - 1), value=bias)", "len(self.arrangement.shapes) - 1), value=2.0)"),
+        ("second_moment_with_constant(rows, bias) if", "second_moment_with_constant(rows, 2.0) if"),
     ),
     *broken(
         "curvature/kronecker/statistics.py",
