@@ -46,7 +46,7 @@ class Capture:
     def can_replay(self, rule: StepRule, context: StepContext) -> bool:
         """Whether a graph may make the next step."""
         own = _capturable(rule, context)
-        if own is None or not own.is_in_place or context.team.processes.size > 1:
+        if own is None or not own.is_in_place(context) or context.team.processes.size > 1:
             return False
         return is_ordinary(context.recorder, context.preconditioner)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvature.linalg import in_place, widest
 from optimizers.steps.calibration import scales
 from optimizers.steps.rule import StepContext
-from optimizers.steps.stacks import Layer, Stack, row_products, row_squares
+from optimizers.steps.stacks import Layer, Layout, Stack, StateStack, row_products, row_squares
 
 
 @dataclass(frozen=True)
@@ -58,25 +58,27 @@ class MomentumDescent:
     """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients.
 
     Attributes:
-        weights: sums of the weights of gradients in the running means, one for each family of layers.
+        means: running means of the gradients.
+        weights: sums of the weights of gradients in them, one for each vector.
         scales: of the layers, as of the last renewal.
     """
 
     is_capturable = True
 
     def __init__(self) -> None:
+        self.means = StateStack("momentum_buffer")
         self.weights = torch.zeros(0, device="cpu")
         self.scales: Tensor | None = None
         self.measured: list[Tensor | None] = []  # the energies of blocks that `scales` are made of
-        self.layers: list[tuple[Layer, ...]] = []  # that `weights` are of
+        self.layout: Layout | None = None  # of which the `weights` are
         self.views: Sequence[Tensor] = ()  # of `weights`
 
     def __call__(self, context: StepContext, gradients: Stack, good: Tensor, taken: Tensor) -> Descent:
         means = self._running_means(context, gradients, good, taken)
         found = gradients.like(context.solve(means))
-        slopes = context.over_shards(row_products(found.rows, means.rows, context.home), found.layers)
+        slopes = context.over_shards(row_products(found.rows, means.rows, context.home), found.layout.layers)
         energies = _energies(context, found, slopes).nan_to_num(0.0, 0.0, 0.0)  # what overflows is not taken
-        scale = self._scales(context, found.layers)
+        scale = self._scales(context, found.layout.layers)
         if scale is None:
             return Descent(found, slopes, energies)
         return Descent(found, slopes * scale, energies * scale.square(), scale)
@@ -87,27 +89,26 @@ class MomentumDescent:
 
     def _running_means(self, context: StepContext, gradients: Stack, good: Tensor, taken: Tensor) -> Stack:
         """The debiased running means of the gradients, kept in the states of their parameters."""
-        means = gradients.state("momentum_buffer", context.states, context.trained)
-        weights = self._weights(context, gradients)
-        fresh = context.numbers.of_all("fresh", [family.names[0] for family in gradients.families])
+        means = self.means.of(gradients.layout, context.states, context.trained)
+        weights = self._weights(context, gradients.layout)
+        firsts = [layer[0] for layer in gradients.layout.first_layers]
+        fresh = context.numbers.of_all("fresh", firsts)
         weights.lerp_(torch.ones_like(weights), (fresh * good).expand_as(weights))
         shares = fresh / torch.maximum(weights, fresh)  # of a gradient; a bad first batch leaves a weight of zero
-        wide = {form: shares.to(*form).unbind() for form in {(rows.device, rows.dtype) for rows in means.rows}}
-        for k, (g, mean) in enumerate(zip(gradients.rows, means.rows, strict=True)):
-            mean.lerp_(torch.where(taken.to(g.device), g, mean), wide[mean.device, mean.dtype][k])
+        for g, mean, share in zip(gradients.vectors, means.vectors, shares.unbind(), strict=True):
+            mean.lerp_(torch.where(taken.to(g.device), g, mean), share.to(mean))
         return means
 
-    def _weights(self, context: StepContext, gradients: Stack) -> Tensor:
-        """`weights` of these families, of which the entries in the states of parameters are views."""
-        firsts = [context.states[family.names[0]].get("weight", 0.0) for family in gradients.families]
-        layers = [family.layers for family in gradients.families]
-        if layers == self.layers and all(w is own for w, own in zip(firsts, self.views, strict=True)):
+    def _weights(self, context: StepContext, layout: Layout) -> Tensor:
+        """`weights` of these vectors, of which the entries in the states of parameters are views."""
+        firsts = [context.states[layer[0]].get("weight", 0.0) for layer in layout.first_layers]
+        if layout is self.layout and all(map(operator.is_, firsts, self.views)):
             return self.weights
         zero = torch.zeros((), dtype=widest(context.home.type), device=context.home)
         self.weights = torch.stack([w.to(zero) if isinstance(w, Tensor) else zero + w for w in firsts])
-        self.layers, self.views = layers, self.weights.unbind()
-        for family, weight in zip(gradients.families, self.views, strict=True):
-            for name in family.names:
+        self.layout, self.views = layout, self.weights.unbind()
+        for names, weight in zip(layout.names_by_run, self.views, strict=True):
+            for name in names:
                 context.states[name]["weight"] = weight
         return self.weights
 
@@ -133,18 +134,22 @@ class SpringDescent:
     is_capturable = False
     tensors: Sequence[Tensor] = ()
 
+    def __init__(self) -> None:
+        self.last = StateStack("direction")
+
     def __call__(self, context: StepContext, gradients: Stack, good: Tensor, taken: Tensor) -> Descent:
-        dampings = _dampings(context, gradients)
-        momenta = [context.options[family.names[0]]["momentum"] for family in gradients.families]
+        layout, dampings = gradients.layout, _dampings(context, gradients.layout)
+        momenta = [context.options[family.layers[0][0]]["momentum"] for family in layout.families]
         right = gradients
         if any(momenta):
-            last = gradients.state("direction", context.states, context.trained)
-            kept = zip(dampings.split([len(rows) for rows in last.rows]), momenta, last.rows, strict=True)
-            pulls = [rows * (own * momentum).to(rows)[:, None] for own, momentum, rows in kept]
-            right = Stack(gradients.families, torch._foreach_add(gradients.rows, pulls))
+            last = self.last.of(layout, context.states, context.trained)
+            right = Stack(layout, [g.clone() for g in gradients.vectors])
+            counts = [len(rows) for rows in last.rows]
+            for g, rows, own, momentum in zip(right.rows, last.rows, dampings.split(counts), momenta, strict=True):
+                g.add_(rows * (own * momentum).to(rows)[:, None])
         found = gradients.like(context.solve(right))
         if any(momenta):
-            torch._foreach_copy_(last.rows, found.rows)  # the step scales u in place
+            torch._foreach_copy_(last.vectors, found.vectors)  # the step scales u in place
         squares, along = row_squares(found.rows, context.home), row_products(right.rows, found.rows, context.home)
         energies = along - dampings.to(squares) * squares
         energies = energies.sum()[None] if len(context.preconditioner.blocks) == 1 else energies
@@ -154,9 +159,9 @@ class SpringDescent:
         return {"direction": torch.zeros_like(p)} if any(group["momentum"] for group in options) else {}
 
 
-def _dampings(context: StepContext, gradients: Stack) -> Tensor:
+def _dampings(context: StepContext, layout: Layout) -> Tensor:
     """The damping that the block of each layer was decomposed with; zero where there is none."""
-    blocks = [context.block_of(layer[0]) for layer in gradients.layers]
+    blocks = [context.block_of(layer[0]) for layer in layout.layers]
     zero = torch.zeros((), dtype=widest(context.home.type), device=context.home)
     found = [getattr(block, "damping", None) for block in blocks]
     here = [x.to(context.home) if isinstance(x, Tensor) else x for x in found]
@@ -165,10 +170,10 @@ def _dampings(context: StepContext, gradients: Stack) -> Tensor:
 
 def _energies(context: StepContext, directions: Stack, slopes: Tensor) -> Tensor:
     """``u^T M u`` of each layer."""
-    firsts = [layer[0] for layer in directions.layers]
+    firsts = [layer[0] for layer in directions.layout.layers]
     if all(context.options[name]["damping"] is None for name in firsts):
         return slopes
-    squares = context.over_shards(row_squares(directions.rows, context.home), directions.layers)
+    squares = context.over_shards(row_squares(directions.rows, context.home), directions.layout.layers)
     return without_damping(slopes, context.numbers.of_all("damping", firsts).to(squares), squares)
 
 

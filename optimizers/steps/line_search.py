@@ -16,6 +16,7 @@ from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.descent import DescentRule
 from optimizers.steps.quadratic_model import tried_together
 from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule
+from optimizers.steps.stacks import Stack
 from optimizers.steps.updates import are_finite, kept_by_decay
 
 MOST_HALVINGS = 30  # of a step
@@ -126,7 +127,7 @@ class LineSearchStep(StepRule):
         renewal = context.renew(gradients)
         with context.monitor.timed("solve"):
             good = context.unscale_and_check_finite(gradients)
-            directions = self.descent(context, context.stack(gradients), good, good).directions
+            directions = self.descent(context, Stack.of(context.layout(gradients), gradients), good, good).directions
         own = {name: context.trained[name] for name in directions}
         search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
         step = -times_lr(directions, context.options)

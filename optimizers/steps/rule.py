@@ -22,7 +22,7 @@ from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.finite_check import unscale_and_check_finite
 from optimizers.steps.numbers import Numbers
-from optimizers.steps.stacks import Layer, Stack, families
+from optimizers.steps.stacks import Layer, Layout, layout_of
 from optimizers.steps.updates import Step
 
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
@@ -111,13 +111,11 @@ class StepContext:
     def _blocks(self) -> dict[str, Block]:
         return {name: block for block in self.preconditioner.blocks for name in block.names}
 
-    def stack(self, gradients: Named) -> Stack:
-        """Gradients, those of layers of one form and with the same options together."""
-        parts = {
-            name: tuple(n for n in b.names if n in gradients) for b in self.preconditioner.blocks for name in b.names
-        }
-        layers = dict.fromkeys(parts.get(name, (name,)) for name in gradients)
-        return Stack.of(families(layers, gradients, self._kind), gradients)
+    def layout(self, tensors: Named) -> Layout:
+        """Where a step keeps such tensors: those with the same options in one vector, layers of one form together."""
+        parts = [tuple(name for name in block.names if name in tensors) for block in self.preconditioner.blocks]
+        layers = {name: layer for layer in parts for name in layer}
+        return layout_of(dict.fromkeys(layers.get(name, (name,)) for name in tensors), tensors, self._kind)
 
     def _kind(self, name: str) -> Hashable:
         """What parameters must share to be moved together."""

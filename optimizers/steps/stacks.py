@@ -1,26 +1,26 @@
-"""Tensors of many layers as few: layers of one form are the rows of one matrix, so that a step takes few calls."""
+"""Tensors of many layers as one vector, in which layers of one form are rows of a matrix: a step takes few calls."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import by_device
 from optimizers.distributed.sharding import to_local, to_sharded
 
 Named = Mapping[str, Tensor]
 Layer = tuple[str, ...]  # names of its parameters
+Shapes = tuple[tuple[int, ...], ...]  # of the parameters of a layer
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """Layers of one form.
 
     Attributes:
@@ -29,114 +29,162 @@ class Family:
     """
 
     layers: tuple[Layer, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @functools.cached_property
-    def names(self) -> list[str]:
-        """All parameters, layer by layer."""
-        return [name for layer in self.layers for name in layer]
-
-    @functools.cached_property
-    def sizes(self) -> list[int]:
-        """Numbers of entries of a layer's parameters."""
-        return [math.prod(shape) for shape in self.shapes]
-
-    def rows(self, tensors: Named) -> Tensor:
-        """One row (n, d) for each layer: in the memory that the tensors are `views` of, or a copy."""
-        found = [tensors[name] for name in self.names]
-        whole = found[0]._base
-        if whole is None or not self._fill(whole, found):
-            whole = torch.cat([x.reshape(-1) for x in found]) if len(found) > 1 else found[0].reshape(-1)
-        return whole.view(len(self.layers), -1)
-
-    def _fill(self, whole: Tensor, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are all of its memory, in order."""
-        if whole.numel() != len(self.layers) * sum(self.sizes) or not whole.is_contiguous():
-            return False
-        starts = itertools.accumulate(itertools.cycle(self.sizes), initial=0)
-        parts = zip(tensors, starts, strict=False)
-        return all(x._base is whole and x.storage_offset() == start and x.is_contiguous() for x, start in parts)
-
-    def views(self, rows: Tensor) -> dict[str, Tensor]:
-        """The tensors whose entries rows (n, d) hold, in their memory."""
-        return dict(zip(self.names, pieces(rows, self.shapes), strict=True))
+    shapes: Shapes
 
 
-def pieces(rows: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Tensors of these shapes one after the other from each of the rows, in their memory."""
-    parts = rows.split([math.prod(shape) for shape in shapes], 1)
-    columns = [part.view(len(rows), *shape).unbind() for part, shape in zip(parts, shapes, strict=True)]
-    return [x for row in zip(*columns, strict=True) for x in row]
+class Form(NamedTuple):
+    """What is to be known of a `Family` to find its layers in a vector: how many there are, and `shapes` of each."""
+
+    layers: int
+    shapes: Shapes
 
 
-class Stack(Mapping[str, Tensor]):
-    """Tensors by name, of all families.
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where tensors are in vectors, one for each run of families that share device, precision and kind.
 
     Attributes:
-        rows: for each family, of which the tensors are views.
+        runs: the families in each vector, one after the other, layer by layer.
     """
 
-    def __init__(self, families: Sequence[Family], rows: Sequence[Tensor]) -> None:
-        self.families, self.rows = families, list(rows)
-
-    @staticmethod
-    def of(families: Sequence[Family], tensors: Named) -> Stack:
-        return Stack(families, [family.rows(tensors) for family in families])
-
-    def like(self, tensors: Named) -> Stack:
-        """Other tensors of the same names."""
-        return Stack.of(self.families, tensors)
-
-    def state(self, key: str, states: Mapping[str, dict[str, Any]], trained: Named) -> Stack:
-        """Entries of states, zeros where there are none; the states refer to the memory of this stack from then on."""
-        return Stack(self.families, [_state_rows(family, key, states, trained) for family in self.families])
+    runs: tuple[tuple[Family, ...], ...]
 
     @functools.cached_property
-    def views(self) -> dict[str, Tensor]:
-        parts = (family.views(rows) for family, rows in zip(self.families, self.rows, strict=True))
-        return {name: x for part in parts for name, x in part.items()}
+    def families(self) -> list[Family]:
+        return [family for run in self.runs for family in run]
 
-    @property
+    @functools.cached_property
     def layers(self) -> list[Layer]:
         """In the order of all rows."""
         return [layer for family in self.families for layer in family.layers]
 
-    @property
+    @functools.cached_property
+    def names(self) -> list[str]:
+        return [name for layer in self.layers for name in layer]
+
+    @functools.cached_property
     def first_layers(self) -> list[Layer]:
-        """Of each family: what holds for it holds for all."""
-        return [family.layers[0] for family in self.families]
+        """Of each run: what holds for it holds for all."""
+        return [run[0].layers[0] for run in self.runs]
+
+    @functools.cached_property
+    def forms(self) -> list[list[Form]]:
+        """Of each run."""
+        return [[Form(len(family.layers), family.shapes) for family in run] for run in self.runs]
+
+    @functools.cached_property
+    def names_by_run(self) -> list[list[str]]:
+        return [[name for family in run for layer in family.layers for name in layer] for run in self.runs]
+
+    def vectors(self, tensors: Named) -> list[Tensor]:
+        """The tensors one after the other, copied."""
+        return [torch.cat([tensors[name].reshape(-1) for name in names]) for names in self.names_by_run]
+
+    def views(self, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The tensors that vectors hold, in their memory."""
+        found = (x for pair in zip(vectors, self.forms, strict=True) for x in pieces(*pair))
+        return dict(zip(self.names, found, strict=True))
+
+
+def pieces(vector: Tensor, forms: Sequence[Form]) -> list[Tensor]:
+    """The tensors of a vector, in its memory."""
+    shapes = [shape for form in forms for shape in form.shapes * form.layers]
+    parts = vector.split([math.prod(shape) for shape in shapes])
+    return [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
+
+
+def rows_of(vector: Tensor, forms: Sequence[Form]) -> list[Tensor]:
+    """For each form the layers of a vector as rows (n, d), in its memory."""
+    parts = vector.split([form.layers * sum(map(math.prod, form.shapes)) for form in forms])
+    return [x.view(form.layers, -1) for x, form in zip(parts, forms, strict=True)]
+
+
+class Stack(Mapping[str, Tensor]):
+    """Tensors by name, as views of vectors.
+
+    Attributes:
+        vectors: for each run of the layout.
+    """
+
+    def __init__(self, layout: Layout, vectors: Sequence[Tensor]) -> None:
+        self.layout, self.vectors = layout, list(vectors)
+
+    @staticmethod
+    def of(layout: Layout, tensors: Named) -> Stack:
+        """Copies of tensors."""
+        return Stack(layout, layout.vectors(tensors))
+
+    def like(self, tensors: Named) -> Stack:
+        """Copies of other tensors of the same names."""
+        return Stack.of(self.layout, tensors)
+
+    @functools.cached_property
+    def views(self) -> dict[str, Tensor]:
+        return self.layout.views(self.vectors)
+
+    @functools.cached_property
+    def rows(self) -> list[Tensor]:
+        """For each family, one row (n, d) for each layer."""
+        return [x for pair in zip(self.vectors, self.layout.forms, strict=True) for x in rows_of(*pair)]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.views[name]
 
     def __iter__(self) -> Iterator[str]:
-        return itertools.chain.from_iterable(family.names for family in self.families)
+        return iter(self.layout.names)
 
     def __len__(self) -> int:
-        return sum(len(family.names) for family in self.families)
+        return len(self.layout.names)
 
 
-def families(layers: Iterable[Layer], tensors: Named, kind: Callable[[str], Hashable]) -> list[Family]:
-    """Layers with tensors of the same shapes, and of the same `kind`; parameters of different kinds are apart."""
-    found: dict[Any, list[Layer]] = {}
+class StateStack:
+    """Entries of the states of parameters as a `Stack`, in one memory from step to step.
+
+    Args:
+        key: of the entries.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.stack: Stack | None = None
+        self.given: list[Any] = []  # what the states were given
+
+    def of(self, layout: Layout, states: Mapping[str, dict[str, Any]], trained: Named) -> Stack:
+        """The entries, zeros where there are none; the states refer to the memory of the stack from then on."""
+        known = [states[name].get(self.key) for name in layout.names]
+        if self.stack is None or self.stack.layout is not layout or any(map(operator.is_not, known, self.given)):
+            own = [trained[name] for name in layout.names]
+            found = [to_local(torch.zeros_like(p) if x is None else x) for x, p in zip(known, own, strict=True)]
+            self.stack = Stack.of(layout, dict(zip(layout.names, found, strict=True)))
+            self.given = [to_sharded(view, p) for view, p in zip(self.stack.views.values(), own, strict=True)]
+            for name, given in zip(layout.names, self.given, strict=True):
+                states[name][self.key] = given
+        return self.stack
+
+
+def layout_of(layers: Iterable[Layer], tensors: Named, kind: Callable[[str], Hashable]) -> Layout:
+    """Tensors of one `kind`, precision and device are in one vector, layers of one form next to each other."""
+
+    kinds: dict[Hashable, int] = {}  # numbered, for a layout that stays the same while all rates change
+
+    def known(name: str) -> tuple[Hashable, ...]:
+        x = tensors[name]
+        return name, tuple(x.shape), (x.device, x.dtype, kinds.setdefault(kind(name), len(kinds)))
+
+    return _layout(tuple(tuple(map(known, layer)) for layer in layers))
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(layers: tuple[tuple[Any, ...], ...]) -> Layout:
+    """The layout of layers, given name, shape and kind of each parameter; those of different kinds are apart."""
+    found: dict[Any, dict[Shapes, list[Layer]]] = {}
     for whole in layers:
-        kinds = {name: (kind(name), tensors[name].dtype, tensors[name].device) for name in whole}
-        for own, names in itertools.groupby(whole, kinds.__getitem__):
-            layer = tuple(names)
-            found.setdefault((own, tuple(tuple(tensors[name].shape) for name in layer)), []).append(layer)
-    made = [Family(tuple(own), shapes) for (_, shapes), own in found.items()]
-    devices = list(dict.fromkeys(tensors[family.names[0]].device for family in made))
-    return sorted(made, key=lambda family: devices.index(tensors[family.names[0]].device))  # in runs of one device
-
-
-def _state_rows(family: Family, key: str, states: Mapping[str, dict[str, Any]], trained: Named) -> Tensor:
-    known = {name: states[name].get(key) for name in family.names}
-    found = {name: torch.zeros_like(trained[name]) if x is None else x for name, x in known.items()}
-    rows, first = family.rows({name: to_local(x) for name, x in found.items()}), to_local(found[family.names[0]])
-    if any(x is None for x in known.values()) or rows.data_ptr() != first.data_ptr():
-        for name, view in family.views(rows).items():
-            states[name][key] = to_sharded(view, trained[name])
-    return rows
+        for own, parts in itertools.groupby(whole, operator.itemgetter(2)):
+            names, shapes, _ = zip(*parts, strict=True)
+            found.setdefault(own, {}).setdefault(shapes, []).append(names)
+    runs = {own: tuple(Family(tuple(layers), shapes) for shapes, layers in of.items()) for own, of in found.items()}
+    devices = list(dict.fromkeys(device for device, _, _ in runs))
+    return Layout(tuple(runs[own] for own in sorted(runs, key=lambda own: devices.index(own[0]))))
 
 
 # -- what a step asks of rows: one number for each, on the device `home`
@@ -145,30 +193,29 @@ def _state_rows(family: Family, key: str, states: Mapping[str, dict[str, Any]], 
 def row_squares(rows: Sequence[Tensor], home: torch.device) -> Tensor:
     """The squared norm of each row, in single precision."""
     norms = [torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x])) for x in rows]
-    return torch.cat([x.to(home) for x in norms]).square().float()
+    return joined(norms, home).square().float()
 
 
 def row_products(ones: Sequence[Tensor], others: Sequence[Tensor], home: torch.device) -> Tensor:
     """The inner product of each row of one with that of the other, in single precision."""
     found = [torch.linalg.vecdot(*_wide(*pair)) for pair in zip(ones, others, strict=True)]
-    return torch.cat([x.to(home, torch.float32) for x in found])
+    return joined(found, home).float()
 
 
 def products(ones: Sequence[Tensor], others: Sequence[Tensor], home: torch.device) -> Tensor:
-    """The sum of the inner products of all rows of each family, in single precision."""
-    pairs = ([x.view(-1) for x in _wide(*pair)] for pair in zip(ones, others, strict=True))
-    return torch.stack([torch.dot(*pair).to(home, torch.float32) for pair in pairs])
+    """The inner products (n,) of vectors, in single precision."""
+    return joined([torch.dot(*_wide(*pair))[None] for pair in zip(ones, others, strict=True)], home).float()
 
 
-def scaled(rows: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-    """All rows times a scalar."""
-    return [x for own in by_device(rows) for x in torch._foreach_mul(own, factor.to(own[0]))]
+def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
+    """Numbers (n,) one after the other, on one device."""
+    own = [x.to(home) for x in numbers]
+    return own[0] if len(own) == 1 else torch.cat(own)
 
 
-def scale_(rows: Sequence[Tensor], factor: Tensor) -> None:
-    """`scaled`, in place."""
-    for own in by_device(rows):
-        torch._foreach_mul_(own, factor.to(own[0]))
+def total(numbers: Tensor) -> Tensor:
+    """The sum of numbers (n,)."""
+    return numbers.squeeze(0) if len(numbers) == 1 else numbers.sum()
 
 
 def _wide(one: Tensor, other: Tensor) -> list[Tensor]:

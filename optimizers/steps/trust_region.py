@@ -16,7 +16,7 @@ from optimizers.recording.output_scale import OutputScale
 from optimizers.steps.calibration import calibrate, underestimate
 from optimizers.steps.descent import Descent, DescentRule
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.stacks import Stack, at_least_single, products, row_squares, scaled
+from optimizers.steps.stacks import Stack, StateStack, at_least_single, products, row_squares, total
 from optimizers.steps.step_size import (
     FIRST_TRUST,
     Look,
@@ -45,24 +45,30 @@ class TrustRegionStep(StepRule):
     """
 
     def __init__(self, descent: DescentRule) -> None:
-        self.descent = descent
+        self.descent, self.last = descent, StateStack("displacement")
         self.values: Tensor | None = None  # the fields of `state`, always in the same memory
         self.state: StepSize | None = None  # what is known of how far to go, as views; None before the first step
         self.energies: dict[str, Tensor] = {}  # predicted for the last displacement, by the first parameter of a layer
         self.joint_energies = torch.zeros(0, device="cpu")  # of which those are views, if they are of all layers
-        self.is_in_place = False  # whether a step has been made on all that is kept from step to step
 
     @property
     def tensors(self) -> list[Tensor]:
         """What it keeps from step to step beside the states of parameters."""
         return [*self.descent.tensors, self.joint_energies] + ([] if self.values is None else [self.values])
 
+    def is_in_place(self, context: StepContext) -> bool:
+        """Whether the next step finds all that it keeps where the last one has left it."""
+        if self.last.stack is None or not context.trained.keys() >= self.last.stack.keys():
+            return False
+        layout = self.last.stack.layout
+        return context.layout({name: context.trained[name] for name in layout.names}) is layout
+
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         gradients, loss = context.gradients(), evaluation.value
         if not gradients:
             return Outcome(loss)
         is_idle = context.is_idle()
-        if self.state is not None and not self.is_in_place:  # it was loaded, and knows nothing of counts
+        if self.state is not None and self.last.stack is None:  # it was loaded, and knows nothing of counts
             self.state.steps.fill_(context.monitor.started)
             self.state.was_bad.fill_(not context.monitor.was_accepted)
         if is_idle and self.state is not None:
@@ -80,7 +86,7 @@ class TrustRegionStep(StepRule):
             return Outcome(loss, is_skipped=True)
         self._calibrate(context)
         with context.monitor.timed("direction"):
-            move = self._found(context, context.stack(gradients), good)
+            move = self._found(context, Stack.of(context.layout(gradients), gradients), good)
         entry = {"renewed": renewal.renewed, "inverted": renewal.inverted}
         return Outcome(loss, move=move, entry=ORDINARY | entry, renewal=renewal, numbers=self.numbers)
 
@@ -91,7 +97,7 @@ class TrustRegionStep(StepRule):
         """
         good = context.unscale_and_check_finite(gradients)
         with context.monitor.timed("direction"):
-            return self._found(context, context.stack(gradients), good)
+            return self._found(context, Stack.of(context.layout(gradients), gradients), good)
 
     def numbers(self) -> tuple[dict[str, Any], Verdict]:
         """Of the step that was made last: for the history, and whether its batch was good."""
@@ -129,36 +135,37 @@ class TrustRegionStep(StepRule):
     def _found(self, context: StepContext, gradients: Stack, good: Tensor) -> Step:
         """The next step."""
         least, outputs, before = first_trust(context.preconditioner.blocks), context.outputs, self.state
-        last = self._last_rows(context, gradients)
+        last = self._last_displacements(context, gradients)
         ratio, norm = self._slope_ratio(context, gradients, last), _norm(context, gradients)
         counted = longest_gradient(norm, norm if before is None else before.norm)
         is_far = is_overshoot(ratio, norm, norm if before is None else before.norm)
         # one batch far out of scale must not dominate the running mean
-        clipped = scaled(gradients.rows, (counted / norm).nan_to_num(1.0))
-        found = self.descent(context, Stack(gradients.families, clipped), good, good & ~is_far)
+        factor = (counted / norm).nan_to_num(1.0)
+        for g in gradients.vectors:
+            g.mul_(factor.to(g.device))
+        found = self.descent(context, gradients, good, good & ~is_far)
         energies, rms = found.energies, outputs.rms
         change = output_change(energies.sum(), outputs)
         assert rms is not None
-        change = change.to(at_least_single(gradients.rows))  # that of all numbers
+        change = change.to(at_least_single(gradients.vectors))  # that of all numbers
         if before is None:
             self._keep(started(change, norm, least, context.monitor.started))
         else:
             change = change * underestimate(before.measured, before.predicted)
         assert self.values is not None
-        rates = context.numbers.of_all("lr", [layer[0] for layer in found.directions.layers])
+        rates = context.numbers.of_all("lr", [layer[0] for layer in found.directions.layout.layers])
         look = Look(
             values=self.values, is_first=before is None, ratio=ratio, norm=norm, counted=counted, is_far=is_far,
             good=good, undoes=context.scaling.scale is None,  # a scaler has bad batches until it has found its scale
             change=change, output_rms=rms, slope=(found.slopes * rates.to(found.slopes.dtype)).sum(),
             lr=context.numbers.lr, least_trust=least,
         )  # fmt: skip
-        self.is_in_place = True
         predicted = self._predicted(found)
         return Step(look, self._move(context, found, last, rates), predicted, self.joint_energies)
 
     def _predicted(self, found: Descent) -> Tensor | None:
         """The energies of the directions; None, if they are not known layer by layer."""
-        names = [layer[0] for layer in found.directions.layers]
+        names = [layer[0] for layer in found.directions.layout.layers]
         if len(found.energies) != len(names):
             self.energies = {}
             return None
@@ -173,15 +180,15 @@ class TrustRegionStep(StepRule):
         kept = {name: context.states[name].get("displacement") for name in names if name in context.trained}
         return {name: to_local(d) for name, d in kept.items() if d is not None}
 
-    def _last_rows(self, context: StepContext, gradients: Stack) -> Stack:
+    def _last_displacements(self, context: StepContext, gradients: Stack) -> Stack:
         """The last displacements, zeros where there were none; parameters that do not move now have none any more."""
         for name in context.trained.keys() - gradients.keys():
             context.states[name].pop("displacement", None)
-        return gradients.state("displacement", context.states, context.trained)
+        return self.last.of(gradients.layout, context.states, context.trained)
 
     def _slope_ratio(self, context: StepContext, gradients: Stack, last: Stack) -> Tensor:
         """Ratio of the slope along the last displacement now to that at its start; 0 without a displacement."""
-        now = context.over_shards(products(last.rows, gradients.rows, context.home), gradients.first_layers).sum()
+        now = _inner(context, last, gradients)
         return torch.zeros_like(now) if self.state is None else slope_ratio(now, self.state.slope)
 
     def _move(self, context: StepContext, found: Descent, last: Stack, rates: Tensor) -> Move:
@@ -195,19 +202,19 @@ class TrustRegionStep(StepRule):
         squares = None
         if context.is_spread:
             sizes = context.over_shards(squared_norms(list(own.values()), context.home), [(name,) for name in own])
-            squares = context.over_shards(row_squares(directions.rows, context.home), directions.layers), sizes
+            squares = context.over_shards(row_squares(directions.rows, context.home), directions.layout.layers), sizes
         return Move(
             parameters=list(own.values()),
-            directions=directions.rows,
-            last=last.rows,
+            directions=directions.vectors,
+            last=last.vectors,
+            forms=directions.layout.forms,
             scales=found.scales,
             squares=squares,
             slopes=found.slopes,
             rates=rates,
             decayed=[(numbers.of("kept", names[0]), [own[name] for name in names]) for names in decayed.values()],
-            shapes=[family.shapes for family in directions.families],
             tables=[
-                (k, directions[name], len(context.trained[name]))
+                (k, len(context.trained[name]))
                 for k, name in enumerate(directions)
                 if (block := context.block_of(name)) is not None and block.has_separate_rows
             ],
@@ -217,7 +224,7 @@ class TrustRegionStep(StepRule):
     @staticmethod
     def _blocks(context: StepContext, directions: Stack) -> Tensor | None:
         """`Move.blocks`."""
-        owners = [context.block_of(layer[0]) or layer for layer in directions.layers]
+        owners = [context.block_of(layer[0]) or layer for layer in directions.layout.layers]
         numbers = {id(owner): k for k, owner in enumerate(dict.fromkeys(owners))}
         if len(numbers) == len(owners):
             return None
@@ -239,12 +246,18 @@ class TrustRegionStep(StepRule):
         if own:
             self._keep(StepSize(**own | dict.fromkeys(UNSAVED, torch.zeros_like(own["size"]))))
         self.energies, self.joint_energies = dict(state["energies"]), torch.zeros(0, device="cpu")
-        self.is_in_place = False
+        self.last = StateStack("displacement")
 
 
 def _norm(context: StepContext, gradients: Stack) -> Tensor:
     """The norm of all gradients together."""
-    return context.over_shards(squared_norms(gradients.rows, context.home), gradients.first_layers).sum().sqrt()
+    return _inner(context, gradients, gradients).sqrt()
+
+
+def _inner(context: StepContext, ones: Stack, others: Stack) -> Tensor:
+    """The inner product of all tensors together."""
+    found = products(ones.vectors, others.vectors, context.home)
+    return total(context.over_shards(found, ones.layout.first_layers))
 
 
 def output_change(energy: Tensor, outputs: OutputScale) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import by_device, stack, widen
-from optimizers.steps.stacks import at_least_single, pieces, row_squares, scale_, scaled
+from optimizers.steps.stacks import Form, at_least_single, joined, pieces, row_squares, rows_of
 from optimizers.steps.step_size import Decision, Look, StepSize, decided
 
 # AdamW's usual learning rate, for which lr=1 stands in weight decay: lr multiplies the step here, and has no unit, so
@@ -36,35 +36,35 @@ def within_trust(step: Tensor, length: Tensor, size: Tensor, relative: Tensor) -
 
 
 class Move(NamedTuple):
-    """A step of the parameters, by `take`. Rows are those of a family of layers (`optimizers.steps.stacks`).
+    """A step of the parameters, by `take`. Vectors and forms are those of `optimizers.steps.stacks`.
 
-    Parameters and rows are where their layers are, and all numbers on one device.
+    Parameters and vectors are where their layers are, and all numbers on one device.
 
     Attributes:
-        parameters: of all families, layer by layer.
-        directions: rows (n, d) of descent, for each family.
-        last: rows of the last displacements, to be overwritten.
+        parameters: of all vectors, layer by layer.
+        directions: vectors of descent.
+        last: vectors of the last displacements, to be overwritten.
+        forms: of the layers in each vector.
         scales: what the directions of the layers (n,) are multiplied by before all else; None: by nothing.
         squares: squared norms of the layers' directions, and of the parameters, where these are shards.
         slopes: inner products of gradient and scaled direction, for each layer.
         rates: lr, a scalar or one for each layer.
         decayed: what weight decay leaves of some parameters, and these.
-        shapes: of the parameters of a layer, for each family.
-        tables: parameters whose rows are layers of their own (embeddings): which of all it is, its direction, and the
-            number of its rows on all processes.
+        tables: parameters whose rows are layers of their own (embeddings): which of all it is, and the number of its
+            rows on all processes.
         blocks: number of the block of each layer, where parts of a block have options of their own; cut together.
     """
 
     parameters: list[Tensor]
     directions: list[Tensor]
     last: list[Tensor]
+    forms: list[list[Form]]
     scales: Tensor | None
     squares: tuple[Tensor, Tensor] | None
     slopes: Tensor
     rates: Tensor
     decayed: list[tuple[Tensor, list[Tensor]]]
-    shapes: list[tuple[tuple[int, ...], ...]]
-    tables: list[tuple[int, Tensor, int]]
+    tables: list[tuple[int, int]]
     blocks: Tensor | None
 
 
@@ -105,10 +105,10 @@ def take(move: Move, decision: Decision) -> tuple[Tensor, Tensor]:
     """
     good, undo, trust = decision.good, decision.undo, decision.trust
     size = decision.step_size.masked_fill(~good, 0)
-    home = size.device
-    lengths, sizes = move.squares or (row_squares(move.directions, home), squared_norms(move.parameters, home))
-    longest = [trust * _row_sizes(move.parameters[k], sizes[k] / rows) for k, _, rows in move.tables]
-    sizes = _by_layer(sizes.clamp(min=1), move)  # so that tensors that start at zero can leave it
+    home, rows = size.device, [x for pair in zip(move.directions, move.forms, strict=True) for x in rows_of(*pair)]
+    lengths, sizes = move.squares or (row_squares(rows, home), squared_norms(move.parameters, home))
+    longest = [trust * _row_sizes(move.parameters[k], sizes[k] / count) for k, count in move.tables]
+    sizes = _by_layer(sizes.clamp(min=1), move.forms)  # so that tensors that start at zero can leave it
     if move.scales is not None:
         lengths = lengths * move.scales.square()
     if move.blocks is not None:
@@ -121,19 +121,27 @@ def take(move: Move, decision: Decision) -> tuple[Tensor, Tensor]:
         left = torch.where(good, kept, 1)
         for own in by_device(parameters):
             torch._foreach_mul_(own, left.to(own[0]))
-    counts = [len(rows) for rows in move.directions]
-    for rows, rate in zip(move.directions, factors.split(counts), strict=True):
-        rows.mul_(rate.to(rows.device)[:, None]).nan_to_num_(0.0, 0.0, 0.0)
-    for (_, table, _), length in zip(move.tables, longest, strict=True):
-        norms = torch.linalg.vector_norm(table, dim=1, dtype=length.dtype)
-        table.mul_((length / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)[:, None])
+    for x, factor in zip(rows, factors.split([len(x) for x in rows]), strict=True):
+        x.mul_(factor.to(x.device)[:, None])
+    for x in move.directions:
+        x.nan_to_num_(0.0, 0.0, 0.0)
+    if move.tables:
+        displacements = _pieces(move.directions, move.forms)
+        for (k, _), length in zip(move.tables, longest, strict=True):
+            norms = torch.linalg.vector_norm(displacements[k], dim=1, dtype=length.dtype)
+            displacements[k].mul_((length / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1)[:, None])
     # without a step the displacements are zero
-    moved = torch._foreach_sub(move.directions, scaled(move.last, undo))
-    shifts = [x for rows, shapes in zip(moved, move.shapes, strict=True) for x in pieces(rows, shapes)]
-    torch._foreach_add_(move.parameters, shifts)
-    scale_(move.last, ~(good | undo))
-    torch._foreach_add_(move.last, move.directions)
+    moved = []
+    for x, last in zip(move.directions, move.last, strict=True):
+        undone, stays = undo.to(x), (~(good | undo)).to(x)
+        moved.append(torch.addcmul(x, last, undone, value=-1))
+        last.mul_(stays).add_(x)
+    torch._foreach_add_(move.parameters, _pieces(moved, move.forms))
     return rates, -(rates * move.slopes).nan_to_num(0.0, 0.0, 0.0).sum()
+
+
+def _pieces(vectors: list[Tensor], forms: list[list[Form]]) -> list[Tensor]:
+    return [x for pair in zip(vectors, forms, strict=True) for x in pieces(*pair)]
 
 
 def _row_sizes(table: Tensor, square: Tensor) -> Tensor:
@@ -142,15 +150,15 @@ def _row_sizes(table: Tensor, square: Tensor) -> Tensor:
     return norms.clamp(min=square.sqrt().to(norms.device))
 
 
-def _by_layer(numbers: Tensor, move: Move) -> Tensor:
+def _by_layer(numbers: Tensor, forms: list[list[Form]]) -> Tensor:
     """Sums over the parameters of each layer."""
     runs: list[tuple[int, int]] = []  # torch.compile cannot follow itertools.groupby
-    for k, n in ((len(shapes), len(rows)) for shapes, rows in zip(move.shapes, move.directions, strict=True)):
+    for k, n in ((len(form.shapes), form.layers) for own in forms for form in own):
         if runs and runs[-1][0] == k:
             n += runs.pop()[1]
         runs.append((k, n))
     parts = zip(numbers.split([k * n for k, n in runs]), runs, strict=True)
-    return torch.cat([x.view(-1, k).sum(1) for x, (k, _) in parts])
+    return joined([x.view(-1, k).sum(1) for x, (k, _) in parts], numbers.device)
 
 
 def squared_norms(tensors: list[Tensor], home: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from curvature.preconditioners import BlockDiagonalCurvature
 from curvature.preconditioners.diagonal import DiagonalBlock
 from optimizers import EKFAC, KFAC
 from optimizers.steps.calibration import DECAY, LARGEST_SCALE, calibrate, scales, underestimate
+from optimizers.steps.stacks import Stack
 
 pytestmark = pytest.mark.fast
 
@@ -100,7 +101,8 @@ def test_a_longer_direction_is_steeper_and_has_more_energy() -> None:
     for energies in ([8.0, 8.0], [16.0, 4.0]):  # as measured; four each as predicted
         for own, measured in zip(opt.store.blocks, energies, strict=True):
             own.energies = one([measured, 4.0])
-        stack = context.stack(context.gradients())
+        gradients = context.gradients()
+        stack = Stack.of(context.layout(gradients), gradients)
         found.append(opt.rule.descent(context, stack, *(2 * [torch.tensor(True)])))
     plain, scaled = found
     scale = one([2.5 / 4, 2.5])

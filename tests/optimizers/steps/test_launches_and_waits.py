@@ -107,7 +107,7 @@ class Run:
 
     @property
     def families(self) -> int:
-        return len(self.opt._context(None).stack({n: p.grad for n, p in self.opt.trained().items()}).families)  # type: ignore[misc]
+        return len(self.opt._context(None).layout({n: p.grad for n, p in self.opt.trained().items()}).families)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "lstm"])

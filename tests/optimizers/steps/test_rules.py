@@ -19,7 +19,7 @@ from optimizers.steps.descent import Descent
 from optimizers.steps.numbers import Numbers
 from optimizers.steps.quadratic_model import GROW, MOST_TRIES, Trial, first_accepted
 from optimizers.steps.rule import Evaluation, Scaling
-from optimizers.steps.stacks import Stack, families, row_squares
+from optimizers.steps.stacks import layout_of, row_squares
 from optimizers.steps.step_size import RATE, START, START_RATE
 from optimizers.steps.trust_region import TrustRegionStep
 from optimizers.steps.updates import make
@@ -75,7 +75,7 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
             outputs=SimpleNamespace(rms=torch.tensor(rms), entries_per_sample=100.0, along={}), is_spread=False,
             home=p.device,
             block_of=lambda name: None,
-            stack=lambda found: Stack.of(families([("p",)], found, lambda name: None), found),
+            layout=lambda found: layout_of([("p",)], found, lambda name: None),
             over_shards=lambda numbers, layers: numbers,
         )  # fmt: skip
         outcome = rule.step(context, Evaluation())

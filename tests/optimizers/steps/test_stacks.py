@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import stacked
-from optimizers.steps.stacks import Family, Stack, families, products, row_products, row_squares
+from optimizers.steps.stacks import Layout, Stack, StateStack, layout_of, products, row_products, row_squares
 
 pytestmark = pytest.mark.fast
 
@@ -23,63 +23,62 @@ def named(seed: int = 0) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def made(**kinds: Any) -> list[Family]:
-    return families(LAYERS, named(), lambda name: kinds.get(name.replace(".", "_")))
+def made(**kinds: Any) -> Layout:
+    return layout_of(LAYERS, named(), lambda name: kinds.get(name.replace(".", "_")))
 
 
 def test_layers_of_one_form_are_together():
-    assert [family.layers for family in made()] == [(LAYERS[0], LAYERS[2]), (LAYERS[1],), (LAYERS[3],), (LAYERS[4],)]
-    apart = made(b_w="other", b_b="other")
-    assert [family.layers for family in apart][:3] == [(LAYERS[0],), (LAYERS[1],), (LAYERS[2],)]
-    split = made(a_b="other")  # parameters of a layer that differ are layers of their own
-    assert [family.layers for family in split][:2] == [(("a.w",),), (("a.b",),)]
+    (run,) = made().runs
+    assert [family.layers for family in run] == [(LAYERS[0], LAYERS[2]), (LAYERS[1],), (LAYERS[3],), (LAYERS[4],)]
+    first, apart = made(b_w="other", b_b="other").runs
+    assert first[0].layers == (LAYERS[0],) and [family.layers for family in apart] == [(LAYERS[2],)]
+    first, split = made(a_b="other").runs  # parameters of a layer that differ are layers of their own
+    assert first[0].layers == (("a.w",),) and split[0].layers == (("a.b",),)
+    assert made() is made(**dict.fromkeys(["a_w", "a_b"])) and made(a_b="other") is made(a_b="third")
 
 
-def test_rows_hold_what_was_given():
-    found, given = Stack.of(made(), named()), named()
-    assert list(found) == [name for family in made() for name in family.names] and len(found) == len(SHAPES)
-    for name, x in given.items():
-        assert torch.equal(found[name], x) and found[name].shape == x.shape
-    transposed = {name: x.mT.contiguous().mT if x.ndim == 2 else x for name, x in given.items()}
-    for name, x in Stack.of(made(), transposed).items():
-        assert torch.equal(x, given[name])
+def test_vectors_hold_what_was_given():
+    for layout in (made(), made(b_w="other")):
+        found, given = Stack.of(layout, named()), named()
+        assert list(found) == layout.names and len(found) == len(SHAPES)
+        for name, x in given.items():
+            assert torch.equal(found[name], x) and found[name].shape == x.shape
+        transposed = {name: x.mT.contiguous().mT if x.ndim == 2 else x for name, x in given.items()}
+        for name, x in Stack.of(layout, transposed).items():
+            assert torch.equal(x, given[name])
+        for family, rows in zip(layout.families, found.rows, strict=True):
+            for layer, row in zip(family.layers, rows, strict=True):
+                assert torch.equal(row, torch.cat([given[name].flatten() for name in layer]))
 
 
-def test_views_are_found_again_without_a_copy():
-    stack = Stack.of(made(), named())
-    again = stack.like(dict(stack))
-    assert [x.data_ptr() for x in again.rows] == [x.data_ptr() for x in stack.rows]
-    changed = dict(stack) | {"b.b": stack["b.b"].clone()}
-    assert stack.like(changed).rows[0].data_ptr() != stack.rows[0].data_ptr()
-    swapped = dict(stack) | {"a.w": stack["b.w"], "b.w": stack["a.w"]}
-    for name, x in stack.like(swapped).items():
-        assert torch.equal(x, swapped[name])
-
-
-def test_states_refer_to_the_rows():
-    trained, states = named(1), {name: {} for name in SHAPES}
-    stack = Stack.of(made(), named())
-    state = stack.state("mean", states, trained)
-    assert not any(x.any() for x in state.rows)
-    torch._foreach_add_(state.rows, stack.rows)
+def test_states_refer_to_the_vectors():
+    trained, states, layout = named(1), {name: {} for name in SHAPES}, made()
+    stack, known = Stack.of(layout, named()), StateStack("mean")
+    state = known.of(layout, states, trained)
+    assert not any(x.any() for x in state.vectors)
+    torch._foreach_add_(state.vectors, stack.vectors)
     assert all(torch.equal(states[name]["mean"], stack[name]) for name in SHAPES)
+    assert known.of(layout, states, trained) is state
     states["b.b"]["mean"] = torch.full((2,), 7.0)  # as a checkpoint does, or a hook
-    again = stack.state("mean", states, trained)
+    again = known.of(layout, states, trained)
     assert torch.equal(again["b.b"], torch.full((2,), 7.0)) and torch.equal(again["a.w"], stack["a.w"])
     again.rows[0].zero_()
     assert not any(states[name]["mean"].any() for name in ("a.w", "a.b", "b.w", "b.b"))
+    other = known.of(made(a_b="other"), states, trained)
+    assert all(torch.equal(x, again[name]) and states[name]["mean"] is x for name, x in other.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_numbers_of_rows(dtype: torch.dtype):
-    one, other = ([x.to(dtype) for x in Stack.of(made(), named(seed)).rows] for seed in (0, 1))
-    wide = lambda rows: [x.double() for x in rows]
+    one, other = (Stack.of(made(), {k: x.to(dtype) for k, x in named(seed).items()}) for seed in (0, 1))
+    wide = lambda tensors: [x.double() for x in tensors]
     close = lambda found, expected: torch.testing.assert_close(found, torch.cat(expected).float(), rtol=1e-5, atol=1e-5)
     cpu = torch.device("cpu")
-    squares, along, sums = row_squares(one, cpu), row_products(one, other, cpu), products(one, other, cpu)
-    close(squares, [x.square().sum(1) for x in wide(one)])
-    close(along, [(x * y).sum(1) for x, y in zip(wide(one), wide(other), strict=True)])
-    close(sums, [(x * y).sum()[None] for x, y in zip(wide(one), wide(other), strict=True)])
+    squares, along = row_squares(one.rows, cpu), row_products(one.rows, other.rows, cpu)
+    sums = products(one.vectors, other.vectors, cpu)
+    close(squares, [x.square().sum(1) for x in wide(one.rows)])
+    close(along, [(x * y).sum(1) for x, y in zip(wide(one.rows), wide(other.rows), strict=True)])
+    close(sums, [(x * y).sum()[None] for x, y in zip(wide(one.vectors), wide(other.vectors), strict=True)])
     assert squares.dtype == along.dtype == sums.dtype == torch.float32
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from optimizers.steps.stacks import Form
 from optimizers.steps.step_size import Decision
 from optimizers.steps.updates import (
     Move,
@@ -33,18 +34,18 @@ def test_a_step_of_two_layers(good: bool, undo: bool):
     """The first is cut back to a tenth of its length, the second decays and has a rate of its own."""
     one = functools.partial(torch.tensor, dtype=torch.float64)
     parameters, starts = [one([3.0, 4.0]), one([1.0, 0.0])], [one([3.0, 4.0]), one([1.0, 0.0])]
-    last = [one([[0.0, 0.0]]), one([[7.0, 7.0]])]
+    last = [one([0.0, 0.0, 7.0, 7.0])]
     rates, slope = take(
         Move(
             parameters=parameters,
-            directions=[one([[0.0, 10.0]]), one([[0.2, 0.0]])],
+            directions=[one([0.0, 10.0, 0.2, 0.0])],
             last=last,
+            forms=[[Form(1, ((2,),)), Form(1, ((2,),))]],
             scales=None,
             squares=None,
             slopes=one([2.0, 3.0]),
             rates=one([1.0, 0.5]),
             decayed=[(one(0.9), parameters[1:])],
-            shapes=[((2,),), ((2,),)],
             tables=[],
             blocks=None,
         ),
@@ -54,7 +55,7 @@ def test_a_step_of_two_layers(good: bool, undo: bool):
     kept = [1.0, 0.9 if good else 1.0]
     for p, start, k, d in zip(parameters, starts, kept, moved, strict=True):
         torch.testing.assert_close(p, k * start + d - (7.0 if undo and p is parameters[1] else 0.0))
-    torch.testing.assert_close(last[1][0], moved[1] if good else one([0.0, 0.0] if undo else [7.0, 7.0]))
+    torch.testing.assert_close(last[0][2:], moved[1] if good else one([0.0, 0.0] if undo else [7.0, 7.0]))
     assert rates.tolist() == pytest.approx([0.05, 0.1] if good else [0.0, 0.0])
     assert slope.item() == pytest.approx(-(0.05 * 2.0 + 0.2 * 0.5 * 3.0) if good else 0.0)
 
@@ -67,14 +68,14 @@ def test_layers_of_one_form_are_cut_apart():
     rates, slope = take(
         Move(
             parameters=parameters,
-            directions=[one([[30.0, 0.0, 40.0], [3.0, 0.0, 4.0]])],
-            last=[torch.zeros(2, 3).double()],
+            directions=[one([30.0, 0.0, 40.0, 3.0, 0.0, 4.0])],
+            last=[torch.zeros(6).double()],
+            forms=[[Form(2, ((1, 2), (1,)))]],
             scales=None,
             squares=None,
             slopes=one([2.0, 3.0]),
             rates=one(1.0),
             decayed=[],
-            shapes=[((1, 2), (1,))],
             tables=[],
             blocks=None,
         ),
@@ -89,20 +90,20 @@ def test_layers_of_one_form_are_cut_apart():
 def test_each_row_of_a_table_is_cut():
     """Rows of norm 5 and 1, whose root mean square is 3.6: no row moves by more than a tenth of the larger of both."""
     one = functools.partial(torch.tensor, dtype=torch.float64)
-    table, rows = one([[3.0, 4.0], [0.0, 1.0]]), one([[0.0, 0.2, 0.0, 1.0]])
+    table, rows = one([[3.0, 4.0], [0.0, 1.0]]), one([0.0, 0.2, 0.0, 1.0])
     start = table.clone()
     take(
         Move(
             parameters=[table],
             directions=[rows],
-            last=[torch.zeros(1, 4).double()],
+            last=[torch.zeros(4).double()],
+            forms=[[Form(1, ((2, 2),))]],
             scales=None,
             squares=None,
             slopes=one([1.0]),
             rates=one(1.0),
             decayed=[],
-            shapes=[((2, 2),)],
-            tables=[(0, rows.view(2, 2), 2)],
+            tables=[(0, 2)],
             blocks=None,
         ),
         Decision(one(1.0), one(0.1), torch.tensor(True), torch.tensor(False)),
