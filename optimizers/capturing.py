@@ -52,7 +52,7 @@ class Capture:
 
     def is_needed(self, rule: StepRule, context: StepContext) -> bool:
         """Whether a step has to be captured, for the first time or again."""
-        context.numbers.tell(context.options, context.home)
+        context.tell_numbers()
         own = _capturable(rule, context)
         return self.captured is None or own is None or self.captured != _as_captured(own, context)
 

@@ -181,7 +181,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             )
         self.monitor.collect()
         start, context = time.perf_counter(), self._context(closure)
-        self.numbers.tell(context.options, context.home)
+        context.tell_numbers()
         is_differentiated = closure is not None and self.choice.may_differentiate
         with self.monitor.watching(), force_eager() if is_differentiated else nullcontext():
             outcome = self.choice.step(context, self._context)

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvature.linalg import in_place, widest
 from optimizers.steps.calibration import scales
 from optimizers.steps.rule import StepContext
-from optimizers.steps.stacks import Layer, Layout, Stack, StateStack, row_products, row_squares
+from optimizers.steps.stacks import Layer, Layout, Stack, StateStack, row_norms, row_products
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class MomentumDescent:
     Attributes:
         means: running means of the gradients.
         weights: sums of the weights of gradients in them, one for each vector.
-        scales: of the layers, as of the last renewal.
+        scales: of the layers, and their squares (2, n), as of the last renewal.
     """
 
     is_capturable = True
@@ -78,10 +78,11 @@ class MomentumDescent:
         found = gradients.like(context.solve(means))
         slopes = context.over_shards(row_products(found.rows, means.rows, context.home), found.layout.layers)
         energies = _energies(context, found, slopes).nan_to_num(0.0, 0.0, 0.0)  # what overflows is not taken
-        scale = self._scales(context, found.layout.layers)
-        if scale is None:
+        scales = self._scales(context, found.layout.layers)
+        if scales is None:
             return Descent(found, slopes, energies)
-        return Descent(found, slopes * scale, energies * scale.square(), scale)
+        slopes, energies = torch._foreach_mul([slopes, energies], scales.unbind())
+        return Descent(found, slopes, energies, scales[0])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -104,7 +105,7 @@ class MomentumDescent:
         firsts = [context.states[layer[0]].get("weight", 0.0) for layer in layout.first_layers]
         if layout is self.layout and all(map(operator.is_, firsts, self.views)):
             return self.weights
-        zero = torch.zeros((), dtype=widest(context.home.type), device=context.home)
+        zero = context.numbers.values.new_zeros(())
         self.weights = torch.stack([w.to(zero) if isinstance(w, Tensor) else zero + w for w in firsts])
         self.layout, self.views = layout, self.weights.unbind()
         for names, weight in zip(layout.names_by_run, self.views, strict=True):
@@ -118,7 +119,9 @@ class MomentumDescent:
         measured = [None if block is None else block.energies for block in blocks]
         if len(measured) != len(self.measured) or any(map(operator.is_not, measured, self.measured)):
             found, self.measured = scales(blocks), measured
-            self.scales = None if found is None else in_place(self.scales, found.to(context.home))
+            self.scales = (
+                None if found is None else in_place(self.scales, torch.stack([found, found.square()]).to(context.home))
+            )
         return self.scales
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -150,7 +153,10 @@ class SpringDescent:
         found = gradients.like(context.solve(right))
         if any(momenta):
             torch._foreach_copy_(last.vectors, found.vectors)  # the step scales u in place
-        squares, along = row_squares(found.rows, context.home), row_products(right.rows, found.rows, context.home)
+        squares, along = (
+            row_norms(found.rows, context.home).square(),
+            row_products(right.rows, found.rows, context.home),
+        )
         energies = along - dampings.to(squares) * squares
         energies = energies.sum()[None] if len(context.preconditioner.blocks) == 1 else energies
         return Descent(found, row_products(gradients.rows, found.rows, context.home), energies.clamp(min=0))
@@ -173,7 +179,7 @@ def _energies(context: StepContext, directions: Stack, slopes: Tensor) -> Tensor
     firsts = [layer[0] for layer in directions.layout.layers]
     if all(context.options[name]["damping"] is None for name in firsts):
         return slopes
-    squares = context.over_shards(row_squares(directions.rows, context.home), directions.layout.layers)
+    squares = context.over_shards(row_norms(directions.rows, context.home).square(), directions.layout.layers)
     return without_damping(slopes, context.numbers.of_all("damping", firsts).to(squares), squares)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from curvature.linalg import stack, widen
+from curvature.linalg import widen
 
 
 def unscale_and_check_finite(gradients: Iterable[Tensor], scale: Tensor | None = None) -> Tensor:
@@ -28,4 +28,7 @@ def unscale_and_check_finite(gradients: Iterable[Tensor], scale: Tensor | None =
             else widen(scale).reciprocal().float().to(device)
         )
         torch._amp_foreach_non_finite_check_and_unscale_(alike, devices[device], inverse)
-    return stack(devices.values()).sum() == 0
+    first, *others = devices.values()
+    for found in others:
+        first = first + found.to(first.device)
+    return first == 0

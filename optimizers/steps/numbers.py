@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import widest
 from optimizers.steps.updates import kept_by_decay
 
 FIELDS = "lr", "kept", "fresh", "damping"  # of a group: weight decay keeps `kept`, momentum takes `fresh` of a gradient
@@ -27,16 +26,16 @@ class Numbers:
         self.places: dict[str, int] = {}  # group of each parameter
         self.indices: dict[tuple[int, ...], Tensor] = {}
 
-    def tell(self, options: Mapping[str, Mapping[str, Any]], home: torch.device) -> None:
-        """Take over the options of each parameter, by name; the host does not wait."""
+    def tell(self, options: Mapping[str, Mapping[str, Any]], home: torch.device, dtype: torch.dtype) -> None:
+        """Take over the options of each parameter, by name, in a precision; the host does not wait."""
         groups = {id(own): own for own in options.values()}
         order = {key: k for k, key in enumerate(groups)}
         self.places = {name: order[id(own)] for name, own in options.items()}
         found = [max(own["lr"] for own in groups.values())]
         for own in groups.values():
             found += [own["lr"], kept_by_decay(own), 1 - own.get("momentum", 0.0), own.get("damping") or 0.0]
-        if self.values.device != home or len(self.values) != len(found):
-            self.values = torch.zeros(len(found), dtype=widest(home.type), device=home)
+        if (self.values.device, self.values.dtype) != (home, dtype) or len(self.values) != len(found):
+            self.values = torch.zeros(len(found), dtype=dtype, device=home)
             self.known, self.indices = [0.0] * len(found), {}
         if found != self.known:
             self.values.zero_()

@@ -22,7 +22,7 @@ from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.finite_check import unscale_and_check_finite
 from optimizers.steps.numbers import Numbers
-from optimizers.steps.stacks import Layer, Layout, layout_of
+from optimizers.steps.stacks import Layer, Layout, at_least_single, layout_of
 from optimizers.steps.updates import Step
 
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
@@ -82,6 +82,10 @@ class StepContext:
     @property
     def team(self) -> Team:
         return self.preconditioner.teams.current()
+
+    def tell_numbers(self) -> None:
+        """Take over the options in `numbers`, in the precision of the parameters, single at least."""
+        self.numbers.tell(self.options, self.home, at_least_single(self.trained.values()))
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that the loop left in ``.grad``, by name; of sharded parameters, the local shard."""

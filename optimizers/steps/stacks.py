@@ -190,10 +190,9 @@ def _layout(layers: tuple[tuple[Any, ...], ...]) -> Layout:
 # -- what a step asks of rows: one number for each, on the device `home`
 
 
-def row_squares(rows: Sequence[Tensor], home: torch.device) -> Tensor:
-    """The squared norm of each row, in single precision."""
-    norms = [torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x])) for x in rows]
-    return joined(norms, home).square().float()
+def row_norms(rows: Sequence[Tensor], home: torch.device) -> Tensor:
+    """The norm of each row, in single precision."""
+    return joined([torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x])) for x in rows], home).float()
 
 
 def row_products(ones: Sequence[Tensor], others: Sequence[Tensor], home: torch.device) -> Tensor:

@@ -1,5 +1,7 @@
 """How far to go: pure functions from slopes and predicted changes of the outputs to the next step size.
 
+All numbers are scalar tensors, so that no step waits for the device; what is done to several alike, lists do at once.
+
 Along the last displacement the loss falls with one slope at its start and another at its end. Their ratio says, at no
 extra cost, whether the displacement was too short or too long.
 """
@@ -28,6 +30,7 @@ LEAST_SHRINK = 0.2  # of the step size after an overshoot
 # Bounds. A layer's is a fraction of its parameters' norm: changes of many layers add up like random ones.
 FIRST_TRUST = 0.15  # longest step of a layer, divided by the square root of the number of layers
 LARGEST_TRUST = 0.2  # after many steps that could have been longer
+WIDER, NARROWER = 1.1, 0.8  # at each step: where the loss falls as steeply as before, and where not
 SLACK = 2.0  # how far the step size may stay above the steps that the bounds on the layers allow
 CHANGE_FACTOR = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
 CHANGE_DECAY = 0.95  # of that running mean
@@ -109,8 +112,11 @@ def slope_ratio(slope: Tensor, predicted: Tensor) -> Tensor:
     Along the last displacement the loss fell with slope `predicted` at the start; `slope` is what is left of it now.
     Their ratio is one where the step could have gone on for ever, zero at the minimum along the line, negative beyond.
     """
-    ratio = (slope / predicted).masked_fill(predicted == 0, 0.0)
-    return ratio.nan_to_num(0.0, 1.0, -1e30).clamp(-1e30, 1)
+    return _ratio(slope, predicted).masked_fill(predicted == 0, 0.0)
+
+
+def _ratio(one: Tensor, other: Tensor) -> Tensor:
+    return (one / other).nan_to_num(0.0, 1.0, -1e30).clamp(-1e30, 1)
 
 
 def is_overshoot(ratio: Tensor, norm: Tensor, mean: Tensor) -> Tensor:
@@ -141,20 +147,19 @@ class Pace(NamedTuple):
 
 def pace(steps: Tensor) -> Pace:
     """The pace after a number of steps."""
-    late = steps / START
-    each = (steps + 1).reciprocal()
-    return Pace(
-        rate=(RATE / (1 + late)).clamp(min=LATE_RATE),
-        start=(START_RATE * (1 - late)).clamp(min=0.0),
-        shrink=-SHRINK * each,
-        weight=each.clamp(min=1 - NORM_DECAY),
-    )
+    each, late = torch._foreach_reciprocal(torch._foreach_add([steps, steps], [1.0, START]))
+    rate, shrink, start = torch._foreach_mul([late, each, START - steps], [RATE * START, -SHRINK, START_RATE / START])
+    rate, start, weight = torch._foreach_clamp_min([rate, start, each], [LATE_RATE, 0.0, 1 - NORM_DECAY])
+    return Pace(rate, start, shrink, weight)
 
 
-def adapted(state: StepSize, ratio: Tensor, norm: Tensor, counted: Tensor, lr: Tensor, least_trust: float) -> StepSize:
+def adapted(
+    state: StepSize, made: Tensor, ratio: Tensor, norm: Tensor, counted: Tensor, lr: Tensor, least_trust: float
+) -> StepSize:
     """The step size and the trust region after a look at the last displacement.
 
     Args:
+        made: ``state.made``.
         ratio: of slopes.
         norm: of the gradient.
         counted: the norm that it is clipped to.
@@ -163,34 +168,39 @@ def adapted(state: StepSize, ratio: Tensor, norm: Tensor, counted: Tensor, lr: T
         least_trust: the trust region to fall back to.
     """
     lr, now = lr.to(ratio.dtype), pace(state.steps)
-    ends_now = ratio.clamp(min=LOWEST_RATIO) * state.slope
-    starts, ends = torch._foreach_lerp([state.starts, state.ends], [state.slope, ends_now], 1 - SLOPE_DECAY)
-    steepness = state.slope.abs()
-    steepest = torch.maximum(steepness, MEMORY * state.steepest)
-    mean = slope_ratio(ends, starts)
+    long_norm, steepest, flat, less, wider, narrower, floor = torch._foreach_mul(
+        [state.norm, state.steepest, state.steepest, made, state.trust, state.trust, state.least_output_change],
+        [LONG_GRADIENT, MEMORY, FLAT * MEMORY, SLACK, WIDER, NARROWER, LESS],
+    )
+    bounded_ratio, fall = torch._foreach_clamp_min([ratio, ratio], [LOWEST_RATIO, -1.0])
+    starts, ends = torch._foreach_lerp(
+        [state.starts, state.ends], [state.slope, bounded_ratio * state.slope], 1 - SLOPE_DECAY
+    )
+    mean, steepness = _ratio(ends, starts), state.slope.abs()
     # in the late steps it grows slower, and it shrinks ever more slowly
     growth = torch.maximum(torch.minimum(now.rate * mean, RATE * mean), now.shrink)
-    is_long = norm > torch.maximum(LONG_GRADIENT * state.norm, state.norm + SPREADS * state.spread)
+    is_long = norm > torch.maximum(long_norm, torch.add(state.norm, state.spread, alpha=SPREADS))
     is_unstable, is_straight = (ratio < 0) & is_long, ratio > STRAIGHT
-    growth = torch.where(is_unstable, RATE * ratio.clamp(min=-1), growth) + now.start * is_straight
+    growth = torch.where(is_unstable, RATE * fall, growth) + now.start * is_straight
     growth = torch.where(state.lr > lr, growth.clamp(max=0), growth) * lr.clamp(max=1)
-    growth = growth.masked_fill(steepness < FLAT * steepest, 0.0)
+    growth = growth.masked_fill(steepness < flat, 0.0)
     # far above the steps that the bounds on the layers allow, the step size would shrink without effect
-    size = torch.where(growth < 0, torch.minimum(state.size, SLACK * state.made), state.size) * growth.exp()
-    trust = (state.trust * (0.8 + 0.3 * is_straight)).clamp(least_trust, LARGEST_TRUST)
-    known = state.norm.lerp(counted, now.weight)
-    spread = state.spread.square().lerp((counted - state.norm).square(), now.weight).sqrt()
-    least = state.least_output_change * (1 - (1 - LESS) * is_unstable)
+    size = torch.where(growth < 0, torch.minimum(state.size, less), state.size) * growth.exp()
+    off = counted - state.norm
+    known, square = torch._foreach_lerp(
+        [state.norm, state.spread.square()], [counted, off.square()], [now.weight, now.weight]
+    )
     return state._replace(
-        size=size, trust=trust, starts=starts, ends=ends, steepest=steepest, least_output_change=least, norm=known,
-        spread=spread, lr=torch.maximum(state.lr, lr),
+        size=size, trust=torch.where(is_straight, wider, narrower).clamp(least_trust, LARGEST_TRUST), starts=starts,
+        ends=ends, steepest=torch.maximum(steepness, steepest), norm=known, spread=square.sqrt(),
+        least_output_change=torch.where(is_unstable, floor, state.least_output_change), lr=torch.maximum(state.lr, lr),
     )  # fmt: skip
 
 
-def undone(state: StepSize, ratio: Tensor) -> StepSize:
+def undone(state: StepSize, made: Tensor, ratio: Tensor) -> StepSize:
     """The state after the last displacement was undone: the secant's step size for its ratio of slopes."""
     zero = torch.zeros_like(state.slope)
-    size = state.made * (1 / (1 - ratio)).clamp(LEAST_SHRINK, 1)
+    size = made * (1 / (1 - ratio)).clamp(LEAST_SHRINK, 1)
     least = LESS * state.least_output_change
     return state._replace(size=size, slope=zero, uncut=zero, least_output_change=least, overshoots=state.overshoots + 1)
 
@@ -203,11 +213,14 @@ def bounded(state: StepSize, change: Tensor, output_rms: Tensor) -> tuple[StepSi
         output_rms: root mean square of the output entries.
     """
     tiny, reach = torch.finfo(change.dtype).tiny, 1 + output_rms
-    counted = torch.where(state.change > 0, torch.minimum(change, CHANGE_FACTOR * state.change), change)
-    mean = (CHANGE_DECAY * state.change.square() + (1 - CHANGE_DECAY) * counted.square()).sqrt()
-    largest = torch.maximum(mean, MEMORY * state.largest_change)
-    least = torch.where(largest > 0, state.least_output_change * reach / largest.clamp(min=tiny), 0.0)
-    size = torch.minimum(torch.maximum(state.size, least), LARGEST_OUTPUT_CHANGE * reach / counted.clamp(min=tiny))
+    most, largest = torch._foreach_mul([state.change, state.largest_change], [CHANGE_FACTOR, MEMORY])
+    counted = torch.where(most > 0, torch.minimum(change, most), change)
+    before, now = torch._foreach_mul([state.change, counted], [state.change, counted])
+    mean = before.lerp(now, 1 - CHANGE_DECAY).sqrt()
+    largest = torch.maximum(mean, largest)
+    changes = torch._foreach_clamp_min([largest, counted], tiny)
+    least, most = torch._foreach_div([state.least_output_change * reach, LARGEST_OUTPUT_CHANGE * reach], changes)
+    size = torch.clamp(state.size, least, most)
     return state._replace(size=size, change=mean, largest_change=largest), size * (counted / change).nan_to_num(1.0)
 
 
@@ -248,31 +261,42 @@ class Decision(NamedTuple):
     """What becomes of a step.
 
     Attributes:
-        step_size, trust: scalars; no layer moves by more than `trust` times its norm.
-        good: a flag (); if it is false, nothing moves.
-        undo: a flag (); if it is true (and `good` is not), the last displacements are undone.
+        step_size, trust: scalars; no layer moves by more than `trust` times its norm. The size is zero without a step.
+        moves, undoes, stays: flags (), of which one is true: there is a step, the last displacements are undone, or
+            nothing happens.
+        after, before: the state after a step, its slope apart, and after the last displacements were undone.
     """
 
     step_size: Tensor
     trust: Tensor
-    good: Tensor
-    undo: Tensor
+    moves: Tensor
+    undoes: Tensor
+    stays: Tensor
+    after: StepSize
+    before: StepSize
 
 
 def decided(look: Look) -> Decision:
-    """How far to go, if at all; updates the state in ``look.values``, its slope apart."""
+    """How far to go, if at all."""
     state = StepSize(*look.values.unbind())
-    known = state
+    known, made = state, state.made
     if not look.is_first:
-        known = adapted(state, look.ratio, look.norm, look.counted, look.lr, look.least_trust)
+        known = adapted(state, made, look.ratio, look.norm, look.counted, look.lr, look.least_trust)
     after, size = bounded(known, look.change, look.output_rms)
     after = after._replace(uncut=-size * look.slope)
     undo = look.good & look.is_far
     if look.undoes:
-        undo = undo | (~look.good & (state.was_bad > 0))
-    before = undone(state, look.ratio.masked_fill(~look.good, -torch.inf))
-    kept = torch.where(look.good, torch.stack(after), look.values)
-    look.values.copy_(torch.where(undo, torch.stack(before), kept))
-    state.steps.add_(look.good)
-    state.was_bad.copy_(~look.good)
-    return Decision(size, after.trust.clone(), look.good & ~undo, undo)
+        undo = undo | (state.was_bad > look.good)  # a second one in a row
+    before = undone(state, made, look.ratio.masked_fill(~look.good, -torch.inf))
+    moves = look.good > undo  # good, and not undone
+    size = size.masked_fill(~moves, 0.0)
+    return Decision(size, after.trust, moves, undo, moves == undo, after, before)
+
+
+def keep(look: Look, decision: Decision, slope: Tensor) -> None:
+    """Update the state in ``look.values``, given the slope along the displacements."""
+    values, after = StepSize(*look.values.unbind()), decision.after._replace(slope=slope)
+    kept = torch.where(decision.moves, torch.stack(after), look.values)
+    look.values.copy_(torch.where(decision.undoes, torch.stack(decision.before), kept))
+    values.steps.add_(look.good)
+    values.was_bad.copy_(~look.good)

@@ -12,11 +12,10 @@ from curvature.linalg import copy_to_host_async, in_place
 from curvature.preconditioners import Block
 from optimizers.distributed.sharding import to_local
 from optimizers.monitor import Verdict
-from optimizers.recording.output_scale import OutputScale
 from optimizers.steps.calibration import calibrate, underestimate
 from optimizers.steps.descent import Descent, DescentRule
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.stacks import Stack, StateStack, at_least_single, products, row_squares, total
+from optimizers.steps.stacks import Stack, StateStack, products, row_norms, total
 from optimizers.steps.step_size import (
     FIRST_TRUST,
     Look,
@@ -27,7 +26,7 @@ from optimizers.steps.step_size import (
     started,
     undone,
 )
-from optimizers.steps.updates import Move, Step, squared_norms
+from optimizers.steps.updates import Move, Step, tensor_norms
 
 ORDINARY: dict[str, Any] = {"renewed": False, "inverted": 0, "accepted": True}  # what the history has of a step
 UNSAVED = "steps", "was_bad"  # what the monitor says of a state that was loaded
@@ -50,11 +49,12 @@ class TrustRegionStep(StepRule):
         self.state: StepSize | None = None  # what is known of how far to go, as views; None before the first step
         self.energies: dict[str, Tensor] = {}  # predicted for the last displacement, by the first parameter of a layer
         self.joint_energies = torch.zeros(0, device="cpu")  # of which those are views, if they are of all layers
+        self.gain: Tensor | None = None  # `output_gain`, as of the last renewal
 
     @property
     def tensors(self) -> list[Tensor]:
         """What it keeps from step to step beside the states of parameters."""
-        return [*self.descent.tensors, self.joint_energies] + ([] if self.values is None else [self.values])
+        return [*self.descent.tensors, self.joint_energies, *(x for x in (self.values, self.gain) if x is not None)]
 
     def is_in_place(self, context: StepContext) -> bool:
         """Whether the next step finds all that it keeps where the last one has left it."""
@@ -85,6 +85,7 @@ class TrustRegionStep(StepRule):
                 self.state.was_bad.fill_(1)
             return Outcome(loss, is_skipped=True)
         self._calibrate(context)
+        self.gain = in_place(self.gain, output_gain(context, self.state))
         with context.monitor.timed("direction"):
             move = self._found(context, Stack.of(context.layout(gradients), gradients), good)
         entry = {"renewed": renewal.renewed, "inverted": renewal.inverted}
@@ -125,7 +126,7 @@ class TrustRegionStep(StepRule):
             for name, displacement in last.items():
                 to_local(context.trained[name]).sub_(displacement)
                 displacement.zero_()
-            self._keep(undone(self.state, torch.full_like(self.state.size, -torch.inf)))
+            self._keep(undone(self.state, self.state.made, torch.full_like(self.state.size, -torch.inf)))
 
     def _keep(self, state: StepSize) -> None:
         before, self.values = self.values, in_place(self.values, torch.stack(state))
@@ -143,21 +144,21 @@ class TrustRegionStep(StepRule):
         factor = (counted / norm).nan_to_num(1.0)
         for g in gradients.vectors:
             g.mul_(factor.to(g.device))
-        found = self.descent(context, gradients, good, good & ~is_far)
+        found = self.descent(context, gradients, good, good > is_far)  # good, and not too far
         energies, rms = found.energies, outputs.rms
-        change = output_change(energies.sum(), outputs)
         assert rms is not None
-        change = change.to(at_least_single(gradients.vectors))  # that of all numbers
+        if self.gain is None:
+            self.gain = output_gain(context, before)
+        change = (total(energies) * self.gain).sqrt()
         if before is None:
             self._keep(started(change, norm, least, context.monitor.started))
-        else:
-            change = change * underestimate(before.measured, before.predicted)
         assert self.values is not None
         rates = context.numbers.of_all("lr", [layer[0] for layer in found.directions.layout.layers])
+        rates = rates.to(found.slopes.dtype)
         look = Look(
             values=self.values, is_first=before is None, ratio=ratio, norm=norm, counted=counted, is_far=is_far,
             good=good, undoes=context.scaling.scale is None,  # a scaler has bad batches until it has found its scale
-            change=change, output_rms=rms, slope=(found.slopes * rates.to(found.slopes.dtype)).sum(),
+            change=change, output_rms=rms, slope=total(found.slopes * rates),
             lr=context.numbers.lr, least_trust=least,
         )  # fmt: skip
         predicted = self._predicted(found)
@@ -199,17 +200,18 @@ class TrustRegionStep(StepRule):
         for name in own:
             if options[name]["weight_decay"]:
                 decayed.setdefault(numbers.places[name], []).append(name)
-        squares = None
+        norms = None
         if context.is_spread:
-            sizes = context.over_shards(squared_norms(list(own.values()), context.home), [(name,) for name in own])
-            squares = context.over_shards(row_squares(directions.rows, context.home), directions.layout.layers), sizes
+            over = lambda found, layers: context.over_shards(found.square(), layers).sqrt()
+            lengths = over(row_norms(directions.rows, context.home), directions.layout.layers)
+            norms = lengths, over(tensor_norms(list(own.values()), context.home), [(name,) for name in own])
         return Move(
             parameters=list(own.values()),
             directions=directions.vectors,
             last=last.vectors,
             forms=directions.layout.forms,
             scales=found.scales,
-            squares=squares,
+            norms=norms,
             slopes=found.slopes,
             rates=rates,
             decayed=[(numbers.of("kept", names[0]), [own[name] for name in names]) for names in decayed.values()],
@@ -242,7 +244,7 @@ class TrustRegionStep(StepRule):
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
         own = {name: state[name] for name in StepSize._fields if state.get(name) is not None}
-        self.values = self.state = None
+        self.values = self.state = self.gain = None
         if own:
             self._keep(StepSize(**own | dict.fromkeys(UNSAVED, torch.zeros_like(own["size"]))))
         self.energies, self.joint_energies = dict(state["energies"]), torch.zeros(0, device="cpu")
@@ -260,9 +262,11 @@ def _inner(context: StepContext, ones: Stack, others: Stack) -> Tensor:
     return total(context.over_shards(found, ones.layout.first_layers))
 
 
-def output_change(energy: Tensor, outputs: OutputScale) -> Tensor:
-    """Predicted root mean square change of the output entries for step size one and isotropic curvature."""
-    return (energy / outputs.entries_per_sample).sqrt()
+def output_gain(context: StepContext, known: StepSize | None) -> Tensor:
+    """Mean square change of the output entries that is predicted for a step of energy one, for isotropic curvature."""
+    entries = context.outputs.entries_per_sample
+    factor = 1.0 if known is None else underestimate(known.measured, known.predicted).square()
+    return context.numbers.values.new_ones(()) * factor / entries
 
 
 def first_trust(blocks: Sequence[Block]) -> float:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import by_device, stack, widen
-from optimizers.steps.stacks import Form, at_least_single, joined, pieces, row_squares, rows_of
-from optimizers.steps.step_size import Decision, Look, StepSize, decided
+from optimizers.steps.stacks import Form, at_least_single, joined, pieces, row_norms, rows_of, total
+from optimizers.steps.step_size import Decision, Look, decided, keep
 
 # AdamW's usual learning rate, for which lr=1 stands in weight decay: lr multiplies the step here, and has no unit, so
 # that lr * weight_decay would be a thousand times the decay that recipes for AdamW mean.
@@ -29,10 +29,10 @@ def within_trust(step: Tensor, length: Tensor, size: Tensor, relative: Tensor) -
     Args:
         step: step size.
         length: norm of the displacement for step size one.
-        size: norm of the parameters.
+        size: norm of the parameters, not zero.
         relative: largest length as a fraction of `size`.
     """
-    return torch.minimum(step, relative * size / length.clamp(min=torch.finfo(step.dtype).tiny))
+    return torch.minimum(step, relative * size / length)
 
 
 class Move(NamedTuple):
@@ -46,7 +46,7 @@ class Move(NamedTuple):
         last: vectors of the last displacements, to be overwritten.
         forms: of the layers in each vector.
         scales: what the directions of the layers (n,) are multiplied by before all else; None: by nothing.
-        squares: squared norms of the layers' directions, and of the parameters, where these are shards.
+        norms: of the layers' directions, and of the parameters, where these are shards.
         slopes: inner products of gradient and scaled direction, for each layer.
         rates: lr, a scalar or one for each layer.
         decayed: what weight decay leaves of some parameters, and these.
@@ -60,7 +60,7 @@ class Move(NamedTuple):
     last: list[Tensor]
     forms: list[list[Form]]
     scales: Tensor | None
-    squares: tuple[Tensor, Tensor] | None
+    norms: tuple[Tensor, Tensor] | None
     slopes: Tensor
     rates: Tensor
     decayed: list[tuple[Tensor, list[Tensor]]]
@@ -86,14 +86,11 @@ class Step(NamedTuple):
 
 def make(step: Step) -> None:
     """Decide how far to go, move the parameters, and keep what is to be known of the displacement."""
-    values = step.look.values
     decision = decided(step.look)
     rates, slope = take(step.move, decision)
-    is_kept = ~(decision.good | decision.undo)
-    place = StepSize._fields.index("slope")
-    values[place].copy_(torch.where(is_kept, values[place], slope))
+    keep(step.look, decision, slope)
     if step.predicted is not None:
-        step.energies.copy_(torch.where(is_kept, step.energies, rates.square() * step.predicted))
+        step.energies.copy_(torch.where(decision.stays, step.energies, rates.square() * step.predicted))
 
 
 def take(move: Move, decision: Decision) -> tuple[Tensor, Tensor]:
@@ -103,22 +100,20 @@ def take(move: Move, decision: Decision) -> tuple[Tensor, Tensor]:
         What the scaled direction of each layer was multiplied by, and how steeply the loss falls along all
         displacements together, a scalar.
     """
-    good, undo, trust = decision.good, decision.undo, decision.trust
-    size = decision.step_size.masked_fill(~good, 0)
-    home, rows = size.device, [x for pair in zip(move.directions, move.forms, strict=True) for x in rows_of(*pair)]
-    lengths, sizes = move.squares or (row_squares(rows, home), squared_norms(move.parameters, home))
-    longest = [trust * _row_sizes(move.parameters[k], sizes[k] / count) for k, count in move.tables]
+    trust, home = decision.trust, decision.trust.device
+    rows = [x for pair in zip(move.directions, move.forms, strict=True) for x in rows_of(*pair)]
+    lengths, sizes = move.norms or (row_norms(rows, home), tensor_norms(move.parameters, home))
+    longest = [trust * _row_sizes(move.parameters[k], sizes[k] / count**0.5) for k, count in move.tables]
     sizes = _by_layer(sizes.clamp(min=1), move.forms)  # so that tensors that start at zero can leave it
     if move.scales is not None:
-        lengths = lengths * move.scales.square()
+        lengths = lengths * move.scales
     if move.blocks is not None:
-        totals = torch.zeros_like(lengths)
-        lengths, sizes = (totals.index_add(0, move.blocks, x.to(totals))[move.blocks] for x in (lengths, sizes))
-    cuts = within_trust(size, lengths.sqrt(), sizes.sqrt(), trust)
-    rates = cuts * move.rates.to(cuts.dtype)
-    factors = -rates if move.scales is None else -rates * move.scales
+        lengths, sizes = (_together(x, move.blocks) for x in (lengths, sizes))
+    rates = within_trust(decision.step_size, lengths, sizes, trust) * move.rates
+    falls = -rates
+    factors = falls if move.scales is None else falls * move.scales
     for kept, parameters in move.decayed:
-        left = torch.where(good, kept, 1)
+        left = torch.where(decision.moves, kept, 1)
         for own in by_device(parameters):
             torch._foreach_mul_(own, left.to(own[0]))
     for x, factor in zip(rows, factors.split([len(x) for x in rows]), strict=True):
@@ -133,38 +128,43 @@ def take(move: Move, decision: Decision) -> tuple[Tensor, Tensor]:
     # without a step the displacements are zero
     moved = []
     for x, last in zip(move.directions, move.last, strict=True):
-        undone, stays = undo.to(x), (~(good | undo)).to(x)
-        moved.append(torch.addcmul(x, last, undone, value=-1))
-        last.mul_(stays).add_(x)
+        moved.append(torch.addcmul(x, last, decision.undoes.to(x), value=-1))
+        last.mul_(decision.stays.to(x.device)).add_(x)
     torch._foreach_add_(move.parameters, _pieces(moved, move.forms))
-    return rates, -(rates * move.slopes).nan_to_num(0.0, 0.0, 0.0).sum()
+    return rates, total((falls * move.slopes).nan_to_num(0.0, 0.0, 0.0))
 
 
 def _pieces(vectors: list[Tensor], forms: list[list[Form]]) -> list[Tensor]:
     return [x for pair in zip(vectors, forms, strict=True) for x in pieces(*pair)]
 
 
-def _row_sizes(table: Tensor, square: Tensor) -> Tensor:
-    """Norms (rows,) of the rows of a table; of short ones the root of their mean `square`."""
+def _row_sizes(table: Tensor, mean: Tensor) -> Tensor:
+    """Norms (rows,) of the rows of a table; of short ones the root mean square `mean` of all."""
     norms = torch.linalg.vector_norm(table, dim=1, dtype=at_least_single([table]))
-    return norms.clamp(min=square.sqrt().to(norms.device))
+    return norms.clamp(min=mean.to(norms.device))
 
 
-def _by_layer(numbers: Tensor, forms: list[list[Form]]) -> Tensor:
-    """Sums over the parameters of each layer."""
+def _together(norms: Tensor, blocks: Tensor) -> Tensor:
+    """For each of the norms that of all in its block."""
+    squares = norms.square()
+    return torch.zeros_like(squares).index_add(0, blocks, squares)[blocks].sqrt()
+
+
+def _by_layer(norms: Tensor, forms: list[list[Form]]) -> Tensor:
+    """Norms of layers, from those of their parameters."""
     runs: list[tuple[int, int]] = []  # torch.compile cannot follow itertools.groupby
     for k, n in ((len(form.shapes), form.layers) for own in forms for form in own):
         if runs and runs[-1][0] == k:
             n += runs.pop()[1]
         runs.append((k, n))
-    parts = zip(numbers.split([k * n for k, n in runs]), runs, strict=True)
-    return joined([x.view(-1, k).sum(1) for x, (k, _) in parts], numbers.device)
+    parts = zip(norms.split([k * n for k, n in runs]), runs, strict=True)
+    return joined([torch.linalg.vector_norm(x.view(-1, k), dim=1) for x, (k, _) in parts], norms.device)
 
 
-def squared_norms(tensors: list[Tensor], home: torch.device) -> Tensor:
-    """The squared norm of each tensor (n,), in single precision, on the device `home`."""
+def tensor_norms(tensors: list[Tensor], home: torch.device) -> Tensor:
+    """The norm of each tensor (n,), in single precision, on the device `home`."""
     norms = torch._foreach_norm(tensors, 2, at_least_single(tensors))
-    return torch.stack([x.to(home) for x in norms]).square().float()
+    return torch.stack([x.to(home) for x in norms]).float()
 
 
 def inner(one: Tensor, other: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from support.launches import Launches
 
 SETTLED = 100  # a step at which intervals have their full length
 PER_FAMILY = {
-    KFAC: 15,
-    EKFAC: 18,
+    KFAC: 9,
+    EKFAC: 12,
 }  # launches for layers of one form; a basis takes two products more, and a scaling
-OTHERS = 235  # that do not depend on the model, nearly all of single numbers
+OTHERS = 170  # that do not depend on the model, nearly all of single numbers
 
 
 def perceptron(depth: int) -> tuple[nn.Module, Tensor, Tensor]:

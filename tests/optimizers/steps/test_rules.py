@@ -19,7 +19,7 @@ from optimizers.steps.descent import Descent
 from optimizers.steps.numbers import Numbers
 from optimizers.steps.quadratic_model import GROW, MOST_TRIES, Trial, first_accepted
 from optimizers.steps.rule import Evaluation, Scaling
-from optimizers.steps.stacks import layout_of, row_squares
+from optimizers.steps.stacks import layout_of, row_norms
 from optimizers.steps.step_size import RATE, START, START_RATE
 from optimizers.steps.trust_region import TrustRegionStep
 from optimizers.steps.updates import make
@@ -63,7 +63,7 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
     """Step sizes of a rule with the identity as preconditioner, along gradients that point one way or back."""
     p, states = torch.full((100,), 100.0, dtype=torch.float64), {"p": {}}
     sizes, numbers, options = [], Numbers(), {"p": {"lr": 1.0, "weight_decay": 0.0}}
-    numbers.tell(options, p.device)
+    numbers.tell(options, p.device, p.dtype)
     for slope in slopes:
         context: Any = SimpleNamespace(
             gradients=lambda slope=slope: {"p": torch.full_like(p, slope)},
@@ -88,7 +88,7 @@ def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> li
 def plain(context: StepContext, gradients: Any, good: Tensor, taken: Tensor) -> Descent:
     """The gradient itself."""
     found = gradients.like({name: g.clone() for name, g in gradients.items()})
-    squares = row_squares(found.rows, torch.device("cpu"))
+    squares = row_norms(found.rows, torch.device("cpu")).square()
     return Descent(found, squares, squares)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import stacked
-from optimizers.steps.stacks import Layout, Stack, StateStack, layout_of, products, row_products, row_squares
+from optimizers.steps.stacks import Layout, Stack, StateStack, layout_of, products, row_norms, row_products
 
 pytestmark = pytest.mark.fast
 
@@ -74,12 +74,12 @@ def test_numbers_of_rows(dtype: torch.dtype):
     wide = lambda tensors: [x.double() for x in tensors]
     close = lambda found, expected: torch.testing.assert_close(found, torch.cat(expected).float(), rtol=1e-5, atol=1e-5)
     cpu = torch.device("cpu")
-    squares, along = row_squares(one.rows, cpu), row_products(one.rows, other.rows, cpu)
+    norms, along = row_norms(one.rows, cpu), row_products(one.rows, other.rows, cpu)
     sums = products(one.vectors, other.vectors, cpu)
-    close(squares, [x.square().sum(1) for x in wide(one.rows)])
+    close(norms, [x.norm(dim=1) for x in wide(one.rows)])
     close(along, [(x * y).sum(1) for x, y in zip(wide(one.rows), wide(other.rows), strict=True)])
     close(sums, [(x * y).sum()[None] for x, y in zip(wide(one.vectors), wide(other.vectors), strict=True)])
-    assert squares.dtype == along.dtype == sums.dtype == torch.float32
+    assert norms.dtype == along.dtype == sums.dtype == torch.float32
 
 
 def test_stacked_is_a_view_where_it_can_be():

@@ -46,7 +46,7 @@ def state(**known: float) -> StepSize:
 
 def look(known: StepSize, ratio: float, norm: float = 1.0, step: int = LATER, lr: float = 1.0) -> StepSize:
     known, counted = known._replace(steps=one(step)), longest_gradient(one(norm), known.norm)
-    return adapted(known, one(ratio), one(norm), counted, one(lr), 0.05)
+    return adapted(known, known.made, one(ratio), one(norm), counted, one(lr), 0.05)
 
 
 def test_ratio_of_slopes():
@@ -82,7 +82,7 @@ def test_signs_of_instability_lower_the_floor():
     least = step_size.LEAST_OUTPUT_CHANGE
     assert floors == pytest.approx([least * step_size.LESS, least, least])
     assert look(state(spread=0.5), -1.0, 1.6).least_output_change == least  # norms are as different as that
-    assert undone(state(), one(-3.0)).least_output_change == pytest.approx(least * step_size.LESS)
+    assert undone(state(), state().made, one(-3.0)).least_output_change == pytest.approx(least * step_size.LESS)
 
 
 def test_the_step_size_follows_what_the_bounds_have_left_of_it():
@@ -127,7 +127,8 @@ def test_an_overshoot_is_steep_and_has_a_long_gradient():
     assert is_overshoot(one(-2.1), one(1.6), one(1.0))
     assert not is_overshoot(one(-2.1), one(1.4), one(1.0)) and not is_overshoot(one(-1.9), one(1.6), one(1.0))
     for ratio, times in ((-3.0, 0.25), (-1e30, step_size.LEAST_SHRINK)):
-        after = undone(state(slope=-0.5, uncut=-1.0), one(ratio))
+        cut = state(slope=-0.5, uncut=-1.0)
+        after = undone(cut, cut.made, one(ratio))
         assert after.size == pytest.approx(1.0 * times) and after.overshoots == 1
         assert after.slope == 0 and after.uncut == 0
         assert look(after, 0.0).size == after.size
@@ -154,30 +155,33 @@ def test_gradients_that_are_zero_at_first():
 
 
 def decision(values: Tensor, good: bool = True, ratio: float = 1.0, norm: float = 1.0) -> step_size.Decision:
-    """Of a look at a state that it changes."""
+    """Of a look at a state that it changes; the next slope is -3."""
     known = StepSize(*values.unbind())
     far = is_overshoot(one(ratio), one(norm), known.norm)
     look = Look(
         values, False, one(ratio), one(norm), longest_gradient(one(norm), known.norm), far, torch.tensor(good), True,
         one(0.5), one(1.0), one(2.0), one(1.0), 0.05,
     )  # fmt: skip
-    return decided(look)
+    found = decided(look)
+    step_size.keep(look, found, one(-3.0))
+    assert found.moves + 2 * found.undoes + 4 * found.stays in (1, 2, 4)
+    return found
 
 
 def test_the_device_decides():
     values = torch.stack(state(ends=-1.0))
     found, after = decision(values), StepSize(*values.unbind())
-    assert found.good and not found.undo and found.step_size == after.size == 0.8 and found.trust == after.trust
-    assert (after.steps, after.was_bad, after.uncut) == (LATER + 1, 0, -2 * after.size)
+    assert found.moves and found.step_size == after.size == 0.8 and found.trust == after.trust
+    assert (after.steps, after.was_bad, after.uncut, after.slope) == (LATER + 1, 0, -2 * after.size, -3)
     found = decision(values, ratio=-3.0, norm=9.0)
-    assert found.undo and not found.good and (after.steps, after.overshoots, after.slope) == (LATER + 2, 1, 0)
+    assert found.undoes and (after.steps, after.overshoots, after.slope) == (LATER + 2, 1, 0)
 
 
 def test_the_second_bad_batch_in_a_row_undoes_the_last_displacement():
     values = torch.stack(state())
     before, after = values.clone(), StepSize(*values.unbind())
     found = decision(values, good=False, ratio=0.0, norm=math.nan)
-    assert not found.good and not found.undo and after.was_bad and torch.equal(values[:-1], before[:-1])
+    assert found.stays and found.step_size == 0 and after.was_bad and torch.equal(values[:-1], before[:-1])
     found = decision(values, good=False, ratio=0.0, norm=math.nan)
-    assert not found.good and found.undo and (after.steps, after.slope, after.overshoots) == (LATER, 0, 1)
+    assert found.undoes and (after.steps, after.slope, after.overshoots) == (LATER, 0, 1)
     assert after.size == pytest.approx(2 * step_size.LEAST_SHRINK)

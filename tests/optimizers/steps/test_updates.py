@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from optimizers.steps.updates import (
 )
 
 pytestmark = pytest.mark.fast
+UNUSED: Any = None, None  # states, which are not for `take`
 
 
 def test_updates():
@@ -42,14 +44,14 @@ def test_a_step_of_two_layers(good: bool, undo: bool):
             last=last,
             forms=[[Form(1, ((2,),)), Form(1, ((2,),))]],
             scales=None,
-            squares=None,
+            norms=None,
             slopes=one([2.0, 3.0]),
             rates=one([1.0, 0.5]),
             decayed=[(one(0.9), parameters[1:])],
             tables=[],
             blocks=None,
         ),
-        Decision(one(0.2), one(0.1), torch.tensor(good), torch.tensor(undo)),
+        Decision(one(0.2 * good), one(0.1), *map(torch.tensor, (good, undo, not (good or undo))), *UNUSED),
     )
     moved = [one([0.0, -0.5]), one([-0.02, 0.0])] if good else [torch.zeros(2).double()] * 2
     kept = [1.0, 0.9 if good else 1.0]
@@ -72,14 +74,14 @@ def test_layers_of_one_form_are_cut_apart():
             last=[torch.zeros(6).double()],
             forms=[[Form(2, ((1, 2), (1,)))]],
             scales=None,
-            squares=None,
+            norms=None,
             slopes=one([2.0, 3.0]),
             rates=one(1.0),
             decayed=[],
             tables=[],
             blocks=None,
         ),
-        Decision(one(0.5), one(0.1), torch.tensor(True), torch.tensor(False)),
+        Decision(one(0.5), one(0.1), torch.tensor(True), *(2 * [torch.tensor(False)]), *UNUSED),
     )
     assert slope.item() == pytest.approx(-(0.01 * 2.0 + 0.5 * 3.0)) and rates.tolist() == pytest.approx([0.01, 0.5])
     steps = [one([[-0.3, 0.0]]), one([-0.4]), one([[-1.5, 0.0]]), one([-2.0])]
@@ -99,14 +101,14 @@ def test_each_row_of_a_table_is_cut():
             last=[torch.zeros(4).double()],
             forms=[[Form(1, ((2, 2),))]],
             scales=None,
-            squares=None,
+            norms=None,
             slopes=one([1.0]),
             rates=one(1.0),
             decayed=[],
             tables=[(0, 2)],
             blocks=None,
         ),
-        Decision(one(1.0), one(0.1), torch.tensor(True), torch.tensor(False)),
+        Decision(one(1.0), one(0.1), torch.tensor(True), *(2 * [torch.tensor(False)]), *UNUSED),
     )
     whole = 0.1 * 26**0.5 / 1.04**0.5  # what the layer is cut to
     torch.testing.assert_close(start - table, one([[0.0, 0.2 * whole], [0.0, 0.1 * 13**0.5]]))
