@@ -119,9 +119,8 @@ class MomentumDescent:
         measured = [None if block is None else block.energies for block in blocks]
         if len(measured) != len(self.measured) or any(map(operator.is_not, measured, self.measured)):
             found, self.measured = scales(blocks), measured
-            self.scales = (
-                None if found is None else in_place(self.scales, torch.stack([found, found.square()]).to(context.home))
-            )
+            both = None if found is None else torch.stack([found, found.square()]).to(context.home)
+            self.scales = None if both is None else in_place(self.scales, both)
         return self.scales
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

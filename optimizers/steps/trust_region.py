@@ -15,7 +15,7 @@ from optimizers.monitor import Verdict
 from optimizers.steps.calibration import calibrate, underestimate
 from optimizers.steps.descent import Descent, DescentRule
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.stacks import Stack, StateStack, products, row_norms, total
+from optimizers.steps.stacks import Stack, StateStack, at_least_single, products, row_norms, total
 from optimizers.steps.step_size import (
     FIRST_TRUST,
     Look,
@@ -243,7 +243,8 @@ class TrustRegionStep(StepRule):
         return own | {"energies": {name: energy.clone() for name, energy in self.energies.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        own = {name: state[name] for name in StepSize._fields if state.get(name) is not None}
+        dtype = at_least_single(trained.values())
+        own = {name: state[name].to(dtype) for name in StepSize._fields if state.get(name) is not None}
         self.values = self.state = self.gain = None
         if own:
             self._keep(StepSize(**own | dict.fromkeys(UNSAVED, torch.zeros_like(own["size"]))))
