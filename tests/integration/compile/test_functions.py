@@ -31,8 +31,6 @@ def compiled_blocks(model: nn.Module) -> nn.Module:
 loss = nn.CrossEntropyLoss()
 FUNCTIONS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
     "per_sample_gradients": lambda m, x, y: curvature.per_sample_gradients(m, loss, x, y),
-    "per_sample_norms": lambda m, x, y: {"": curvature.per_sample_norms(m, loss, x, y)},
-    "fisher_diagonal": lambda m, x, y: curvature.fisher_diagonal(m, loss, (x, y)),
     "kfac": lambda m, x, y: {"": curvature.kfac(m, loss, (x, y)).to_dense()},
     "gauss_newton": lambda m, x, y: {"": curvature.gauss_newton(m, loss, (x, y)) @ torch.ones(count(m), 1).to(x)},
     "hessian": lambda m, x, y: {"": curvature.hessian(m, loss, (x, y)) @ torch.ones(count(m), 1).to(x)},
