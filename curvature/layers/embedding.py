@@ -71,20 +71,26 @@ class EmbeddingBagRule(Rule):
         index, bag = flat_bags(*given, bags, bool(args.get("include_last_offset")))
         if args.get("mode", "mean") == "max":
             return _maximum(args, b, sample, layout.samples)
-        weights = self._weights(args, index, bag, bags, b)
+        looked_up = b[bag] * self._weights(args, index, bag, bags, b)[:, None]
+        shape, valid = tuple(args["weight"].shape), index != _frozen_row(args)
+        if args["input"].ndim == 2:  # bags of one size: nothing to count, which would wait for the device
+            lined_up = [
+                layout.front(x.unflatten(0, args["input"].shape)).flatten(1, 2) for x in (index, looked_up, valid)
+            ]
+            return IndexedRows(lined_up[0], lined_up[1], shape, lined_up[2])
         # pad the look-ups of each sample to a common number of places
         sample_of = sample[bag]
-        sizes = torch.bincount(sample_of, minlength=layout.samples)
+        sizes = sample_of.new_zeros(layout.samples).index_add_(0, sample_of, torch.ones_like(sample_of))
         order = torch.argsort(sample_of, stable=True)
         place = torch.arange(len(order), device=b.device) - (sizes.cumsum(0) - sizes)[sample_of[order]]
         longest = int(sizes.max()) if len(order) else 0
         rows = index.new_zeros(layout.samples, longest)
         values = b.new_zeros(layout.samples, longest, width)
-        valid = torch.zeros_like(rows, dtype=torch.bool)
+        is_valid = torch.zeros_like(rows, dtype=torch.bool)
         rows[sample_of[order], place] = index[order]
-        valid[sample_of[order], place] = index[order] != _frozen_row(args)
-        values[sample_of[order], place] = (b[bag] * weights[:, None])[order]
-        return IndexedRows(rows, values, tuple(args["weight"].shape), valid)
+        is_valid[sample_of[order], place] = valid[order]
+        values[sample_of[order], place] = looked_up[order]
+        return IndexedRows(rows, values, shape, is_valid)
 
     def _weights(self, args: dict[str, Any], index: Tensor, bag: Tensor, bags: int, b: Tensor) -> Tensor:
         """The weight of each looked-up row in its bag."""

@@ -89,8 +89,10 @@ def norms_by_pairs(terms: Sequence[Term]) -> Norms:
     if len(terms) == 1 and isinstance(terms[0], OuterProduct) and terms[0].places == 1:  # nothing can cancel
         a, b = terms[0].a, terms[0].b
         return Norms((a.square().sum(3) * b.square().sum(3)).sum((1, 2)))
-    pairs = [(_pair_norms(u, v), 1 if u is v else 2) for k, u in enumerate(terms) for v in terms[k:]]
-    found, added = (sum_in_place(times * both[k] for both, times in pairs) for k in (0, 1))
+    found, added = _pair_norms(terms[0], terms[0])
+    for times, u, v in [(1 if u is v else 2, u, v) for k, u in enumerate(terms) for v in terms[k:]][1:]:
+        products, bounds = _pair_norms(u, v)
+        found, added = found + times * products, added + times * bounds
     share = min(LARGEST_CANCELLED, CANCELLED * torch.finfo(found.dtype).eps ** 0.5)
     return Norms(found.clamp(min=0), found < share * added)
 
@@ -98,7 +100,9 @@ def norms_by_pairs(terms: Sequence[Term]) -> Norms:
 def _pair_norms(u: Term, v: Term) -> tuple[Tensor, Tensor]:
     """Sums (N,) of the inner products of a sample's places, and bounds of the sums of their absolute values."""
     step = max(1, CHUNK_ELEMENTS // max(1, _form(u)[0] * u.places * v.places))
-    parts = (slice(k, k + step) for k in range(0, max(1, len(u)), step))
+    if len(u) <= step:
+        return _pair_norms_at_once(u, v)
+    parts = (slice(k, k + step) for k in range(0, len(u), step))
     found, added = zip(*(_pair_norms_at_once(u.samples(part), v.samples(part)) for part in parts), strict=True)
     return torch.cat(found), torch.cat(added)
 

@@ -94,12 +94,22 @@ def test_conjugate_gradients_over_sequences(simdev: Any, device: str) -> None:
     assert counts[0] == counts[1] <= 4, counts
 
 
-def test_buffers_cost_no_waits(simdev: Any, device: str) -> None:
+def with_buffers() -> tuple[nn.Module, Any]:
     """Closures are called again with the buffers of the first call."""
-    torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU())]
-    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(48, 4)).to(device)
-    x, y = torch.randn(32, 3, 10, 10).to(device), torch.arange(32).remainder(4).to(device)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(48, 4)), torch.randn(32, 3, 10, 10)
+
+
+def with_bags() -> tuple[nn.Module, Any]:
+    """Bags of one size need no counting."""
+    return nn.Sequential(nn.EmbeddingBag(9, 6), nn.Tanh(), nn.Linear(6, 4)), torch.arange(160).view(32, 5) % 9
+
+
+@pytest.mark.parametrize("task", [with_buffers, with_bags])
+def test_models_that_cost_no_waits(task: Any, simdev: Any, device: str) -> None:
+    torch.manual_seed(0)
+    model, x = (part.to(device) for part in task())
+    y = torch.arange(32).remainder(4).to(device)
     opt = KFAC(model, adaptive=True)
 
     def closure() -> Any:
