@@ -21,7 +21,7 @@ MUTANTS = [
     *broken(
         "curvature/terms/pairs.py",
         "curvature/terms/test_contractions.py",
-        ("1 if u is v else 2)", "1)"),
+        ("(1 if u is v else 2, u, v)", "(1, u, v)"),
         ("found < share * added", "found < 0 * added"),
         ("(left * right).sum(-3)", "(left * right).mean(-3)"),
         ("norms[0] * norms[1]", "0 * norms[0]"),
