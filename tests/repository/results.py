@@ -175,7 +175,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def shown(value: Any) -> str:
     """A line at most."""
-    if isinstance(value, Tensor) and value.numel() > 1:
+    if isinstance(value, Tensor) and value.numel() != 1:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return repr(value.item() if isinstance(value, Tensor) else value)[:200]
 
