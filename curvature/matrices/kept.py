@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from curvature.gradients import Batch
-from curvature.linalg import widen, widest
+from curvature.linalg import widen
 from curvature.recording import graph_bytes
 
 KEPT_BYTES = 1 << 28  # of the graphs that an operator keeps, counted as all results of their functions
@@ -35,17 +34,25 @@ class BatchProduct:
 
 
 class KeptBatch:
-    """A batch with its product, while the tensors of the batch have the versions that they had."""
+    """A batch with its product, while the tensors of the batch are as they were.
 
-    def __init__(self, x: Any, y: Any, batch: Batch, product: BatchProduct) -> None:
-        self.batch, self.product = batch, product
+    Attributes:
+        checksum: of the batch, as `Repeated` has it.
+    """
+
+    def __init__(self, x: Any, y: Any, checksum: float, product: BatchProduct) -> None:
+        self.checksum, self.product = checksum, product
         self.leaves, self.form = pytree.tree_flatten((x, y))
-        self.versions = [_version(leaf) for leaf in self.leaves]
+        self.values = self._values()
+
+    def _values(self) -> Any:
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return [None if t.is_inference() else t._version for t in tensors], quick_sums(tensors)
 
     def is_of(self, x: Any, y: Any) -> bool:
         """Whether it was made of such a batch."""
         leaves, form = pytree.tree_flatten((x, y))
-        if form != self.form or [_version(leaf) for leaf in self.leaves] != self.versions:
+        if form != self.form or self._values() != self.values:
             return False
         return all(_are_equal(new, old) for new, old in zip(leaves, self.leaves, strict=True))
 
@@ -101,24 +108,20 @@ class KeptProducts:
         tensors = self._tensors()
         devices = sorted({t.device.type for t in tensors})
         casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-        return [(id(t), t._version, t.data_ptr()) for t in tensors], sums(tensors), casts
+        return [(id(t), t._version, t.data_ptr()) for t in tensors], quick_sums(tensors), casts
 
 
-def sums(tensors: list[Tensor]) -> list[float]:
-    """The sum of the entries of each tensor, in the widest precision of its device."""
-    found = [t.detach().sum(dtype=None if t.is_complex() else widest(t.device.type)) for t in tensors]
-    devices = {t.device for t in found}
-    if len(devices) > 1 or not found:
-        return [float(widen(t)) for t in found]
+def quick_sums(tensors: list[Tensor]) -> list[float]:
+    """The sum of the entries of each tensor, the same for the same entries; other entries may round to it."""
+    real = (torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors)
+    found = [t.sum(dtype=torch.float32 if t.dtype.itemsize < 4 else None) for t in real]
+    if len({t.device for t in found}) > 1 or not found:
+        return [float(t) for t in found]
     return torch.stack([widen(t) for t in found]).tolist()  # one wait
 
 
 def _is_plain(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not t.is_inference()
-
-
-def _version(leaf: Any) -> int | None:
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
 
 
 def _are_equal(new: Any, old: Any) -> bool:

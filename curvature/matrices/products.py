@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from curvature.gradients import Batch, batched_vjp, number_of_batches
-from curvature.linalg import full_precision, matmul
+from curvature.linalg import full_precision, matmul, widen
 from curvature.losses import Injection
 from curvature.matrices.forward_mode import ForwardMode
-from curvature.matrices.kept import BatchProduct, KeptBatch, KeptProducts, Put, sums
+from curvature.matrices.kept import BatchProduct, KeptBatch, KeptProducts, Put
 from curvature.matrices.linearised import LayerRules
-from curvature.matrices.passes import DataSource, RecordedBatch, samples_first
+from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch, samples_first
 from curvature.operators import Space
 from curvature.recording import tensors_in
 
@@ -59,14 +59,14 @@ class Repeated:
         visit: Callable[[RecordedBatch], None],
         direction: Callable[[Batch], Mapping[str, Tensor] | None] = _none,
         wanted: Callable[[int], bool] | None = None,
-        reuse: Callable[[int, Any, Any], tuple[Batch, Callable[[], None]] | None] = _none,
+        reuse: Callable[[int, Any, Any], tuple[float, Callable[[], None]] | None] = _none,
     ) -> None:
         """`DataSource.each` with checks.
 
         Args:
             wanted: whether the batch of this number is to be visited; a pass over some of them is not compared.
             direction: gives, for a batch, the direction in which `RecordedBatch.change` is wanted.
-            reuse: as for `DataSource.each`, with the batch that it knows.
+            reuse: as for `DataSource.each`, with the checksum of the batch.
 
         Raises:
             RuntimeError: parameters, buffers or mode of the model have changed since the operator was made.
@@ -93,7 +93,7 @@ class Repeated:
             known = reuse(number, x, y)
             if known is None:
                 return None
-            seen.append(_checksum(known[0]))
+            seen.append(known[0])
             return known[1]
 
         forward = lambda batch: self.forward.record(batch, direction(batch))
@@ -138,17 +138,17 @@ class Repeated:
             product.put(columns, total, bool(weights))
             weights.append(product.weight)
 
-        def reuse(*found: Any) -> tuple[Batch, Callable[[], None]] | None:
+        def reuse(*found: Any) -> tuple[float, Callable[[], None]] | None:
             latest[:] = found
             known = self.kept.of(*found)
-            return None if known is None else (known.batch, partial(add, known.product))
+            return None if known is None else (known.checksum, partial(add, known.product))
 
         def visit(run: RecordedBatch) -> None:
             is_dual = run.change is not None
             add(product := prepare(run, self.is_single and not self.is_sum))
             if may_keep and not is_dual and self.kept.has_room_for(product):
                 number, x, y = latest
-                new[number] = KeptBatch(x, y, run.batch, product)
+                new[number] = KeptBatch(x, y, _checksum(run.batch), product)
 
         def direction(batch: Batch) -> Mapping[str, Tensor] | None:
             """Several columns would take a forward pass each, and a pass with dual numbers is for one column."""
@@ -163,7 +163,7 @@ class Repeated:
 
 
 def _checksum(batch: Batch) -> float:
-    return sum(sums(tensors_in(batch.x, batch.y)))
+    return sum(float(widen(t).sum()) for t in tensors_in(batch.x, batch.y))
 
 
 def through_outputs(
@@ -179,6 +179,7 @@ def through_outputs(
     rows = shares.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
+    at_once = _columns_at_once(run)
     changes_along, step, graphs = _changes(run, parameters, passes)
 
     def product(part: Tensor) -> Tensor | None:
@@ -191,7 +192,7 @@ def through_outputs(
             return _put([None] * len(parameters), parameters, out, add)
         sent = (products * rows).movedim(1, dims[1] + 1)
         del products
-        for some, where in zip(sent.split(run.pass_size), out.split(run.pass_size), strict=True):
+        for some, where in zip(sent.split(at_once), out.split(at_once), strict=True):
             _put(batched_vjp([run.output], parameters, [some]), parameters, where, add)
 
     return BatchProduct(_in_steps(put, step), float(weight), [run.output, *graphs])
@@ -207,9 +208,17 @@ def _in_steps(put: Put, step: int) -> Put:
     return each
 
 
+def _columns_at_once(run: RecordedBatch) -> int:
+    """Number of columns whose gradients to make in one backward pass."""
+    if run.output.device.type != "cpu":
+        return run.pass_size
+    entries = sum(p.numel() for p in run.batch.parameters.values())
+    return max(1, min(run.pass_size, CACHED_ELEMENTS // entries))
+
+
 def _through_backward(run: RecordedBatch) -> int:
     """Number of columns for which to differentiate a backward pass at once: its graph is held."""
-    return max(1, run.pass_size // 4)
+    return max(1, min(run.pass_size // 4, _columns_at_once(run)))
 
 
 def _changes(
