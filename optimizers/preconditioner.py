@@ -68,6 +68,7 @@ class Preconditioner:
         self.places: InversePlaces | None = None  # where a CUDA graph expects inverses
         self.mean: Tensor | None = None  # eigenvalue, for parameters without curvature
         self.known: list[Block] = []  # of which it is; none if it has changed
+        self.costs: tuple[list[tuple[int, int]], list[float]] | None = None  # of blocks, after as many updates
         self.last: tuple[float, dict[str, float]] | None = None  # when the last step ended, seconds by part until then
 
     @property
@@ -138,15 +139,22 @@ class Preconditioner:
             alike = [b for b, other in zip(own, dampings, strict=True) if other == damping]
             invert(alike, DAMPING_SHARE, damping)
         workers.exchange(due)
-        return len(due), sum(b.cost for b in due) / (sum(b.cost for b in blocks) or 1)
+        return len(due), sum(b.cost for b in due) / (sum(self._costs(blocks)) or 1)
 
     def _due(self, step: int) -> tuple[list[Block], list[Block]]:
         """All blocks with statistics, and those of them that are due for inversion."""
         blocks = [b for b in self.blocks if b.updates]
         workers = self.teams.current().workers
         workers.assign(blocks)
-        turns = self.schedule.inverts(step, [b.cost for b in blocks])
+        turns = self.schedule.inverts(step, self._costs(blocks))
         return blocks, [b for b, turn in zip(blocks, turns, strict=True) if turn or not workers.is_ready(b)]
+
+    def _costs(self, blocks: Sequence[Block]) -> list[float]:
+        """Of inverting each block; they change when averages are renewed."""
+        states = [(id(b), b.updates) for b in blocks]
+        if self.costs is None or self.costs[0] != states:
+            self.costs = states, [b.cost for b in blocks]
+        return self.costs[1]
 
     def is_idle(self, step: int) -> bool:
         """Whether this step neither renews averages nor inverts blocks."""

@@ -34,7 +34,7 @@ class Numbers:
         found = [max(own["lr"] for own in groups.values())]
         for own in groups.values():
             found += [own["lr"], kept_by_decay(own), 1 - own.get("momentum", 0.0), own.get("damping") or 0.0]
-        if (self.values.device, self.values.dtype) != (home, dtype) or len(self.values) != len(found):
+        if (self.values.device, self.values.dtype) != (home, dtype) or self.values.numel() != len(found):
             self.values = torch.zeros(len(found), dtype=dtype, device=home)
             self.known, self.indices = [0.0] * len(found), {}
         if found != self.known:

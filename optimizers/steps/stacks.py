@@ -33,10 +33,21 @@ class Family(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What is to be known of a `Family` to find its layers in a vector: how many there are, and `shapes` of each."""
+    """What is to be known of a `Family` to find its layers in a vector.
+
+    Attributes:
+        layers: how many there are.
+        shapes: of the parameters of each.
+        sizes: numbers of their entries.
+    """
 
     layers: int
     shapes: Shapes
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(layers: int, shapes: Shapes) -> Form:
+        return Form(layers, shapes, tuple(map(math.prod, shapes)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +81,7 @@ class Layout:
     @functools.cached_property
     def forms(self) -> list[list[Form]]:
         """Of each run."""
-        return [[Form(len(family.layers), family.shapes) for family in run] for run in self.runs]
+        return [[Form.of(len(family.layers), family.shapes) for family in run] for run in self.runs]
 
     @functools.cached_property
     def names_by_run(self) -> list[list[str]]:
@@ -89,13 +100,13 @@ class Layout:
 def pieces(vector: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     """The tensors of a vector, in its memory."""
     shapes = [shape for form in forms for shape in form.shapes * form.layers]
-    parts = vector.split([math.prod(shape) for shape in shapes])
+    parts = vector.split_with_sizes([size for form in forms for size in form.sizes * form.layers])
     return [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
 def rows_of(vector: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     """For each form the layers of a vector as rows (n, d), in its memory."""
-    parts = vector.split([form.layers * sum(map(math.prod, form.shapes)) for form in forms])
+    parts = vector.split_with_sizes([form.layers * sum(form.sizes) for form in forms])
     return [x.view(form.layers, -1) for x, form in zip(parts, forms, strict=True)]
 
 
@@ -214,7 +225,7 @@ def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
 
 def total(numbers: Tensor) -> Tensor:
     """The sum of numbers (n,)."""
-    return numbers.squeeze(0) if len(numbers) == 1 else numbers.sum()
+    return numbers.squeeze(0) if numbers.numel() == 1 else numbers.sum()
 
 
 def _wide(one: Tensor, other: Tensor) -> list[Tensor]:
@@ -223,4 +234,4 @@ def _wide(one: Tensor, other: Tensor) -> list[Tensor]:
 
 def at_least_single(tensors: Iterable[Tensor]) -> torch.dtype:
     """The precision to sum in."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    return torch.float64 if torch.float64 in {x.dtype for x in tensors} else torch.float32

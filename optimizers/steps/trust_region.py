@@ -167,10 +167,10 @@ class TrustRegionStep(StepRule):
     def _predicted(self, found: Descent) -> Tensor | None:
         """The energies of the directions; None, if they are not known layer by layer."""
         names = [layer[0] for layer in found.directions.layout.layers]
-        if len(found.energies) != len(names):
+        if found.energies.numel() != len(names):
             self.energies = {}
             return None
-        if list(self.energies) != names or len(self.joint_energies) != len(names):
+        if list(self.energies) != names or self.joint_energies.numel() != len(names):
             zero = torch.zeros_like(found.energies[0])
             self.joint_energies = torch.stack([self.energies.get(name, zero) for name in names])
             self.energies = dict(zip(names, self.joint_energies.unbind(), strict=True))

@@ -116,7 +116,9 @@ def take(move: Move, decision: Decision) -> tuple[Tensor, Tensor]:
         left = torch.where(decision.moves, kept, 1)
         for own in by_device(parameters):
             torch._foreach_mul_(own, left.to(own[0]))
-    for x, factor in zip(rows, factors.split([len(x) for x in rows]), strict=True):
+    for x, factor in zip(
+        rows, factors.split_with_sizes([form.layers for own in move.forms for form in own]), strict=True
+    ):
         x.mul_(factor.to(x.device)[:, None])
     for x in move.directions:
         x.nan_to_num_(0.0, 0.0, 0.0)
@@ -157,7 +159,7 @@ def _by_layer(norms: Tensor, forms: list[list[Form]]) -> Tensor:
         if runs and runs[-1][0] == k:
             n += runs.pop()[1]
         runs.append((k, n))
-    parts = zip(norms.split([k * n for k, n in runs]), runs, strict=True)
+    parts = zip(norms.split_with_sizes([k * n for k, n in runs]), runs, strict=True)
     return joined([torch.linalg.vector_norm(x.view(-1, k), dim=1) for x, (k, _) in parts], norms.device)
 
 

@@ -43,7 +43,7 @@ MUTANTS = [
         ("relative * size / length", "relative / length"),
         ("_foreach_add_(move.parameters,", "_foreach_sub_(move.parameters,"),
         ("(falls * move.slopes)", "(-move.slopes)"),
-        ("norms.split([k * n for", "norms.flip(0).split([k * n for"),
+        ("norms.split_with_sizes([k", "norms.flip(0).split_with_sizes([k"),
         ("decision.undoes.to(x)", "decision.moves.to(x)"),
         ("rates.square() * step.predicted", "rates * step.predicted"),
         ("(length / norms.clamp(", "(1 / norms.clamp("),
@@ -77,7 +77,7 @@ MUTANTS = [
     *broken(
         "optimizers/steps/numbers.py",
         "integration/test_cuda_graphs.py",
-        ("len(self.values) != len(found)", "True"),
+        ("self.values.numel() != len(found)", "True"),
         ("if found != self.known", "if not self.known[0]"),
     ),
     *broken(
