@@ -189,17 +189,18 @@ class Scheme:
         ones = sum(len(term) * term.places for term in whole if term.has_bias)
         total: Tensor | None = None
         waiting: dict[float, list[Tensor]] = {}
-        for part in (part[0] for term in whole for part in self._chunks([term])):
+        parts = [part[0] for term in whole for part in self._chunks([term])]
+        for part in parts:
             bias = float(part.has_bias)
             for inputs, a in part.activations():
                 rows = a.flatten(0, 1).to(self.dtype)
-                if inputs is None and has_few_rows(rows):
+                if inputs is None and (len(parts) == 1 or has_few_rows(rows)):
                     waiting.setdefault(bias, []).append(rows)
                     continue
                 total = self._empty(whole[0], diagonal, ones) if total is None else total
                 self._add_second(total, rows, inputs, bias)
-        together = {bias: torch.cat(parts) for bias, parts in waiting.items()}
-        if len(together) == 1 and total is None and not diagonal:  # large: written once, together with the bias's input
+        together = {bias: rows[0] if len(rows) == 1 else torch.cat(rows) for bias, rows in waiting.items()}
+        if len(together) == 1 and total is None and not diagonal:  # written once, together with the bias's input
             ((bias, rows),) = together.items()
             has_bias = len(self.arrangement.shapes) > 1
             return (second_moment_with_constant(rows, bias) if has_bias else second_moment(rows, rows, False)), number

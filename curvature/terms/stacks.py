@@ -32,6 +32,8 @@ class StackedTerms(Sequence[list[Term]]):
         if isinstance(k, slice):
             return [self[j] for j in range(self.vectors)[k]]
         start = range(self.vectors)[k] * self.samples
+        if self.vectors == 1:
+            return [self.term]
         return [_with_backprops(self.term, slice(start, start + self.samples))]
 
 
