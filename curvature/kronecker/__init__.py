@@ -5,7 +5,7 @@ per-sample gradients in the factors' eigenbasis (`Basis`), damped inverses of pr
 of products (`invert_kronecker_sum`); symmetric sides in half the memory (`pack`). Nothing here averages over batches.
 """
 
-from curvature.kronecker.compact import compacted, kept_bytes
+from curvature.kronecker.compact import compacted, kept_bytes, owned
 from curvature.kronecker.diagonal_blocks import cuts_of
 from curvature.kronecker.eigenbasis import Basis
 from curvature.kronecker.factors import Affine, Reading, Scheme, at_least_float32
@@ -29,5 +29,5 @@ __all__ = [
     "Scheme", "Side", "as_packed", "at_least_float32", "carry_diagonal", "compacted", "cuts_of", "diagonal_of",
     "eigen_inverses", "eigenbases", "entries_of", "factored_inverses", "halve", "inverses_in_blocks",
     "invert_kronecker_sum", "invert_kronecker_sums", "kept_activations", "kept_bytes", "merge_products",
-    "nonzero_or_one", "pack", "subsample_samples", "whole",
+    "nonzero_or_one", "owned", "pack", "subsample_samples", "whole",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What running curvature takes, and inverses in 16 bits."""
+"""What running curvature takes, and inverses in the memory that they need: as they are, or in 16 bits."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def compacted(inverse: KroneckerInverse, cuts: Cuts) -> KroneckerInverse:
     )
     packed = is_halved(rows, cuts[0]), is_halved(columns, cuts[1])
     return replace(inverse, rows=rows, columns=columns, cuts=cuts, packed=packed)
+
+
+def owned(inverse: KroneckerInverse) -> KroneckerInverse:
+    """The inverse; sides that were made together with others, and would keep these in memory, as copies."""
+    both = inverse.rows, inverse.columns
+    rows, columns = (side.clone() if side.untyped_storage().nbytes() > side.nbytes else side for side in both)
+    return replace(inverse, rows=rows, columns=columns)
 
 
 def kept_bytes(scheme: Scheme, side: int) -> int:

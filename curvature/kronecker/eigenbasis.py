@@ -9,7 +9,7 @@ Indices: k vector, n sample, t place, g group, i input, o output.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,17 +83,28 @@ class Basis:
 
     def _by_places(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         """By chunks of samples small enough that `squared_gradients` can work with pairs of places."""
+        found = None
+        for part in self._parts(lefts[0][0].places, weights):
+            own = self._products(lefts, rights, weights, part)
+            found = own if found is None else found.add_(own)
+        assert found is not None
+        return found
+
+    def _parts(self, places: int, weights: Tensor) -> Iterator[slice]:
+        """On a CPU, of as many samples as its cache holds when they are rotated."""
         groups, outputs, inputs = self.sides
-        places = lefts[0][0].places
-        step = max(1, contractions.CHUNK_ELEMENTS // max(1, groups * places * max(inputs, (outputs + 1) * places)))
-        found = []
-        for start in range(0, max(1, len(weights)), step):
-            part = slice(start, start + step)
-            a = self._activations(lefts[0][0].samples(part))
-            ours = [[self._outer(a, term.samples(part))] for (term,) in lefts]
-            theirs = ours if rights is lefts else [[self._outer(a, term.samples(part))] for (term,) in rights]
-            found.append(squared_gradients.sum_of_products(ours, theirs, weights[part]))
-        return sum_in_place(found)
+        step = contractions.CHUNK_ELEMENTS // max(1, groups * places * max(inputs, (outputs + 1) * places))
+        if weights.device.type == "cpu":
+            step = min(step, contractions.CACHED_CHUNK_ELEMENTS // max(1, groups * places * max(inputs, outputs)))
+        step = max(1, step)
+        return (slice(start, start + step) for start in range(0, max(1, len(weights)), step))
+
+    def _products(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor, part: slice) -> Tensor:
+        """`products` of some samples, rotated at every place."""
+        a = self._activations(lefts[0][0].samples(part))
+        ours = [[self._outer(a, term.samples(part))] for (term,) in lefts]
+        theirs = ours if rights is lefts else [[self._outer(a, term.samples(part))] for (term,) in rights]
+        return squared_gradients.sum_of_products(ours, theirs, weights[part])
 
     def turned(self, term: Term) -> OuterProduct:
         """A term of the weight, with what it brings of the bias, in this basis: gradients (N, g, o, i)."""

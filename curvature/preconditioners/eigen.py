@@ -43,13 +43,18 @@ def _some_squares(basis: Basis, count: int, terms: Sequence[Any], rank: int, wor
     return basis.products(one_vector, one_vector, weights)
 
 
+def narrow(values: Tensor, scheme: Scheme) -> Tensor:
+    """Values in the form in which they are stored: in 16 bits with the range of 32 if the scheme is compact."""
+    return values.bfloat16() if scheme.compact else values
+
+
 @dataclass
 class EigenStatistics(KroneckerStatistics):
     """Moments, and squared per-sample gradients in the eigenbasis in which they were measured.
 
     Attributes:
         basis: None if there was none yet.
-        squares: sum of the squared gradients in the basis, (g, o, i).
+        squares: sum of the squared gradients in the basis, (g, o, i), `narrow` where the scheme is compact.
         squares_samples: number of samples in that sum: those before the first basis do not count.
     """
 
@@ -60,7 +65,7 @@ class EigenStatistics(KroneckerStatistics):
     def add_(self, other: EigenStatistics) -> None:
         super().add_(other)
         if self.squares is not None and other.basis is not None:
-            self.squares = self.squares_in(other.basis)
+            self.squares = self.squares_in(other.basis).to(self.squares.dtype)
         if other.squares is not None:
             self.squares = other.squares if self.squares is None else self.squares.add_(other.squares)
             self.basis, self.squares_samples = other.basis, self.squares_samples + other.squares_samples
@@ -69,7 +74,8 @@ class EigenStatistics(KroneckerStatistics):
         """The squares in another basis."""
         assert self.squares is not None and self.basis is not None
         is_same = all(own is other for own, other in zip(self.basis, basis, strict=True))
-        return self.squares if is_same else carry_diagonal(self.squares, self.basis, basis)
+        wide = self.squares.to(self.scheme.dtype)
+        return wide if is_same else carry_diagonal(wide, self.basis, basis)
 
     def scale_vectors_(self, times: float) -> None:
         super().scale_vectors_(times)
@@ -88,7 +94,8 @@ class EigenStatistics(KroneckerStatistics):
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         found = super().sums(rank, size)
         if self.squares is not None:
-            found |= {"squares": self.squares, "squares_samples": self.squares.new_tensor(self.squares_samples)}
+            wide = self.squares.to(self.scheme.dtype)
+            found |= {"squares": wide, "squares_samples": wide.new_tensor(self.squares_samples)}
         return found
 
     def load_sums(self, sums: Mapping[str, Tensor]) -> None:
@@ -126,7 +133,7 @@ class EigenBlock(KroneckerBlock):
             return None
         found = EigenStatistics(self.scheme, samples, found.activations, found.backprops, found.waiting)
         if self.basis is not None:
-            found.squares = self._squares(terms, self.basis, rank, world_size)
+            found.squares = narrow(self._squares(terms, self.basis, rank, world_size), self.scheme)
             found.basis, found.squares_samples = self.basis, samples
         return found
 
@@ -167,8 +174,8 @@ class EigenBlock(KroneckerBlock):
     def expected_bytes(self) -> int:
         here = self.scheme.arrangement
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
-        wide, narrow = self.scheme.dtype.itemsize, 2 if self.scheme.compact else self.scheme.dtype.itemsize
-        return super().expected_bytes + (self.dimension + values) * wide + self.dimension * narrow
+        wide = self.scheme.dtype.itemsize
+        return super().expected_bytes + values * wide + 2 * self.dimension * (2 if self.scheme.compact else wide)
 
     def _bytes_of_inverse(self, side: int) -> int:
         is_halved = self.scheme.compact and not self.scheme.diagonal[side]
@@ -184,7 +191,8 @@ class EigenBlock(KroneckerBlock):
         count, basis = statistics.squares_samples, self.basis
         if statistics.squares is not None and self.values is not None and basis is not None and count:
             w = self.gate.masked(self.debiased_weight(decay, self.seen), statistics.squares.dtype)
-            self.values = self.values.lerp(self._evened(statistics.squares_in(basis), basis) / count, w)
+            new = self._evened(statistics.squares_in(basis), basis) / count
+            self.values = narrow(self.values.to(new.dtype).lerp(new, w), self.scheme)
             self.seen += 1
 
     @staticmethod
@@ -204,9 +212,10 @@ class EigenBlock(KroneckerBlock):
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
-            self.values = self._evened(carry_diagonal(self.values, self.basis, (rows, columns)), (rows, columns))
+            carried = carry_diagonal(self.values.to(self.scheme.dtype), self.basis, (rows, columns))
+            self.values = narrow(self._evened(carried, (rows, columns)), self.scheme)
         if not self.seen:
-            self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
+            self.values = narrow(self.row_values[:, :, None] * self.column_values[:, None, :], self.scheme)
         self.inverse = self.kept(KroneckerInverse(rows, columns, self._inverted(damping, share), cuts=self.cuts))
 
     def _evened(self, values: Tensor, basis: Sides) -> Tensor:
@@ -236,4 +245,8 @@ class EigenBlock(KroneckerBlock):
 
     @property
     def mean_eigenvalue(self) -> Tensor:
-        return super().mean_eigenvalue if self.values is None else self.values.mean()
+        return super().mean_eigenvalue if self.values is None else self.values.mean(dtype=self.scheme.dtype)
+
+    def after_restore(self) -> None:
+        super().after_restore()
+        self.values = None if self.values is None else narrow(self.values, self.scheme)

@@ -38,6 +38,7 @@ from curvature.kronecker import (
     inverses_in_blocks,
     kept_activations,
     kept_bytes,
+    owned,
     subsample_samples,
     whole,
 )
@@ -217,8 +218,8 @@ class KroneckerBlock(Block):
             block.inverse = block.kept(found)
 
     def kept(self, inverse: KroneckerInverse) -> KroneckerInverse:
-        """An inverse in the form in which the block keeps it."""
-        return compacted(inverse, self.cuts) if self.scheme.compact else inverse
+        """An inverse in the form in which the block keeps it, in memory that no other block's inverse shares."""
+        return compacted(inverse, self.cuts) if self.scheme.compact else owned(inverse)
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:

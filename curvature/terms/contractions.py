@@ -28,6 +28,9 @@ PRODUCT_ELEMENTS = 1 << 18  # of backprops that inner products take at a time ..
 PRODUCT_PIECES = 4  # ... but not in more pieces than these
 
 
+FRESH = OuterProduct | Convolution | IndexedRows  # terms that make their gradients anew
+
+
 class RowRange(NamedTuple):
     """Rows start to stop of a parameter and their terms."""
 
@@ -69,9 +72,12 @@ def gradients(terms: Sequence[Term]) -> Tensor:
         for term, g in zip(parts, found, strict=True):
             out[:, slice(*term.rows)] += g
     else:
-        out = unsliced.pop(0).gradients()
-    for other in unsliced:
-        out = out + other.gradients()
+        first = unsliced.pop(0)
+        out = first.gradients()
+        if unsliced and not isinstance(first, FRESH):
+            out = out.clone()
+    for g in (other.gradients() for other in unsliced):
+        out = out.add_(g) if out.dtype == g.dtype else out + g
     return out
 
 

@@ -40,6 +40,11 @@ class Convolution:
         """The padded input, made at each use: that of all layers at once would be as large as their activations."""
         return F.pad(self.source, self.padding) if any(self.padding) else self.source
 
+    def _padded(self) -> tuple[Tensor, Sequence[int]]:
+        """The input, and by how much torch's own convolution is to pad it; already padded where the ends differ."""
+        before, after, zeros = self.padding[-2::-2], self.padding[::-2], [0] * len(self.stride)
+        return (self.source, before or zeros) if before == after else (self.x, zeros)
+
     @property
     def device(self) -> torch.device:
         return self.b.device
@@ -70,9 +75,9 @@ class Convolution:
 
     def _outputs(self, weight: Tensor) -> Tensor:
         """What the layer would give with another weight, (N * m, outputs, *out)."""
-        x, zeros = self.x.flatten(0, 1), [0] * len(self.stride)
-        weight = weight.to(x.dtype)
-        found = torch.convolution(x, weight, None, self.stride, zeros, self.dilation, False, zeros, self.groups)
+        (x, padding), zeros = self._padded(), [0] * len(self.stride)
+        weight, x = weight.to(x.dtype), x.flatten(0, 1)
+        found = torch.convolution(x, weight, None, self.stride, padding, self.dilation, False, zeros, self.groups)
         for axis, size in enumerate(self.b.shape[3:], 2):  # the stride may leave some of the input
             found = found.narrow(axis, 0, size)
         return found
@@ -117,8 +122,7 @@ class Convolution:
     def _convolved(self) -> Tensor:
         """The gradients by one weight gradient of a convolution with a group per sample."""
         n, dims = len(self.b), len(self.stride)
-        before, after = self.padding[-2::-2], self.padding[::-2]
-        whole, padding = (self.source, before or [0] * dims) if before == after else (self.x, [0] * dims)
+        whole, padding = self._padded()
         x, b = (t.transpose(0, 1).reshape(t.shape[1], n * t.shape[2], *t.shape[3:]) for t in (whole, self.b))
         weight = b.new_empty(n * self.shape[0], *self.shape[1:])
         _, found, _ = torch.ops.aten.convolution_backward(

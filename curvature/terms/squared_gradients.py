@@ -157,10 +157,14 @@ def _from_gradients(
         for us, ws in zip(left, right, strict=True):
             x = gradients([term.samples(part) for term in us])
             y = x if ws is us else gradients([term.samples(part) for term in ws])
-            products = x * y if products is None else products.addcmul_(x, y)
+            if products is not None:
+                products.addcmul_(x, y)
+            else:
+                products = x.mul_(y) if isinstance(us[0], contractions.FRESH) else x * y
         assert products is not None
         found = torch.tensordot(weights[part].to(products.dtype), products, 1)
         total = found if total is None else total.add_(found)
+        del products, x, y  # before the next are made
     assert total is not None
     return total
 

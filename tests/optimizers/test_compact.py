@@ -90,6 +90,7 @@ def test_steps_are_nearly_the_same(name: str):
     for block in compact.store.blocks:
         assert name == "damped" or block.bytes <= block.expected_bytes  # which takes damping for factored
         assert {side.entries.dtype for side in block.sides if isinstance(side, Packed)} <= {torch.float16}
+        assert block.structure != "eigen" or block.values.dtype == torch.bfloat16
     assert all(x > 0 for x in compact.stats()["conditions"].values())
 
 

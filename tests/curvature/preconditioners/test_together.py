@@ -156,6 +156,14 @@ def test_solutions_have_the_precision_of_the_gradients():
         assert all(torch.equal(u, v) for u, v in zip(together, alone, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
+def test_inverses_that_were_made_together_do_not_keep_each_other(kind: str):
+    """Blocks take turns: the last one to keep its inverse must not hold the memory of all that were made with it."""
+    found = [t for block in curvature_of("linear", kind, None, "cpu")[1] for t in block.inverse_tensors]
+    assert len(found) == (12 if kind == "eigen" else 8)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in found)
+
+
 @pytest.mark.parametrize("size", [256, 257])
 def test_large_inverses_are_not_copied(size: int):
     eye = torch.eye(size)[None]
