@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvature.terms.basic import DenseGradients, ElementwiseProduct, OuterProduct
+from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.convolution import Convolution, TransposedConvolution
 from curvature.terms.merging import merge_terms, sum_in_place
 from curvature.terms.pairs import Norms, gram_cheaper_by_pairs, norms_by_pairs, norms_cheaper_by_pairs, summed_pairs
