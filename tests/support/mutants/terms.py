@@ -49,7 +49,10 @@ MUTANTS = [
         "curvature/terms/convolution.py",
         "curvature/layers curvature/kronecker/test_factors.py curvature/terms/test_contractions.py",
         ("starts = (k * self.dilation[axis]", "starts = (k * self.stride[axis]"),
-        ("b, x, weight, None, self.stride, padding, self.dilation", "b, x, weight, None, self.stride, padding, [1] * dims"),
+        (
+            "b, x, weight, None, self.stride, padding, self.dilation",
+            "b, x, weight, None, self.stride, padding, [1] * dims",
+        ),
         ("torch.bmm(b, patches.mT", "torch.bmm(b.abs(), patches.mT"),
         ("torch.tensordot(weights.to(dtype), found, 1)", "found.sum(0)"),
         ("start, stop = phase.first - phase.step", "start, stop = phase.first + 0 * phase.step"),
