@@ -118,20 +118,15 @@ def closure_of(opt: Any, model: nn.Module, x: Tensor, y: Tensor, residuals: bool
 
 
 CLOSURES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
-    "adaptive": (lambda model: KFAC(model, adaptive=True), False),
-    "adaptive, EKFAC": (lambda model: EKFAC(model, adaptive=True, weight_decay=0.1), False),
-    "residuals": (KFAC, True),
-    "residuals, momentum": (lambda model: KFAC(model, momentum=0.5, weight_decay=0.1), True),
-    "natural gradient": (NaturalGradient, False),
-    "natural gradient, momentum": (lambda model: NaturalGradient(model, momentum=0.5, damping=0.1), False),
+    "adaptive": (lambda model: EKFAC(model, adaptive=True, weight_decay=0.1), False),
+    "residuals": (lambda model: KFAC(model, momentum=0.5, weight_decay=0.1), True),
+    "natural gradient": (lambda model: NaturalGradient(model, momentum=0.5), False),
     "natural gradient, layerwise": (lambda model: NaturalGradient(model, layerwise=True), False),
-    "natural gradient, adaptive": (lambda model: NaturalGradient(model, adaptive=True), False),
     "line search": (lambda model: NaturalGradient(model, line_search=True), False),
     "dense": (lambda model: NaturalGradient(model, solver="dense"), False),
     "diagonal": (lambda model: NaturalGradient(model, solver="diagonal"), False),
     "cg": (lambda model: NaturalGradient(model, solver="cg"), False),
-    "Gauss-Newton": (NaturalGradient, True),
-    "Gauss-Newton, momentum": (lambda model: NaturalGradient(model, momentum=0.5, damping=1e-3), True),
+    "Gauss-Newton": (lambda model: NaturalGradient(model, momentum=0.5, damping=1e-3), True),
     "Levenberg-Marquardt": (lambda model: NaturalGradient(model, adaptive=True), True),
 }
 
@@ -140,7 +135,7 @@ CLOSURES: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
     ("name", "kind"),
     [
         *((name, ThereAndBack) for name in CLOSURES),
-        *((name, Split) for name in ("adaptive", "residuals", "cg", "dense")),
+        *((name, Split) for name in ("adaptive", "residuals", "dense")),
     ],
 )
 def test_steps_with_closures(name: str, kind: type[nn.Module], two_devices: tuple[str, str]) -> None:
@@ -151,7 +146,7 @@ def test_steps_with_closures(name: str, kind: type[nn.Module], two_devices: tupl
         model, (x, y) = kind(devices), data(devices)
         opt = make(model)
         closure = closure_of(opt, model, x, y, residuals)
-        losses = [float(opt.step(closure).detach()) for _ in range(3)]
+        losses = [float(opt.step(closure).detach()) for _ in range(2)]
         assert losses[-1] < losses[0]
         found.append(model)
         copy = kind(devices)
