@@ -126,13 +126,13 @@ def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights:
     assert isinstance(first, IndexedRows)
     rows = first.shape[0]
     samples = torch.arange(len(first.index), device=first.index.device)
-    found, which = torch.unique(samples[:, None] * rows + first.index, return_inverse=True)  # a sample and its row
+    found, which = _numbered((samples[:, None] * rows + first.index).flatten())  # a sample and its row
 
     def sums(term: Term) -> Tensor:
         assert isinstance(term, IndexedRows)
         wide = torch.promote_types(term.values.dtype, torch.float32)
         new = term.values.new_zeros(len(found), term.values.shape[-1], dtype=wide)
-        return new.index_add_(0, which.flatten(), term.values.flatten(0, 1).to(wide))
+        return new.index_add_(0, which, term.values.flatten(0, 1).to(wide))
 
     products = None
     for (u,), (w,) in zip(left, right, strict=True):
@@ -142,6 +142,13 @@ def _from_indexed_rows(left: list[list[Term]], right: list[list[Term]], weights:
     assert products is not None
     products *= weights.to(products.dtype)[found // rows, None]
     return products.new_zeros(first.shape).index_add_(0, found % rows, products)
+
+
+def _numbered(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Different keys with zeros after them, and the number of each key among them; unlike `torch.unique`, no wait."""
+    ordered, order = keys.sort()
+    numbers = torch.cat([keys.new_zeros(1), (ordered[1:] != ordered[:-1]).cumsum(0)])[: len(keys)]
+    return torch.zeros_like(keys).scatter_(0, numbers, ordered), torch.empty_like(keys).scatter_(0, order, numbers)
 
 
 def _from_gradients(
