@@ -32,7 +32,7 @@ MUTANTS = [
         "curvature/terms/squared_gradients.py",
         "curvature/terms/test_squared_gradients.py curvature/terms/test_contractions.py curvature/matrices",
         ("inputs = (a[:, :, None] * a[:, None, :])", "inputs = (a[:, :, None] * a[:, :, None])"),
-        ("torch.unique(samples[:, None] * rows + first.index,", "torch.unique(samples[:, None] * 0 + first.index,"),
+        ("_numbered((samples[:, None] * rows + first.index)", "_numbered((samples[:, None] * 0 + first.index)"),
         ("total.addcmul_(u.values, w.values)", "total.addcmul_(u.values, w.values, value=2)"),
         ("both.addcmul_(u_places, w_places)", "both.addcmul_(u_places, w_places, value=2)"),
         ("total.sum(2).mT", "total.mean(2).mT"),
