@@ -11,7 +11,7 @@ unsupported is named and not timed. Diagonals and factors from sampled labels ar
 Kronecker factors by what ``kron(B, A)`` makes of random vectors. Then methods run in turn, as in `per_sample.py`, and
 the table shows medians of ratios to the plain batch gradient.
 
-A run is one call from the model and the batch to the result. For the products ``G V`` and ``H V``, with 1 and with 10
+A run is one call from the model and the batch to the result. For the products ``G V`` and ``H V``, with 1, 10 and 32
 columns, it is the product alone: operators are made beforehand, without checks of the peer that can be turned off,
 and a first product, where ours tests the Hessian for symmetry, has gone before.
 
@@ -112,8 +112,8 @@ QUANTITIES = {
     ),
     "kfac": Quantity("K-FAC, exact", peers.FACTORS, _factors, models=IMAGES, affine=True),
     "sampled-kfac": Quantity("K-FAC, one sample", peers.SAMPLED_FACTORS, _factors, mean_error, IMAGES, affine=True),
-    "gauss-newton": Quantity("G V", peers.GAUSS_NEWTON, references.gauss_newton, models=ALL, counts=(1, 10)),
-    "hessian": Quantity("H V", peers.HESSIAN, references.hessian, models=ALL, counts=(1, 10)),
+    "gauss-newton": Quantity("G V", peers.GAUSS_NEWTON, references.gauss_newton, models=ALL, counts=(1, 10, 32)),
+    "hessian": Quantity("H V", peers.HESSIAN, references.hessian, models=ALL, counts=(1, 10, 32)),
 }
 
 
