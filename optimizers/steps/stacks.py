@@ -18,6 +18,7 @@ from optimizers.distributed.sharding import to_local, to_sharded
 Named = Mapping[str, Tensor]
 Layer = tuple[str, ...]  # names of its parameters
 Shapes = tuple[tuple[int, ...], ...]  # of the parameters of a layer
+MOST_ENTRIES = 1 << 28  # of a vector, in one product
 
 
 class Family(NamedTuple):
@@ -214,7 +215,14 @@ def row_products(ones: Sequence[Tensor], others: Sequence[Tensor], home: torch.d
 
 def products(ones: Sequence[Tensor], others: Sequence[Tensor], home: torch.device) -> Tensor:
     """The inner products (n,) of vectors, in single precision."""
-    return joined([torch.dot(*_wide(*pair))[None] for pair in zip(ones, others, strict=True)], home).float()
+    return joined([_product(*pair)[None] for pair in zip(ones, others, strict=True)], home).float()
+
+
+def _product(one: Tensor, other: Tensor) -> Tensor:
+    """Of two vectors, some entries at a time: BLAS counts to 2^31, and copies in single precision are large."""
+    parts = zip(one.split(MOST_ENTRIES), other.split(MOST_ENTRIES), strict=True)
+    found = [torch.dot(*_wide(*pair)) for pair in parts]
+    return found[0] if len(found) == 1 else torch.stack(found).sum()
 
 
 def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:

@@ -92,3 +92,9 @@ def test_stacked_is_a_view_where_it_can_be():
         found = stacked(chosen)
         assert torch.equal(found, torch.stack(chosen)) and found._base is not whole
     assert math.prod(stacked(parts[:1]).shape) == 4
+
+
+def test_products_of_long_vectors_come_in_parts(monkeypatch: pytest.MonkeyPatch):
+    one, other = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr("optimizers.steps.stacks.MOST_ENTRIES", 300)
+    torch.testing.assert_close(products([one], [other], one.device), (one * other).sum()[None])
