@@ -103,6 +103,8 @@ class Convolution:
 
     def gradients(self) -> Tensor:
         """Products of the input's patches where these are no larger, some samples at a time; else one convolution."""
+        if self._is_depthwise and _has_onednn(self.b):
+            return self._correlated()
         if self.places > self.outputs:
             return self._convolved()
         n, patches = len(self.b), self.places * math.prod(self.shape[1:]) * self.groups
@@ -118,6 +120,22 @@ class Convolution:
         patches = patches.movedim(1, -len(self.stride) - 1).reshape(len(out) * self.groups, -1, self.places)
         b = self.b.movedim(1, 2).reshape(len(patches), -1, self.places)
         torch.bmm(b, patches.mT, out=out.flatten(0, 1))
+
+    @property
+    def _is_depthwise(self) -> bool:
+        return self.outputs == self.shape[1] == 1
+
+    def _correlated(self) -> Tensor:
+        """The gradients of a depthwise convolution by another one: the backprops are its kernels, and stride and
+        dilation exchange roles. oneDNN has a fast kernel for it, but not for the weight gradients of one sample.
+        """
+        n, copies = self.b.shape[:2]
+        (x, padding), zeros = self._padded(), [0] * len(self.stride)
+        x, kernels = x.flatten(0, 2)[None], self.b.flatten(0, 2)[:, None]
+        found = torch.convolution(x, kernels, None, self.dilation, padding, self.stride, False, zeros, len(kernels))
+        for axis, size in enumerate(self.shape[2:], 2):  # as in `_outputs`
+            found = found.narrow(axis, 0, size)
+        return found.reshape(n, copies, *self.shape).sum(1)
 
     def _convolved(self) -> Tensor:
         """The gradients by one weight gradient of a convolution with a group per sample."""
@@ -303,6 +321,11 @@ def _patches(
     return x.as_strided(
         (*x.shape[:3], *kernel, *out), (*x.stride()[:3], *map(mul, steps, dilation), *map(mul, steps, stride))
     )
+
+
+def _has_onednn(x: Tensor) -> bool:
+    """Whether torch convolves such tensors by oneDNN."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
 def _pixel_gram(x: Tensor, groups: int) -> Tensor:

@@ -209,6 +209,20 @@ def test_gradients_from_patches_of_one_sample_at_a_time(family: str, device, mon
     assert_equal(found, rows)
 
 
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("size", [(9,), (8, 9), (7, 8, 6)])
+def test_depthwise_gradients_in_single_precision(size: Sizes, dilation: int, stride: int):
+    """These are convolutions with the backprops. The stride leaves out some of the input."""
+    with seeded(3):
+        term, rows = convolved(2, (3, 1, *(3, 2, 2)[: len(size)]), size, stride, dilation, 3)
+    assert isinstance(term, Convolution)
+    padded = replace(term, source=term.source[(..., *[slice(1, -1)] * len(size))], padding=(1, 1) * len(size))
+    for one, expected in ((term, rows), (padded, padded.gradients())):
+        found = replace(one, source=one.source.float(), b=one.b.float()).gradients()
+        torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
+
+
 @each_chunk
 @each_family
 def test_norms_squared(family: str, chunk: int, device, monkeypatch):

@@ -53,6 +53,7 @@ MUTANTS = [
             "b, x, weight, None, self.stride, padding, self.dilation",
             "b, x, weight, None, self.stride, padding, [1] * dims",
         ),
+        ("None, self.dilation, padding, self.stride", "None, self.stride, padding, self.dilation"),
         ("torch.bmm(b, patches.mT", "torch.bmm(b.abs(), patches.mT"),
         ("torch.tensordot(weights.to(dtype), found, 1)", "found.sum(0)"),
         ("start, stop = phase.first - phase.step", "start, stop = phase.first + 0 * phase.step"),
