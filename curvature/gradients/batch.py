@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,8 +82,8 @@ class Batch:
         for t in tensors_in(y):
             if t.ndim <= dims[2] or t.shape[dims[2]] % max(1, count) or bool(t.shape[dims[2]]) > bool(count):
                 raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
-        same: Callable[[Tensor], Tensor] = lambda t: t
-        return Batch(model, loss, map_tensors(same, x), map_tensors(same, y), count, dims, chosen, offsets)
+        x, y = map_tensors(_for_autograd, x), map_tensors(_for_autograd, y)
+        return Batch(model, loss, x, y, count, dims, chosen, offsets)
 
     @property
     def is_uneven(self) -> bool:
@@ -139,3 +139,11 @@ class Batch:
         value = self.loss(self.output() if output is None else output, self.y)
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), found, strict=True)}
+
+
+def _for_autograd(t: Tensor) -> Tensor:
+    """A tensor that autograd may keep; those made in inference mode are copied."""
+    if not t.is_inference():
+        return t
+    with torch.inference_mode(False):
+        return t.clone()

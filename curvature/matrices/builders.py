@@ -31,6 +31,7 @@ from curvature.matrices.sample_rows import in_sample_space
 from curvature.matrices.stored_sums import StoredSums
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import BlockDiagonal, MatrixFree, Operator
+from curvature.recording import in_turn
 
 EXACT = exact()
 SampleDim = int | tuple[int, int, int]
@@ -157,6 +158,7 @@ def fisher(
     def diagonal() -> Tensor:
         return collected(passes, inject, seed, DiagonalAccumulator(space), diagonal_chunks).diagonal()
 
+    @in_turn()  # what is summed in place is made outside of inference mode, too
     def dense() -> Tensor:
         return collected(passes, inject, seed, DenseAccumulator(space)).to_dense()
 
@@ -270,6 +272,7 @@ def kfac(
     return _as_blocks(collected(source, inject, seed_of(generator), sums, store=file))
 
 
+@in_turn()
 def ekfac(
     model: nn.Module,
     loss: Loss | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from curvature.linalg import widen
 from curvature.recording import graph_bytes
 
 KEPT_BYTES = 1 << 28  # of the graphs that an operator keeps, counted as all results of their functions
+NUMBERS = bool, int, float, str, type(None)
 # From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
 Put = Callable[[Tensor, Tensor, bool], None]
 
@@ -47,7 +48,7 @@ class KeptBatch:
 
     def _values(self) -> Any:
         tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        return [None if t.is_inference() else t._version for t in tensors], quick_sums(tensors)
+        return [None if t.is_inference() else t._version for t in tensors], quick_sums(map(_ordered, tensors))
 
     def is_of(self, x: Any, y: Any) -> bool:
         """Whether it was made of such a batch."""
@@ -100,18 +101,43 @@ class KeptProducts:
         return self.is_open
 
     def _tensors(self) -> list[Tensor]:
-        modules = [self.model, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
-        return [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        return [*self.model.parameters(), *self.model.buffers(), *_tensors_of(self.loss)]
 
     def _surroundings(self) -> Any:
         """What graphs depend on beside their batch; sums show values that changed without autograd's knowledge."""
         tensors = self._tensors()
         devices = sorted({t.device.type for t in tensors})
         casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-        return [(id(t), t._version, t.data_ptr()) for t in tensors], quick_sums(tensors), casts
+        settings = [_settings(m) for m in self.model.modules()], _settings(self.loss)
+        known = [(id(t), t._version, t.data_ptr()) for t in tensors]
+        return known, quick_sums([*tensors, *map(_ordered, _tensors_of(self.loss))]), casts, settings
 
 
-def quick_sums(tensors: list[Tensor]) -> list[float]:
+def _tensors_of(loss: Any) -> list[Tensor]:
+    return [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
+
+
+def _settings(owner: Any) -> tuple[Any, ...]:
+    """What a module or loss computes with, beside tensors: numbers and strings, else (functions, hooks) who they are."""
+    own = getattr(owner, "__dict__", {})
+    return id(owner), type(owner), *own, *map(_setting, own.values())
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        return tuple(map(id, value.values() if isinstance(value, dict) else value))
+    return value if isinstance(value, NUMBERS) else id(value)
+
+
+def _ordered(t: Tensor) -> Tensor:
+    """The sums of its rows, times their numbers: other rows, or the same in another order, give others."""
+    t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    wide = torch.float32 if t.dtype.itemsize < 4 and t.is_floating_point() else None
+    rows = t.flatten(1).sum(1, dtype=wide) if t.ndim > 1 else t.to(wide or t.dtype)
+    return rows * torch.arange(1, len(rows) + 1, device=t.device) if t.ndim else rows
+
+
+def quick_sums(tensors: Iterable[Tensor]) -> list[float]:
     """The sum of the entries of each tensor, the same for the same entries; other entries may round to it."""
     real = (torch.view_as_real(t.detach()) if t.is_complex() else t.detach() for t in tensors)
     found = [t.sum(dtype=torch.float32 if t.dtype.itemsize < 4 else None) for t in real]

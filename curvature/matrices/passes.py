@@ -45,6 +45,7 @@ from curvature.matrices.vectors import Vectors
 from curvature.operators import Space
 from curvature.recording import (
     RandomState,
+    in_turn,
     map_tensors,
     preserve_state,
     trained_alone,
@@ -93,6 +94,7 @@ class DataSource:
         """A batch of the data, checked."""
         return Batch.of(self.model, self.loss or _half_square, x, y, self.sample_dim, self.parameters)
 
+    @in_turn()
     def each(
         self,
         visit: Callable[[RecordedBatch], None],

@@ -24,7 +24,7 @@ from curvature.matrices.kept import BatchProduct, KeptBatch, KeptProducts, Put
 from curvature.matrices.linearised import LayerRules
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch, samples_first
 from curvature.operators import Space
-from curvature.recording import tensors_in
+from curvature.recording import in_turn, tensors_in
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
 Prepare = Callable[[RecordedBatch, bool], BatchProduct]  # of a batch, divided by its weight if asked
@@ -54,6 +54,7 @@ class Repeated:
         versions = tuple((id(t), t._version) for t in (*model.parameters(), *model.buffers()))
         return versions, tuple(m.training for m in model.modules())
 
+    @in_turn()
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
@@ -118,6 +119,7 @@ class Repeated:
     def is_sum(self) -> bool:
         return self.source.is_sum
 
+    @in_turn()
     def times(self, prepare: Prepare, matrix: Tensor, forward: bool = False) -> Tensor:
         """The product with `matrix` (P, c): summed over batches and, for a mean loss, divided by their weight.
 

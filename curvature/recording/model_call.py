@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from curvature.recording.eager import force_eager_nonreentrant
+
+TURNS = RLock()
 
 
 def logits(output: Any) -> Any:
@@ -183,14 +186,22 @@ class ModelState:
 
 
 @contextmanager
+def in_turn() -> Iterator[None]:
+    """One thread at a time, outside of inference mode: hooks of modules, dual numbers and random state are shared."""
+    with TURNS, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        yield
+
+
+@contextmanager
 def preserve_state(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Run with gradients enabled and nothing compiled; restore buffers and random state at the end, come what may.
+    """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers and random state, come what may.
 
     Yields `ModelState.drew_random`.
     """
-    state = ModelState(model)
-    try:
-        with torch.enable_grad(), force_eager_nonreentrant():
-            yield state.drew_random
-    finally:
-        state.restore()
+    with in_turn():
+        state = ModelState(model)
+        try:
+            with torch.enable_grad(), force_eager_nonreentrant():
+                yield state.drew_random
+        finally:
+            state.restore()

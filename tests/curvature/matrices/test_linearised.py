@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -149,7 +150,23 @@ def of_the_loss(model: nn.Module, loss: nn.CrossEntropyLoss, x: Tensor) -> None:
     loss.weight[0] = 3.0
 
 
-@pytest.mark.parametrize("change", [unseen_by_autograd, of_the_loss])
+def exchanged_in_the_loss(model: nn.Module, loss: nn.CrossEntropyLoss, x: Tensor) -> None:
+    assert loss.weight is not None
+    loss.weight.data.copy_(loss.weight.flip(0).clone())
+
+
+def a_number_of_the_loss(model: nn.Module, loss: nn.CrossEntropyLoss, x: Tensor) -> None:
+    loss.label_smoothing = 0.5
+
+
+def a_hook(model: nn.Module, loss: nn.CrossEntropyLoss, x: Tensor) -> None:
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+CHANGES = [unseen_by_autograd, of_the_loss, exchanged_in_the_loss, a_number_of_the_loss, a_hook]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("build", [curvature.gauss_newton, curvature.hessian])
 def test_nothing_outdated_is_kept(build: Any, change: Callable[..., None]) -> None:
     model, x = setting()
@@ -176,6 +193,51 @@ def test_data_that_change() -> None:
     own.numpy()[0, 0] += 1  # without autograd's knowledge
     with pytest.raises(ValueError, match="another pass gave other batches"):
         operator @ v
+
+
+def test_targets_that_change_places() -> None:
+    """Without autograd's knowledge: their sum stays."""
+    model, x = setting()
+    y = Y.clone()
+    operator = curvature.gauss_newton(model, nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]).double()), (x, y))
+    v = operator.space.normal(1)
+    first = operator @ v
+    y.numpy()[:2] = [1, 0]
+    assert not torch.allclose(operator @ v, first)
+
+
+def test_a_number_of_a_layer() -> None:
+    """Forward mode runs the model as it is now, and must not meet a graph of how it was."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    operator = curvature.gauss_newton(model, LOSS, (x, Y))
+    V = operator.space.normal(2)
+    _ = operator @ V
+    model[1].eps = 1.0
+    torch.testing.assert_close(operator @ V, oracle.Matrices(model, LOSS, (x, Y)).gauss_newton @ V)
+
+
+def test_threads_take_turns() -> None:
+    model, x = setting()
+    built = [build(model, LOSS, (x, Y)) for build in (curvature.gauss_newton, curvature.hessian)] * 2
+    V = built[0].space.normal(2)
+    expected = [operator @ V for operator in built]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda operator: [operator @ V[:, :n] for n in (1, 2) * 3][-1], built))
+    torch.testing.assert_close(found, expected)
+
+
+def test_products_in_inference_mode() -> None:
+    model, x = setting()
+    expected = curvature.gauss_newton(model, LOSS, (x, Y)).to_dense()
+    with torch.inference_mode():
+        operator = curvature.gauss_newton(model, LOSS, (x.clone(), Y.clone()))
+        V = operator.space.normal(2)
+        for found in (operator.to_dense() @ V, operator @ V, operator @ V):
+            torch.testing.assert_close(found, expected @ V)
+        norms = curvature.per_sample_norms(model, LOSS, x, Y)
+    torch.testing.assert_close(norms, curvature.per_sample_norms(model, LOSS, x, Y))
+    torch.testing.assert_close(operator @ V, expected @ V)
 
 
 def test_autocast_of_one_product_is_not_that_of_the_next() -> None:

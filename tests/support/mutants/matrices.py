@@ -54,11 +54,13 @@ MUTANTS = [
     *broken(
         "curvature/matrices/kept.py",
         "curvature/matrices/test_linearised.py",
-        ("quick_sums(tensors), casts", "casts"),
-        ("quick_sums(tensors), casts", "[]"),
+        ("known, quick_sums([*tensors, *map(_ordered, _tensors_of(self.loss))]), casts", "known, casts"),
+        ("_tensors_of(self.loss))]), casts, settings", "_tensors_of(self.loss))]), casts"),
+        ("_tensors_of(self.loss))]), casts", "_tensors_of(self.loss))])"),
+        ("quick_sums(map(_ordered, tensors))", "quick_sums(tensors)"),
         ("if form != self.form or self._values() != self.values:", "if form != self.form:"),
         ("self.is_open = self.room >= 0", "self.is_open = True"),
-        ("[self.loss] if isinstance(self.loss, nn.Module) else []", "[]"),
+        ("[*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []", "[]"),
     ),
     *broken(
         "curvature/matrices/accumulators.py",

@@ -24,6 +24,11 @@ MUTANTS = [
         ("state.seed(seed)", "pass"),
     ),
     *broken(
+        "curvature/recording/model_call.py",
+        "curvature/matrices/test_linearised.py",
+        ("with TURNS, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():", "if True:"),
+    ),
+    *broken(
         "curvature/recording/eager.py",
         "curvature/recording",
         ("later.prev = stance.prev", "later.prev = later.prev"),
