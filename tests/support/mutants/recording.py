@@ -26,7 +26,10 @@ MUTANTS = [
     *broken(
         "curvature/recording/model_call.py",
         "curvature/matrices/test_linearised.py",
-        ("with TURNS, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():", "if True:"),
+        (
+            "with TURNS, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():",
+            "if True:",
+        ),
     ),
     *broken(
         "curvature/recording/eager.py",
