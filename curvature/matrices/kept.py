@@ -118,7 +118,7 @@ def _tensors_of(loss: Any) -> list[Tensor]:
 
 
 def _settings(owner: Any) -> tuple[Any, ...]:
-    """What a module or loss computes with, beside tensors: numbers and strings, else (functions, hooks) who they are."""
+    """What a module or loss computes with beside tensors: numbers and strings; functions, hooks, by who they are."""
     own = getattr(owner, "__dict__", {})
     return id(owner), type(owner), *own, *map(_setting, own.values())
 
