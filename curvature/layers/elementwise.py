@@ -22,12 +22,22 @@ _NAMES = [
     *(f"__{kind}{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow") for kind in ("", "r", "i")),
 ]  # fmt: skip
 
+SPACES = (torch, Tensor)
+SUMS = {getattr(space, name) for space in SPACES for name in ("add", "__add__", "__radd__") if hasattr(space, name)}
+PRODUCTS = {
+    getattr(space, name)
+    for space in SPACES
+    for name in ("mul", "multiply", "__mul__", "__rmul__")
+    if hasattr(space, name)
+}
+
 
 @register
 class ElementwiseRule(Rule):
     """Any function that broadcasts its tensors and acts on each entry alone.
 
-    Differentiating it with the parameter expanded to the output's shape gives the gradients at each place.
+    Differentiating it with the parameter expanded to the output's shape gives the gradients at each place. Those of
+    sums and products are written out: scales and shifts are in many models.
     """
 
     functions = tuple(
@@ -49,6 +59,9 @@ class ElementwiseRule(Rule):
         shape = args[slot].shape
         if layout.dim >= len(call.shape):
             raise Unsupported("the output has no axis of samples")
+        known = _times_derivative(function, args, slot, b)
+        if known is not None:
+            return sum_over_broadcast(layout.front(known.to(args[slot].dtype)), shape, layout)
         expanded = args[slot].detach().broadcast_to(call.shape).clone().requires_grad_()
         args[slot] = expanded
         with torch.enable_grad():
@@ -57,6 +70,14 @@ class ElementwiseRule(Rule):
             out = function(*positional, **rest)
         (per_place,) = torch.autograd.grad(out, expanded, b.to(out.dtype))
         return sum_over_broadcast(layout.front(per_place), shape, layout)
+
+
+def _times_derivative(function: Callable[..., Any], args: dict[str, Any], slot: str, b: Tensor) -> Tensor | None:
+    """The gradients at each place of a sum or a product of two real numbers; None for all else."""
+    others = [x for name, x in args.items() if name != slot]
+    if len(others) != 1 or b.is_complex() or function not in SUMS | PRODUCTS:
+        return None
+    return b if function in SUMS else b * others[0]
 
 
 @register

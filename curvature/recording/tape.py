@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -72,7 +73,7 @@ class Use:
     follows_graph: bool = False
     results: list[ParameterNode] = field(default_factory=list)
 
-    @property
+    @cached_property
     def names(self) -> frozenset[str]:
         return frozenset[str]().union(*(node.names for node in self.slots.values()))
 

@@ -44,6 +44,8 @@ def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
 
     Rows outside all ranges are never read.
     """
+    if not any(isinstance(term, RowSlice) for term in terms):
+        return [RowRange(0, terms[0].shape[0] if terms[0].shape else 1, terms)]
     found: dict[tuple[int, int], list[Term]] = {}
     for term in terms:
         if isinstance(term, RowSlice):
@@ -52,7 +54,7 @@ def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
             found.setdefault((0, term.shape[0] if term.shape else 1), []).append(term)
     ordered = sorted(found)
     apart = all(one[1] <= other[0] for one, other in pairwise(ordered))
-    if not apart or not any(isinstance(term, RowSlice) for term in terms):
+    if not apart:
         return [RowRange(0, terms[0].shape[0] if terms[0].shape else 1, terms)]
     return [RowRange(*rows, found[rows]) for rows in ordered]
 
@@ -196,13 +198,18 @@ def direct_forms(terms: Sequence[Term]) -> list[Term]:
 
 def _gradient_chunks(terms: Sequence[Term]) -> Iterator[Tensor]:
     """Build the gradients for a bounded number of samples at a time."""
+    samples = len(terms[0])
     step = max(1, CHUNK_ELEMENTS // max(1, math.prod(terms[0].shape)))
-    for start in range(0, max(1, len(terms[0])), step):
+    if samples <= step:
+        yield gradients(terms)
+        return
+    for start in range(0, samples, step):
         yield gradients([u.samples(slice(start, start + step)) for u in terms])
 
 
 def _norms_by_gradients(terms: Sequence[Term]) -> Tensor:
-    return torch.cat([torch.linalg.vector_norm(_rows(g), dim=1).square() for g in _gradient_chunks(terms)])
+    norms = [torch.linalg.vector_norm(_rows(g), dim=1) for g in _gradient_chunks(terms)]
+    return (norms[0] if len(norms) == 1 else torch.cat(norms)).square()
 
 
 def _by_gradients(left: Sequence[Term], where: Tensor, right: Sequence[Term]) -> Tensor:

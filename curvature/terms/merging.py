@@ -15,6 +15,8 @@ from curvature.terms.row_slices import Term
 
 def merge_places(terms: Sequence[Term]) -> list[Term]:
     """Merge terms that differ only in their places (a recurrent weight is read once per step)."""
+    if len(terms) == 1:
+        return list(terms)
     out: list[Term] = []
     groups: list[list[OuterProduct]] = []
     for term in terms:

@@ -59,6 +59,7 @@ MUTANTS = [
             "torch.autograd.grad(out, expanded, b.to(out.dtype))",
             "torch.autograd.grad(out, expanded, b.to(out.dtype).abs())",
         ),
+        ("return b if function in SUMS else b * others[0]", "return b if function in SUMS else b.abs() * others[0]"),
         ("out = out.unflatten(k, (-1, size)).sum(k)", "out = out.unflatten(k, (-1, size)).mean(k)"),
         ('call.args["input"].clamp(max=0)', 'call.args["input"].clamp(min=0)'),
     ),
