@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +23,14 @@ from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.recording.loss_functions import LOSSES
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
-# Inside, torch functions reach no mode: looking at a tensor costs several times as much where one is active.
-QUIET: Any = torch._C.DisableTorchFunction
+PLAIN = Tensor, nn.Parameter
 REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
+
+
+def _quietly(*values: Any) -> Any:
+    """A context in which a look at plain tensors passes no mode, which would make it several times as slow."""
+    is_plain = all(type(x) in PLAIN for x in values if isinstance(x, Tensor))
+    return torch._C.DisableTorchFunction() if is_plain else nullcontext()
 
 
 class RecordingMode(TorchFunctionMode):
@@ -78,7 +84,7 @@ class RecordingMode(TorchFunctionMode):
     def _record(self, func: Any, args: Any, kwargs: Any, found: list[Tensor], run: Any = None) -> Any:
         """Run a function that receives a parameter, or `run` that stands for it, and enter it on the tape."""
         rule = RULES.get(func)
-        with QUIET():
+        with _quietly(*args, *kwargs.values()):
             bound = rule.bind(func, args, kwargs) if rule is not None else {}
             saved = {k: x.detach() if isinstance(x, Tensor) else x for k, x in bound.items()}
             data = [saved[k] for k, x in bound.items() if isinstance(x, Tensor) and id(x) not in self.nodes]
@@ -86,7 +92,7 @@ class RecordingMode(TorchFunctionMode):
             before = [(x, x._version) for x in found if id(x) in self.nodes]
             follows_graph = any(x.requires_grad for x in found if id(x) not in self.nodes)
         out = (run or func)(*args, **kwargs)
-        with QUIET():
+        with _quietly(*args, *kwargs.values(), out):
             outs = [x for x in tensors_in(out) if x.requires_grad]
             if not outs or any(out is x and x._version == version for x, version in before):
                 return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)
