@@ -135,7 +135,8 @@ def fisher(
 
     It is the curvature of exactly the loss you pass over all of ``data``, in units of loss / parameter^2. Each product
     with a vector is a pass over the data, which must give the same batches every time, while the model stays as it is;
-    both are checked. The graphs of the first batches, up to 256 MB, are kept with the operator for its next product.
+    both are checked. The graphs of the first batches, up to 256 MB, are kept with the operator for its next product,
+    if the loss is a module or a function of ``torch.nn.functional``: what others read, nobody sees.
     ``to_dense()``, ``diagonal()`` and ``trace()`` take one pass.
 
     ``compact()`` takes one pass, too, and keeps what any number of solves needs: the dense matrix or, if N samples with

@@ -179,6 +179,18 @@ def test_nothing_outdated_is_kept(build: Any, change: Callable[..., None]) -> No
     torch.testing.assert_close(operator @ V, expected @ V, rtol=1e-10, atol=1e-12)
 
 
+def test_what_a_function_reads_beside_its_arguments() -> None:
+    model, x = setting()
+    factors = [1.0]
+    operator = curvature.gauss_newton(
+        model, lambda output, y: factors[0] * nn.functional.cross_entropy(output, y), (x, Y)
+    )
+    v = operator.space.normal(1)
+    first = operator @ v
+    factors[0] = 2.0
+    torch.testing.assert_close(operator @ v, 2 * first)
+
+
 def test_data_that_change() -> None:
     model, x = setting()
     own = x.clone()
