@@ -103,27 +103,34 @@ class KeptProducts:
             self.is_open = self.room >= 0
         return self.is_open
 
+    @property
+    def _modules(self) -> list[nn.Module]:
+        owners = (self.model, self.loss) if isinstance(self.loss, nn.Module) else (self.model,)
+        return [module for owner in owners for module in owner.modules()]
+
     def _tensors(self) -> list[Tensor]:
-        return [*self.model.parameters(), *self.model.buffers(), *_tensors_of(self.loss)]
+        """Parameters, buffers, and tensors that are neither."""
+        own = (held for m in self._modules for held in (m._parameters, m._buffers, vars(m)))
+        return [x for held in own for x in held.values() if isinstance(x, Tensor)]
 
     def _surroundings(self) -> Any:
         """What graphs depend on beside their batch; sums show values that changed without autograd's knowledge."""
         tensors = self._tensors()
         devices = sorted({t.device.type for t in tensors})
         casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-        settings = [_settings(m) for m in self.model.modules()], _settings(self.loss)
         known = [(id(t), t._version, t.data_ptr()) for t in tensors]
-        return known, quick_sums([*tensors, *map(_ordered, _tensors_of(self.loss))]), casts, settings
+        sums = quick_sums([*tensors, *map(_ordered, _tensors_of(self.loss))])
+        return known, sums, casts, list(map(_settings, self._modules))
 
 
 def _tensors_of(loss: Any) -> list[Tensor]:
     return [*loss.parameters(), *loss.buffers()] if isinstance(loss, nn.Module) else []
 
 
-def _settings(owner: Any) -> tuple[Any, ...]:
-    """What a module or loss computes with beside tensors: numbers and strings; functions, hooks, by who they are."""
-    own = getattr(owner, "__dict__", {})
-    return id(owner), type(owner), *own, *map(_setting, own.values())
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What a module computes with beside tensors: numbers and strings; functions, hooks, by who they are."""
+    own = vars(module)
+    return id(module), type(module), *own, *map(_setting, own.values())
 
 
 def _setting(value: Any) -> Any:

@@ -179,6 +179,29 @@ def test_nothing_outdated_is_kept(build: Any, change: Callable[..., None]) -> No
     torch.testing.assert_close(operator @ V, expected @ V, rtol=1e-10, atol=1e-12)
 
 
+class Scaled(nn.Module):
+    """A loss whose numbers are no buffers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.CrossEntropyLoss(), torch.ones((), dtype=torch.float64)
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        return self.factor * self.inner(output, y)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda loss: loss.factor.mul_(2), lambda loss: vars(loss.inner).update(label_smoothing=0.5)]
+)
+def test_numbers_inside_a_loss(change: Callable[[Scaled], Any]) -> None:
+    (model, x), loss = setting(), Scaled()
+    operator = curvature.hessian(model, loss, (x, Y))
+    v = operator.space.normal(1)
+    _ = operator @ v
+    change(loss)
+    torch.testing.assert_close(operator @ v, curvature.hessian(model, loss, (x, Y)) @ v)
+
+
 def test_what_a_function_reads_beside_its_arguments() -> None:
     model, x = setting()
     factors = [1.0]
