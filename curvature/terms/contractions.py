@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from curvature.terms import pairs
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.convolution import Convolution, TransposedConvolution
 from curvature.terms.merging import merge_terms, sum_in_place
 from curvature.terms.pairs import Norms, gram_cheaper_by_pairs, norms_by_pairs, norms_cheaper_by_pairs, summed_pairs
 from curvature.terms.row_slices import RowSlice, Term
 
-CHUNK_ELEMENTS = 1 << 24  # split the work if a temporary result has more elements
-CACHED_CHUNK_ELEMENTS = 1 << 18  # likewise for results made in a loop, where fresh memory costs more than arithmetic
+CHUNK_ELEMENTS, CACHED_CHUNK_ELEMENTS = pairs.CHUNK_ELEMENTS, pairs.CACHED_CHUNK_ELEMENTS
 PRODUCT_ELEMENTS = 1 << 18  # of backprops that inner products take at a time ...
 PRODUCT_PIECES = 4  # ... but not in more pieces than these
 
