@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,13 +32,16 @@ def terms_by_parameter(
         layouts: the candidates of each use; the first that its rule accepts counts. None of them: not per sample.
         skip: parameters to leave out; they count as not explained.
     """
-    by_use = [
-        None if use.names <= skip else _terms_of_use(use, b, layout)
-        for use, b, layout in zip(tape.uses, backprops, layouts, strict=True)
-    ]
-    found: Terms = {name: [] for name in tape.parameters}
+
+    @cache
+    def terms_of(use: Use) -> UseTerms:
+        """Asked for when needed: a portion of the backprops has few of the uses of a deep network."""
+        return None if use.names <= skip else _terms_of_use(use, backprops[use.index], layouts[use.index])
+
+    wanted = {name: node for name, node in tape.parameters.items() if name not in skip}
+    found: Terms = {name: [] for name in wanted}
     failed: set[str] = set(skip)
-    todo, seen = list(tape.parameters.values()), set[int]()
+    todo, seen = list(wanted.values()), set[int]()
     while todo:
         node = todo.pop()
         if id(node) in seen or node.names <= failed:
@@ -45,7 +49,7 @@ def terms_by_parameter(
         seen.add(id(node))
         own: list[Term] = []
         for use in node.uses:
-            terms = by_use[use.index]
+            terms = terms_of(use)
             if terms is not None:
                 slots = [slot for slot, other in use.slots.items() if other is node]
                 own += [terms[slot] for slot in slots if slot in terms]
@@ -54,7 +58,7 @@ def terms_by_parameter(
                 todo += use.results
             elif use.edge is None or backprops[use.index] is not None:
                 failed |= node.names
-        if own and node.origin is not None and not _is_uncounted(node, by_use):
+        if own and node.origin is not None and not _is_uncounted(node, terms_of):
             failed |= node.names
         elif own:
             for name, pulled_back in _pull_back(node, own, tape).items():
@@ -119,10 +123,10 @@ def _terms_by_argument(use: Use, b: Tensor, layout: Layout) -> dict[str, Term]:
     return found
 
 
-def _is_uncounted(node: ParameterNode, by_use: list[UseTerms]) -> bool:
+def _is_uncounted(node: ParameterNode, terms_of: Callable[[Use], UseTerms]) -> bool:
     """Whether no use on the way from the parameters to this tensor has terms already."""
     use = node.origin
-    return use is None or (by_use[use.index] is None and all(_is_uncounted(x, by_use) for x in use.slots.values()))
+    return use is None or (terms_of(use) is None and all(_is_uncounted(x, terms_of) for x in use.slots.values()))
 
 
 def _pull_back(node: ParameterNode, terms: list[Term], tape: Tape) -> Terms:

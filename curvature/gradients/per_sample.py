@@ -16,7 +16,7 @@ from curvature.gradients.plans import PLANS, Contraction, Plan, per_sample_terms
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
-from curvature.recording import preserve_state, trained_alone
+from curvature.recording import creates_graph, preserve_state, trained_alone
 from curvature.terms import DenseGradients, contractions
 
 
@@ -170,17 +170,21 @@ def check_gradients(
             )
 
 
+def _refuse_double_backward() -> None:
+    raise ValueError(
+        "the model is differentiated on the way to the loss (torch.autograd.grad with create_graph=True), so that a "
+        "layer's backprop arrives more than once; use curvature.residual_jacobian(model, residual, *batch), where "
+        "residual(model, *batch) gives each sample's loss (N,)"
+    )
+
+
 class RefuseDoubleBackward(TorchFunctionMode):
     """Raise where the loss differentiates the model: a layer's backprop would arrive more than once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and (kwargs.get("create_graph") or len(args) > 4 and args[4]):
-            raise ValueError(
-                "the model is differentiated on the way to the loss (torch.autograd.grad with create_graph=True), so "
-                "that a layer's backprop arrives more than once; use curvature.residual_jacobian(model, residual, "
-                "*batch), where residual(model, *batch) gives each sample's loss (N,)"
-            )
+        if func is torch.autograd.grad and creates_graph(args, kwargs):
+            _refuse_double_backward()
         return func(*args, **kwargs)
 
 
@@ -210,8 +214,9 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     if not batch.count:
         return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
     with preserve_state(batch.model) as drew_random, trained_alone(batch.model, batch.parameters):
-        with RefuseDoubleBackward():
-            tape, output = record(batch)
+        tape, output = record(batch)
+        if tape.differentiates:
+            _refuse_double_backward()
         random, key = drew_random(), plan_key(batch)
         require_independent_samples(tape)
         if batch.count == 1:

@@ -22,7 +22,7 @@ from curvature.gradients.sample_axes import find_layout
 from curvature.gradients.verification import Reference, failures, note_general
 from curvature.layers import Layout
 from curvature.linalg import full_precision, noise_floor
-from curvature.recording import ModelState, Tape, capture, stream_backprops, tensors_in
+from curvature.recording import ModelState, Tape, capture_on, stream_backprops, tensors_in
 from curvature.terms import DenseGradients, Term, promote
 
 
@@ -64,11 +64,12 @@ def record(batch: Batch) -> tuple[Tape, Any]:
     """
     model, state = batch.model, ModelState(batch.model)
     plan = PLANS.get(model, {}).get(plan_key(batch))
-    with nullcontext() if plan else full_precision(), capture(model, batch.parameters) as tape:
+    recorded = lambda: capture_on(Tape(model, batch.parameters), model)
+    with nullcontext() if plan else full_precision(), recorded() as tape:
         output = batch.output()
     if plan and plan.signature and plan.signature != tape_signature(tape):  # a plan that no longer fits
         state.restore()
-        with full_precision(), capture(model, batch.parameters) as tape:
+        with full_precision(), recorded() as tape:
             output = batch.output()
     if isinstance(output, Tensor) and not output.requires_grad:
         names = list(batch.parameters)
@@ -180,5 +181,5 @@ def _contract_arriving(
 def _explain(tape: Tape, backprops: list[Tensor | None], plan: Plan, skip: set[str]) -> tuple[Terms, set[str]]:
     """`terms_by_parameter`, in the precision of the parameters at least."""
     terms, failed = terms_by_parameter(tape, backprops, plan.layouts, skip)
-    dtypes = {name: node.tensor.dtype for name, node in tape.parameters.items()}
+    dtypes = {name: tape.parameters[name].tensor.dtype for name in terms}
     return {name: [promote(t, dtypes[name]) for t in own] for name, own in terms.items()}, failed

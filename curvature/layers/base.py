@@ -31,7 +31,7 @@ class Layout(NamedTuple):
         """(..., outer * N * inner, ...) to (N, ..., outer * inner, ...): one axis more, the others where they were."""
         dim = self.dim if dim is None else dim
         if self.outer == 1 and self.inner == 1:
-            return x.movedim(dim, 0).unsqueeze(dim + 1)
+            return (x.movedim(dim, 0) if dim else x).unsqueeze(dim + 1)
         x = x.unflatten(dim, (self.outer, self.samples, self.inner)).movedim(dim + 1, 0)
         return x.flatten(dim + 1, dim + 2)
 

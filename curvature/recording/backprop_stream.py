@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +31,9 @@ def stream_backprops(
     """
     stream = _Stream(tape, take, most_bytes)
     edges = [(use, use.edge) for use in tape.uses if use.edge is not None]
-    ends = [use for use, _ in edges if not use.follows_graph]
-    passed = [(use, edge) for use, edge in edges if use.follows_graph] if ends else []
+    is_one_portion = sum(math.prod(use.shape) for use, _ in edges) * torch.double.itemsize <= most_bytes
+    ends = [use for use, _ in edges if is_one_portion or not use.follows_graph]
+    passed = [(use, edge) for use, edge in edges if use.follows_graph] if ends and not is_one_portion else []
     handles = [edge.node.register_prehook(partial(stream.arrive, use, edge.output_nr)) for use, edge in passed]
     try:
         stream.keep_all(ends, _gradients(outputs, vectors, ends))

@@ -40,7 +40,8 @@ class Listener:
         inside: bool = False,
     ) -> None:
         self.model = weakref.ref(model)
-        self.submodules = SubmoduleHooks(model if inside else nn.Module(), self.enter, self.leave)
+        submodules = [module for module in model.modules() if module is not model] if inside else []
+        self.submodules = SubmoduleHooks(submodules, self.enter, self.leave)
         self.start, self.done = start, done
         self.running: list[RecordingMode | None] = []
         self.frames: list[Any] = []  # of the calls that `running` belongs to
@@ -157,7 +158,13 @@ def capture(model: nn.Module, parameters: Iterable[str] | None = None) -> Iterat
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     chosen = None if parameters is None else trained_parameters(model, parameters)
-    tape = Tape(unwrap_compiled(model), chosen)
+    with capture_on(Tape(unwrap_compiled(model), chosen), model) as tape:
+        yield tape
+
+
+@contextmanager
+def capture_on(tape: Tape, model: nn.Module) -> Iterator[Tape]:
+    """`capture` of the parameters of a tape, on that tape."""
     listener = Listener(unwrap_compiled(model), lambda: tape, lambda tape, output: None)
     listener.expect(True)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,14 +24,14 @@ from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.recording.loss_functions import LOSSES
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
-PLAIN = Tensor, nn.Parameter
+PLAIN = {Tensor, nn.Parameter}
 REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
+NOTED = {*LOSSES, F.batch_norm, torch.autograd.grad}  # what the tape knows of beside reads
 
 
-def _quietly(*values: Any) -> Any:
+def _quietly(values: Iterable[Tensor]) -> Any:
     """A context in which a look at plain tensors passes no mode, which would make it several times as slow."""
-    is_plain = all(type(x) in PLAIN for x in values if isinstance(x, Tensor))
-    return torch._C.DisableTorchFunction() if is_plain else nullcontext()
+    return torch._C.DisableTorchFunction() if PLAIN.issuperset(map(type, values)) else nullcontext()
 
 
 class RecordingMode(TorchFunctionMode):
@@ -42,37 +43,43 @@ class RecordingMode(TorchFunctionMode):
         self.model = model
         self.nodes = {id(node.tensor): node for node in tape.parameters.values()}
         self.sharded = {name for name, node in tape.parameters.items() if is_sharded(node.tensor)}
-        self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
         self.data: dict[int, weakref.ref[Tensor]] = {}  # tensors that depend on the model's input, by id
         self.exception_before = sys.exc_info()[1]  # one that is being handled while the pass begins
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = tensors_in(*args, *kwargs.values())
-        if func is F.batch_norm:
-            self._note_mixing(args, kwargs)
-        elif func in LOSSES and torch.is_grad_enabled() and any(self._is_data(x) and x.requires_grad for x in found):
-            self.tape.losses.append((func, args, kwargs))
+        if func in NOTED:
+            self._note(func, args, kwargs, found)
         for x in found if self.sharded else ():
             if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.nodes:
                 self._adopt_unsharded(x)
-        if not torch.is_grad_enabled() or not any(id(x) in self.nodes for x in found):
+        if self.nodes.keys().isdisjoint(map(id, found)) or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
-            if any(map(self._is_data, found)):
+            if self._are_data(found):
                 self.mark_as_data(out)
                 if func in REDUCTIONS and out.requires_grad and not out.ndim:
                     self.tape.reductions.append((found[0], out))
             return out
         plain = plain_form(func, args)
-        inputs = tensors_in(*args[:2])  # and states, of a recurrent layer
-        is_loop = plain is not None and func in RECURRENT and not any(id(x) in self.nodes for x in inputs)
-        if is_loop and any(map(self._is_data, inputs)):
-            return self._run_recurrent(func, args, kwargs)
+        if plain is not None and func in RECURRENT:
+            inputs = tensors_in(*args[:2])  # and states
+            if self._are_data(inputs) and not any(id(x) in self.nodes for x in inputs):
+                return self._run_recurrent(func, args, kwargs)
         plain = plain or (traceable_body(func) if func not in RULES else None)
         if plain is not None:
             with self:
                 return plain(*args, **kwargs)
         return self._record(func, args, kwargs, found)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, found: list[Tensor]) -> None:
+        """Enter what is no read of a parameter on the tape: losses, derivatives, layers that mix samples."""
+        if func is F.batch_norm:
+            self._note_mixing(args, kwargs)
+        elif func is torch.autograd.grad:
+            self.tape.differentiates |= creates_graph(args, kwargs)
+        elif torch.is_grad_enabled() and any(x.requires_grad and self._are_data([x]) for x in found):
+            self.tape.losses.append((func, args, kwargs))
 
     def _adopt_unsharded(self, parameter: nn.Parameter) -> None:
         """Record the full parameter that FSDP puts in place of a shard during the forward pass."""
@@ -83,42 +90,41 @@ class RecordingMode(TorchFunctionMode):
 
     def _record(self, func: Any, args: Any, kwargs: Any, found: list[Tensor], run: Any = None) -> Any:
         """Run a function that receives a parameter, or `run` that stands for it, and enter it on the tape."""
-        rule = RULES.get(func)
-        with _quietly(*args, *kwargs.values()):
+        rule, nodes = RULES.get(func), self.nodes
+        used: dict[int, ParameterNode] = {}
+        before, follows_graph = [], False
+        with _quietly(found):
+            for x in found:
+                node = nodes.get(id(x))
+                if node is None:
+                    follows_graph = follows_graph or x.requires_grad
+                else:
+                    used[id(x)] = node
+                    before.append((x, x._version))
             bound = rule.bind(func, args, kwargs) if rule is not None else {}
+            slots = {k: nodes[id(x)] for k, x in bound.items() if id(x) in nodes}
             saved = {k: x.detach() if isinstance(x, Tensor) else x for k, x in bound.items()}
-            data = [saved[k] for k, x in bound.items() if isinstance(x, Tensor) and id(x) not in self.nodes]
-            versions = [(x, x._version) for x in data]
-            before = [(x, x._version) for x in found if id(x) in self.nodes]
-            follows_graph = any(x.requires_grad for x in found if id(x) not in self.nodes)
+            versions = [(x, x._version) for k, x in saved.items() if isinstance(x, Tensor) and k not in slots]
         out = (run or func)(*args, **kwargs)
-        with _quietly(*args, *kwargs.values(), out):
-            outs = [x for x in tensors_in(out) if x.requires_grad]
+        outs = tensors_in(out)
+        with _quietly([*found, *outs]):
+            outs = [x for x in outs if x.requires_grad]
             if not outs or any(out is x and x._version == version for x, version in before):
                 return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)
-            slots = {k: self.nodes[id(x)] for k, x in bound.items() if isinstance(x, Tensor) and id(x) in self.nodes}
-            used = {id(x): self.nodes[id(x)] for x in found if id(x) in self.nodes}
-            if (
-                rule is None
-                or len(outs) != 1
-                or set(slots) - set(rule.parameters)
-                or len(used) > len({*map(id, slots.values())})
-            ):
+            is_known = rule is not None and len(outs) == 1 and all(k in rule.parameters for k in slots)
+            if rule is None or not is_known or len(used) > len({*map(id, slots.values())}):
                 rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
             call = RecordedCall(saved, tuple(outs[0].shape)) if rule is not None else None
             edge = _edge_of(outs[0]) if rule is not None else None
-            use = Use(
-                len(self.tape.uses), func, rule, call, slots, edge, versions if rule is not None else [], follows_graph
-            )
+            use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule else [], follows_graph)
             self.tape.uses.append(use)
             for node in used.values():
                 node.readers.append(weakref.ref(use))
-            overwritten = any(id(x) in self.nodes for x in outs)
-            if any(map(self._is_data, found)) or overwritten:
+            if self._are_data(found) or any(id(x) in nodes for x in outs):  # the latter are overwritten parameters
                 self.mark_as_data(out)
             else:
                 use.results = [ParameterNode(x, use.names, weakref.ref(use)) for x in outs]
-                self.nodes.update({id(node.tensor): node for node in use.results})
+                nodes.update({id(node.tensor): node for node in use.results})
             return out
 
     def _run_recurrent(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -142,16 +148,27 @@ class RecordingMode(TorchFunctionMode):
         for x in tensors_in(out):
             self.data[id(x)] = weakref.ref(x)
 
-    def _is_data(self, x: Tensor) -> bool:
-        known = self.data.get(id(x))
-        return known is not None and known() is x
+    def _are_data(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of the tensors depends on the model's input."""
+        for x in tensors:
+            known = self.data.get(id(x))
+            if known is not None and known() is x:
+                return True
+        return False
 
     def _note_mixing(self, args: Any, kwargs: Any) -> None:
         bound = RULES[F.batch_norm].bind(F.batch_norm, args, kwargs)
         if not uses_running_statistics(bound, "training"):
             node = self.nodes.get(id(bound.get("weight")))
-            name = next(iter(node.names)) if node else self.buffers.get(id(bound.get("running_mean")), "")
+            mean = bound.get("running_mean")
+            of_mean = next((name for name, x in self.model.named_buffers() if x is mean), "")
+            name = next(iter(node.names)) if node else of_mean
             self.tape.mixing.append(name.rpartition(".")[0] or name or "a batch norm without parameters")
+
+
+def creates_graph(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether ``torch.autograd.grad`` with these arguments makes derivatives that can be differentiated."""
+    return bool(options.get("create_graph") or (len(args) > 4 and args[4]))
 
 
 def _edge_of(out: Tensor) -> GradientEdge:

@@ -72,7 +72,8 @@ class RandomState:
     """The state of torch's random numbers on the CPU and on the devices of a model, to come back to."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = {t.device for t in (*model.parameters(), *model.buffers())}
+        held = (kept.values() for m in model.modules() for kept in (m._parameters, m._buffers))
+        found = {t.device for tensors in held for t in tensors if t is not None}
         self.devices = sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
         self.states = self._now()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 class SubmoduleHooks:
     """Hooks on the submodules that hold parameters, until the model itself is called.
 
-    `enter` and `leave` are the model's own hooks.
+    Args:
+        modules: all of the model but itself.
+        enter, leave: the model's own hooks.
     """
 
-    def __init__(self, model: nn.Module, enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
-        others = [m for m in model.modules() if m is not model and not isinstance(m, torch.jit.ScriptModule)]
+    def __init__(self, modules: Iterable[nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+        others = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
         with_parameters = [m for m in others if next(m.parameters(), None) is not None]
         self.modules = WeakSet(with_parameters)
         self.last_called = ""  # since the last step

@@ -18,6 +18,7 @@ from curvature.terms import StackedTerms, Term, without_bias
 
 TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
 MOVES = {Tensor.to, Tensor.cuda}
+LEAVES = {type(None), bool, int, float, str}  # of most arguments that are no tensors
 
 
 @dataclass(eq=False)
@@ -75,7 +76,7 @@ class Use:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        return frozenset[str]().union(*(node.names for node in self.slots.values()))
+        return frozenset(name for node in self.slots.values() for name in node.names)
 
     @property
     def is_transpose(self) -> bool:
@@ -154,6 +155,7 @@ class Tape:
         uses: in the order of the forward pass.
         parameters: the parameters that require a gradient, by name.
         mixing: names of modules whose output for one sample depends on the others (BatchNorm in training mode).
+        differentiates: whether the model differentiates something in its forward pass, with ``create_graph=True``.
         samples: the length of the model's inputs.
         losses: calls of loss functions inside the model: function, positional and keyword arguments.
         reductions: tensors that depend on data, with the sum or mean of all their entries.
@@ -164,6 +166,7 @@ class Tape:
         self.uses: list[Use] = []
         self.parameters = {name: ParameterNode(p, frozenset([name])) for name, p in named if p.requires_grad}
         self.mixing: list[str] = []
+        self.differentiates = False
         self.samples: int | None = None
         self.losses: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
         self.reductions: list[tuple[Tensor, Tensor]] = []
@@ -234,6 +237,8 @@ def tensors_in(*trees: Any) -> list[Tensor]:
     for tree in trees:
         if isinstance(tree, Tensor):
             found.append(tree)
+        elif type(tree) in LEAVES:
+            continue
         elif isinstance(tree, list | tuple):
             found += tensors_in(*tree)
         elif isinstance(tree, Mapping):

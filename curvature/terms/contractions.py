@@ -28,6 +28,7 @@ PRODUCT_ELEMENTS = 1 << 18  # of backprops that inner products take at a time ..
 PRODUCT_PIECES = 4  # ... but not in more pieces than these
 
 
+INDIRECT = {TransposedConvolution, ElementwiseProduct}  # terms with another form that is faster to sum
 FRESH = OuterProduct | Convolution | IndexedRows  # terms that make their gradients anew
 
 
@@ -44,7 +45,7 @@ def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
 
     Rows outside all ranges are never read.
     """
-    if not any(isinstance(term, RowSlice) for term in terms):
+    if RowSlice not in map(type, terms):
         return [RowRange(0, terms[0].shape[0] if terms[0].shape else 1, terms)]
     found: dict[tuple[int, int], list[Term]] = {}
     for term in terms:
@@ -193,7 +194,7 @@ def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
 
 def direct_forms(terms: Sequence[Term]) -> list[Term]:
     """The terms in the form that is fastest to sum."""
-    return [t.direct if isinstance(t, TransposedConvolution | ElementwiseProduct) else t for t in merge_terms(terms)]
+    return [t.direct if type(t) in INDIRECT else t for t in merge_terms(terms)]  # type: ignore[union-attr]
 
 
 def _gradient_chunks(terms: Sequence[Term]) -> Iterator[Tensor]:

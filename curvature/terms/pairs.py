@@ -67,7 +67,7 @@ def gram_cheaper_by_pairs(terms: Sequence[Term], samples: int) -> bool:
 
 def _have_pairs(terms: Sequence[Term]) -> bool:
     """Terms of different axis orders can only be compared entry by entry."""
-    if any(isinstance(u, DenseGradients | RowSlice) for u in terms):
+    if not {DenseGradients, RowSlice}.isdisjoint(map(type, terms)):
         return False
     return len(terms) == 1 or not any(groups > 1 or permuted for groups, _, permuted in map(_form, terms))
 
@@ -87,8 +87,8 @@ def norms_by_pairs(terms: Sequence[Term]) -> Norms:
     if len(terms) > 1:
         terms = merge_terms([unfold(t) for t in terms])
     if len(terms) == 1 and isinstance(terms[0], OuterProduct) and terms[0].places == 1:  # nothing can cancel
-        a, b = terms[0].a, terms[0].b
-        return Norms((a.square().sum(3) * b.square().sum(3)).sum((1, 2)))
+        found = (torch.linalg.vector_norm(terms[0].a, dim=3) * torch.linalg.vector_norm(terms[0].b, dim=3)).square()
+        return Norms(found[:, 0, 0] if found[0].numel() == 1 else found.sum((1, 2)))
     found, added = _pair_norms(terms[0], terms[0])
     for times, u, v in [(1 if u is v else 2, u, v) for k, u in enumerate(terms) for v in terms[k:]][1:]:
         products, bounds = _pair_norms(u, v)
