@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from curvature.terms import sum_in_place
 
 WHOLE_ELEMENTS = 1 << 19  # more are squared in parts, which take less memory
 PARTS = 4
-SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS = 256, 512  # size from which a symmetric product is computed in parts
+# Size from which a symmetric product is computed in parts
+SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS, SYMMETRIC_MIN_ELEMENTS = 256, 128, 1 << 16
 SYMMETRIC_PARTS = 4
-BLOCK_ELEMENTS = 1 << 20  # of a moment that are computed at a time where they are copied
+BLOCK_ELEMENTS = 1 << 19  # of a moment that are computed at a time where its rows are not next to each other
+ALIGNED_ENTRIES = 16  # of a row, that BLAS wants to begin at multiples of so many
 
 
 def second_moment(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
@@ -29,31 +32,35 @@ def second_moment(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
 def second_moment_with_constant(rows: Tensor, value: float) -> Tensor:
     """`second_moment` of rows (n, g, d), as if each had one more entry of this value, the last: (g, d + 1, d + 1).
 
-    One product with that entry would take up to three times as long: where d is even, its rows are not aligned.
+    That entry takes no part in the product, and the result has space after each of its rows: where these begin at odd
+    places in memory, the product takes up to three times as long.
     """
     groups, d = rows.shape[1:]
-    found = rows.new_empty(groups, d + 1, d + 1)
+    stride = -(-(d + 1) // ALIGNED_ENTRIES) * ALIGNED_ENTRIES
+    found = rows.new_empty(groups, d + 1, stride)[:, :, : d + 1]
     left, right, own = rows.permute(1, 2, 0), rows.transpose(0, 1), found[:, :-1, :-1]
     if _is_large(rows):
         _fill_symmetric(own, left, right)
-    else:  # in blocks that a cache holds, for `own` is not aligned either
+    else:
         size = max(1, BLOCK_ELEMENTS // d)
         for start in range(0, d, size):
-            own[:, start : start + size] = left[:, start : start + size] @ right
+            torch.bmm(left[:, start : start + size], right, out=own[:, start : start + size])
     found[:, -1, :-1] = found[:, :-1, -1] = value * rows.sum(0)
     found[:, -1, -1] = value**2 * len(rows)
     return found
 
 
 def _is_large(rows: Tensor) -> bool:
-    return len(rows) >= SYMMETRIC_MIN_ROWS and rows.shape[2] >= SYMMETRIC_MIN_COLUMNS
+    count, _, columns = rows.shape
+    is_large = count * columns >= SYMMETRIC_MIN_ELEMENTS
+    return is_large and count >= SYMMETRIC_MIN_ROWS and columns >= SYMMETRIC_MIN_COLUMNS
 
 
 def _fill_symmetric(found: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Fill with the symmetric product ``left @ right`` of (g, d, n) and (g, n, d), three eighths of it by mirroring."""
     ends = [round(k * left.shape[1] / SYMMETRIC_PARTS) for k in range(SYMMETRIC_PARTS + 1)]
     for start, end in zip(ends, ends[1:], strict=False):
-        found[:, start:end, :end] = left[:, start:end] @ right[:, :, :end]
+        torch.bmm(left[:, start:end], right[:, :, :end], out=found[:, start:end, :end])
         found[:, :start, start:end] = found[:, start:end, :start].mT
     return found
 
