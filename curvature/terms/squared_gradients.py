@@ -23,6 +23,7 @@ from curvature.terms.merging import merge_places, unfold
 from curvature.terms.row_slices import Term
 from curvature.terms.stacks import StackedTerms
 
+PATCH_CHUNKS = 4  # by how much more entries are made at a time in products with patches, which take fewer calls then
 TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one parameter
 
 
@@ -80,8 +81,11 @@ def _from_stacks(left: StackedTerms, right: StackedTerms, weights: Tensor, patch
 
 def _products(u: Tensor, w: Tensor, vectors: int) -> Tensor:
     """``sum_k u_k w_k`` of k N samples each, (N, ...)."""
-    products = u.square() if w is u else u * w
-    return products if vectors == 1 else products.unflatten(0, (vectors, -1)).sum(0)
+    pairs = zip(u.chunk(vectors), w.chunk(vectors), strict=True)
+    total = torch.mul(*next(pairs))
+    for pair in pairs:  # all products at once would be as large as the backprops
+        total.addcmul_(*pair)
+    return total
 
 
 def _from_dense(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
@@ -194,7 +198,7 @@ def _from_convolutions(left: TermsByVector, right: TermsByVector, weights: Tenso
         patches.append(next(first.activations())[1])
     each = len(left) * max(math.prod(first.shape), first.shape[0] * places)
     total = None
-    for part in _parts(weights, max(each, 0 if keeps_patches else unfolded)):
+    for part in _parts(weights, max(each, 0 if keeps_patches else unfolded) // PATCH_CHUNKS):
         a = patches[0][part] if keeps_patches else next(first.samples(part).activations())[1]
         x = _times_patches(left, part, a)
         products = x.square_() if right is left else x.mul_(_times_patches(right, part, a))

@@ -37,7 +37,7 @@ MUTANTS = [
         ("both.addcmul_(u_places, w_places)", "both.addcmul_(u_places, w_places, value=2)"),
         ("total.sum(2).mT", "total.mean(2).mT"),
         ("x.mul_(_times_patches(right, part, a))", "x.square_()"),
-        ("u.square() if w is u else u * w", "u.square()"),
+        ("total.addcmul_(*pair)", "total.addcmul_(*pair, value=2)"),
         (".permute(1, 3, 0, 4, 2, 5)", ".permute(1, 3, 0, 4, 2, 5).flip(3)"),
     ),
     *broken(
