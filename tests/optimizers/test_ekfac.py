@@ -97,8 +97,7 @@ def test_rescaling_changes_the_step():
     assert (ends[0][2] - ends[1][2]).norm() > 1e-3 * ends[0][2].norm()
 
 
-@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("optimizer, adaptive", [(KFAC, False), (EKFAC, True)])
 def test_batch_size_and_reduction_change_little(optimizer: type[KFAC], adaptive: bool):
     """The same settings, batches of 64 and of 1,024, means and sums: losses over all data after 40 steps are alike.
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import curvature
 from support.builders import BUILDERS, evaluated
 from support.cases.case import Case, Raw, floats, indices, seeded
-from support.cases.matrices import batches, extra, reference, small
+from support.cases.matrices import batch_of, batches, extra, shared_reference, small
 from support.cases.refused import batch_statistics
 from support.comparisons import matches
 from support.oracles import brute_force as oracle
@@ -36,8 +36,7 @@ DENSE = [*(case for case in small("layers", "raw", "shared", "models", "sequence
 @functools.cache
 def prepared(case: Case) -> tuple[nn.Module, Any, tuple[Any, Tensor], oracle.Matrices]:
     model, loss = case.build()
-    data = case.batch(model)
-    return model, loss, data, reference(case, model, loss, data)
+    return model, loss, batch_of(case, model), shared_reference(case)
 
 
 def dense(builder: str, model: nn.Module, loss: Any, data: Any, **options: Any) -> Tensor:

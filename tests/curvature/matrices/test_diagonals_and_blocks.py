@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvature
 from support.cases.case import Case, Raw, floats, indices, seeded
-from support.cases.matrices import extra, reference, small
+from support.cases.matrices import batch_of, extra, shared_reference, small
 from support.comparisons import matches
 from support.moments import source, within_five_errors
 from support.oracles import brute_force as oracle
@@ -33,8 +33,7 @@ def flat(model: nn.Module, tensors: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_diagonal_and_blocks(case: Case):
     model, loss = case.build()
-    data = case.batch(model, 2 if case.id.startswith("conv") else None)
-    expected = reference(case, model, loss, data).fisher
+    data, expected = batch_of(case, model), shared_reference(case).fisher
     with unchanged(model, data):
         diagonal = curvature.fisher_diagonal(model, loss, data)
         found = curvature.fisher_blocks(model, loss, data)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvature
 from support.cases.case import Case, Raw, floats, indices, seeded
-from support.cases.matrices import batches, deep_linear, extra, reference, small
+from support.cases.matrices import batch_of, batches, deep_linear, extra, reference, shared_reference, small
 from support.comparisons import check_operator, matches
 from support.moments import source, within_five_errors
 from support.oracles import brute_force as oracle
@@ -47,8 +47,7 @@ sharings = pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @functools.cache
 def prepared(case: Case) -> tuple[nn.Module, Any, tuple[Any, Tensor], list[Layer]]:
     model, loss = case.build()
-    data = case.batch(model, 2 if case.id.startswith("conv") else None)
-    return model, loss, data, affine_layers(reference(case, model, loss, data))
+    return model, loss, batch_of(case, model), affine_layers(shared_reference(case))
 
 
 def test_cases_named_are_all_there():

@@ -46,13 +46,15 @@ def readme_example(
     return model.to(dtype), images[:n].flatten(1).to(dtype), labels[:n]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("optimizer", ["KFAC", "EKFAC", "NaturalGradient"])
-def test_long_runs_into_zero_loss(optimizer: str, dtype: torch.dtype):
+@pytest.mark.parametrize(
+    "optimizer, dtype, steps",
+    [("KFAC", torch.float32, 80), ("EKFAC", torch.float64, 150), ("NaturalGradient", torch.float32, 100)],
+)
+def test_long_runs_into_zero_loss(optimizer: str, dtype: torch.dtype, steps: int):
     """README's example on a full batch: the loss falls to its rounding, stays there, and the damping stays sane."""
     model, x, y = readme_example(dtype)
     opt = OPTIMIZERS[optimizer](model)
-    losses = train_by_closure(model, opt, F.cross_entropy, x, y, 150)
+    losses = train_by_closure(model, opt, F.cross_entropy, x, y, steps)
     assert all(b <= a for a, b in zip(losses, losses[1:], strict=False))
     assert losses[-1] < 10 * torch.finfo(dtype).eps
     dampings = [entry["damping"] for entry in opt.history if entry["accepted"]]
@@ -106,7 +108,7 @@ def test_batches_with_a_constant_output(optimizer: str):
         if asleep:
             nn.init.constant_(model[0].bias, -100.0)
         opt = OPTIMIZERS[optimizer](model)
-        losses = train_by_closure(model, opt, F.cross_entropy, x if asleep else 0 * x, y, 25)
+        losses = train_by_closure(model, opt, F.cross_entropy, x if asleep else 0 * x, y, 10)
         frequencies = y.bincount() / len(y)
         entropy = -(frequencies * frequencies.log()).sum().item()
         assert losses[-1] == pytest.approx(entropy, rel=1e-3)

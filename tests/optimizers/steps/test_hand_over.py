@@ -75,15 +75,17 @@ def test_small_batches_are_left_to_the_plain_step(optimizer: str, caplog: pytest
     assert "step_size" in opt.summary() and opt.stats()["damping"] is None
 
 
-@pytest.mark.parametrize(("size", "most"), [(32, 0.2), (128, 0.05)])
-def test_small_batches_get_as_far_as_with_plain_steps(size: int, most: float):
-    """About: of 2.3 at the start plain steps leave 0.013, the median of three orders of the batches, adaptive 0.03.
+@pytest.mark.parametrize(("size", "most", "seeds"), [(32, 0.2, 3), (128, 0.05, 1)])
+def test_small_batches_get_as_far_as_with_plain_steps(size: int, most: float, seeds: int):
+    """About: of 2.3 at the start plain steps leave 0.013 with batches of 128, adaptive 0.03.
+
+    Of small batches it is the median of three orders: where one run ends is chance.
 
     Plain steps have become three times better on batches of 128 since they measure what they do to the outputs;
     adaptive ones hand over after three to six steps, and end where they did before.
     """
     losses: dict[bool, list[float]] = {False: [], True: []}
-    for adaptive, seed in itertools.product(losses, range(3)):
+    for adaptive, seed in itertools.product(losses, range(seeds)):
         model = perceptron()
         opt = KFAC(model, adaptive=adaptive)
         if adaptive:
@@ -102,7 +104,7 @@ def test_full_batches_keep_adaptive_steps(name: str):
     """What one step brings the next one sees, to the last digit; also with BatchNorm."""
     model, loss, x, y = task(name)
     opt = KFAC(model, adaptive=True)
-    train_by_closure(model, opt, loss, x, y, 40)
+    train_by_closure(model, opt, loss, x, y, 15)
     assert opt.stats()["plain_from"] is None
     assert all(entry["confirmed"] == pytest.approx(1.0, abs=1e-3) for entry in opt.history)
 
@@ -184,7 +186,7 @@ def test_checkpoints_and_copies_go_on_alike(steps: int, optimizer: str):
     loaded = OPTIMIZERS[optimizer](other, adaptive=True)
     loaded.load_state_dict(opt.state_dict())
     for own, mine in ((model, opt), (again, copied_opt), (other, loaded)):
-        train(mine, own, 32, 25, seed=1)
+        train(mine, own, 32, 14, seed=1)
     assert_same(copied(model), copied(other))
     assert_same(copied(model), copied(again))
     assert opt.stats()["plain_from"] == loaded.stats()["plain_from"] == copied_opt.stats()["plain_from"] is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,18 @@ def reference(case: Case, model: nn.Module, loss: Any, data: Any) -> Matrices:
         return Matrices(model, loss, data)
     count = len(Matrices(model, loss, data).samples)
     return Matrices(model, loss, data, torch.full((count,), 1 / count, dtype=torch.float64))
+
+
+@functools.cache
+def shared_reference(case: Case) -> Matrices:
+    """The reference of a case on its `batch_of`, computed once for all tests of a process."""
+    model, loss = case.build()
+    return reference(case, model, loss, batch_of(case, model))
+
+
+def batch_of(case: Case, model: nn.Module) -> tuple[Any, Tensor]:
+    """Of convolutions two samples: their outputs have many entries."""
+    return case.batch(model, 2 if case.id.startswith("conv") else None)
 
 
 def batches(data: tuple[Any, Tensor], *sizes: int) -> list[tuple[Any, Tensor]]:
