@@ -26,7 +26,14 @@ from curvature.linalg.decompositions import (
 from curvature.linalg.devices import by_device, cat, copy_to_host_async, in_place, stack, to_device, widen, widest
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.outcomes import are_true, count_recovery, on_host, optimistically, recovery_counts, soon
-from curvature.linalg.precision import full_precision, matmul, own_precision, product_rounding, without_autocast
+from curvature.linalg.precision import (
+    full_precision,
+    matmul,
+    own_precision,
+    precision_settings,
+    product_rounding,
+    without_autocast,
+)
 from curvature.linalg.sketch import (
     MAX_DENSE_SIDE,
     SKETCH_RANK,
@@ -49,7 +56,8 @@ __all__ = [
     "are_true", "average_moments", "by_device", "cat", "cholesky", "cholesky_with_jitter", "copy_to_host_async",
     "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision",
     "in_place", "is_sketch", "largest_eigenpairs", "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor",
-    "on_host", "optimistically", "own_precision", "product_rounding", "psd_eigh", "qr", "recovery_counts",
+    "on_host", "optimistically", "own_precision", "precision_settings", "product_rounding", "psd_eigh", "qr",
+    "recovery_counts",
     "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum", "small_on_host", "soon",
     "spd_inverse", "stack", "stacked", "sum_slots", "symmetric_eigh", "symmetrize", "to_device", "try_cholesky",
     "try_decompose", "widen", "widest", "without_autocast",

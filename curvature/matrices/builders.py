@@ -8,26 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvature.gradients import digests, number_of_batches, require_order
-from curvature.losses import Curved, Injection, Loss, Random, empirical, exact
-from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
+from curvature.losses import Curved, Injection, Loss, empirical, exact
+from curvature.matrices.accumulators import DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, summed
+from curvature.matrices.matrix_free import ThroughGradient, ThroughOutputs
 from curvature.matrices.passes import DataSource
-from curvature.matrices.products import (
-    Prepare,
-    Repeated,
-    coarsest,
-    require_symmetric,
-    through_gradient,
-    through_outputs,
-)  # fmt: skip
-from curvature.matrices.sample_rows import in_sample_space
+from curvature.matrices.products import Repeated
 from curvature.matrices.stored_sums import StoredSums
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import BlockDiagonal, MatrixFree, Operator
@@ -135,8 +127,9 @@ def fisher(
 
     It is the curvature of exactly the loss you pass over all of ``data``, in units of loss / parameter^2. Each product
     with a vector is a pass over the data, which must give the same batches every time, while the model stays as it is;
-    both are checked. The graphs of the first batches, up to 256 MB, are kept with the operator for its next product,
-    if the loss is a module or a function of ``torch.nn.functional``: what others read, nobody sees.
+    both are checked. The graphs of the first batches, up to 256 MB, are kept with the operator for its next product, if
+    it can be known that nothing has changed: all that the code of model and loss may read is compared. Nothing is kept
+    if that code uses modules beside torch and a few of the standard library, or objects that no Python class has made.
     ``to_dense()``, ``diagonal()`` and ``trace()`` take one pass.
 
     ``compact()`` takes one pass, too, and keeps what any number of solves needs: the dense matrix or, if N samples with
@@ -148,23 +141,7 @@ def fisher(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     require_injection(inject)
-    space, seed = source.space, seed_of(generator)
-    passes = Repeated(source, ordered=isinstance(inject, Random))
-
-    def matmat(matrix: Tensor) -> Tensor:
-        drawn = torch.Generator(space.device).manual_seed(seed)
-        prepare: Prepare = lambda run, is_mean: through_outputs(run, is_mean, inject, drawn, passes)
-        return passes.times(prepare, matrix, forward=True)
-
-    def diagonal() -> Tensor:
-        return collected(passes, inject, seed, DiagonalAccumulator(space), diagonal_chunks).diagonal()
-
-    @in_turn()  # what is summed in place is made outside of inference mode, too
-    def dense() -> Tensor:
-        return collected(passes, inject, seed, DenseAccumulator(space)).to_dense()
-
-    rows = partial(in_sample_space, passes, inject, seed, space)
-    return MatrixFree(space, matmat, diagonal=diagonal, dense=dense, in_sample_space=rows)
+    return ThroughOutputs.operator(source, inject, seed_of(generator))
 
 
 def gauss_newton(
@@ -221,18 +198,7 @@ def hessian(
     Raises:
         RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.
     """
-    source = DataSource(model, loss, data, sample_dim, progress, parameters)
-    space = source.space
-    passes = Repeated(source, ordered=False)
-    checked: list[bool] = []
-
-    def matmat(matrix: Tensor) -> Tensor:
-        if not checked:
-            checked.append(True)
-            require_symmetric(space, matmat, coarsest(model))
-        return passes.times(through_gradient, matrix)
-
-    return MatrixFree(space, matmat)
+    return ThroughGradient.operator(DataSource(model, loss, data, sample_dim, progress, parameters))
 
 
 def kfac(
@@ -303,7 +269,7 @@ def ekfac(
     """
     source = DataSource(model, loss, data, sample_dim, progress, parameters)
     space, seed = source.space, seed_of(generator)
-    passes = Repeated(source, ordered=isinstance(inject, Random))
+    passes = Repeated(source, inject)
     sums = Structures(structure).accumulator(space, "kronecker", sharing)
     if factors is None:
         first = None if store is None else f"{os.fspath(store)}.factors"

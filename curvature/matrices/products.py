@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from curvature.gradients import Batch, batched_vjp, number_of_batches
 from curvature.linalg import full_precision, matmul, widen
-from curvature.losses import Injection
+from curvature.losses import Injection, Random
 from curvature.matrices.forward_mode import ForwardMode
 from curvature.matrices.kept import BatchProduct, KeptBatch, KeptProducts, Put
 from curvature.matrices.linearised import LayerRules
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch, samples_first
+from curvature.matrices.snapshots import Snapshot
 from curvature.operators import Space
 from curvature.recording import in_turn, tensors_in
 
@@ -39,15 +40,32 @@ class Repeated:
     """Repeated passes over the data, with checks that model and data are the same each time."""
 
     source: DataSource
-    ordered: bool  # whether the matrix depends on the order of the data
+    inject: Injection | None = None
     seen: list[float] = field(default_factory=list)  # a checksum of each batch of the first pass
     forward: ForwardMode = field(default_factory=ForwardMode)
     rules: LayerRules = field(default_factory=LayerRules)
 
     def __post_init__(self) -> None:
         self.state = self._state()
-        self.kept = KeptProducts(self.source.model, self.source.loss)
+        self.kept = KeptProducts(self.source.model, self.source.loss, self.inject)
+        self.ordered = isinstance(self.inject, Random)  # whether the matrix depends on the order of the data
         self.is_single = number_of_batches(self.source.data) == 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, of a model of their own. What was learnt of shapes stays behind; it is learnt again."""
+        self._require_same_model()
+        return {name: getattr(self, name) for name in ("source", "inject", "seen")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _require_same_model(self) -> None:
+        if self._state() != self.state:
+            self.kept.forget()
+            raise RuntimeError(
+                "the model has changed (parameters, buffers or training mode) since this operator was made: make it "
+                "anew, or call materialise() on it before the change"
+            )
 
     def _state(self) -> tuple[Any, ...]:
         model = self.source.model
@@ -73,12 +91,7 @@ class Repeated:
             RuntimeError: parameters, buffers or mode of the model have changed since the operator was made.
             ValueError: the data are not those of the first time, or the forward pass draws random numbers.
         """
-        if self._state() != self.state:
-            self.kept.forget()
-            raise RuntimeError(
-                "the model has changed (parameters, buffers or training mode) since this operator was made: make it "
-                "anew, or call materialise() on it before the change"
-            )
+        self._require_same_model()
         seen: list[float] = []
 
         def checked(run: RecordedBatch) -> None:
@@ -131,30 +144,29 @@ class Repeated:
         total = torch.empty_like(columns)
         weights: list[float] = []
         new: dict[int, KeptBatch] = {}
-        latest: list[Any] = []  # number, x and y of the batch
+        latest: list[Any] = []  # number of the batch, and the batch before its forward pass
         # what one batch draws depends on those before it, and what is kept does not draw again
         may_keep = self.is_single or not self.ordered
-        self.kept.forget_outdated()
+        self.kept.prepare()
 
         def add(product: BatchProduct) -> None:
             product.put(columns, total, bool(weights))
             weights.append(product.weight)
 
-        def reuse(*found: Any) -> tuple[float, Callable[[], None]] | None:
-            latest[:] = found
-            known = self.kept.of(*found)
+        def reuse(number: int, x: Any, y: Any) -> tuple[float, Callable[[], None]] | None:
+            known = self.kept.of(number, x, y)
+            latest[:] = number, Snapshot.of(x, y) if known is None and may_keep and self.kept.is_open else None
             return None if known is None else (known.checksum, partial(add, known.product))
 
         def visit(run: RecordedBatch) -> None:
-            is_dual = run.change is not None
+            number, batch = latest
             add(product := prepare(run, self.is_single and not self.is_sum))
-            if may_keep and not is_dual and self.kept.has_room_for(product):
-                number, x, y = latest
-                new[number] = KeptBatch(x, y, _checksum(run.batch), product)
+            if batch is not None and self.kept.has_room_for(product):
+                new[number] = KeptBatch(batch, _checksum(run.batch), product)
 
         def direction(batch: Batch) -> Mapping[str, Tensor] | None:
             """Several columns would take a forward pass each, and a pass with dual numbers is for one column."""
-            if not forward or len(columns) > 1 or (may_keep and self.kept.is_open):
+            if not forward or len(columns) > 1 or latest[1] is not None:
                 return None
             parameters = batch.parameters
             return {k: v[0] for k, v in zip(parameters, _split(columns, list(parameters.values())), strict=True)}

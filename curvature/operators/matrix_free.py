@@ -12,6 +12,10 @@ from curvature.operators.costs import DENSE_LIMIT, MAX_DIRECT_SIZE, require_dens
 from curvature.operators.space import Space
 
 
+def _nothing(limit: int) -> None:
+    return None
+
+
 class MatrixFree(Operator):
     """A matrix given by its product with columns.
 
@@ -39,7 +43,7 @@ class MatrixFree(Operator):
         diagonal: Callable[[], Tensor] | None = None,
         dense: Callable[[], Tensor] | None = None,
         trace: Callable[[], Tensor] | None = None,
-        in_sample_space: Callable[[int], Operator | None] = lambda limit: None,
+        in_sample_space: Callable[[int], Operator | None] = _nothing,
     ) -> None:
         super().__init__(space)
         self._product = matmat

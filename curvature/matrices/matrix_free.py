@@ -1,0 +1,73 @@
+"""Matrices of a model, a loss and data by their products: copied and pickled as model, loss and data can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from curvature.losses import Injection
+from curvature.matrices.accumulators import DenseAccumulator, DiagonalAccumulator
+from curvature.matrices.block_structure import collected
+from curvature.matrices.passes import DataSource
+from curvature.matrices.products import Repeated, coarsest, require_symmetric, through_gradient, through_outputs
+from curvature.matrices.sample_rows import in_sample_space
+from curvature.matrices.wide_output import diagonal_chunks
+from curvature.operators import MatrixFree, Operator, Space
+from curvature.recording import in_turn
+
+
+@dataclass
+class ThroughOutputs:
+    """``sum_n J_n^T M_n J_n``, M_n the injection's matrix at the output of sample n."""
+
+    passes: Repeated
+    inject: Injection
+    seed: int
+    space: Space
+
+    @classmethod
+    def operator(cls, source: DataSource, inject: Injection, seed: int) -> MatrixFree:
+        own = cls(Repeated(source, inject), inject, seed, source.space)
+        return MatrixFree(
+            own.space, own.product, diagonal=own.diagonal, dense=own.dense, in_sample_space=own.in_sample_space
+        )
+
+    def product(self, matrix: Tensor) -> Tensor:
+        drawn = torch.Generator(self.space.device).manual_seed(self.seed)
+        prepare = partial(through_outputs, inject=self.inject, drawn=drawn, passes=self.passes)
+        return self.passes.times(prepare, matrix, forward=True)
+
+    def diagonal(self) -> Tensor:
+        return collected(
+            self.passes, self.inject, self.seed, DiagonalAccumulator(self.space), diagonal_chunks
+        ).diagonal()
+
+    @in_turn()  # what is summed in place is made outside of inference mode, too
+    def dense(self) -> Tensor:
+        return collected(self.passes, self.inject, self.seed, DenseAccumulator(self.space)).to_dense()
+
+    def in_sample_space(self, limit: int) -> Operator | None:
+        return in_sample_space(self.passes, self.inject, self.seed, self.space, limit)
+
+
+@dataclass
+class ThroughGradient:
+    """The Hessian of the loss."""
+
+    passes: Repeated
+    space: Space
+    checked: list[bool] = field(default_factory=list)
+
+    @classmethod
+    def operator(cls, source: DataSource) -> MatrixFree:
+        own = cls(Repeated(source), source.space)
+        return MatrixFree(own.space, own.product)
+
+    def product(self, matrix: Tensor) -> Tensor:
+        if not self.checked:
+            self.checked.append(True)
+            require_symmetric(self.space, self.product, coarsest(self.passes.source.model))
+        return self.passes.times(through_gradient, matrix)
