@@ -100,14 +100,15 @@ def by_hand(rank: int, size: int, *, kind: Any = KFAC, **options: Any) -> Tensor
 
 
 def uneven(
-    rank: int, size: int, *, kind: Any = KFAC, skips: bool = False, is_troubled: bool = False, **options: Any
-) -> Tensor:
+    rank: int, size: int, *, kind: Any = KFAC, make: Any = mlp, skips: bool = False, is_troubled: bool = False,
+    **options: Any,
+) -> Tensor:  # fmt: skip
     """The last process has fewer samples, none at every second step (then it calls the model only if not `skips`).
 
     Troubled: a batch is not finite, and the first process zeroes the gradients of a pass.
     """
     with seeded(0):
-        model = mlp().double()
+        model = make().double()
     opt = kind(model, inject=curvature.exact(), loss=nn.CrossEntropyLoss(), **options)
     for step in range(6):
         sizes = [EACH] * (max(size, WHOLE) - 1) + [0 if step % 2 == 0 else 5]
@@ -259,7 +260,7 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "empirical of parts": run(of_parts, inject=curvature.empirical()),
     "empirical of parts natural": run(of_parts, kind=NaturalGradient, inject=curvature.empirical()),
     "without a pass natural": run(uneven, kind=NaturalGradient, skips=True),
-    "without a pass natural dense": run(uneven, kind=NaturalGradient, skips=True, solver="dense"),
+    "without a pass natural dense": run(uneven, kind=NaturalGradient, make=convolutional, skips=True, solver="dense"),
     "natural": run(parallel, kind=NaturalGradient, steps=4),
     "layerwise": run(parallel, kind=NaturalGradient, steps=4, layerwise=True),
     "without a pass layerwise": run(uneven, kind=NaturalGradient, skips=True, layerwise=True),
