@@ -56,8 +56,7 @@ def pair(optimizer: type[KFAC], name: str, steps: int, **options: Any) -> tuple[
     return (model, one), (other, same), (loss, x, y)
 
 
-@pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize("optimizer, name", [(KFAC, "mlp"), (EKFAC, "cnn")])
 def test_an_ordinary_step_asks_the_host_for_nothing(optimizer: type[KFAC], name: str, device):
     model, loss, x, y = task(name, device)
     opt, ordinary = optimizer(model, weight_decay=0.01), 0
