@@ -29,7 +29,7 @@ ON_DEVICE := $(addprefix tests/,repository/test_simulated_device.py curvature/la
 	optimizers/steps/test_launches_and_waits.py::test_the_host_waits_at_most_once)
 SIMULATED := DEVICE=sim SIM_DEVICES=2 SIM_TF32=1
 
-.PHONY: demo check fast test test-device mutants bench race generality lint format docs package clean
+.PHONY: demo check fast test test-device kernels mutants bench race generality lint format docs package clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -42,9 +42,9 @@ check: .venv/test.stamp
 fast: .venv/test.stamp
 	$(PYTEST) -q -m fast $$(grep -rl pytest.mark.fast tests --include='test_*.py')
 
-# Everything. Two things at once: lint on one core, the peers' installation on the other.
+# Everything. First what keeps one core busy, at once: lint, the peers' installation, the simulated device's compiler.
 test: .venv/test.stamp
-	@$(MAKE) --no-print-directory -j2 lint .venv/bench.stamp
+	@$(MAKE) --no-print-directory -j3 lint .venv/bench.stamp kernels
 	$(PYTEST)
 	$(SIMULATED) $(PYTEST) $(ON_DEVICE)
 
@@ -52,6 +52,10 @@ test: .venv/test.stamp
 # precision. The first run compiles it for about a minute; without a C++ compiler or Python's headers all is skipped.
 test-device: .venv/test.stamp
 	$(SIMULATED) $(PYTEST)
+
+# The simulated device; where it cannot be compiled, its tests say why they are skipped.
+kernels: .venv/test.stamp
+	@PYTHONPATH=tests $(BIN)/python -m support.simulated_device.build
 
 # One line of code broken at a time: do the tests see it? MUTANTS="--only linear -n 2"
 mutants: .venv/test.stamp
