@@ -20,6 +20,7 @@ from curvature.linalg import stack
 from curvature.recording import (
     Tape,
     graph_signature,
+    may_move_samples,
     preserve_state,
     tape_from_graph,
     trained_parameters,
@@ -172,7 +173,8 @@ class Jacobian:
         """``J J^T`` (M, M)."""
         found = [[self.zero for _ in self.parts] for _ in self.parts]
         for k, (_, left) in enumerate(self.parts):
-            found[k][k] = contractions.sum_in_place(self._here(contractions.gram(left[name])) for name in self.shapes)
+            own = contractions.settled(contractions.tentative_gram(left[name]) for name in self.shapes)
+            found[k][k] = contractions.sum_in_place(map(self._here, own))
             for j, (_, right) in enumerate(self.parts[:k]):
                 blocks = (self._here(contractions.cross_gram(left[name], right[name])) for name in self.shapes)
                 block = contractions.sum_in_place(blocks)
@@ -348,17 +350,17 @@ def _terms(
     recorded: Tape | None = None,
 ) -> Terms:  # fmt: skip
     """The gradients of `values` (N,), whose graph begins at the edge, as terms."""
-    graph = graph_signature(edge, parameters)
     tape = tape_from_graph(edge, parameters) if recorded is None else recorded
-    key = None if graph is None else (len(values), graph, recorded is None, *tape_signature(tape))
+    tape.moves_samples = may_move_samples(edge, parameters.values())
+    graph = graph_signature(edge), *tape_signature(tape)
+    key = len(values), recorded is None, () if tape.moves_samples else graph  # which may differ in every batch
     reference = lambda n: _row(edge, values, n, parameters)
     general = lambda plan, names: _one_by_one(values, edge, {k: p for k, p in parameters.items() if k in names})
     return per_sample_terms(model, key, tape, values, reference, general, edge)
 
 
-def _row(edge: GradientEdge, values: Tensor, n: int, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    one = torch.zeros_like(values)
-    one[n] = 1
+def _row(edge: GradientEdge, values: Tensor, n: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    one = torch.zeros_like(values).index_fill_(0, n, 1)
     found = torch.autograd.grad(edge, list(parameters.values()), one, retain_graph=True, materialize_grads=True)
     return dict(zip(parameters, found, strict=True))
 

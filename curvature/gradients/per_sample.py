@@ -103,7 +103,7 @@ def per_sample_norms(
     only where the inner products of activations and of backprops would cost more.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
-    return _sum(contracted(batch, contractions.norms_squared).values()).sqrt()
+    return _sum(_settled(batch, contractions.tentative_norms_squared).values()).sqrt()
 
 
 def per_sample_norms_by_parameter(
@@ -119,7 +119,8 @@ def per_sample_norms_by_parameter(
     those of `per_sample_norms`. Arguments and errors as for `per_sample_gradients`.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
-    return {name: found.sqrt() for name, found in contracted(batch, contractions.norms_squared).items()}
+    found = _settled(batch, contractions.tentative_norms_squared)
+    return {name: squares.sqrt() for name, squares in found.items()}
 
 
 def per_sample_gram(
@@ -134,7 +135,14 @@ def per_sample_gram(
     """Inner products (N, N) of the samples' gradients over all parameters together (the empirical tangent kernel of
     the loss). Arguments and errors as for `per_sample_gradients`.
     """
-    return _sum(contracted(Batch.of(model, loss, x, y, sample_dim, parameters), contractions.gram).values())
+    batch = Batch.of(model, loss, x, y, sample_dim, parameters)
+    return _sum(_settled(batch, contractions.tentative_gram).values())
+
+
+def _settled(batch: Batch, contract: Contraction) -> dict[str, Tensor]:
+    """What `contract` makes of the terms of every parameter, once it is right."""
+    found = contracted(batch, contract)
+    return dict(zip(found, contractions.settled(found.values()), strict=True))
 
 
 @full_precision()

@@ -14,15 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature.gradients.batch import Batch
 from curvature.gradients.parameter_terms import Terms, terms_by_parameter
-from curvature.gradients.sample_axes import find_layout
+from curvature.gradients.sample_axes import find_layouts, reproduce
 from curvature.gradients.verification import Reference, failures, note_general
 from curvature.layers import Layout
-from curvature.linalg import full_precision, noise_floor
-from curvature.recording import ModelState, Tape, capture_on, stream_backprops, tensors_in
+from curvature.linalg import full_precision, to_device
+from curvature.recording import ModelState, Tape, capture_on, may_move_samples, stream_backprops, tensors_in
 from curvature.terms import DenseGradients, Term, promote
 
 
@@ -30,7 +30,7 @@ from curvature.terms import DenseGradients, Term, promote
 class Plan:
     """How the parameters of a model are explained at one shape of its inputs."""
 
-    signature: list[tuple[Any, ...]]
+    signature: list[Any]
     layouts: list[list[Layout]]  # of each use: one, or none where its output has no axis of samples
     general: set[str]  # parameters that take the general path
     loop: bool = False  # whether that path is the loop over samples
@@ -49,9 +49,12 @@ def plan_key(batch: Batch) -> tuple[Any, ...]:
     return (shapes, batch.dims, training, tuple(batch.parameters))
 
 
-def tape_signature(tape: Tape) -> list[tuple[Any, ...]]:
-    """Functions, shapes and parameters of the uses in order; tapes of equal signature share a plan."""
-    return [(use.function, use.shape, use.names) for use in tape.uses]
+def tape_signature(tape: Tape) -> list[Any]:
+    """Functions, shapes and parameters of the uses in order; tapes of equal signature share a plan.
+
+    If data may say where samples go, this does not fix where they are: the plan is confirmed each time.
+    """
+    return [tape.moves_samples, *((use.function, use.shape, use.names) for use in tape.uses)]
 
 
 def record(batch: Batch) -> tuple[Tape, Any]:
@@ -64,13 +67,13 @@ def record(batch: Batch) -> tuple[Tape, Any]:
     """
     model, state = batch.model, ModelState(batch.model)
     plan = PLANS.get(model, {}).get(plan_key(batch))
-    recorded = lambda: capture_on(Tape(model, batch.parameters), model)
-    with nullcontext() if plan else full_precision(), recorded() as tape:
-        output = batch.output()
-    if plan and plan.signature and plan.signature != tape_signature(tape):  # a plan that no longer fits
+    is_known = plan is not None and (not plan.signature or not plan.signature[0])
+    with nullcontext() if is_known else full_precision():
+        tape, output = _recorded(batch)
+    if is_known and plan and plan.signature and plan.signature != tape_signature(tape):  # a plan that no longer fits
         state.restore()
-        with full_precision(), recorded() as tape:
-            output = batch.output()
+        with full_precision():
+            tape, output = _recorded(batch)
     if isinstance(output, Tensor) and not output.requires_grad:
         names = list(batch.parameters)
         few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -78,64 +81,74 @@ def record(batch: Batch) -> tuple[Tape, Any]:
     return tape, output
 
 
-def find_plan(model: nn.Module, key: Any, tape: Tape, learn: Callable[[], Learnt]) -> tuple[Plan, Terms | None]:
+def _recorded(batch: Batch) -> tuple[Tape, Any]:
+    with capture_on(Tape(batch.model, batch.parameters), batch.model) as tape:
+        output = batch.output()
+    if isinstance(output, Tensor) and output.requires_grad:
+        tape.moves_samples = may_move_samples(get_gradient_edge(output), batch.parameters.values())
+    return tape, output
+
+
+def find_plan(
+    model: nn.Module, key: Any, tape: Tape, learn: Callable[[Plan | None], Learnt]
+) -> tuple[Plan, Terms | None]:
     """The plan kept for this model and key, if it fits the tape; else the one that `learn` returns.
 
-    A plan that was learnt is kept unless its batch left a doubt, or the key is None.
+    A plan that was learnt is kept unless its batch left a doubt.
+
+    Args:
+        learn: `learn_and_verify`, of the kept plan if only its data can say whether that fits.
 
     Returns:
-        The plan, and the terms where it was learnt now.
+        The plan, and the terms where it was learnt or confirmed now.
     """
     plans = PLANS.setdefault(model, {})
     plan = plans.get(key)
-    if plan is not None and plan.signature == tape_signature(tape):
+    if plan is not None and plan.signature != tape_signature(tape):
+        plan = None
+    if plan is not None and not tape.moves_samples:
         return plan, None
-    terms, plan, certain = learn()
-    if certain and key is not None:
+    terms, plan, certain = learn(plan)
+    if certain:
         plans[key] = plan
     return plan, terms
 
 
 @full_precision()
-def learn_and_verify(tape: Tape, losses: Tensor, reference: Reference, edge: GradientEdge | None = None) -> Learnt:
+def learn_and_verify(
+    tape: Tape, losses: Tensor, reference: Reference, edge: GradientEdge | None = None, known: Plan | None = None
+) -> Learnt:
     """Find the axis of samples at every use, then check the terms that follow from it in two ways.
 
-    Parameters that fail a check take the general path.
+    Parameters that fail a check take the general path. The host waits for each of these two steps once; or once in
+    all to confirm a known plan.
 
     Args:
         losses: (N,), one for each sample.
         reference: plain gradients of sample n, computed without the tape; None where there are none.
         edge: where the backward pass of the losses begins, if their own graph does not say it.
+        known: a plan that was learnt at this signature. If samples are where it says, nothing else is checked again.
 
     Returns:
         The terms of all other parameters, the plan, and whether the batch left no doubt about it (a sample without
         gradient does).
     """
     generator = torch.Generator().manual_seed(0)
-    weights = (0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64, device="cpu")).to(losses)
+    drawn = 0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64, device="cpu")
+    weights = to_device(drawn.to(losses.dtype), losses.device)
     outputs = [losses if edge is None else edge]
     backprops = tape.gradients(outputs, [torch.ones_like(losses)])
-    layouts, certain, sums = _find_layouts(tape, outputs, backprops, weights)
+    if known is not None and reproduce(known.layouts, backprops, tape.gradients(outputs, [weights]), weights):
+        return _explain(tape, backprops, known, known.general)[0], known, True
+    parameters = [node.tensor for node in tape.parameters.values()]
+    both = tape.gradients(outputs, [weights], also=parameters)
+    weighted, sums = both[: len(tape.uses)], both[len(tape.uses) :]
+    layouts, certain = find_layouts(backprops, weighted, weights)
     terms, failed = _explain(tape, backprops, Plan([], layouts, set()), set())
     failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
     note_general(tape, failed)
     kept = {name: own for name, own in terms.items() if name not in failed}
     return kept, Plan(tape_signature(tape), layouts, failed), certain
-
-
-def _find_layouts(
-    tape: Tape, outputs: list[Any], backprops: list[Tensor | None], weights: Tensor
-) -> tuple[list[list[Layout]], bool, list[Tensor | None]]:
-    """The layout of every use, whether all are certain, and the parameters' gradients with these weights."""
-    parameters = [node.tensor for node in tape.parameters.values()]
-    both = tape.gradients(outputs, [weights], also=parameters)
-    weighted, sums = both[: len(tape.uses)], both[len(tape.uses) :]
-    layouts, certain, floor = [], True, noise_floor(weighted)
-    for b, bw in zip(backprops, weighted, strict=True):
-        layout, only = ([], True) if b is None or bw is None else find_layout(b, bw, weights, floor)
-        layouts.append(layout)
-        certain = certain and only
-    return layouts, certain, sums
 
 
 def per_sample_terms(
@@ -149,7 +162,7 @@ def per_sample_terms(
         contract: with a known plan it is called while the backward pass goes on, and backprops are freed after it.
         key, reference, edge: as for `find_plan` and `learn_and_verify`.
     """
-    plan, terms = find_plan(model, key, tape, lambda: learn_and_verify(tape, losses, reference, edge))
+    plan, terms = find_plan(model, key, tape, lambda known: learn_and_verify(tape, losses, reference, edge, known))
     if terms is None:
         found, failed = _contract_arriving(tape, losses if edge is None else edge, losses, plan, contract)
     else:

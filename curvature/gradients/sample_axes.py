@@ -8,14 +8,15 @@ flattened tokens, windows and sequence-first models come out right without being
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from curvature.layers import Layout
-from curvature.linalg import full_precision, noise_floor, rounding_tolerance, widest
+from curvature.linalg import full_precision, noise_floor, on_host, rounding_tolerance, widest
 from curvature.recording import Tape
 
 ENTRIES = 512  # of a backprop, that are looked at first
@@ -36,35 +37,73 @@ def candidate_axes(shape: tuple[int, ...], count: int) -> Iterator[Layout]:
                     yield Layout(dim, outer, count, rest // outer)
 
 
-def find_layout(b: Tensor, weighted: Tensor, weights: Tensor, floor: float = 0.0) -> tuple[list[Layout], bool]:
-    """The first candidate that reproduces the weighted backprop up to rounding, and whether no other does.
+def find_layouts(
+    backprops: Sequence[Tensor | None], weighted: Sequence[Tensor | None], weights: Tensor
+) -> tuple[list[list[Layout]], bool]:
+    """For every use the first candidate that reproduces its weighted backprop up to rounding; the host waits once.
 
-    With a single sample, whose entries they all are, all candidates do, and the first is certain.
+    With a single sample, whose entries they all are, all candidates do.
+
+    Returns:
+        A list for each use, which is empty where no candidate does; and whether no other candidates do, of none.
     """
-    size = weighted.norm()
-    allowed = rounding_tolerance(b) * size + floor
-    seem = _Entries(b, weighted).consistent
-    fits = []
-    for layout in candidate_axes(tuple(b.shape), len(weights)):
-        if seem(layout, weights, allowed) and _reproduces(layout, b, weighted, weights, allowed):
-            fits.append(layout)
-            if len(weights) == 1:
-                return fits, bool(size > allowed)
-    return fits[:1], len(fits) <= 1
+    count, floor = len(weights), noise_floor(weighted)
+    tried: list[list[Layout]] = []
+    flags: list[Tensor] = []
+    for b, bw in zip(backprops, weighted, strict=True):
+        if b is None or bw is None:
+            tried.append([])
+            continue
+        size = bw.norm()
+        allowed = _allowed(size, b, floor)
+        candidates: Iterable[Layout] = candidate_axes(tuple(b.shape), count)
+        if count == 1:
+            tried.append(list(itertools.islice(candidates, 1)))
+            flags.append(size > allowed)
+            continue
+        if b.device.type == "cpu":  # elsewhere the host would wait
+            seem = _Entries(b, bw).consistent
+            candidates = [layout for layout in candidates if seem(layout, weights, allowed)]
+        tried.append(list(candidates))
+        flags += [_reproduces(layout, b, bw, weights, allowed) for layout in tried[-1]]
+    told = map(bool, on_host(flags))
+    if count == 1:
+        return tried, all(told)
+    fits = [list(itertools.compress(own, told)) for own in tried]
+    return [own[:1] for own in fits], all(len(own) <= 1 for own in fits)
 
 
-def _reproduces(layout: Layout, b: Tensor, weighted: Tensor, weights: Tensor, allowed: Tensor) -> bool:
+def reproduce(
+    layouts: Sequence[Sequence[Layout]], backprops: Sequence[Tensor | None], weighted: Sequence[Tensor | None],
+    weights: Tensor,
+) -> bool:  # fmt: skip
+    """Whether these layouts, one or none for every use, reproduce the weighted backprops; the host waits once."""
+    floor = noise_floor(weighted)
+    flags = [
+        _reproduces(layout, b, bw, weights, _allowed(bw.norm(), b, floor))
+        for own, b, bw in zip(layouts, backprops, weighted, strict=True)
+        for layout in own
+        if b is not None and bw is not None
+    ]
+    return all(map(bool, on_host(flags)))
+
+
+def _allowed(size: Tensor, b: Tensor, floor: Tensor) -> Tensor:
+    return rounding_tolerance(b) * size + floor.to(size)
+
+
+def _reproduces(layout: Layout, b: Tensor, weighted: Tensor, weights: Tensor, allowed: Tensor) -> Tensor:
     front = layout.front(b)
     expected = front * weights.to(b).reshape(-1, *[1] * (front.ndim - 1))
-    return bool(expected.sub_(layout.front(weighted)).norm() <= allowed)
+    return expected.sub_(layout.front(weighted)).norm() <= allowed
 
 
 class _Entries:
-    """Some entries of a backprop, which show most wrong candidates without a copy of it."""
+    """Some entries of a backprop on the CPU, which show most wrong candidates without a copy of it."""
 
     def __init__(self, b: Tensor, weighted: Tensor) -> None:
         drawn = torch.randint(max(1, b.numel()), (ENTRIES,), generator=torch.Generator().manual_seed(0), device="cpu")
-        self.shape, self.places = b.shape, drawn.unique().to(b.device) if b.numel() else drawn[:0].to(b.device)
+        self.shape, self.places = b.shape, drawn.unique() if b.numel() else drawn[:0]
         self.b, self.weighted = b.take(self.places), weighted.take(self.places)
 
     def consistent(self, layout: Layout, weights: Tensor, allowed: Tensor) -> bool:
@@ -93,8 +132,6 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
     vector = torch.randn(output.shape, generator=generator, dtype=wide, device=output.device).to(output.dtype)
     weights = (0.5 + torch.rand(count, generator=generator, device=output.device)).to(output.dtype)
     weighted = vector * weights.reshape([-1 if k == sample_dim % output.ndim else 1 for k in range(output.ndim)])
-    pairs = list(zip(*(tape.gradients([output], [v]) for v in (vector, weighted)), strict=True))
-    floor = noise_floor(b for _, b in pairs)
-    return [
-        None if b is None or bw is None else next(iter(find_layout(b, bw, weights, floor)[0]), None) for b, bw in pairs
-    ]
+    backprops, weighted_backprops = (tape.gradients([output], [v]) for v in (vector, weighted))
+    layouts, _ = find_layouts(backprops, weighted_backprops, weights)
+    return [next(iter(own), None) for own in layouts]

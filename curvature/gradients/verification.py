@@ -10,12 +10,13 @@ from torch import Tensor
 
 from curvature.gradients.batch import Batch
 from curvature.gradients.parameter_terms import Terms
-from curvature.linalg import noise_floor, rounding_tolerance
+from curvature.linalg import noise_floor, on_host, rounding_tolerance
 from curvature.recording import Tape, warn_once
 from curvature.terms import Term, contractions
 
 log = logging.getLogger("curvature")
-Reference = Callable[[int], dict[str, Tensor] | None]  # the plain gradients of sample n, or None where there are none
+# the plain gradients of sample n, an index (1,), or None where there are none
+Reference = Callable[[Tensor], dict[str, Tensor] | None]
 
 
 def require_independent_samples(tape: Tape) -> None:
@@ -30,9 +31,9 @@ def require_independent_samples(tape: Tape) -> None:
 def single_sample_reference(batch: Batch, random: bool) -> Reference:
     """The plain gradients of sample n run alone; None for a random model, or one that does not run on one sample."""
 
-    def reference(n: int) -> dict[str, Tensor] | None:
+    def reference(n: Tensor) -> dict[str, Tensor] | None:
         try:
-            return None if random else batch.sample(n).gradients()
+            return None if random else batch.sample(int(n)).gradients()
         except Exception as error:
             log.info("not compared with sample %d alone: %s", n, error)
             return None
@@ -50,35 +51,44 @@ def failures(
         weights, sums: (N,) weights of the samples, and autograd's gradient of the losses' sum with these weights, for
             each parameter; None is zero.
         reference: asked for the sample of the largest loss.
+
+    The host waits once, unless a parameter fails.
     """
     low = max((torch.finfo(b.dtype).eps for b in backprops if b is not None), default=0.0) ** 0.5
     uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
     floor = noise_floor(sums)
-    failed: set[str] = set()
-    for (name, node), g in zip(tape.parameters.items(), sums, strict=True):
-        expected = torch.zeros_like(node.tensor) if g is None else g
-        if name in terms and name not in uneven and not _sums_to(terms[name], weights, expected, floor, low):
-            failed.add(name)
-    n = int(losses.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax())  # a sample that counts
+    summed = {
+        name: torch.zeros_like(node.tensor) if g is None else g
+        for (name, node), g in zip(tape.parameters.items(), sums, strict=True)
+        if name in terms and name not in uneven
+    }
+    sums_to = lambda name, norms: _sums_to(terms[name], weights, summed[name], floor, low, norms)
+    flags = [sums_to(name, contractions.least_norms_squared) for name in summed]
+    n = losses.detach().abs().nan_to_num(0.0, 0.0, 0.0).argmax()[None]  # a sample that counts
     alone = reference(n)
+    rows: dict[str, Tensor] = {}
     if alone is not None:
-        rows = {
-            name: contractions.gradients([t.samples(slice(n, n + 1)) for t in own])[0]
-            for name, own in terms.items()
-            if own
-        }
-        failed |= set(differences(rows, alone, low))
-    return failed
+        one = {name: [t.samples(n.to(t.device)) for t in own] for name, own in terms.items() if own}
+        rows = {name: contractions.gradients(own)[0] for name, own in one.items()}
+        flags += agreements(rows, alone, low)
+    good = on_host(flags)
+    failed = {name for name, flag in zip(rows, good[len(summed) :], strict=True) if not flag}
+    doubtful = [name for name, flag in zip(summed, good, strict=False) if not flag]
+    return failed | {name for name in doubtful if not sums_to(name, contractions.norms_squared)}
 
 
-def _sums_to(terms: list[Term], weights: Tensor, expected: Tensor, floor: float, low: float) -> bool:
-    """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses."""
+def _sums_to(
+    terms: list[Term], weights: Tensor, expected: Tensor, floor: Tensor, low: float,
+    norms_squared: Callable[[list[Term]], Tensor],
+) -> Tensor:  # fmt: skip
+    """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses, ()."""
+    floor = floor.to(expected)
     if not terms:
-        return bool(expected.norm() <= floor)
+        return expected.norm() <= floor
     weights = weights.to(expected)
-    scale = (contractions.norms_squared(terms) * weights.square()).sum().sqrt()
+    scale = (norms_squared(terms) * weights.square()).sum().sqrt()
     difference = (contractions.weighted_sum(terms, weights) - expected).norm()
-    return bool(difference <= max(rounding_tolerance(expected), low) * scale + floor)
+    return difference <= max(rounding_tolerance(expected), low) * scale + floor
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor], low: float = 0.0) -> list[str]:
@@ -86,12 +96,16 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor], low: floa
 
     `low` is the root of the coarsest rounding inside the model, under autocast.
     """
+    return [name for name, same in zip(found, on_host(agreements(found, expected, low)), strict=True) if not same]
+
+
+def agreements(found: dict[str, Tensor], expected: dict[str, Tensor], low: float) -> list[Tensor]:
+    """For each name a flag (): whether rounding explains what the gradients differ by."""
     floor = noise_floor(expected.values())
     return [
-        name
+        (g - expected[name]).norm()
+        <= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low) * expected[name].norm() + floor.to(g)
         for name, g in found.items()
-        if not (g - expected[name]).norm()
-        <= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low) * expected[name].norm() + floor
     ]
 
 

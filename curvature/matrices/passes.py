@@ -178,13 +178,13 @@ class RecordedBatch:
         Not from the loss, which may be flat somewhere and then leaves doubts.
         """
 
-        def learn() -> Any:
+        def learn(known: Plan | None) -> Any:
             generator = torch.Generator().manual_seed(0)
             draw: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
             probed = self._with_vector(torch.randn(self.output.shape, **draw).to(self.output))
             with AttentionInBlocks():
                 reference = single_sample_reference(probed, self.random)
-                return learn_and_verify(self.tape, probed.losses(self.output), reference)
+                return learn_and_verify(self.tape, probed.losses(self.output), reference, known=known)
 
         return find_plan(self.batch.model, plan_key(self.batch), self.tape, learn)[0]
 

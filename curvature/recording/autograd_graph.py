@@ -56,13 +56,13 @@ READERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[dict[str, Any
     "SubBackward0": (torch.sub, _sum_arguments),
 }
 
-# Nodes that move entries to where a tensor among their arguments says.
+# Functions that move entries to where a tensor among their arguments says, by the names of their nodes.
 DATA_DEPENDENT = {
-    "IndexBackward0", "IndexPutBackward0", "IndexSelectBackward0", "IndexAddBackward0", "IndexCopyBackward0",
-    "GatherBackward0", "ScatterBackward0", "ScatterAddBackward0", "TakeBackward0", "TakeAlongDimBackward0",
-    "SortBackward0", "TopkBackward0", "MaskedSelectBackward0", "MaskedScatterBackward0", "EmbeddingBackward0",
-    "RepeatInterleaveBackward0",
+    "Index", "IndexPut", "IndexSelect", "IndexAdd", "IndexCopy", "IndexReduce", "UnsafeIndex", "UnsafeIndexPut",
+    "UnsafeMaskedIndex", "Gather", "Scatter", "ScatterAdd", "ScatterReduce", "SegmentReduce", "Take", "TakeAlongDim",
+    "Put", "Sort", "Topk", "MaskedSelect", "MaskedScatter", "Embedding", "RepeatInterleave", "PackPaddedSequence",
 }  # fmt: skip
+OWN = f"{__name__.partition('.')[0]}."  # where functions are defined that leave samples where they are
 # Second derivatives of kernels whose third derivatives are wrong.
 INEXACT = "LayerNormBackwardBackward0", "BatchNormBackwardBackward0"
 TENSOR = "a tensor"
@@ -110,16 +110,27 @@ def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
     return tape
 
 
-def graph_signature(result: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> tuple[Any, ...] | None:
-    """Identify the graph of a result: two that are equal move samples in the same way.
+def may_move_samples(result: GradientEdge, parameters: Iterable[Tensor]) -> bool:
+    """Whether the data may move samples in the graph of a result: an index, a mask, a function of the user's."""
+    leaves = set(map(id, parameters))
+    return any(_may_move(node, leaves) for node in _inputs_first(result.node))
 
-    None where the data may move samples: an index, a mask, a function of the user's.
+
+def _may_move(node: Any, leaves: set[int]) -> bool:
+    if isinstance(node, BackwardCFunction):
+        return not getattr(node, "_forward_cls", type(node)).__module__.startswith(OWN)
+    if type(node).__name__.partition("Backward")[0] not in DATA_DEPENDENT:
+        return False
+    return any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
+
+
+def graph_signature(result: GradientEdge) -> tuple[Any, ...]:
+    """Identify the graph of a result: two that are equal move samples in the same way, unless they `may_move_samples`.
 
     Raises:
         ValueError: a kernel in it has wrong derivatives (pytorch issues 175754, 186256).
     """
     found: list[Any] = []
-    leaves = {id(p) for p in parameters.values()}
     for node in _inputs_first(result.node):
         kind = type(node)
         if kind.__name__.endswith(INEXACT):
@@ -127,9 +138,6 @@ def graph_signature(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
                 f"values: they differentiate a norm whose kernel has wrong third derivatives ({kind.__name__}); "
                 "compute them in the context curvature.functional.ExactNorms(), which runs it as its formula"
             )
-        from_data = any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
-        if isinstance(node, BackwardCFunction) or (kind.__name__ in DATA_DEPENDENT and from_data):
-            return None
         if kind not in SETTINGS:
             # saved tensors have a raw form, too; to look at them would make activation checkpoints compute them anew
             names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]

@@ -8,8 +8,8 @@ Indices: n sample, t place, g group, i input, o output.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress, pairwise
 from typing import NamedTuple
 
@@ -92,6 +92,83 @@ def weighted_sum(terms: Sequence[Term], weights: Tensor) -> Tensor:
     return first
 
 
+@dataclass
+class Tentative:
+    """Norms or inner products of gradients with some rows of a parameter, wrong where places of a sample cancel.
+
+    Attributes:
+        cancelled: a mask (N,) of these samples; None: of none.
+        terms: of the gradients, if places may cancel.
+        correct: puts what the gradients themselves give for some samples into the values.
+    """
+
+    values: Tensor
+    cancelled: Tensor | None
+    terms: Sequence[Term] = ()
+    correct: Callable[[Sequence[Term], Tensor, Tensor], None] = lambda terms, values, some: None
+
+    def settle(self) -> None:
+        """Correct values; the terms are let go."""
+        if self.cancelled is not None:
+            self.correct(self.terms, self.values, self.cancelled.nonzero()[:, 0])
+        self.cancelled, self.terms = None, ()
+
+
+def tentative_norms_squared(terms: Sequence[Term]) -> list[Tentative]:
+    """What `settled` makes `norms_squared` of, for each range of rows; on an accelerator the host does not wait."""
+    return [_tentative_norms(direct_forms(piece.terms)) for piece in row_ranges(terms)]
+
+
+def tentative_gram(terms: Sequence[Term]) -> list[Tentative]:
+    """The same for `gram`."""
+    return [_tentative_gram(direct_forms(piece.terms)) for piece in row_ranges(terms)]
+
+
+def settled(parameters: Iterable[Sequence[Tentative]]) -> list[Tensor]:
+    """The right values for each parameter; the host waits for the device once, not for each of them."""
+    parameters = list(parameters)
+    doubtful = [(x, x.cancelled.any()) for own in parameters for x in own if x.cancelled is not None]
+    flags = [flag.to(doubtful[0][1].device) for _, flag in doubtful]
+    for x, _ in compress(doubtful, torch.stack(flags).tolist() if flags else ()):
+        x.settle()
+    return [sum_in_place(x.values for x in own) for own in parameters]
+
+
+def _tentative_norms(terms: list[Term]) -> Tentative:
+    found = norms_by_pairs(terms) if norms_cheaper_by_pairs(terms) else Norms(_norms_by_gradients(terms))
+    return _tentative(terms, *found, _correct_norms)
+
+
+def _tentative_gram(terms: list[Term]) -> Tentative:
+    if gram_cheaper_by_pairs(terms, samples=len(terms[0])):
+        return _tentative(terms, summed_pairs(terms, terms), norms_by_pairs(terms).cancelled, _correct_gram)
+    flat = _rows(gradients(terms))
+    return Tentative(flat @ flat.T, None)
+
+
+def _tentative(
+    terms: list[Term], values: Tensor, cancelled: Tensor | None,
+    correct: Callable[[Sequence[Term], Tensor, Tensor], None],
+) -> Tentative:  # fmt: skip
+    if cancelled is None:
+        return Tentative(values, None)
+    found = Tentative(values, cancelled, terms, correct)
+    if values.device.type == "cpu":  # where to look costs nothing, and terms need not stay in memory
+        found.settle()
+    return found
+
+
+def _correct_norms(terms: Sequence[Term], values: Tensor, some: Tensor) -> None:
+    if len(some):
+        values[some] = _norms_by_gradients([term.samples(some) for term in terms])
+
+
+def _correct_gram(terms: Sequence[Term], values: Tensor, some: Tensor) -> None:
+    if len(some):
+        values[some] = _by_gradients(terms, some, terms)
+        values[:, some] = values[some].T
+
+
 def norms_squared(terms: Sequence[Term]) -> Tensor:
     """Squared norms (N,) of the per-sample gradients, which are built only if that is cheaper.
 
@@ -101,42 +178,22 @@ def norms_squared(terms: Sequence[Term]) -> Tensor:
     return each_norms_squared([terms])[0]
 
 
+def least_norms_squared(terms: Sequence[Term]) -> Tensor:
+    """`norms_squared`, or zero for samples whose places cancel; on an accelerator the host does not wait."""
+    return sum_in_place(
+        x.values if x.cancelled is None else x.values.masked_fill(x.cancelled, 0)
+        for x in tentative_norms_squared(terms)
+    )
+
+
 def each_norms_squared(parameters: Iterable[Sequence[Term]]) -> list[Tensor]:
     """`norms_squared` of the terms of each parameter; the host waits for the device once, not for each of them."""
-    ranges = [[direct_forms(piece.terms) for piece in row_ranges(terms)] for terms in parameters]
-    found = [[_norms_at_once(terms) for terms in own] for own in ranges]
-    for terms, norms in _with_cancelled(ranges, found):
-        where = norms.where()
-        norms.squares[where] = _norms_by_gradients([term.samples(where) for term in terms])
-    return [sum_in_place(norms.squares for norms in own) for own in found]
-
-
-def _with_cancelled(
-    ranges: Sequence[Sequence[list[Term]]], found: Sequence[Sequence[Norms]]
-) -> list[tuple[list[Term], Norms]]:
-    """The terms, and their norms, of which too little is left for some samples."""
-    both = [pair for own in zip(ranges, found, strict=True) for pair in zip(*own, strict=True)]
-    both = [(terms, norms) for terms, norms in both if norms.cancelled is not None]
-    flags = [norms.cancelled.any() for _, norms in both if norms.cancelled is not None]
-    are_any = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
-    return list(compress(both, are_any))
+    return settled(map(tentative_norms_squared, parameters))
 
 
 def gram(terms: Sequence[Term]) -> Tensor:
     """Inner products (N, N) of the per-sample gradients; errors relative to both norms as those of `norms_squared`."""
-    apart = row_ranges(terms)
-    if apart[0].terms is not terms:
-        return sum_in_place(gram(piece.terms) for piece in apart)
-    terms = direct_forms(terms)
-    n = len(terms[0])
-    if gram_cheaper_by_pairs(terms, samples=n):
-        found, where = summed_pairs(terms, terms), norms_by_pairs(terms).where()
-        if len(where):
-            found[where] = _by_gradients(terms, where, terms)
-            found[:, where] = found[where].T
-        return found
-    flat = _rows(gradients(terms))
-    return flat @ flat.T
+    return settled([tentative_gram(terms)])[0]
 
 
 def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
@@ -222,10 +279,6 @@ def _by_gradients(left: Sequence[Term], where: Tensor, right: Sequence[Term]) ->
 def _rows(g: Tensor) -> Tensor:
     """(N, *shape) as (N, P), also without samples."""
     return g.reshape(len(g), math.prod(g.shape[1:]))
-
-
-def _norms_at_once(terms: Sequence[Term]) -> Norms:
-    return norms_by_pairs(terms) if norms_cheaper_by_pairs(terms) else Norms(_norms_by_gradients(terms))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

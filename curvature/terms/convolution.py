@@ -276,9 +276,7 @@ class TransposedConvolution(WithDirectForm):
             seen = _window(self.direct.b, phases).flip(*range(3, number.ndim + 2))  # the kernel slides backwards
             taps, _, steps, pixels = zip(*phases, strict=True)
             patches = _patches(seen, [len(k) for k in taps], steps, [1] * len(phases), pixels)
-            chosen = number
-            for axis, k in enumerate(taps, 1):
-                chosen = chosen.index_select(axis, number.new_tensor(k))
+            chosen = number[(slice(None), *(slice(k[0], k[-1] + 1, k[1] - k[0] if len(k) > 1 else 1) for k in taps))]
             some = None if chosen.shape == number.shape else chosen.flatten()
             yield some, _by_place(patches, self.groups, len(phases))
 

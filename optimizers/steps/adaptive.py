@@ -14,8 +14,8 @@ from curvature.preconditioners import Block
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
-from optimizers.steps.rule import Evaluation, Outcome, StepContext, StepRule
-from optimizers.steps.updates import finite_value, inner, kept_by_decay
+from optimizers.steps.rule import Evaluation, Outcome, Renewal, StepContext, StepRule
+from optimizers.steps.updates import all_finite, inner, kept_by_decay
 
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
 SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
@@ -68,20 +68,25 @@ class AdaptiveStep(StepRule):
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         replay = evaluation.replay
         assert replay is not None
-        loss, value, rollbacks = self._finite_loss(context, replay, evaluation.value)
+        loss, rollbacks = evaluation.value, 0
+        if not context.gradients():
+            return Outcome(loss)
+        if context.knows_nothing():
+            return Outcome(loss, is_skipped=True)
+        renewal = _renewed_if_finite(context, loss)
+        if renewal is None and self.last:
+            loss, renewal = self._before_last_step(context, replay)
+            rollbacks = int(renewal is not None)
         gradients = context.gradients()
-        if not gradients:
-            return Outcome(loss, rollbacks=rollbacks)
-        if not math.isfinite(value) or context.knows_nothing():
-            return Outcome(loss, is_skipped=True, rollbacks=rollbacks)
+        if renewal is None:
+            return Outcome(loss, is_skipped=True)
         with context.monitor.timed("model"):
-            before = self._loss_before(replay, value)
-        renewal = context.renew(gradients)
+            before = self._loss_before(replay)
         with context.monitor.timed("direction"):
             groups = grouped_by_layer(context.solve(gradients), context.preconditioner.blocks)
         with context.monitor.timed("model"):
             rates = {name: group["lr"] for name, group in context.options.items()}
-            entry = context.attempt(lambda: self.move(replay, value, gradients, groups, rates, before))
+            entry = context.attempt(lambda: self.move(replay, loss, gradients, groups, rates, before))
         for name, group in context.options.items():
             if group["weight_decay"] and name in gradients and entry["accepted"]:
                 context.trained[name].mul_(kept_by_decay(group))
@@ -89,31 +94,25 @@ class AdaptiveStep(StepRule):
         entry = {"renewed": renewal.renewed, "inverted": renewal.inverted} | entry
         return Outcome(loss, entry=entry, renewal=renewal, rollbacks=rollbacks)
 
-    def _finite_loss(self, context: StepContext, replay: Replay, loss: Tensor) -> tuple[Tensor, float, int]:
-        """The loss, as a number nan if it or a gradient is not finite, and the number of rollbacks.
-
-        If the last step made it so, that is undone.
-        """
-        value = finite_value(loss, context.gradients().values())
-        if math.isfinite(value) or not self.last:
-            return loss, value, 0
+    def _before_last_step(self, context: StepContext, replay: Replay) -> tuple[Tensor, Renewal | None]:
+        """The loss before the last step, and what was renewed with it; None, and the step stays, if it is bad, too."""
         context.recorder.discard()
         parameters = dict(context.model.named_parameters())
         there = self.undo(parameters)
         with context.monitor.timed("closure"):
-            again = replay.again()
-        value = finite_value(again, context.gradients().values())
-        if math.isfinite(value):
+            loss = replay.again()
+        renewal = _renewed_if_finite(context, loss)
+        if renewal is None:
+            self.redo(parameters, there)  # it was the batch
+        else:
             self.forget()
-            return again, value, 1
-        self.redo(parameters, there)  # it was the batch
-        return again, value, 0
+        return loss, renewal
 
-    def _loss_before(self, replay: Replay, loss: float) -> Tensor:
-        """The loss (1,) of a new batch before the last step, given that after it; (0,) if that can tell nothing."""
+    def _loss_before(self, replay: Replay) -> Tensor:
+        """The loss (1,) of a new batch before the last step; (0,) without one."""
         parameters = dict(replay.model.named_parameters())
         is_renamed = not self.start.keys() <= parameters.keys()
-        if not self.last or self.progress < RESOLVED * abs(loss) or is_renamed:
+        if not self.last or is_renamed:
             return replay.value.new_empty(0)
         here = {name: parameters[name].detach().clone() for name in self.start}
         set_parameters(parameters, self.start)
@@ -131,7 +130,7 @@ class AdaptiveStep(StepRule):
             self.confirmed += weight * (min(1.0, max(-1.0, found)) - self.confirmed)
 
     def move(
-        self, replay: Replay, loss: float, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float],
+        self, replay: Replay, loss: Tensor, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float],
         before: Tensor,
     ) -> dict[str, Any]:  # fmt: skip
         """Move the parameters towards the minimum of the quadratic model, so that the loss of the batch falls.
@@ -145,20 +144,20 @@ class AdaptiveStep(StepRule):
             The entry for the history.
         """
         lr = max(rates.values())
-        entry: dict[str, Any] = {"loss": loss, "confirmed": self.confirmed, "accepted": False, "rollbacks": 0}
+        entry: dict[str, Any] = {"confirmed": self.confirmed, "accepted": False, "rollbacks": 0}
         entry |= {"damping": self.damping if self.damping >= 0 else math.nan, "ratio": math.nan}
         if lr == 0:  # a schedule that starts at zero
             self.forget()
-            return entry | {"accepted": True, "step_size": 0.0}
+            return entry | {"loss": float(loss), "accepted": True, "step_size": 0.0}
         groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()}) for d in groups]
         last = {name: d for name, d in self.last.items() if name in gradients and rates[name] > 0}
         directions = [*groups, last] if last else list(groups)
         curvatures = lambda: replay.curvatures(directions, SAMPLE_STRIDE)
-        known = lambda: on_host([*_products(directions, len(groups), gradients), curvatures(), before])
-        slopes, norms, curvature, earlier = optimistically(known) or known()
-        model = Quadratic(slopes, curvature, norms)
-        if len(earlier):
-            self._confirm(float(earlier), loss)
+        known = lambda: on_host([*_products(directions, len(groups), gradients), curvatures(), before, loss])
+        slopes, norms, curvature, earlier, value = optimistically(known) or known()
+        model, entry["loss"] = Quadratic(slopes, curvature, norms), float(value)
+        if len(earlier) and self.progress >= RESOLVED * abs(entry["loss"]):
+            self._confirm(float(earlier), entry["loss"])
             entry["confirmed"] = self.confirmed
         if not model.is_finite:
             self.forget()
@@ -168,7 +167,7 @@ class AdaptiveStep(StepRule):
         if self.damping < 0 or not model.value(lr * model.minimum(self.damping), 0.0) < 0:
             self.forget()  # nothing left to do for this batch
             return entry | {"accepted": True, "step_size": 0.0}
-        return entry | self._first_accepted(replay, model, directions, len(groups), lr, loss)
+        return entry | self._first_accepted(replay, model, directions, len(groups), lr, entry["loss"])
 
     def _first_accepted(
         self, replay: Replay, model: Quadratic, directions: Sequence[Named], groups: int, lr: float, loss: float
@@ -219,6 +218,12 @@ class AdaptiveStep(StepRule):
     def forget(self) -> None:
         """Drop the last displacement: it is not a useful direction."""
         self.last, self.start = {}, {}
+
+
+def _renewed_if_finite(context: StepContext, loss: Tensor) -> Renewal | None:
+    """What `StepContext.renew_if` renews if loss and gradients are finite."""
+    gradients = context.gradients()
+    return context.renew_if(gradients, all_finite([loss, *gradients.values()]).to(context.home))
 
 
 def grouped_by_layer(directions: Named, blocks: Sequence[Block]) -> list[dict[str, Tensor]]:

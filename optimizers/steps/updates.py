@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -185,13 +184,6 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """`are_finite` of at least one tensor, as a flag () on the device of the first."""
     return stack(torch.isfinite(t).all() for t in tensors).all()
-
-
-def finite_value(loss: Tensor, gradients: Iterable[Tensor]) -> float:
-    """The loss as a number; nan if it, or an entry of the gradients, is not finite. The host waits once."""
-    some = [loss, *(t for t in gradients if t.numel())]
-    value, total = torch.stack([widen(loss), _sums(some).sum()]).tolist()
-    return value if math.isfinite(total) or are_finite(some) else math.nan
 
 
 def _sums(tensors: Iterable[Tensor]) -> Tensor:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import curvature
-from curvature.gradients.sample_axes import find_layout
+from curvature.gradients.sample_axes import find_layouts
+from curvature.layers import Layout
 
 pytestmark = pytest.mark.fast
 
@@ -38,6 +39,12 @@ def test_layouts_are_found_among_equal_sizes(count, device):
     assert found["minor"] == (0, N, count, 1)
     assert found["major"] == (0, 1, count, N)
     assert layouts[0] is None and tape.uses[0].names == {"table.weight"}  # shared by the samples
+
+
+def find_layout(b: Tensor, weighted: Tensor, weights: Tensor) -> tuple[list[Layout], bool]:
+    """Of a single use."""
+    (layouts,), certain = find_layouts([b], [weighted], weights)
+    return layouts, certain
 
 
 def test_one_entry_in_many_makes_a_layout_wrong():

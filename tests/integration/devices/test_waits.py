@@ -105,7 +105,13 @@ def with_bags() -> tuple[nn.Module, Any]:
     return nn.Sequential(nn.EmbeddingBag(9, 6), nn.Tanh(), nn.Linear(6, 4)), torch.arange(160).view(32, 5) % 9
 
 
-@pytest.mark.parametrize("task", [with_buffers, with_bags])
+def with_upsampling() -> tuple[nn.Module, Any]:
+    """Pixels of the output see different entries of the kernel."""
+    layers = [nn.ConvTranspose2d(3, 3, 3, stride=2), nn.ReLU(), nn.ConvTranspose2d(3, 2, 2, stride=2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(648, 4)), torch.randn(32, 3, 4, 4)
+
+
+@pytest.mark.parametrize("task", [with_buffers, with_bags, with_upsampling])
 def test_models_that_cost_no_waits(task: Any, simdev: Any, device: str) -> None:
     torch.manual_seed(0)
     model, x = (part.to(device) for part in task())
@@ -124,6 +130,55 @@ def test_models_that_cost_no_waits(task: Any, simdev: Any, device: str) -> None:
             opt.step(closure)
         counts.append(found.count)
     assert max(counts[1:]) <= 5, found.places("/optimizers/", "/curvature/")
+
+
+class Experts(nn.Module):
+    """Each sample goes to the two experts that a gate chooses, so that every step sees other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(6, 4), nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(4))
+
+    def forward(self, x: Any) -> Any:
+        weights, chosen = self.gate(x).softmax(1).topk(2)
+        for k, expert in enumerate(self.experts):
+            rows, slots = (chosen == k).nonzero(as_tuple=True)
+            x = x.index_add(0, rows, expert(x[rows]) * weights[rows, slots][:, None])
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+def test_experts_that_are_chosen_by_index(kind: Any, simdev: Any, device: str) -> None:
+    """Waits beyond the model's own for its indices, on average; it is learnt anew in each step."""
+    torch.manual_seed(0)
+    model, x, y = Experts().to(device), torch.randn(24, 6).to(device), torch.arange(24).remainder(3).to(device)
+    opt, counts = kind(model, adaptive=True), []
+
+    def closure() -> Any:
+        opt.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    for _ in range(16):
+        with simdev.syncs() as found:
+            opt.step(closure)
+        counts.append(sum(s.kind != "event" and s.operator != "aten::nonzero" for s in found.all))
+    assert sum(counts[4:]) <= 5 * len(counts[4:]), (counts, found.places("/optimizers/", "/curvature/"))
+
+
+def test_norms_and_inner_products_of_gradients(simdev: Any, device: str) -> None:
+    """Places may cancel in each layer of a sequence model: one wait says whether they do."""
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(*hidden, nn.Flatten(), nn.Linear(128, 3)).to(device)
+    x, y = torch.randn(8, 2, 64, device=device), torch.arange(8).remainder(3).to(device)
+    for quantity in (curvature.per_sample_norms, curvature.per_sample_norms_by_parameter, curvature.per_sample_gram):
+        for _ in range(2):
+            with simdev.syncs() as found:
+                quantity(model, nn.CrossEntropyLoss(), x, y)
+        assert found.count == 1 and not found.uploads, found.places("/curvature/")
 
 
 @pytest.mark.parametrize(("kind", "bound"), [(KFAC, 4.2), (NaturalGradient, 5)])

@@ -1,0 +1,114 @@
+"""Models of which the data say where samples go: what was learnt from one batch must not be taken for another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import curvature
+from curvature.gradients.plans import PLANS
+from support.cases.case import Raw, seeded
+from support.comparisons import matches
+from support.oracles import brute_force as oracle
+
+N, T = 4, 3
+LOSS = nn.MSELoss()
+
+
+class Ordered(torch.autograd.Function):
+    """Rows in the order of a function of the user's, which has no index in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, order: Tensor) -> Tensor:
+        ctx.order = order
+        return h[order]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][ctx.order.argsort()], None
+
+
+def by_size(m: Any, x: Tensor) -> Tensor:
+    """Longest first and back, as for packed sequences."""
+    order = x[:, 0, 0].argsort()
+    return m.head(m.inner(x[order]).tanh()[order.argsort()].sum(1))
+
+
+def by_function(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    return m.head(Ordered.apply(m.inner(x[order]).tanh(), order.argsort()).sum(1))
+
+
+def by_mask(m: Any, x: Tensor) -> Tensor:
+    """Places with a mark pass a layer; as many in both batches, but of other samples."""
+    marked = x[..., 1] > 0
+    found = torch.zeros_like(x)
+    found[marked] = m.mix(x[marked]).tanh()
+    return m.head(m.inner(x + found).sum(1))
+
+
+def by_length(m: Any, x: Tensor) -> Tensor:
+    lengths = (x[..., 1] > 0).sum(1) + 1
+    packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+    hidden = packed._replace(data=m.inner(packed.data).tanh())
+    return m.head(pad_packed_sequence(hidden, batch_first=True, total_length=T)[0].sum(1))
+
+
+MODELS = {f.__name__: f for f in (by_size, by_function, by_mask, by_length)}
+
+
+def model(run: Callable[[Any, Tensor], Tensor], device: str) -> nn.Module:
+    with seeded(0):
+        made = Raw(run, inner=nn.Linear(3, 4), head=nn.Linear(4, 2), mix=nn.Linear(3, 3))
+    return made.double().to(device)
+
+
+def batches(device: str) -> list[tuple[Tensor, Tensor]]:
+    """Samples in order, each with one mark; then in another order, and the marks at other samples."""
+    with seeded(1):
+        x, y = torch.randn(N, T, 3).double(), torch.randn(N, 2).double()
+    x[:, 0, 0] = torch.arange(N)
+    x[..., 1] = -1
+    first, second = x.clone(), x.flip(0)
+    first[:, 0, 1] = 1
+    second[0, :2, 1] = second[1, :2, 1] = 1
+    return [(first.to(device), y.to(device)), (second.to(device), y.to(device))]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0), (1, 0, 1)])
+@pytest.mark.parametrize("name", MODELS)
+def test_another_batch_of_the_same_shapes(name: str, order: tuple[int, ...], device: str) -> None:
+    made, both = model(MODELS[name], device), batches(device)
+    for k in order:
+        x, y = both[k]
+        expected = oracle.per_sample_gradients(made, LOSS, x, y)
+        for key, rows in curvature.per_sample_gradients(made, LOSS, x, y).items():
+            matches(rows, expected[key])
+        values = (made(x) - y).square().mean(1)
+        for key, rows in curvature.Jacobian.of(values, made).rows().items():
+            matches(rows, expected[key])
+        squares = oracle.Matrices(made, LOSS, (x, y)).fisher.diagonal()
+        found = curvature.fisher_diagonal(made, LOSS, (x, y))
+        matches(torch.cat([found[key].flatten() for key in expected]), squares)
+
+
+def test_plans_are_confirmed_and_not_collected(device: str) -> None:
+    """A batch whose samples go where those of the last one went is not learnt from; others do not fill the memory."""
+    made, ((x, _), (other, _)) = model(by_mask, device), batches(device)
+    fewer = other.clone()
+    fewer[..., 1] = -1
+    fewer[0, 0, 1] = 1
+    curvature.Jacobian.of(made(x).sum(1), made)
+    (plan,) = PLANS[made].values()
+    curvature.Jacobian.of(made(x + 0.1 * (x < -1)).sum(1), made)
+    assert list(PLANS[made].values()) == [plan] and next(iter(PLANS[made].values())) is plan
+    for batch in (other, fewer):
+        curvature.Jacobian.of(made(batch).sum(1), made)
+        (new,) = PLANS[made].values()
+        assert new is not plan and new.general == {"mix.weight", "mix.bias"}
+        plan = new
