@@ -113,15 +113,19 @@ def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
 def may_move_samples(result: GradientEdge, parameters: Iterable[Tensor]) -> bool:
     """Whether the data may move samples in the graph of a result: an index, a mask, a function of the user's."""
     leaves = set(map(id, parameters))
-    return any(_may_move(node, leaves) for node in _inputs_first(result.node))
+    todo, seen = [result.node], {result.node}
+    while todo:
+        steps = [step for step, _ in todo.pop().next_functions if step is not None and step not in seen]
+        seen.update(steps)
+        todo += steps
+    return any(_may_move(node, leaves) for node in seen)
 
 
 def _may_move(node: Any, leaves: set[int]) -> bool:
-    if isinstance(node, BackwardCFunction):
-        return not getattr(node, "_forward_cls", type(node)).__module__.startswith(OWN)
-    if type(node).__name__.partition("Backward")[0] not in DATA_DEPENDENT:
-        return False
-    return any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
+    name = type(node).__name__.partition("Backward")[0]
+    if name in DATA_DEPENDENT:
+        return any(id(getattr(step, "variable", None)) not in leaves for step, _ in node.next_functions if step)
+    return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith(OWN)  # type: ignore[attr-defined]
 
 
 def graph_signature(result: GradientEdge) -> tuple[Any, ...]:
