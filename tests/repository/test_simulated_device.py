@@ -245,6 +245,16 @@ def test_counts_waits(sim):
         assert (found.count, found.uploads) == (0, 1), found.places()
 
 
+def test_counts_waits_of_backward_passes(sim):
+    """In a thread of autograd, whose stack has no frame of Python."""
+    x, mask = torch.ones(4, device="sim", requires_grad=True), torch.ones(4, dtype=torch.bool, device="sim")
+    y = x.clone()
+    y[mask] = 2 * x[mask]
+    with sim.syncs() as found:
+        y.sum().backward()
+    assert found.count == 2 and "autograd" in found.all[0].place(), found.places()
+
+
 def test_late_copies_arrive_with_an_event(sim):
     flag, host = torch.ones(3, device="sim"), torch.empty(3, pin_memory=True)
     host.copy_(flag, non_blocking=True)

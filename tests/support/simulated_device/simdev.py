@@ -119,7 +119,7 @@ _listening: list[Found] = []
 
 def _heard(kind: str, operator: str) -> None:
     frames = []
-    frame = sys._getframe(1) if _listening else None
+    frame = sys._getframe().f_back if _listening else None  # none in a thread of autograd
     while frame is not None:
         frames.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
