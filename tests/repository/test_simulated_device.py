@@ -252,7 +252,7 @@ def test_counts_waits_of_backward_passes(sim):
     y[mask] = 2 * x[mask]
     with sim.syncs() as found:
         y.sum().backward()
-    assert found.count == 2 and "autograd" in found.all[0].place(), found.places()
+    assert found.count == 3 and "autograd" in found.all[0].place(), found.places()
 
 
 def test_late_copies_arrive_with_an_event(sim):
