@@ -26,7 +26,7 @@ MUTANTS = [
         ("(left * right).sum(-3)", "(left * right).mean(-3)"),
         ("norms[0] * norms[1]", "0 * norms[0]"),
         ("u.index[..., :, None] == v.index[..., None, :]", "u.index[..., :, None] >= v.index[..., None, :]"),
-        ("a.square().sum(3) * b.square().sum(3)", "a.square().sum(3) * b.square().mean(3)"),
+        ("torch.linalg.vector_norm(terms[0].b, dim=3)).square()", "torch.linalg.vector_norm(terms[0].b, dim=3))"),
     ),
     *broken(
         "curvature/terms/squared_gradients.py",
