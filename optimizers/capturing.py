@@ -26,10 +26,17 @@ def is_capturing() -> bool:
 
 
 class Captured(NamedTuple):
-    """What must be as it was for a graph to be right: addresses of tensors, and which groups have the same options."""
+    """What must be as it was for a graph to be right.
+
+    Attributes:
+        addresses: of tensors.
+        groups: which of them have the same options.
+        places: the group of each parameter.
+    """
 
     addresses: list[int]
     groups: list[Any]
+    places: dict[str, int]
 
 
 class Capture:
@@ -113,7 +120,7 @@ def _as_captured(rule: TrustRegionStep, context: StepContext) -> Captured:
     keys = [(own["lr"], own["momentum"], own["damping"]) for own in groups]
     firsts = map(keys.index, keys)
     own = [(k, one["damping"] is None, not one["weight_decay"]) for k, one in zip(firsts, groups, strict=True)]
-    return Captured(_addresses(rule, context), own)
+    return Captured(_addresses(rule, context), own, context.numbers.places)
 
 
 def _addresses(rule: TrustRegionStep, context: StepContext) -> list[int]:

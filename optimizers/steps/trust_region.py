@@ -45,6 +45,7 @@ class TrustRegionStep(StepRule):
 
     def __init__(self, descent: DescentRule) -> None:
         self.descent, self.last = descent, StateStack("displacement")
+        self.trained: set[str] = set()  # the names of all parameters at the last step
         self.values: Tensor | None = None  # the fields of `state`, always in the same memory
         self.state: StepSize | None = None  # what is known of how far to go, as views; None before the first step
         self.energies: dict[str, Tensor] = {}  # predicted for the last displacement, by the first parameter of a layer
@@ -58,7 +59,7 @@ class TrustRegionStep(StepRule):
 
     def is_in_place(self, context: StepContext) -> bool:
         """Whether the next step finds all that it keeps where the last one has left it."""
-        if self.last.stack is None or not context.trained.keys() >= self.last.stack.keys():
+        if self.last.stack is None or context.trained.keys() != self.trained:
             return False
         layout = self.last.stack.layout
         return context.layout({name: context.trained[name] for name in layout.names}) is layout
@@ -136,7 +137,7 @@ class TrustRegionStep(StepRule):
     def _found(self, context: StepContext, gradients: Stack, good: Tensor) -> Step:
         """The next step."""
         least, outputs, before = first_trust(context.preconditioner.blocks), context.outputs, self.state
-        last = self._last_displacements(context, gradients)
+        last, self.trained = self._last_displacements(context, gradients), set(context.trained)
         ratio, norm = self._slope_ratio(context, gradients, last), _norm(context, gradients)
         counted = longest_gradient(norm, norm if before is None else before.norm)
         is_far = is_overshoot(ratio, norm, norm if before is None else before.norm)

@@ -225,6 +225,39 @@ def test_groups_that_part_are_captured_again(device: str) -> None:
     assert graphed.captures == 2
 
 
+def unfreeze(loop: Whole) -> None:
+    """The first layer, which was frozen from the beginning."""
+    for p in list(loop.model.parameters())[:2]:
+        p.requires_grad_(True)
+
+
+def regroup(loop: Whole) -> None:
+    """The last norm goes over to the group of the head."""
+    first, second = (group["params"] for group in loop.opt.param_groups)
+    moved = [first.pop(), first.pop()]
+    second[:0] = moved[::-1]
+
+
+@pytest.mark.parametrize("change", [unfreeze, regroup])
+def test_parameters_that_are_thawed_or_regrouped(change: Any, device: str) -> None:
+    """The loop of the guide goes on by itself."""
+    loops = []
+    for with_graph in (False, True):
+        loop = Whole(lambda model, **own: in_groups(model, own), "cnn", device, with_graph)
+        loops.append(loop)
+        loop.opt.param_groups[1]["weight_decay"] = 0.5
+        if change is unfreeze:
+            for p in list(loop.model.parameters())[:2]:
+                p.requires_grad_(False)
+    plain, graphed = loops
+    compared(graphed, plain, range(30))
+    for loop in loops:
+        change(loop)
+    replayed = len(graphed.replayed)
+    compared(graphed, plain, range(30, 60))
+    assert graphed.captures > 1 and len(graphed.replayed) > replayed + 10
+
+
 def in_groups(model: torch.nn.Module, options: dict[str, Any]) -> KFAC:
     opt = KFAC(model, **options)
     names = dict(model.named_parameters())
