@@ -236,7 +236,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         """Whether the next step, with its passes, may come from a CUDA graph: it neither renews nor inverts.
 
         Never with several processes or devices, with closures, nor for `NaturalGradient`; nor at the first step after
-        `load_state_dict`. Waits for the device only where the verdict on the last batches may change the answer.
+        `load_state_dict`, or after parameters were frozen or thawed. Waits for the device only where the verdict on the
+        last batches may change the answer.
         """
         self.monitor.collect()
         return self.capture.can_replay(self.choice.current, self._context(None))
@@ -245,7 +246,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         """Whether ``opt.step()`` has to be captured (again): what a graph reads or changes has moved.
 
         So at first, after `load_state_dict`, where a large inverse has got another rank, where parameters have other
-        gradients than before, and where groups that had the same options have so no more, or the other way round.
+        gradients than before or are in other groups, and where groups that had the same options have so no more, or the
+        other way round.
         """
         return self.capture.is_needed(self.choice.current, self._context(None))
 
