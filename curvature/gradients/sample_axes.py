@@ -42,7 +42,8 @@ def find_layouts(
 ) -> tuple[list[list[Layout]], bool]:
     """For every use the first candidate that reproduces its weighted backprop up to rounding; the host waits once.
 
-    With a single sample, whose entries they all are, all candidates do.
+    With a single sample, whose entries they all are, all candidates do. Candidates that would reproduce it without the
+    noise floor come before others: gradients that vanish in a deep network have digits of their own.
 
     Returns:
         A list for each use, which is empty where no candidate does; and whether no other candidates do, of none.
@@ -65,11 +66,15 @@ def find_layouts(
             seem = _Entries(b, bw).consistent
             candidates = [layout for layout in candidates if seem(layout, weights, allowed)]
         tried.append(list(candidates))
-        flags += [_reproduces(layout, b, bw, weights, allowed) for layout in tried[-1]]
-    told = map(bool, on_host(flags))
+        limits = allowed, _allowed(size, b, torch.zeros_like(floor))
+        errors = [_error(layout, b, bw, weights) for layout in tried[-1]]
+        flags += [error <= limit for error in errors for limit in limits]
+    told = list(map(bool, on_host(flags)))
     if count == 1:
         return tried, all(told)
-    fits = [list(itertools.compress(own, told)) for own in tried]
+    answers = iter(told[::2]), iter(told[1::2])
+    both = [[list(itertools.compress(own, told)) for told in answers] for own in tried]
+    fits = [clearly or within_noise for within_noise, clearly in both]
     return [own[:1] for own in fits], all(len(own) <= 1 for own in fits)
 
 
@@ -80,7 +85,7 @@ def reproduce(
     """Whether these layouts, one or none for every use, reproduce the weighted backprops; the host waits once."""
     floor = noise_floor(weighted)
     flags = [
-        _reproduces(layout, b, bw, weights, _allowed(bw.norm(), b, floor))
+        _error(layout, b, bw, weights) <= _allowed(bw.norm(), b, floor)
         for own, b, bw in zip(layouts, backprops, weighted, strict=True)
         for layout in own
         if b is not None and bw is not None
@@ -92,10 +97,10 @@ def _allowed(size: Tensor, b: Tensor, floor: Tensor) -> Tensor:
     return rounding_tolerance(b) * size + floor.to(size)
 
 
-def _reproduces(layout: Layout, b: Tensor, weighted: Tensor, weights: Tensor, allowed: Tensor) -> Tensor:
+def _error(layout: Layout, b: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
     front = layout.front(b)
     expected = front * weights.to(b).reshape(-1, *[1] * (front.ndim - 1))
-    return expected.sub_(layout.front(weighted)).norm() <= allowed
+    return expected.sub_(layout.front(weighted)).norm()
 
 
 class _Entries:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
+from curvature.gradients.plans import PLANS
 from curvature.gradients.sample_axes import find_layouts
 from curvature.layers import Layout
 
@@ -74,6 +75,27 @@ def test_a_doubtful_batch_is_not_taken_for_certain():
     """Zero backprops fit every guess."""
     zero = torch.zeros(3, 3)
     assert not find_layout(zero, zero, torch.tensor([0.5, 0.9, 1.4]))[1]
+
+
+def test_weak_backprops_have_their_own_digits():
+    """Below the noise of others all guesses fit; of these, the one counts that fits by its own rounding."""
+    weights = torch.tensor([0.5, 0.9, 1.4])
+    b, noise, strong = torch.randn(3, 3), torch.randn(3, 3), torch.full((3, 1), 1e8)
+    for weighted, dim, is_certain in [(weights[:, None] * b, 0, True), (b * weights, 1, True), (noise, 0, False)]:
+        found = find_layouts([b, strong], [weighted, weights[:, None] * strong], weights)
+        assert found == ([[(dim, 1, 3, 1)], [(0, 1, 3, 1)]], is_certain)
+
+
+def test_a_deep_narrow_network_is_learnt_once(device):
+    """As wide as the batch, with gradients that vanish."""
+    layers = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(8, 1)).to(device)
+    x, y = torch.randn(8, 8, device=device), torch.randn(8, 1, device=device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    curvature.per_sample_norms(model, nn.MSELoss(), x, y)
+    assert len(PLANS[model]) == 1
 
 
 def test_what_stands_in_for_parameters_is_not_the_models_own():
