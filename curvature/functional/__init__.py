@@ -10,10 +10,10 @@ from curvature.functional.bags import chosen_rows, flat_bags
 from curvature.functional.contexts import AttentionInBlocks, TwiceDifferentiable
 from curvature.functional.exact_norms import ExactNorms
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples
-from curvature.functional.plain_forms import plain_form, traceable_body
+from curvature.functional.plain_forms import is_checkpointed, plain_form, traceable_body
 from curvature.functional.recurrent import RECURRENT
 
 __all__ = [
     "AttentionInBlocks", "ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "RECURRENT", "TwiceDifferentiable",
-    "chosen_rows", "flat_bags", "plain_form", "traceable_body",
+    "chosen_rows", "flat_bags", "is_checkpointed", "plain_form", "traceable_body",
 ]  # fmt: skip

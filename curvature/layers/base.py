@@ -41,10 +41,11 @@ class Layout(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
-    """One recorded call: its arguments by name, and the shape of its output."""
+    """One recorded call: its arguments by name, the shape of its output, and the rule's `statistics` of it."""
 
     args: dict[str, Any]
     shape: tuple[int, ...]
+    statistics: tuple[Tensor, ...] = ()
 
 
 class Rule:
@@ -65,6 +66,10 @@ class Rule:
     def bind(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, with the data as they are before the call."""
         return dict(zip(self.signature, args, strict=False)) | dict(kwargs)
+
+    def statistics(self, out: Tensor) -> tuple[Tensor, ...]:
+        """What autograd has saved of the call with this output that saves `term` work; empty where it has nothing."""
+        return ()
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         """The per-sample gradients of argument `slot`, given the backprop `b` of the output's shape.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from curvature.functional import RECURRENT, plain_form, traceable_body
+from curvature.functional import RECURRENT, is_checkpointed, plain_form, traceable_body
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.recording.loss_functions import LOSSES
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
@@ -114,7 +114,8 @@ class RecordingMode(TorchFunctionMode):
             is_known = rule is not None and len(outs) == 1 and all(k in rule.parameters for k in slots)
             if rule is None or not is_known or len(used) > len({*map(id, slots.values())}):
                 rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
-            call = RecordedCall(saved, tuple(outs[0].shape)) if rule is not None else None
+            known = () if rule is None or is_checkpointed() else rule.statistics(outs[0])
+            call = RecordedCall(saved, tuple(outs[0].shape), known) if rule is not None else None
             edge = _edge_of(outs[0]) if rule is not None else None
             use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule else [], follows_graph)
             self.tape.uses.append(use)
