@@ -123,4 +123,4 @@ def sum_over_broadcast(
         raise Unsupported("the parameter varies along the axis of the samples")
     summed = [k + 1 for k in range(ndim) if k not in keep and per_place.shape[k + 1] != 1]
     out = per_place.sum(summed) if summed else per_place
-    return DenseGradients(out.reshape(len(per_place), *shape))
+    return DenseGradients(out.reshape(per_place.shape[0], *shape))

@@ -116,7 +116,7 @@ class DataSource:
             TypeError: the data are neither a pair (x, y) nor an iterable of pairs.
         """
         seen, number = False, -1
-        random = RandomState(self.model)  # a DataLoader draws from it
+        random = RandomState(self.model.modules())  # a DataLoader draws from it
         try:
             batches: Iterable[tuple[Any, Any]] = pairs(self.data)
             if self.progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from threading import RLock
@@ -69,10 +69,10 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 class RandomState:
-    """The state of torch's random numbers on the CPU and on the devices of a model, to come back to."""
+    """The state of torch's random numbers on the CPU and on the devices of the modules of a model, to come back to."""
 
-    def __init__(self, model: nn.Module) -> None:
-        held = (kept.values() for m in model.modules() for kept in (m._parameters, m._buffers))
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        held = (kept.values() for m in modules for kept in (m._parameters, m._buffers) if kept)
         found = {t.device for tensors in held for t in tensors if t is not None}
         self.devices = sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
         self.states = self._now()
@@ -103,7 +103,7 @@ def fresh_random_numbers(model: nn.Module) -> Iterator[None]:
     For passes that restore the random state, and of which no two should share numbers.
     """
     seed = int(torch.randint(2**62, (), device="cpu"))
-    state = RandomState(model)
+    state = RandomState(model.modules())
     state.seed(seed)
     try:
         yield
@@ -158,12 +158,13 @@ class ModelState:
     """The buffers of a model and the random state of its devices, to come back to."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
+        modules = list(model.modules())
+        named = [(module, name, b) for module in modules for name, b in module._buffers.items()]
         self.buffers = [
             SavedBuffer(module, name, b, None if b is None else b.clone(), None if b is None else _version(b))
             for module, name, b in named
         ]
-        self.random = RandomState(model)
+        self.random = RandomState(modules)
 
     def drew_random(self) -> bool:
         """Whether random numbers were drawn since, on the CPU or on the model's devices."""

@@ -278,7 +278,7 @@ def _by_gradients(left: Sequence[Term], where: Tensor, right: Sequence[Term]) ->
 
 def _rows(g: Tensor) -> Tensor:
     """(N, *shape) as (N, P), also without samples."""
-    return g.reshape(len(g), math.prod(g.shape[1:]))
+    return g.reshape(g.shape[0], math.prod(g.shape[1:]))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

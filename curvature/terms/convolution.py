@@ -63,7 +63,7 @@ class Convolution:
         return self.shape[0] // self.groups
 
     def __len__(self) -> int:
-        return len(self.b)
+        return self.b.shape[0]
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         b = self.b * weights.to(self.b.dtype).reshape(-1, *[1] * (self.b.ndim - 1))

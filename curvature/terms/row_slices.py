@@ -85,8 +85,7 @@ def promote(term: Term, dtype: torch.dtype) -> Term:
         inner = promote(term.term, dtype)
         assert not isinstance(inner, RowSlice)
         return replace(term, term=inner)
-    floating = [x for x in vars(term).values() if isinstance(x, Tensor) and x.is_floating_point()]
-    if all(x.dtype == dtype for x in floating):
+    if all(x.dtype == dtype or not x.is_floating_point() for x in vars(term).values() if isinstance(x, Tensor)):
         return term
     values: dict[str, Any] = {f.name: getattr(term, f.name) for f in fields(term) if f.init}
     low = {k: x for k, x in values.items() if isinstance(x, Tensor) and x.is_floating_point()}
