@@ -39,13 +39,15 @@ MUTANTS = [
             'F.layer_norm(args["input"], args["normalized_shape"], eps=1e-3)',
         ),
         (
-            'F.rms_norm(args["input"], args["normalized_shape"], eps=args.get("eps"))',
-            'F.rms_norm(args["input"], args["normalized_shape"], eps=1e-2)',
+            'F.rms_norm(call.args["input"], call.args["normalized_shape"], eps=call.args.get("eps"))',
+            'F.rms_norm(call.args["input"], call.args["normalized_shape"], eps=1e-2)',
         ),
         (
-            'F.group_norm(args["input"], args["num_groups"], eps=args.get("eps", 1e-5))',
-            'F.group_norm(args["input"], 1, eps=args.get("eps", 1e-5))',
+            'F.group_norm(x, groups, eps=call.args.get("eps", 1e-5))',
+            'F.group_norm(x, 1, eps=call.args.get("eps", 1e-5))',
         ),
+        ('args["input"].sub(mean).mul_(scale)', 'args["input"].mul(scale)'),
+        ("sub(mean).mul_(scale).view(x.shape)", "sub(mean).view(x.shape)"),
         (
             'F.batch_norm(args["input"], args["running_mean"], args["running_var"], eps=eps)',
             'F.batch_norm(args["input"], 0 * args["running_mean"], args["running_var"], eps=eps)',

@@ -14,7 +14,7 @@ MUTANTS = [
     *broken(
         "curvature/terms/contractions.py",
         "curvature/terms/test_contractions.py curvature/terms/test_squared_gradients.py",
-        ("found[where] = _by_gradients(terms, where, terms)", "pass"),
+        ("values[some] = _by_gradients(terms, some, terms)", "pass"),
         ("out[:, slice(*term.rows)] += g", "out[:, slice(*term.rows)] = g"),
         ("x.storage_offset() == first.storage_offset() + k * size", "x.storage_offset() >= first.storage_offset()"),
     ),
