@@ -151,8 +151,10 @@ def test_going_back(name: str):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("whole", [True, False], ids=["get_optimizer_state_dict", "state_dict"])
-@pytest.mark.parametrize("name", ["KFAC", "EKFAC", "KFAC adaptive", "woodbury", "cg"])
+@pytest.mark.parametrize(
+    "name, whole",
+    [("KFAC", True), ("KFAC", False), ("EKFAC", True), ("KFAC adaptive", False), ("woodbury", True), ("cg", False)],
+)
 def test_distributed_checkpoints(name: str, whole: bool, tmp_path: Any):
     """One process; into an optimizer that has seen nothing, a frozen parameter among those of the model."""
     state_of = get_optimizer_state_dict if whole else lambda model, opt: opt.state_dict()

@@ -85,7 +85,7 @@ def assert_trains(case: Odd, make: Callable[..., Any], **options: Any) -> None:
 
 
 # Every model with these, ...
-EACH = [("KFAC", "default"), ("EKFAC", "default"), ("NaturalGradient-woodbury", "default")]
+EACH = [("KFAC", "default"), ("KFAC", "empirical"), ("EKFAC", "default"), ("NaturalGradient-woodbury", "default")]
 # ... and with two of these, which take turns: what they vary is the same for every model.
 RARE = [(maker, inject) for maker in ("KFAC", "NaturalGradient-woodbury") for inject in INJECTIONS]
 RARE += [(maker, "default") for maker in OPTIMIZERS]

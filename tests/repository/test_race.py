@@ -42,8 +42,11 @@ def started(race: ModuleType, problem: str, name: str, **setting: float) -> Any:
     return importlib.import_module("_race_run").Run(made, entry, chosen, seed=0)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("problem", TINY)
+# Every rival on two of the four problems, every problem with three or four of the rivals.
+CELLS = [(problem, name) for i, problem in enumerate(TINY) for j, name in enumerate(NAMES) if (i + j) % 2 == 0]
+
+
+@pytest.mark.parametrize("problem, name", CELLS)
 def test_every_rival_lowers_the_loss(race: ModuleType, problem: str, name: str) -> None:
     run = started(race, problem, name)
     before = {key: value.clone() for key, value in run.model.named_parameters()}

@@ -110,6 +110,20 @@ def test_a_rule_that_is_wrong(monkeypatch: Any, caplog: Any) -> None:
     assert passes_of(operator).rules.refuted and "J v takes two backward passes" in caplog.text
 
 
+def test_rounding_hides_no_wrong_rule(monkeypatch: Any) -> None:
+    """In bfloat16 a layer that is off by half is within a hundred roundings: no rule is taken there."""
+    model, x = setting()
+    model, x = model.bfloat16(), x.bfloat16()
+    operator = curvature.gauss_newton(model, LOSS, (x, Y))
+    v = operator.space.normal(2)
+    expected = operator @ v
+    linear = type(RULES[F.linear])
+    right = linear.change
+    monkeypatch.setattr(linear, "change", lambda *arguments: 1.5 * right(*arguments))
+    other = curvature.gauss_newton(model, LOSS, (x, Y))
+    torch.testing.assert_close(other @ v, expected, rtol=0, atol=0)
+
+
 def test_a_kept_batch_takes_no_forward_pass(monkeypatch: Any) -> None:
     model, x = setting()
     recorded: list[Any] = []

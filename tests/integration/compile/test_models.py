@@ -92,7 +92,7 @@ CELLS += [(NaturalGradient, warmed_up), (NaturalGradient, BLOCKWISE[0])]
 
 
 @pytest.mark.parametrize("optimizer, how", CELLS, ids=lambda part: part.__name__)
-def test_same_numbers_as_uncompiled(optimizer: Any, how: How, steps: int = 16):
+def test_same_numbers_as_uncompiled(optimizer: Any, how: How, steps: int = 12):
     """In one graph; compiled once, or not at all where every step captures."""
     plain, model, backend = net(), net(), CompileCounter()
     train(plain, optimizer(plain), range(steps))

@@ -50,6 +50,9 @@ MUTANTS = [
         ("difference <= ROUNDINGS * rounding * size", "difference <= size"),
         ("_is_right(batch, tape, output, through) else", "True else"),
         ("through = _explained(tape)", "through = set()"),
+        ("graph_functions(output), frozenset(through), len(tape.uses)", "frozenset(through), len(tape.uses)"),
+        ("rounding <= torch.finfo(torch.float32).eps and ", ""),
+        ("return {slot: name for slot, name in names.items() if name in through}", "return names"),
     ),
     *broken(
         "curvature/matrices/kept.py",

@@ -61,6 +61,9 @@ MUTANTS = [
         ("or any(map(operator.is_not, known, self.given))", ""),
         ("kinds.setdefault(kind(name), len(kinds))", "0"),
         ("states[name][self.key] = given", "pass"),
+        ("found[0] if len(found) == 1 else torch.stack(found).sum()", "found[0]"),
+        ("torch.zeros_like(p) if x is None else x", "torch.zeros_like(p)"),
+        ("found.setdefault(own, {}).setdefault(shapes, [])", "found.setdefault(own, {}).setdefault(names, [])"),
     ),
     *broken(
         "optimizers/second_order.py",
@@ -81,9 +84,25 @@ MUTANTS = [
         ("if found != self.known", "if not self.known[0]"),
     ),
     *broken(
+        "optimizers/steps/numbers.py",
+        "optimizers/steps/test_descent.py optimizers/test_kfac.py optimizers/test_torch_contracts.py",
+        ('1 - own.get("momentum", 0.0)', '1 - own.get("momentum", 0.0) / 2'),
+        ("if len(set(places)) == 1", "if True"),
+    ),
+    *broken(
         "optimizers/steps/trust_region.py",
         "optimizers/steps/test_trust_region.py optimizers/steps/test_calibration.py optimizers/test_weight_decay.py",
         ("* factor / entries", "* factor"),
+        ("block.has_separate_rows", "not block.has_separate_rows"),
+    ),
+    *broken(
+        "optimizers/steps/trust_region.py",
+        "optimizers/test_checkpoints.py",
+        ("self.state.steps.fill_(context.monitor.started)", "pass"),
+    ),
+    *broken(
+        "optimizers/steps/trust_region.py",
+        "optimizers/steps/test_trust_region.py optimizers/steps/test_calibration.py optimizers/test_weight_decay.py",
         ('numbers.of("kept", names[0])', '1 - numbers.of("lr", names[0])'),
     ),
     *broken(
@@ -93,6 +112,13 @@ MUTANTS = [
         ("torch.stack([found, found.square()])", "torch.stack([found, found])"),
         ("(own * momentum).to(rows)", "(0 * own + momentum).to(rows)"),
         ("torch.maximum(slopes - dampings * squares,", "torch.maximum(slopes + dampings * squares,"),
+        ("torch._foreach_copy_(last.vectors, found.vectors)", "pass"),
+    ),
+    *broken(
+        "optimizers/steps/descent.py",
+        "optimizers/steps/test_descent.py optimizers/steps/test_nonfinite_batches.py",
+        ("fresh / torch.maximum(weights, fresh)", "fresh / torch.ones_like(weights)"),
+        ("(fresh * good).expand_as(weights)", "fresh.expand_as(weights)"),
     ),
     *broken(
         "optimizers/steps/step_size.py",
