@@ -77,21 +77,25 @@ class LayerRules:
         through = _explained(tape)
         case = plan_key(batch), graph_functions(output), frozenset(through), len(tape.uses)
         if through and case not in self.proved | self.refuted:
-            (self.proved if _is_right(batch, tape, output, through) else self.refuted).add(case)
+            found = _if_right(batch, tape, output, through)
+            (self.refuted if found is None else self.proved).add(case)
+            if found is not None:
+                return found
         return Linearised(tape, output, through if case in self.proved else set())
 
 
 @full_precision()
-def _is_right(batch: Batch, tape: Tape, output: Tensor, through: set[str]) -> bool:
-    """Whether a random direction is mapped as two backward passes through all parameters do it."""
+def _if_right(batch: Batch, tape: Tape, output: Tensor, through: set[str]) -> Linearised | None:
+    """The map, if it takes a random direction to where two backward passes through all parameters take it."""
     directions = random_directions(batch, 1)
     expected = by_backward_passes(batch, output, directions)  # first: its graph is gone when the other is made
     try:
-        change = Linearised(tape, output, through)(stacked(directions))
+        found = Linearised(tape, output, through)
+        change = found(stacked(directions))
     except Exception as error:  # a call that a rule does not foresee
         log.info("J v takes two backward passes: %s", str(error).split("\n")[0])
-        return False
-    return is_near(torch.zeros_like(expected) if change is None else change, expected)
+        return None
+    return found if is_near(torch.zeros_like(expected) if change is None else change, expected) else None
 
 
 def _explained(tape: Tape) -> set[str]:

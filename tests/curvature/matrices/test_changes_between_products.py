@@ -37,6 +37,8 @@ Y = torch.tensor([0, 1, 1, 0, 2])
 NUMBER = 1.0
 NUMBERS = {"scale": [1.0]}
 TEMPERATURE = 1.0
+COMPUTED = 1.0
+INNER = 1.0
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Config:
 
     @property
     def computed(self) -> float:
-        return NUMBERS["scale"][0]
+        return COMPUTED
 
 
 class Straight(torch.autograd.Function):
@@ -75,6 +77,10 @@ def helper(x: Tensor, scale: float = 1.0) -> Tensor:
     return x * NUMBER * scale
 
 
+def damped(x: Tensor, scale: float = 1.0) -> Tensor:
+    return x / scale
+
+
 class Net(nn.Module):
     """Reads numbers from everywhere. The last layer is zero where the first may change unseen in the output."""
 
@@ -95,8 +101,10 @@ class Net(nn.Module):
         hidden = self.first(x) * self.factor * self.plain * self.listed[0] * self.listed[1] * self.scale
         hidden = hidden * self.named["deep"]["tensor"] * self.settings.scale * self.settings.inner.scale
         hidden = hidden * self.config.scale * self.config.computed
-        hidden = self.named["deep"]["layers"][0](self.norm(hidden)) + self.partial(hidden) + self.function(hidden)
-        hidden = Straight.apply(self.drop(hidden))
+        hidden = (
+            self.named["deep"]["layers"][0](self.norm(hidden)) + self.partial(hidden) + damped(self.function(hidden))
+        )
+        hidden = Straight.apply(self.drop((lambda h: damped(h) * INNER)(hidden)))
         return self.last(hidden.detach() if self.is_cut else hidden)
 
 
@@ -184,16 +192,8 @@ def columns_of_the_batch(run: Run) -> None:
     run.x.numpy()[:, :2] = run.x.numpy()[:, 1::-1].copy()
 
 
-def a_global_of_a_helper(run: Run) -> None:
-    run.set(globals_of_this_file(), "NUMBER", 2.0)
-
-
-def a_global_of_a_backward_pass(run: Run) -> None:
-    run.set(globals_of_this_file(), "TEMPERATURE", 2.0)
-
-
-def globals_of_this_file() -> Any:
-    return sys.modules[__name__]
+def a_global(name: str) -> Callable[[Run], None]:
+    return lambda run: run.set(sys.modules[__name__], name, 2.0)
 
 
 def in_a_container(run: Run) -> None:
@@ -223,8 +223,12 @@ def of_the_class(run: Run) -> None:
     run.set(nn.LayerNorm, "forward", lambda self, x: 2 * x)
 
 
-def default_arguments(run: Run) -> None:
+def arguments_of_a_partial(run: Run) -> None:
     run.model.partial = partial(helper, scale=2.0)
+
+
+def default_arguments(run: Run) -> None:
+    run.set(damped, "__defaults__", (2.0,))
 
 
 def put(path: str, value: Any) -> Callable[[Run], None]:
@@ -269,10 +273,13 @@ CHANGES: dict[str, Callable[[Run], None]] = {
     "eps": put("model.norm.eps", 1.0),
     "dropout": dropping,
     "function of a module": put("model.function", torch.sin),
+    "partial": arguments_of_a_partial,
     "default argument": default_arguments,
     "cut": put("model.is_cut", True),
-    "global of a helper": a_global_of_a_helper,
-    "global of a backward pass": a_global_of_a_backward_pass,
+    "global of a helper": a_global("NUMBER"),
+    "global of a backward pass": a_global("TEMPERATURE"),
+    "global of a property": a_global("COMPUTED"),
+    "global of a function inside": a_global("INNER"),
     "global container": in_a_container,
     "hook": hooked,
     "hook of all modules": hooked_everywhere,
