@@ -20,6 +20,9 @@ from optimizers.steps.updates import all_finite, inner, kept_by_decay
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
 SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
 LEAST_RATIO = 0.1  # reduction ratio of a step that is taken: far beyond the minimum other batches suffer
+# That of the first step, by which damping is found. With less the first step of a GPT moved layers by thirteen times
+# their norm, and training never recovered.
+FIRST_RATIO = 0.5
 CONFIRMED_DECAY = 0.7  # of the running mean of what the next batch confirms of a step's progress
 PRIOR_BATCHES = 2  # that would have confirmed all of it
 RESOLVED = 1e-5  # progress relative to the loss that is not rounding
@@ -162,16 +165,18 @@ class AdaptiveStep(StepRule):
         if not model.is_finite:
             self.forget()
             return entry
+        least_ratio = FIRST_RATIO if self.damping < 0 else LEAST_RATIO
         if self.damping < 0:
             self.damping = model.first_damping()
         if self.damping < 0 or not model.value(lr * model.minimum(self.damping), 0.0) < 0:
             self.forget()  # nothing left to do for this batch
             return entry | {"accepted": True, "step_size": 0.0}
-        return entry | self._first_accepted(replay, model, directions, len(groups), lr, entry["loss"])
+        return entry | self._first_accepted(replay, model, directions, len(groups), lr, entry["loss"], least_ratio)
 
     def _first_accepted(
-        self, replay: Replay, model: Quadratic, directions: Sequence[Named], groups: int, lr: float, loss: float
-    ) -> dict[str, Any]:
+        self, replay: Replay, model: Quadratic, directions: Sequence[Named], groups: int, lr: float, loss: float,
+        least_ratio: float,
+    ) -> dict[str, Any]:  # fmt: skip
         """Take the step with the least of the tried dampings for which the loss falls."""
         parameters = dict(replay.model.named_parameters())
         start = {name: parameters[name].detach().clone() for d in directions for name in d}
@@ -185,7 +190,7 @@ class AdaptiveStep(StepRule):
             return (widen(replay.loss()) - loss) / expected if expected < 0 else math.nan, (alpha, step, expected)
 
         try:
-            trial = first_accepted(attempt, self.damping, LEAST_RATIO, replay.value.device)
+            trial = first_accepted(attempt, self.damping, least_ratio, replay.value.device)
         except BaseException:
             set_parameters(parameters, start)
             raise

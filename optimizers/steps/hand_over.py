@@ -11,13 +11,14 @@ from torch import Tensor
 
 from optimizers.steps.adaptive import AdaptiveStep
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
+from optimizers.steps.trust_region import TrustRegionStep
 
 LEAST_CONFIRMED = 0.5  # part of the progress on one batch, by the next
 LOG = logging.getLogger(__name__)
 
 
 class HandOverStep(StepRule):
-    """Leaves the steps to another rule, for good, once a batch is too small for a quadratic model of its own.
+    """Leaves the steps to the plain rule, for good, once a batch is too small for a quadratic model of its own.
 
     The first steps are long either way, and both rules profit from them. Later a step that is the best for one batch
     fits its noise; what averages over batches gets further then, and costs less.
@@ -33,7 +34,7 @@ class HandOverStep(StepRule):
     needs_closure = True
     differentiates_model = True
 
-    def __init__(self, then: StepRule, intervals: tuple[int, int] | None = None) -> None:
+    def __init__(self, then: TrustRegionStep, intervals: tuple[int, int] | None = None) -> None:
         self.first, self.then, self.intervals = AdaptiveStep(), then, intervals
         self.step_of_change = -1
 
@@ -55,7 +56,7 @@ class HandOverStep(StepRule):
         return outcome
 
     def _hand_over(self, context: StepContext) -> None:
-        self.step_of_change = context.monitor.started + 1
+        self.step_of_change = self.then.begin = context.monitor.started + 1
         if self.intervals is not None:
             schedule = context.preconditioner.schedule
             schedule.factor_every, schedule.decompose_every = self.intervals
@@ -87,3 +88,4 @@ class HandOverStep(StepRule):
         self.first.load_state_dict(state["first"], trained)
         self.then.load_state_dict(state["then"], trained)
         self.step_of_change, self.intervals = state["step_of_change"], state["intervals"]
+        self.then.begin = max(self.step_of_change, 0)

@@ -151,7 +151,7 @@ def first_accepted(
         attempt: makes the step with the damping given, and returns its reduction ratio (actual decrease of the loss
             over the expected one), which the host need not know yet, and the step.
         damping: of the first try.
-        least_ratio: that is accepted.
+        least_ratio: that is accepted; at the last try any by which the loss falls.
         device: where attempts are made; on an accelerator later ones may follow the one that is accepted.
         first: how many an accelerator makes before the host looks for the first time.
     """
@@ -161,7 +161,8 @@ def first_accepted(
         made = [attempt(damping) for damping in some]
         ratios = on_host([x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x, _ in made])
         for ratio, tried, (_, step) in zip(map(float, ratios), some, made, strict=True):
-            if math.isfinite(ratio) and ratio > least_ratio:
+            is_last = count + 1 == MOST_TRIES
+            if math.isfinite(ratio) and ratio > (0 if is_last else least_ratio):
                 return Trial(damping, tried, ratio, count, True, step)
             count += 1
             if ratio == 0 or count == MOST_TRIES:

@@ -97,7 +97,7 @@ def started(change: Tensor, norm: Tensor, least_trust: float, steps: int) -> Ste
         change: predicted root mean square change of the output entries for step size one.
         norm: of the gradient.
         least_trust: the first trust region.
-        steps: number of steps before, by other rules.
+        steps: number of steps before; of those without a gradient, or with empty batches.
     """
     zero = torch.zeros_like(change)
     known = {"change": change, "largest_change": change, "norm": norm, "trust": torch.full_like(change, least_trust)}

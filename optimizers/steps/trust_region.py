@@ -41,10 +41,13 @@ class TrustRegionStep(StepRule):
 
     Args:
         descent: computes the directions.
+
+    Attributes:
+        begin: number of the first step that it makes.
     """
 
     def __init__(self, descent: DescentRule) -> None:
-        self.descent, self.last = descent, StateStack("displacement")
+        self.descent, self.last, self.begin = descent, StateStack("displacement"), 0
         self.trained: set[str] = set()  # the names of all parameters at the last step
         self.values: Tensor | None = None  # the fields of `state`, always in the same memory
         self.state: StepSize | None = None  # what is known of how far to go, as views; None before the first step
@@ -70,7 +73,7 @@ class TrustRegionStep(StepRule):
             return Outcome(loss)
         is_idle = context.is_idle()
         if self.state is not None and self.last.stack is None:  # it was loaded, and knows nothing of counts
-            self.state.steps.fill_(context.monitor.started)
+            self.state.steps.fill_(context.monitor.started - self.begin)
             self.state.was_bad.fill_(not context.monitor.was_accepted)
         if is_idle and self.state is not None:
             step = self.ordinary(context, gradients)
@@ -152,7 +155,7 @@ class TrustRegionStep(StepRule):
             self.gain = output_gain(context, before)
         change = (total(energies) * self.gain).sqrt()
         if before is None:
-            self._keep(started(change, norm, least, context.monitor.started))
+            self._keep(started(change, norm, least, context.monitor.started - self.begin))
         assert self.values is not None
         rates = context.numbers.of_all("lr", [layer[0] for layer in found.directions.layout.layers])
         rates = rates.to(found.slopes.dtype)

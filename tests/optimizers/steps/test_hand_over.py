@@ -75,28 +75,71 @@ def test_small_batches_are_left_to_the_plain_step(optimizer: str, caplog: pytest
     assert "step_size" in opt.summary() and opt.stats()["damping"] is None
 
 
-@pytest.mark.parametrize(("size", "most", "seeds"), [(32, 0.2, 3), (128, 0.05, 1)])
+@pytest.mark.parametrize(("size", "most", "seeds"), [(32, 0.2, 3), (128, 0.03, 1)])
 def test_small_batches_get_as_far_as_with_plain_steps(size: int, most: float, seeds: int):
-    """About: of 2.3 at the start plain steps leave 0.013 with batches of 128, adaptive 0.03.
+    """About: of 2.3 at the start plain steps leave 0.013 with batches of 128, adaptive 0.014.
 
     Of small batches it is the median of three orders: where one run ends is chance.
-
-    Plain steps have become three times better on batches of 128 since they measure what they do to the outputs;
-    adaptive ones hand over after three to six steps, and end where they did before.
     """
     losses: dict[bool, list[float]] = {False: [], True: []}
     for adaptive, seed in itertools.product(losses, range(seeds)):
         model = perceptron()
         opt = KFAC(model, adaptive=adaptive)
-        if adaptive:
-            train(opt, model, size, 60, seed)
-        else:
-            for x, y in batches(size, 60, seed):
-                closure_of(model, opt, F.cross_entropy, x, y)()
-                opt.step()
+        train(opt, model, size, 60, seed)
         losses[adaptive].append(whole_loss(model))
     plain, found = map(statistics.median, losses.values())
-    assert found < 4 * plain and found < most, losses
+    assert found < 2 * plain and found < most, losses
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(32), nn.LayerNorm(32)])
+        self.enter, self.leave = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.enter(self.norms[0](x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        x = x + self.leave(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Writer(nn.Module):
+    """The next character of Python's help, from 16."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, 32), nn.Embedding(16, 32)
+        self.blocks, self.norm = nn.Sequential(Block(), Block()), nn.LayerNorm(32)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.places.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.blocks(self.tokens(x) + self.places(torch.arange(16)))
+        return F.linear(self.norm(hidden), self.tokens.weight).movedim(2, 1)
+
+
+def test_a_transformer_gets_as_far_as_with_plain_steps():
+    """The first adaptive step moved layers by five times their norm, and plain steps never made up for it."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics.values())
+    index = {character: i for i, character in enumerate(sorted(set(text)))}
+    tokens, ends, longest = torch.tensor([index[character] for character in text]), [], []
+    for adaptive in (False, True):
+        with seeded(0):
+            model = Writer(len(index))
+        opt, generator = KFAC(model, adaptive=adaptive), torch.Generator().manual_seed(0)
+        start, losses = copied(model), []
+        for _ in range(100):
+            rows = tokens[torch.randint(len(tokens) - 17, (16, 1), generator=generator) + torch.arange(17)]
+            closure = closure_of(model, opt, F.cross_entropy, rows[:, :-1], rows[:, 1:])
+            losses.append(float(opt.step(closure).detach()))
+            if len(losses) == 1:
+                moves = {k: (p - start[k]).norm() / start[k].norm() for k, p in copied(model).items() if p.ndim == 2}
+                longest.append(float(max(moves.values())))
+        ends.append(statistics.fmean(losses[-20:]))
+    assert longest[1] < 1 and ends[1] < 1.02 * ends[0]
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "vit", "lstm"])
@@ -191,3 +234,5 @@ def test_checkpoints_and_copies_go_on_alike(steps: int, optimizer: str):
     assert_same(copied(model), copied(again))
     assert opt.stats()["plain_from"] == loaded.stats()["plain_from"] == copied_opt.stats()["plain_from"] is not None
     assert opt.stats()["factor_every"] == copied_opt.stats()["factor_every"]
+    for own in (opt, copied_opt, loaded):  # the plain rule counts its own steps
+        assert float(own.rule.then.state.steps) == own.steps - own.stats()["plain_from"]

@@ -50,6 +50,12 @@ def test_a_ladder_without_success_ends() -> None:
     assert len(tried) == MOST_TRIES
 
 
+def test_the_last_try_needs_no_more_than_a_lower_loss() -> None:
+    for ratio, is_accepted in ((0.25, True), (-0.25, False)):
+        trial = first_accepted(lambda damping, ratio=ratio: (ratio, None), 1.0, 0.5)
+        assert (trial.is_accepted, trial.ratio, trial.damping) == (is_accepted, ratio, GROW ** (MOST_TRIES - 1))
+
+
 def test_a_loss_that_does_not_change_at_all_ends_the_ladder() -> None:
     ratios = iter([-1.0, 0.0])
     trial = first_accepted(lambda damping: (next(ratios), None), 1.0)
