@@ -142,7 +142,7 @@ class KFAC(SecondOrderOptimizer):
             "max_overhead": max_overhead, "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
         own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
-        rule: StepRule = TrustRegionStep(MomentumDescent())
+        rule = TrustRegionStep(MomentumDescent())
         super().__init__(
             own, options, groups, arguments, config=config,
             store=BlockDiagonalCurvature(sharing, self.structure, block_size, compact),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,7 +11,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +20,6 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.data import DataLoader, Dataset
 
 import curvature
-import support.cases.case as other_module
 from curvature.matrices.products import Repeated
 from support.cases.case import seeded
 
@@ -355,90 +351,6 @@ def passes_of(operator: Any) -> Repeated:
     found = operator._product.__self__.passes
     assert isinstance(found, Repeated)
     return found
-
-
-class Slotted:
-    """Nobody sees what is in the slots of an object."""
-
-    __slots__ = ("scale",)
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-
-
-ARRAY = np.ones(1)
-SLOTTED = Slotted()
-
-
-def from_slots(x: Tensor) -> Tensor:
-    return x * SLOTTED.scale
-
-
-def from_an_array(x: Tensor) -> Tensor:
-    return x * float(ARRAY[0])
-
-
-def from_a_module(x: Tensor) -> Tensor:
-    return x * getattr(other_module, "scale", 1.0)
-
-
-def from_an_import(x: Tensor) -> Tensor:
-    import support.cases.case as case
-
-    return x * getattr(case, "scale", 1.0)
-
-
-def from_the_environment(x: Tensor) -> Tensor:
-    return x * float(os.environ.get("SCALE", "1"))
-
-
-def by_evaluation(x: Tensor) -> Tensor:
-    scaled: Tensor = eval("x * NUMBERS['scale'][0]")
-    return scaled
-
-
-def made(source: str, **names: Any) -> Callable[[Tensor], Tensor]:
-    """A function of no module."""
-    exec(source, names)
-    found: Callable[[Tensor], Tensor] = names["made"]
-    return found
-
-
-@functools.wraps(F.gumbel_softmax)  # whose __module__ it gets
-def under_another_name(x: Tensor) -> Tensor:
-    return x * SLOTTED.scale
-
-
-UNKNOWN = [
-    from_slots,
-    from_an_array,
-    from_a_module,
-    from_an_import,
-    from_the_environment,
-    by_evaluation,
-    under_another_name,
-]
-UNKNOWN += [made("def made(x): return x * slotted.scale", slotted=SLOTTED)]
-
-
-@pytest.mark.parametrize("function", UNKNOWN)
-def test_what_nobody_knows_is_not_kept(function: Callable[[Tensor], Tensor], run: Run, monkeypatch: Any) -> None:
-    run.model.function = function
-    operator = curvature.gauss_newton(run.model, run.loss, (run.x, run.y))
-    V = operator.space.normal(2)
-    first = operator @ V
-    assert not passes_of(operator).kept.found
-    monkeypatch.setattr(SLOTTED, "scale", 2.0)
-    monkeypatch.setattr(other_module, "scale", 2.0, raising=False)
-    monkeypatch.setenv("SCALE", "2")
-    monkeypatch.setitem(NUMBERS, "scale", [2.0])
-    ARRAY[0] = 2.0
-    try:
-        found, expected = operator @ V, curvature.gauss_newton(run.model, run.loss, (run.x, run.y)) @ V
-    finally:
-        ARRAY[0] = 1.0
-    assert not torch.allclose(found, first)
-    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("size", [2, 5])

@@ -98,7 +98,7 @@ MUTANTS = [
     *broken(
         "optimizers/steps/trust_region.py",
         "optimizers/test_checkpoints.py",
-        ("self.state.steps.fill_(context.monitor.started)", "pass"),
+        ("self.state.steps.fill_(context.monitor.started - self.begin)", "pass"),
     ),
     *broken(
         "optimizers/steps/trust_region.py",
@@ -156,6 +156,13 @@ MUTANTS = [
         ("found = (before - loss) / self.progress", "found = (loss - before) / self.progress"),
         ("set_parameters(parameters, here)", "pass"),
         ("= start, -trial.ratio * expected", "= start, trial.ratio * expected"),
+        ("FIRST_RATIO if self.damping < 0 else LEAST_RATIO", "LEAST_RATIO"),
+    ),
+    *broken(
+        "optimizers/steps/hand_over.py",
+        "optimizers/steps/test_hand_over.py",
+        ("self.step_of_change = self.then.begin =", "self.step_of_change ="),
+        ("self.then.begin = max(self.step_of_change, 0)", "self.then.begin = 0"),
     ),
     *broken(
         "optimizers/steps/gauss_newton.py",
