@@ -107,7 +107,8 @@ class Walk:
 
     def _tensor(self, t: Tensor) -> None:
         is_usual = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not t.is_meta
-        if not is_usual or t.is_inference() or t.is_conj() or t.is_neg():
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(t)  # `vmap` leaves some in recurrent layers
+        if not is_usual or is_wrapped or t.is_inference() or t.is_conj() or t.is_neg():
             raise Unknown(t)
         self.tensors.append(t)
         self.values += type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad

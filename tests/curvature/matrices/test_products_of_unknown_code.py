@@ -115,3 +115,27 @@ def test_what_nobody_knows_is_not_kept(
         ARRAY[0] = 1.0
     assert torch.allclose(found, first) == is_kept
     torch.testing.assert_close(found, expected)
+
+
+def test_after_a_recurrent_layer_under_vmap() -> None:
+    """Its list of weights still holds those of `vmap`, which have no memory, up to the next forward pass."""
+    with seeded(0):
+        model, x = nn.RNN(3, 3, batch_first=True).double(), torch.randn(5, 2, 3, dtype=torch.float64)
+    run = lambda p: torch.func.functional_call(model, p, x)[0].sum()
+    weights = {name: p.expand(2, *p.shape) for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError):
+        torch.func.vmap(torch.func.hessian(lambda p: run(p).item()))(weights)
+    last = Last(model)
+    y = torch.tensor([0, 1, 1, 0, 2])
+    operator = curvature.gauss_newton(last, nn.CrossEntropyLoss(), (x, y))
+    v = operator.space.normal(1)
+    torch.testing.assert_close(operator @ v, curvature.gauss_newton(last, nn.CrossEntropyLoss(), (x, y)) @ v)
+
+
+class Last(nn.Module):
+    def __init__(self, rnn: nn.RNN) -> None:
+        super().__init__()
+        self.rnn = rnn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0][:, -1]
