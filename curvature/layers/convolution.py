@@ -96,6 +96,12 @@ class TransposedConvolutionRule(_ConvolutionRule):
     functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     signature = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
+    def _with_front(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable:
+        added, (stride, *_) = call.args.get("output_padding", 0), _geometry(call.args, call.args["weight"].ndim - 2)
+        if slot == "weight" and any(p >= s for p, s in zip(_per_axis(added, len(stride)), stride, strict=True)):
+            raise Unsupported("the output is padded by a step of the kernel or more: its adjoint has a longer output")
+        return super()._with_front(call, slot, b, layout)
+
     def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return b, x
 

@@ -88,7 +88,7 @@ def norms_by_pairs(terms: Sequence[Term]) -> Norms:
         terms = merge_terms([unfold(t) for t in terms])
     if len(terms) == 1 and isinstance(terms[0], OuterProduct) and terms[0].places == 1:  # nothing can cancel
         found = (torch.linalg.vector_norm(terms[0].a, dim=3) * torch.linalg.vector_norm(terms[0].b, dim=3)).square()
-        return Norms(found[:, 0, 0] if found[0].numel() == 1 else found.sum((1, 2)))
+        return Norms(found[:, 0, 0] if found.shape[1:].numel() == 1 else found.sum((1, 2)))
     found, added = _pair_norms(terms[0], terms[0])
     for times, u, v in [(1 if u is v else 2, u, v) for k, u in enumerate(terms) for v in terms[k:]][1:]:
         products, bounds = _pair_norms(u, v)

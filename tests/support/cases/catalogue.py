@@ -29,5 +29,5 @@ WITHOUT_RULE: set[str] = {
     *("rnn_tanh_learned_state", "rnn_relu_learned_state", "lstm_learned_state", "lstm_projected_learned_state"),
     *("gru_learned_state", "attention_latents", "raw_index", "raw_index_vector", "raw_index_single"),
     *("raw_index_select", "raw_outer", "raw_tensordot", "raw_xlog1py", "raw_distance", "raw_solve"),
-    *("custom_function", "custom_function_mixed", "custom_function_on_weight"),
+    *("custom_function", "custom_function_mixed", "custom_function_on_weight", "conv_transpose2d_padded_beyond"),
 }

@@ -119,6 +119,8 @@ def convolution_cases() -> Iterator[Case]:
     yield alone("conv2d_oblong", lambda: nn.Conv2d(2, 3, (3, 1), (1, 2), (2, 0), (2, 1)), 2, 6, 5)
     yield alone("conv2d_circular_oblong", lambda: nn.Conv2d(2, 3, 3, padding=(0, 2), padding_mode="circular"), 2, 5, 6)
     yield alone("conv_transpose2d_oblong", lambda: nn.ConvTranspose2d(2, 3, (3, 2), (1, 2), (2, 0), (0, 1)), 2, 4, 5)
+    beyond = {"dilation": (2, 1), "output_padding": (1, 0)}  # by a step of the kernel: for its adjoint too long
+    yield alone("conv_transpose2d_padded_beyond", lambda: nn.ConvTranspose2d(2, 3, 2, **beyond), 2, 4, 3)
     yield alone("conv1d_equal_sizes", lambda: nn.Conv1d(4, 4, 3, padding=1), 4, 4)
     yield alone("conv2d_equal_sizes", lambda: nn.Conv2d(3, 3, 3, padding="same"), 3, 3, 3, n=3)
     yield alone("conv2d_whole_image", lambda: nn.Conv2d(3, 5, 4), 3, 4, 4)
