@@ -20,8 +20,8 @@ from curvature.linalg import stack
 from curvature.recording import (
     Tape,
     graph_signature,
-    may_move_samples,
     preserve_state,
+    require_exact_derivatives,
     tape_from_graph,
     trained_parameters,
     unwrap_compiled,
@@ -350,10 +350,10 @@ def _terms(
     recorded: Tape | None = None,
 ) -> Terms:  # fmt: skip
     """The gradients of `values` (N,), whose graph begins at the edge, as terms."""
+    require_exact_derivatives(edge)
     tape = tape_from_graph(edge, parameters) if recorded is None else recorded
-    tape.moves_samples = may_move_samples(edge, parameters.values())
-    graph = graph_signature(edge), *tape_signature(tape)
-    key = len(values), recorded is None, () if tape.moves_samples else graph  # which may differ in every batch
+    tape.graph = graph_signature(edge, parameters.values())
+    key = len(values), recorded is None, None if tape.graph is None else tuple(tape_signature(tape))
     reference = lambda n: _row(edge, values, n, parameters)
     general = lambda plan, names: _one_by_one(values, edge, {k: p for k, p in parameters.items() if k in names})
     return per_sample_terms(model, key, tape, values, reference, general, edge)

@@ -22,7 +22,7 @@ from curvature.gradients.sample_axes import find_layouts, reproduce
 from curvature.gradients.verification import Reference, failures, note_general
 from curvature.layers import Layout
 from curvature.linalg import full_precision, to_device
-from curvature.recording import ModelState, Tape, capture_on, may_move_samples, stream_backprops, tensors_in
+from curvature.recording import ModelState, Tape, capture_on, graph_signature, stream_backprops, tensors_in
 from curvature.terms import DenseGradients, Term, promote
 
 
@@ -34,6 +34,12 @@ class Plan:
     layouts: list[list[Layout]]  # of each use: one, or none where its output has no axis of samples
     general: set[str]  # parameters that take the general path
     loop: bool = False  # whether that path is the loop over samples
+    before: Plan | None = None  # the one whose place it has taken, of another graph: two kinds of passes may alternate
+
+    def fitting(self, tape: Tape) -> Plan | None:
+        """This plan, or the one before it, if it is of the signature of the tape."""
+        signature = tape_signature(tape)
+        return next((plan for plan in (self, self.before) if plan and plan.signature == signature), None)
 
 
 Contraction = Callable[[list[Term]], Any]
@@ -50,11 +56,11 @@ def plan_key(batch: Batch) -> tuple[Any, ...]:
 
 
 def tape_signature(tape: Tape) -> list[Any]:
-    """Functions, shapes and parameters of the uses in order; tapes of equal signature share a plan.
+    """The graph, and functions, shapes and parameters of the uses in order; tapes of equal signature share a plan.
 
-    If data may say where samples go, this does not fix where they are: the plan is confirmed each time.
+    If data may say where samples go, the graph is None, and where they are is open: the plan is confirmed each time.
     """
-    return [tape.moves_samples, *((use.function, use.shape, use.names) for use in tape.uses)]
+    return [tape.graph, *((use.function, use.shape, use.names) for use in tape.uses)]
 
 
 def record(batch: Batch) -> tuple[Tape, Any]:
@@ -67,10 +73,11 @@ def record(batch: Batch) -> tuple[Tape, Any]:
     """
     model, state = batch.model, ModelState(batch.model)
     plan = PLANS.get(model, {}).get(plan_key(batch))
-    is_known = plan is not None and (not plan.signature or not plan.signature[0])
+    is_known = plan is not None and (not plan.signature or plan.signature[0] is not None)
     with nullcontext() if is_known else full_precision():
         tape, output = _recorded(batch)
-    if is_known and plan and plan.signature and plan.signature != tape_signature(tape):  # a plan that no longer fits
+    no_longer_fits = plan is not None and plan.signature and (tape.graph is None or plan.fitting(tape) is None)
+    if is_known and no_longer_fits:
         state.restore()
         with full_precision():
             tape, output = _recorded(batch)
@@ -85,7 +92,7 @@ def _recorded(batch: Batch) -> tuple[Tape, Any]:
     with capture_on(Tape(batch.model, batch.parameters), batch.model) as tape:
         output = batch.output()
     if isinstance(output, Tensor) and output.requires_grad:
-        tape.moves_samples = may_move_samples(get_gradient_edge(output), batch.parameters.values())
+        tape.graph = graph_signature(get_gradient_edge(output), batch.parameters.values())
     return tape, output
 
 
@@ -103,15 +110,16 @@ def find_plan(
         The plan, and the terms where it was learnt or confirmed now.
     """
     plans = PLANS.setdefault(model, {})
-    plan = plans.get(key)
-    if plan is not None and plan.signature != tape_signature(tape):
-        plan = None
-    if plan is not None and not tape.moves_samples:
+    latest = plans.get(key)
+    plan = None if latest is None else latest.fitting(tape)
+    if plan is not None and tape.graph is not None:
         return plan, None
-    terms, plan, certain = learn(plan)
-    if certain:
-        plans[key] = plan
-    return plan, terms
+    terms, found, certain = learn(plan)
+    if certain and found is not plan:
+        plans[key], found.before = found, latest
+        if latest is not None:
+            latest.before = None
+    return found, terms
 
 
 @full_precision()

@@ -11,7 +11,7 @@ from curvature.recording.autograd_graph import (
     graph_functions,
     graph_leaves,
     graph_signature,
-    may_move_samples,
+    require_exact_derivatives,
     tape_from_graph,
 )
 from curvature.recording.backprop_stream import stream_backprops
@@ -38,7 +38,6 @@ __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
     "call_model", "capture", "capture_on", "creates_graph", "force_eager", "fresh_random_numbers", "graph_bytes",
     "graph_functions", "graph_leaves", "graph_signature", "in_turn", "is_sharded", "is_within", "logits", "map_tensors",
-    "may_move_samples",
-    "preserve_state", "stream_backprops", "tape_from_graph", "tensors_in", "trained_alone", "trained_parameters",
-    "unwrap_compiled", "warn_once",
+    "preserve_state", "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in", "trained_alone",
+    "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

@@ -110,15 +110,25 @@ def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
     return tape
 
 
-def may_move_samples(result: GradientEdge, parameters: Iterable[Tensor]) -> bool:
-    """Whether the data may move samples in the graph of a result: an index, a mask, a function of the user's."""
-    leaves = set(map(id, parameters))
-    todo, seen = [result.node], {result.node}
-    while todo:
-        steps = [step for step, _ in todo.pop().next_functions if step is not None and step not in seen]
-        seen.update(steps)
-        todo += steps
-    return any(_may_move(node, leaves) for node in seen)
+def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple[Any, ...] | None:
+    """Identify the graph of a result: two that are equal move samples in the same way.
+
+    None where the data may move samples: an index, a mask, a function of the user's. Whatever Python decides is in the
+    graph: which function comes after which, which of several outputs goes where, axes, and places along them.
+    """
+    nodes, leaves, found = _inputs_first(result.node), set(map(id, parameters)), []
+    if any(_may_move(node, leaves) for node in nodes):
+        return None
+    numbers = {node: k for k, node in enumerate(nodes)}
+    for node in nodes:
+        kind = type(node)
+        if kind not in SETTINGS:
+            # saved tensors have a raw form, too; to look at them would make activation checkpoints compute them anew
+            names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
+            SETTINGS[kind] = [name for name in names if _setting(node, name) != TENSOR]
+        edges = tuple((numbers[step], output) for step, output in node.next_functions if step is not None)
+        found.append((kind, edges, *(_setting(node, name) for name in SETTINGS[kind])))
+    return tuple(found)
 
 
 def _may_move(node: Any, leaves: set[int]) -> bool:
@@ -128,26 +138,17 @@ def _may_move(node: Any, leaves: set[int]) -> bool:
     return isinstance(node, BackwardCFunction) and not type(node)._forward_cls.__module__.startswith(OWN)  # type: ignore[attr-defined]
 
 
-def graph_signature(result: GradientEdge) -> tuple[Any, ...]:
-    """Identify the graph of a result: two that are equal move samples in the same way, unless they `may_move_samples`.
-
-    Raises:
-        ValueError: a kernel in it has wrong derivatives (pytorch issues 175754, 186256).
+def require_exact_derivatives(result: GradientEdge) -> None:
     """
-    found: list[Any] = []
-    for node in _inputs_first(result.node):
-        kind = type(node)
-        if kind.__name__.endswith(INEXACT):
+    Raises:
+        ValueError: a kernel in the graph has wrong derivatives (pytorch issues 175754, 186256).
+    """
+    for kind in {type(node).__name__ for node in _inputs_first(result.node)}:
+        if kind.endswith(INEXACT):
             raise ValueError(
-                f"values: they differentiate a norm whose kernel has wrong third derivatives ({kind.__name__}); "
+                f"values: they differentiate a norm whose kernel has wrong third derivatives ({kind}); "
                 "compute them in the context curvature.functional.ExactNorms(), which runs it as its formula"
             )
-        if kind not in SETTINGS:
-            # saved tensors have a raw form, too; to look at them would make activation checkpoints compute them anew
-            names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
-            SETTINGS[kind] = [name for name in names if _setting(node, name) != TENSOR]
-        found.append((kind, *(_setting(node, name) for name in SETTINGS[kind])))
-    return tuple(found)
 
 
 def graph_functions(result: Tensor) -> tuple[type, ...]:
@@ -167,6 +168,8 @@ def _setting(node: GraphNode, name: str) -> str:
         value = getattr(node, name)
     except RuntimeError:  # a tensor that was overwritten in place
         return TENSOR
+    if isinstance(value, float):
+        return ""  # it moves nothing, and may be another for every batch
     held = value if isinstance(value, tuple) else (value,)  # a tuple: the indices of an index function
     return TENSOR if any(isinstance(x, Tensor) for x in held) else str(value)
 

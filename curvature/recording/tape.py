@@ -159,10 +159,10 @@ class Tape:
         samples: the length of the model's inputs.
         losses: calls of loss functions inside the model: function, positional and keyword arguments.
         reductions: tensors that depend on data, with the sum or mean of all their entries.
-        moves_samples: whether the data may say where samples go, by an index for example.
+        graph: `graph_signature` of the output: None if the data may say where samples go, by an index for example.
     """
 
-    moves_samples = False
+    graph: tuple[Any, ...] | None = ()
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         named = model.named_parameters() if parameters is None else parameters.items()

@@ -59,7 +59,33 @@ def by_length(m: Any, x: Tensor) -> Tensor:
     return m.head(pad_packed_sequence(hidden, batch_first=True, total_length=T)[0].sum(1))
 
 
-MODELS = {f.__name__: f for f in (by_size, by_function, by_mask, by_length)}
+def places(x: Tensor) -> tuple[list[int], list[int]]:
+    """The order of samples by size, and the way back, as Python has them."""
+    order = sorted(range(len(x)), key=lambda n: float(x[n, 0, 0]))
+    return order, [order.index(n) for n in range(len(x))]
+
+
+def by_stack(m: Any, x: Tensor) -> Tensor:
+    order, back = places(x)
+    hidden = m.mix(x)
+    hidden = m.inner(torch.stack([hidden[n] for n in order])).tanh().sum(1)
+    return m.head(torch.cat([hidden[n : n + 1] for n in back]))
+
+
+def by_unbind(m: Any, x: Tensor) -> Tensor:
+    """In autograd's graph only the numbers of the outputs say which goes where."""
+    order, back = places(x)
+    parts = m.mix(x).unbind()
+    parts = m.inner(torch.stack([parts[n] for n in order])).tanh().sum(1).split(1)
+    return m.head(torch.cat([parts[n] for n in back]))
+
+
+def by_roll(m: Any, x: Tensor) -> Tensor:
+    count = int(x[0, 0, 0])
+    return m.head(m.inner(m.mix(x).roll(count, 0)).tanh().roll(-count, 0).sum(1))
+
+
+MODELS = {f.__name__: f for f in (by_size, by_function, by_mask, by_length, by_stack, by_unbind, by_roll)}
 
 
 def model(run: Callable[[Any, Tensor], Tensor], device: str) -> nn.Module:

@@ -5,9 +5,11 @@ import torch
 from torch import Tensor, nn
 
 import curvature
+from curvature.gradients import plans
 from curvature.gradients.plans import PLANS
 from curvature.gradients.sample_axes import find_layouts
 from curvature.layers import Layout
+from curvature.matrices import passes
 
 pytestmark = pytest.mark.fast
 
@@ -96,6 +98,20 @@ def test_a_deep_narrow_network_is_learnt_once(device):
             p.mul_(0.5)
     curvature.per_sample_norms(model, nn.MSELoss(), x, y)
     assert len(PLANS[model]) == 1
+
+
+def test_two_kinds_of_passes_alternate(device, monkeypatch):
+    """Matrices run attention in another form than per-sample quantities: each is learnt once."""
+    learnt = []
+    for module in (plans, passes):
+        own = module.learn_and_verify
+        monkeypatch.setattr(module, "learn_and_verify", lambda *a, own=own, **k: (learnt.append(k), own(*a, **k))[1])
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).to(device)
+    x, y = torch.randn(3, 5, 4, device=device), torch.randn(3, 5, 4, device=device)
+    for _ in range(3):
+        curvature.per_sample_norms(model, nn.MSELoss(), x, y)
+        curvature.fisher_diagonal(model, nn.MSELoss(), (x, y))
+    assert len(learnt) == 2
 
 
 def test_what_stands_in_for_parameters_is_not_the_models_own():

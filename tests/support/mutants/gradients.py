@@ -29,11 +29,17 @@ MUTANTS = [
         "curvature/gradients/test_moving_samples.py",
         ("return isinstance(node, BackwardCFunction) and", "return False and"),
         ("if name in DATA_DEPENDENT", "if False"),
+        ("edges = tuple((numbers[step], output) for", "edges = tuple(numbers[step] for"),
+        (
+            "found.append((kind, edges, *(_setting(node, name) for name in SETTINGS[kind])))",
+            "found.append((kind, edges))",
+        ),
     ),
     *broken(
         "curvature/gradients/plans.py",
         "curvature/gradients/test_moving_samples.py",
-        ("if plan is not None and not tape.moves_samples:", "if plan is not None:"),
+        ("if plan is not None and tape.graph is not None:", "if plan is not None:"),
+        ("return [tape.graph, *(", "return [tape.graph is None, *("),
     ),
     *broken(
         "curvature/gradients/general_path.py",
