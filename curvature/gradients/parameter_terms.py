@@ -61,7 +61,7 @@ def terms_by_parameter(
         if own and node.origin is not None and not _is_uncounted(node, terms_of):
             failed |= node.names
         elif own:
-            for name, pulled_back in _pull_back(node, own, tape).items():
+            for name, pulled_back in _pull_back(node, own, tape, skip).items():
                 found[name] += pulled_back
     return {name: terms for name, terms in found.items() if name not in failed}, failed
 
@@ -129,20 +129,20 @@ def _is_uncounted(node: ParameterNode, terms_of: Callable[[Use], UseTerms]) -> b
     return use is None or (terms_of(use) is None and all(_is_uncounted(x, terms_of) for x in use.slots.values()))
 
 
-def _pull_back(node: ParameterNode, terms: list[Term], tape: Tape) -> Terms:
+def _pull_back(node: ParameterNode, terms: list[Term], tape: Tape, skip: set[str]) -> Terms:
     """Terms with respect to the parameters from terms with respect to a tensor computed from them (chain rule)."""
     if node.origin is None:
         return {next(iter(node.names)): terms}
     parent = next(iter(node.origin.slots.values()))
     if node.origin.is_transpose:
-        return _pull_back(parent, [_transposed(t) for t in terms], tape)
+        return _pull_back(parent, [_transposed(t) for t in terms], tape, skip)
     if node.origin.is_move:
         device = parent.tensor.device
-        return _pull_back(parent, [map_tensors(lambda x: x.to(device), t) for t in terms], tape)
+        return _pull_back(parent, [map_tensors(lambda x: x.to(device), t) for t in terms], tape, skip)
     start = _first_row(node)
     if start is not None:
-        return _pull_back(parent, [_row_slice(t, start, tuple(parent.tensor.shape)) for t in terms], tape)
-    names = sorted(node.names)
+        return _pull_back(parent, [_row_slice(t, start, tuple(parent.tensor.shape)) for t in terms], tape, skip)
+    names = sorted(node.names - skip)
     roots = [tape.parameters[name].tensor for name in names]
     rows = gradient_rows(node.tensor if node.edge is None else node.edge, roots, gradients(terms))
     return {name: [DenseGradients(g)] for name, g in zip(names, rows, strict=True)}
