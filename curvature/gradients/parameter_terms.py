@@ -61,8 +61,13 @@ def terms_by_parameter(
         if own and node.origin is not None and not _is_uncounted(node, terms_of):
             failed |= node.names
         elif own:
-            for name, pulled_back in _pull_back(node, own, tape, skip).items():
-                found[name] += pulled_back
+            try:
+                pulled_back = _pull_back(node, own, tape, skip)
+            except Unsupported:
+                failed |= node.names
+                continue
+            for name, some in pulled_back.items():
+                found[name] += some
     return {name: terms for name, terms in found.items() if name not in failed}, failed
 
 
@@ -142,6 +147,8 @@ def _pull_back(node: ParameterNode, terms: list[Term], tape: Tape, skip: set[str
     start = _first_row(node)
     if start is not None:
         return _pull_back(parent, [_row_slice(t, start, tuple(parent.tensor.shape)) for t in terms], tape, skip)
+    if len({len(term) for term in terms}) > 1:
+        raise Unsupported("some reads tell the samples apart, others know only their sum")
     names = sorted(node.names - skip)
     roots = [tape.parameters[name].tensor for name in names]
     rows = gradient_rows(node.tensor if node.edge is None else node.edge, roots, gradients(terms))
