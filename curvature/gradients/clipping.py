@@ -72,7 +72,7 @@ def clipped_gradient(
         with fresh_random_numbers(batch.model) if batch.model.training else nullcontext():
             _add_clipped(total, part, counts, max_norm)
     if noise:
-        for g in total.values():
+        for g in (torch.view_as_real(g) if g.is_complex() else g for g in total.values()):
             source = g.device if generator is None else generator.device
             z = torch.randn(g.shape, dtype=g.dtype, device=source, generator=generator)
             g.add_(z.to(g.device), alpha=noise * max_norm)

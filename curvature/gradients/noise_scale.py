@@ -58,7 +58,8 @@ def gradient_noise_scale(
         squares += float(stack(widen(x).sum() for x in contractions.each_norms_squared(terms.values())).sum())
         for name, parts in terms.items():
             ones = torch.ones(batch.count, device=parts[0].device)
-            found = widen(contractions.weighted_sum(parts, ones))
+            found = contractions.weighted_sum(parts, ones)
+            found = widen(torch.view_as_real(found.resolve_conj()) if found.is_complex() else found)
             sums[name] = sums[name] + found if name in sums else found
     if count < 2:
         raise ValueError(f"data: a covariance needs two samples at least, found {count}")

@@ -102,8 +102,8 @@ UseTerms = dict[str, Term] | None  # by argument
 
 def _terms_of_use(use: Use, b: Tensor | None, layouts: Iterable[Layout]) -> UseTerms:
     """The terms of the parameters that a use reads; None where it has no per-sample view."""
-    if b is None:
-        return None
+    if b is None or b.is_complex() or any(node.tensor.is_complex() for node in use.slots.values()):
+        return None  # the rules do not conjugate
     for layout in layouts:
         try:
             return _terms_by_argument(use, b, layout)

@@ -82,10 +82,10 @@ def _sums_to(
     norms_squared: Callable[[list[Term]], Tensor],
 ) -> Tensor:  # fmt: skip
     """Whether the weighted sum of the samples' gradients is what autograd gives for the weighted sum of losses, ()."""
-    floor = floor.to(expected)
+    floor = floor.to(expected.norm())
     if not terms:
         return expected.norm() <= floor
-    weights = weights.to(expected)
+    weights = weights.to(floor)
     scale = (norms_squared(terms) * weights.square()).sum().sqrt()
     difference = (contractions.weighted_sum(terms, weights) - expected).norm()
     return difference <= max(rounding_tolerance(expected), low) * scale + floor
@@ -104,7 +104,7 @@ def agreements(found: dict[str, Tensor], expected: dict[str, Tensor], low: float
     floor = noise_floor(expected.values())
     return [
         (g - expected[name]).norm()
-        <= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low) * expected[name].norm() + floor.to(g)
+        <= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low) * expected[name].norm() + floor.to(g.real)
         for name, g in found.items()
     ]
 

@@ -47,16 +47,16 @@ def per_sample_jacobians(
         for products with it take `gauss_newton` or `output_changes`.
 
     Raises:
-        ValueError: samples are not independent (BatchNorm in training mode, named), nothing requires a gradient, or,
-            with `create_graph`, the forward pass draws random numbers.
+        ValueError: samples are not independent (BatchNorm in training mode, named), nothing requires a gradient, a
+            parameter is complex, or, with `create_graph`, the forward pass draws random numbers.
         TypeError: an argument or an output of the wrong kind.
 
     One forward pass, and one vector for each entry of a sample's output sent back through all samples at once.
     """
     source = DataSource(model, None, (x, None), sample_dim, parameters=parameters)
-    batch = source.batch(x, None)
+    batch, space = source.batch(x, None), source.space
     if not batch.count:
-        return _of_no_samples(batch, source.space)
+        return _of_no_samples(batch, space)
     found: dict[str, Tensor] = {}
     is_random = []
 

@@ -276,7 +276,8 @@ class RecordedBatch:
         found = iter(batched_vjp([self.output], edges, [vectors]))
         rows = [None if use.edge is None else next(found) for use in self.tape.uses]
         pairs = zip(self.tape.uses, rows, strict=True)
-        return [None if b is None else b.reshape(len(vectors), *use.shape).to(self.dtype) for use, b in pairs]
+        cast = lambda b: b if b.is_complex() else b.to(self.dtype)
+        return [None if b is None else cast(b.reshape(len(vectors), *use.shape)) for use, b in pairs]
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         """Send the vectors of an injection back, a bounded number at a time."""

@@ -52,7 +52,16 @@ class Space:
         Args:
             parameters: tensors by name, such as ``dict(model.named_parameters())``.
             dtype: of vectors and matrices; by default the widest dtype of the parameters, at least float32.
+
+        Raises:
+            ValueError: a parameter is complex.
         """
+        for name, tensor in parameters.items():
+            if tensor.is_complex():
+                raise ValueError(
+                    f"{name}: no matrix of complex parameters, found {tensor.dtype}; keep two real ones, or leave it "
+                    "out (parameters=[...], or requires_grad_(False))"
+                )
         places = tuple(tensor.device for tensor in parameters.values())
         widest = torch.float32
         for tensor in parameters.values():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.recording import trained_parameters
-from curvature.terms import DenseGradients, Term, pieces, project_sides
+from curvature.terms import DenseGradients, Term, gradients, pieces, project_sides
 
 BLOCK_ENTRIES = 1 << 18  # of a dense map that are drawn at a time; other blocks are other maps
 
@@ -42,6 +42,7 @@ class Projection(ABC):
     @torch.no_grad()
     def of_terms(self, terms: Mapping[str, Sequence[Term]]) -> Tensor:
         """(N, K) of gradients as terms, in single precision at least, on the device of the first."""
+        terms = {name: _real(parts) for name, parts in terms.items()}
         columns = self._columns({name: parts[0].shape for name, parts in terms.items()})
         out = None
         for name, parts in terms.items():
@@ -55,7 +56,8 @@ class Projection(ABC):
 
     def columns(self, model: nn.Module, parameters: Iterable[str] | None = None) -> dict[str, slice]:
         """Which of the K columns each parameter counts in, of those that `per_sample_projections` would take."""
-        return self._columns({name: tuple(p.shape) for name, p in trained_parameters(model, parameters).items()})
+        trained = trained_parameters(model, parameters).items()
+        return self._columns({name: (*p.shape, 2) if p.is_complex() else tuple(p.shape) for name, p in trained})
 
     @abstractmethod
     def _columns(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, slice]:
@@ -172,6 +174,13 @@ class KroneckerProjection(Projection):
         if size <= self.side:
             return torch.eye(size, device=device)
         return _signs(size * self.side, _generator(self.seed, name, number), device).view(size, self.side).mT
+
+
+def _real(terms: Sequence[Term]) -> Sequence[Term]:
+    """Complex gradients as pairs of real numbers."""
+    if isinstance(terms[0], DenseGradients) and terms[0].values.is_complex():
+        return [DenseGradients(torch.view_as_real(gradients(terms).resolve_conj()))]
+    return terms
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -241,7 +241,8 @@ class DenseGradients:
 
     def inner_products(self, vector: Tensor) -> Tensor:
         """Inner products (N,) of the gradients with a tensor of their shape."""
-        return self.values.reshape(len(self), -1) @ vector.to(self.values.dtype).flatten()
+        rows, v = self.values.reshape(len(self), -1), vector.to(self.values.dtype).flatten()
+        return (rows @ v.conj()).real if v.is_complex() else rows @ v
 
     def place_products(self, vector: Tensor) -> Tensor:
         """`inner_products` as those of a single place, (N, 1)."""

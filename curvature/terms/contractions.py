@@ -277,7 +277,8 @@ def _by_gradients(left: Sequence[Term], where: Tensor, right: Sequence[Term]) ->
 
 
 def _rows(g: Tensor) -> Tensor:
-    """(N, *shape) as (N, P), also without samples."""
+    """(N, *shape) as (N, P), also without samples; complex ones as pairs of real numbers."""
+    g = torch.view_as_real(g.resolve_conj()) if g.is_complex() else g
     return g.reshape(g.shape[0], math.prod(g.shape[1:]))
 
 

@@ -1,4 +1,4 @@
-"""Parameters without a rule that are also part of a tensor computed from parameters: every call is right, not the first alone."""
+"""Parameters without a rule that are also part of a tensor computed from parameters: every call is right."""
 
 from __future__ import annotations
 

@@ -1,0 +1,183 @@
+"""Complex parameters: rows are autograd's, all inner products are real ones, and what has no complex form says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from curvature.terms import DenseGradients
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import Raw, seeded
+
+pytestmark = pytest.mark.fast
+N, T, LOSS = 5, 8, nn.MSELoss()
+
+
+def spectral(m: Any, x: Tensor) -> Tensor:
+    """A layer of a Fourier neural operator."""
+    found = torch.fft.rfft(m.up(x).transpose(1, 2))
+    kept = torch.zeros_like(found)
+    kept[:, :, :3] = torch.einsum("nim,iom->nom", found[:, :, :3], m.w)
+    return m.down(torch.fft.irfft(kept, n=T).transpose(1, 2))
+
+
+def product(m: Any, x: Tensor) -> Tensor:
+    """Complex matrices, in a form that a rule knows for real ones."""
+    h = m.up(x).to(m.w.dtype) @ m.w[..., 0]
+    return m.down((h * m.w[0, :, 1]).abs())
+
+
+def linear(m: Any, x: Tensor) -> Tensor:
+    h = nn.functional.linear(m.up(x).to(m.w.dtype), m.w[..., 0], m.w[:, 0, 1])
+    return m.down(h.real * h.imag)
+
+
+def filtered(m: Any, x: Tensor) -> Tensor:
+    """A real weight computed from a complex one, as of state space models."""
+    kernel = torch.view_as_real(m.w.exp())[..., 0].sum(2)
+    return m.down(torch.tanh(m.up(x) @ kernel.T) + m.w.abs()[0, :, 0])
+
+
+def rotated(m: Any, x: Tensor) -> Tensor:
+    """Queries as complex numbers that a real angle turns."""
+    h = torch.view_as_complex(m.up(x).unflatten(2, (2, 2))) * torch.polar(torch.ones(2).to(x), m.angle)
+    return m.down(torch.view_as_real(h * m.w[0, :2, 0].conj()).flatten(2))
+
+
+FORWARD = [spectral, product, linear, filtered, rotated]
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+def problem(forward: Forward) -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        w = nn.Parameter(torch.randn(4, 4, 3, dtype=torch.cdouble))
+        angle = {"angle": (2,)} if forward is rotated else {}
+        model = Raw(forward, up=nn.Linear(1, 4), down=nn.Linear(4, 1), **angle).double()
+        model.w = w
+        return model, torch.randn(N, T, 1).double(), torch.randn(N, T, 1).double()
+
+
+def rows(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """By backward passes of single samples."""
+    named = dict(model.named_parameters())
+    each = [torch.autograd.grad(LOSS(model(x[n : n + 1]), y[n : n + 1]), list(named.values())) for n in range(N)]
+    return {name: torch.stack([g[k] for g in each]) for k, name in enumerate(named)}
+
+
+def real(rows: dict[str, Tensor]) -> Tensor:
+    """(N, P), two columns for each complex entry."""
+    return torch.cat([(torch.view_as_real(g) if g.is_complex() else g).reshape(len(g), -1) for g in rows.values()], 1)
+
+
+@pytest.mark.parametrize("forward", FORWARD)
+def test_rows_and_their_contractions(forward: Forward) -> None:
+    model, x, y = problem(forward)
+    expected = rows(model, x, y)
+    flat = real(expected)
+    for _ in range(2):
+        torch.testing.assert_close(curvature.per_sample_gradients(model, LOSS, x, y), expected)
+    chunked = curvature.per_sample_gradients(model, LOSS, x, y, chunk=2)
+    torch.testing.assert_close(chunked, expected)
+    torch.testing.assert_close(curvature.per_sample_norms(model, LOSS, x, y), flat.norm(dim=1))
+    torch.testing.assert_close(curvature.per_sample_gram(model, LOSS, x, y), flat @ flat.T)
+    by_parameter = curvature.per_sample_norms_by_parameter(model, LOSS, x, y)
+    torch.testing.assert_close(by_parameter["w"], real({"w": expected["w"]}).norm(dim=1))
+    curvature.check_gradients(model, LOSS, x, y)
+
+
+@pytest.mark.parametrize("forward", FORWARD)
+def test_clipped_gradients(forward: Forward) -> None:
+    model, x, y = problem(forward)
+    expected = rows(model, x, y)
+    norms = real(expected).norm(dim=1)
+    bound = float(norms.median())
+    found = curvature.clipped_gradient(model, LOSS, x, y, bound)
+    for name, g in expected.items():
+        weights = (bound / norms).clamp(max=1).to(g.dtype)
+        torch.testing.assert_close(found[name], torch.tensordot(weights, g, 1))
+
+
+def test_the_noise_scale() -> None:
+    model, x, y = problem(spectral)
+    flat = real(rows(model, x, y))
+    found = curvature.gradient_noise_scale(model, LOSS, [(x[:2], y[:2]), (x[2:], y[2:])])
+    assert found.trace == pytest.approx(float(flat.var(0).sum()))
+
+
+def test_noise_is_as_large_on_real_and_on_imaginary_parts() -> None:
+    with seeded(0):
+        model = Raw(lambda m, x: x * m.w.abs().mean(), w=nn.Parameter(torch.randn(20_000, dtype=torch.cfloat)))
+        noise = curvature.clipped_gradient(model, LOSS, torch.zeros(2, 1), torch.zeros(2, 1), 1.0, noise=3.0)["w"]
+    for part in (noise.real, noise.imag):
+        assert float(part.std()) == pytest.approx(3.0, rel=0.05)  # 10 standard deviations
+
+
+@pytest.mark.parametrize("make", [curvature.SignProjection(7), curvature.NormalProjection(7), curvature.KroneckerProjection(3)])  # fmt: skip
+def test_projections_are_linear_maps_of_pairs_of_real_numbers(make: Any) -> None:
+    model, x, y = problem(spectral)
+    expected = rows(model, x, y)
+    pairs = {name: torch.view_as_real(g) if g.is_complex() else g for name, g in expected.items()}
+    found = curvature.per_sample_projections(model, LOSS, x, y, make)
+    torch.testing.assert_close(found, make(pairs))
+    torch.testing.assert_close(found, make(expected))
+    assert found.shape[1] == max(part.stop for part in make.columns(model).values())
+
+
+def test_inner_products_are_real() -> None:
+    with seeded(0):
+        g, v = torch.randn(3, 4, dtype=torch.cdouble), torch.randn(4, dtype=torch.cdouble)
+    expected = torch.view_as_real(g).flatten(1) @ torch.view_as_real(v).flatten()
+    torch.testing.assert_close(DenseGradients(g).inner_products(v), expected)
+
+
+BUILDERS = [
+    curvature.fisher_diagonal, curvature.fisher, curvature.gauss_newton, curvature.empirical_fisher, curvature.hessian,
+    curvature.fisher_blocks, curvature.kfac, curvature.ekfac,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error:Casting complex values")
+@pytest.mark.parametrize("forward", [spectral, filtered])
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
+def test_matrices_refuse_by_name_and_are_those_of_the_real_parameters(build: Any, forward: Forward) -> None:
+    model, x, y = problem(forward)
+    with pytest.raises(ValueError, match=r"w: .*complex"):
+        build(model, LOSS, (x, y))
+    found = build(model, LOSS, (x, y), parameters=["up", "down"])
+    fixed, _, _ = problem(forward)
+    fixed.w.requires_grad_(False)
+    expected = build(fixed, LOSS, (x, y))
+    if build is curvature.gauss_newton:
+        jacobian = curvature.per_sample_jacobians(model, x, parameters=["up", "down"])
+        flat = torch.cat([rows.reshape(N * T, -1) for rows in jacobian.values()], 1)
+        torch.testing.assert_close(found.to_dense(), 2 / (N * T) * flat.T @ flat)
+    if isinstance(found, dict):
+        torch.testing.assert_close(found, expected)
+    else:
+        torch.testing.assert_close(found.to_dense(), expected.to_dense())
+
+
+OTHERS: dict[str, Callable[..., Any]] = {
+    "laplace": lambda m, x, y: curvature.laplace(m, LOSS, (x, y)),
+    "per_sample_fisher_diagonals": lambda m, x, y: curvature.per_sample_fisher_diagonals(m, LOSS, x, y),
+    "per_sample_hessian_diagonals": lambda m, x, y: curvature.per_sample_hessian_diagonals(m, LOSS, x, y),
+    "per_sample_jacobians": lambda m, x, y: curvature.per_sample_jacobians(m, x),
+    "influence": lambda m, x, y: curvature.influence(m, LOSS, (x, y), (x, y)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_everything_else_refuses_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=r"w: .*complex"):
+        OTHERS[name](*problem(spectral))
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
+def test_optimizers_refuse_by_name(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"w: complex"):
+        make(problem(spectral)[0])
