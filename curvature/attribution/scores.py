@@ -203,7 +203,7 @@ def _solved(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -
 
 
 def _usual_damping(block: Operator) -> float:
-    mean = float(block.trace()) / block.space.size
+    mean = float(block.trace()) / max(1, block.space.size)
     return DAMPING * mean if mean > 0 else 1.0  # without curvature: inner products
 
 
@@ -220,7 +220,7 @@ def _products(parts: Sequence[Term], queries: Tensor) -> Tensor:
     if all(isinstance(term, OuterProduct) and term.places == 1 for term in parts):  # larger than its two sides
         return stack([stack([term.inner_products(v) for term in parts]).sum(0) for v in queries])
     flat = queries.flatten(1)
-    count, step = len(parts[0]), max(1, ENTRIES // flat.shape[1])
+    count, step = len(parts[0]), max(1, ENTRIES // max(1, flat.shape[1]))
     chunks = [slice(start, min(start + step, count)) for start in range(0, max(count, 1), step)]
     rows = (gradients([term.samples(chunk) for term in parts]).flatten(1) for chunk in chunks)
     return torch.cat([flat @ row.to(flat).mT for row in rows], 1)

@@ -32,7 +32,7 @@ class Grid:
     @staticmethod
     def of(weight: Tensor, bits: int | None) -> Grid:
         """From the least to the largest entry of each row of a parameter, zero being one of the levels."""
-        if bits is None:
+        if bits is None or not weight.numel():
             zeros = torch.zeros_like(weight)
             return Grid(zeros, zeros, zeros, torch.ones_like(weight))
         rows = weight.flatten(1)

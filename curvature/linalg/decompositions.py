@@ -261,7 +261,7 @@ def symmetrize(matrix: Tensor, what: str) -> Tensor:
     Raises:
         ValueError: an entry differs from its mirror image by more than sqrt(eps) times the largest entry.
     """
-    if _is_symmetric(matrix):
+    if not matrix.numel() or _is_symmetric(matrix):
         return matrix
     allowed = torch.finfo(matrix.dtype).eps ** 0.5 * matrix.abs().amax((-2, -1), keepdim=True)
     difference = (matrix - matrix.mT).abs()

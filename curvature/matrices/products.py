@@ -305,7 +305,7 @@ def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
 def _split(columns: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
     """(c, P) to (c, *shape) for each parameter, in its precision and on its device."""
     parts = columns.split([p.numel() for p in parameters], 1)
-    return [part.reshape(-1, *p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)]
+    return [part.reshape(len(part), *p.shape).to(p.device, p.dtype) for part, p in zip(parts, parameters, strict=True)]
 
 
 def _put(found: list[Tensor | None], parameters: list[nn.Parameter], out: Tensor, add: bool) -> None:
@@ -313,8 +313,8 @@ def _put(found: list[Tensor | None], parameters: list[nn.Parameter], out: Tensor
     parts = out.split([p.numel() for p in parameters], 1)
     for g, part in zip(found, parts, strict=True):
         if g is not None and add:
-            part += g.reshape(len(g), -1).to(part.device)
+            part += g.reshape(part.shape).to(part.device)
         elif g is not None:
-            part.copy_(g.reshape(len(g), -1))
+            part.copy_(g.reshape(part.shape))
         elif not add:
             part.zero_()

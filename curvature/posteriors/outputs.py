@@ -62,7 +62,7 @@ def _by_factors(block: Operator, terms: Terms) -> Tensor | None:
 
 def _by_rows(block: Operator, terms: Terms, count: int) -> Tensor:
     """From the rows of this layer's Jacobian, of some samples at a time."""
-    step = max(1, ROWS_ELEMENTS // (len(terms) * block.space.size))
+    step = max(1, ROWS_ELEMENTS // max(1, len(terms) * block.space.size))
     found = []
     for start in range(0, count, step):
         rows = _rows(block, terms, slice(start, min(start + step, count)))

@@ -58,6 +58,8 @@ class ResidualBlock:
         if self.pairs:
             return invert_kronecker_sum(self.pairs, damping)
         assert self.diagonal is not None
+        if not self.diagonal.numel():
+            return self.diagonal
         floor = torch.finfo(self.diagonal.dtype).eps * self.diagonal.amax()
         return 1 / (self.diagonal + damping).clamp(min=torch.finfo(floor.dtype).tiny ** 0.5).maximum(floor)
 

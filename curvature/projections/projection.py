@@ -81,7 +81,7 @@ class _DenseProjection(Projection):
 
     def _of_parameter(self, name: str, terms: Sequence[Term]) -> Tensor:
         entries, height = math.prod(terms[0].shape), max(1, BLOCK_ENTRIES // self.k)
-        out = None
+        out = None if entries else gradients(terms).new_zeros(len(terms[0]), self.k)
         for samples, start, values in pieces(terms):
             out = values.new_zeros(len(terms[0]), self.k) if out is None else out
             stop = start + values.shape[1]

@@ -41,7 +41,8 @@ class RecordingMode(TorchFunctionMode):
         super().__init__()
         self.tape = tape
         self.model = model
-        self.nodes = {id(node.tensor): node for node in tape.parameters.values()}
+        # a parameter without entries changes nothing, so that its reads need no rule
+        self.nodes = {id(node.tensor): node for node in tape.parameters.values() if node.tensor.numel()}
         self.sharded = {name for name, node in tape.parameters.items() if is_sharded(node.tensor)}
         self.data: dict[int, weakref.ref[Tensor]] = {}  # tensors that depend on the model's input, by id
         self.exception_before = sys.exc_info()[1]  # one that is being handled while the pass begins

@@ -117,7 +117,10 @@ def test_noise_is_as_large_on_real_and_on_imaginary_parts() -> None:
         assert float(part.std()) == pytest.approx(3.0, rel=0.05)  # 10 standard deviations
 
 
-@pytest.mark.parametrize("make", [curvature.SignProjection(7), curvature.NormalProjection(7), curvature.KroneckerProjection(3)])  # fmt: skip
+PROJECTIONS = [curvature.SignProjection(7), curvature.NormalProjection(7), curvature.KroneckerProjection(3)]
+
+
+@pytest.mark.parametrize("make", PROJECTIONS)
 def test_projections_are_linear_maps_of_pairs_of_real_numbers(make: Any) -> None:
     model, x, y = problem(spectral)
     expected = rows(model, x, y)

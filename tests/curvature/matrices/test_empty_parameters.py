@@ -1,0 +1,149 @@
+"""Parameters without entries (a layer without inputs, a placeholder) change no number anywhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import Raw, seeded
+
+pytestmark = pytest.mark.fast
+N, LOSS = 5, nn.CrossEntropyLoss()
+
+
+def plain(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x)
+
+
+def empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape))
+
+
+# what each adds to `layer` and how it is read; nothing of it changes the output
+MODELS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str, Any]]]] = {
+    "no input": (lambda m, x: m.layer(x) + m.none(x[:, :0]), lambda: {"none": nn.Linear(0, 2, bias=False)}),
+    "no output": (lambda m, x: torch.cat([m.layer(x), m.none(x)], 1), lambda: {"none": nn.Linear(3, 0)}),
+    "no unit": (
+        lambda m, x: m.layer(x) + m.none(x),
+        lambda: {"none": nn.Sequential(nn.Linear(3, 0), nn.Tanh(), nn.Linear(0, 2, bias=False))},
+    ),
+    "first and added up": (lambda m, x: m.layer(x) + m.none.sum(), lambda: {"none": empty(0)}),
+    "not read": (plain, lambda: {"none": empty(0, 3)}),
+    "tall": (lambda m, x: m.layer(x) + (x[:, :0] * m.none[0]).sum(1, keepdim=True), lambda: {"none": empty(4, 0)}),
+    "computed": (lambda m, x: m.layer(x) + (x @ m.none.T.exp()).sum(1, keepdim=True), lambda: {"none": empty(0, 3)}),
+}
+
+
+def problem(name: str) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """The model, the same without its empty parameter, and a batch."""
+    forward, parts = MODELS[name]
+    with warnings.catch_warnings(), seeded(0):
+        warnings.simplefilter("ignore")
+        found = parts()
+        layer = nn.Linear(3, 2)
+        first = {**found, "layer": layer} if "first" in name else {"layer": layer, **found}
+        alike = nn.Linear(3, 2)
+        alike.load_state_dict(layer.state_dict())
+        x, y = torch.randn(N, 3).double(), torch.randint(2, (N,))
+    return Raw(forward, **first).double(), Raw(plain, layer=alike).double(), x, y
+
+
+BUILDERS = [
+    curvature.gauss_newton, curvature.fisher, curvature.empirical_fisher, curvature.hessian, curvature.fisher_blocks,
+    curvature.kfac, curvature.ekfac,
+]  # fmt: skip
+FORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "@": lambda M, v: M @ v,
+    "solve": lambda M, v: M.solve(v, damping=0.5),
+    "trace": lambda M, v: M.trace(),
+    "diagonal": lambda M, v: M.diagonal(),
+    "eigenvalues": lambda M, v: M.eigenvalues(),
+    "logdet": lambda M, v: M.logdet(damping=0.5),
+    "to_dense": lambda M, v: M.to_dense(),
+    "sum": lambda M, v: (2 * M + M).to_dense(),
+}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    if isinstance(found, dict):
+        found = {name: value for name, value in found.items() if value.numel()}
+        expected = {name: value for name, value in expected.items() if value.numel()}
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
+def test_matrices_are_those_without_it(build: Any, name: str) -> None:
+    model, alike, x, y = problem(name)
+    halves = [(x[:2], y[:2]), (x[2:], y[2:])]
+    found, expected = build(model, LOSS, halves), build(alike, LOSS, halves)
+    v = torch.linspace(-1, 1, expected.shape[1], dtype=torch.float64)
+    for form in FORMS.values():
+        assert_same(form(found, v), form(expected, v))
+    drawn = found.sample(3, damping=0.5)
+    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
+        name: tuple(g.shape[1:])
+        for name, g in (found.space.split(drawn) if isinstance(drawn, Tensor) else drawn).items()
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kronecker_factors_are_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    model, _, x, y = problem(name)
+    K = curvature.kfac(model, LOSS, (x, y))
+    K.save(tmp_path / "factors.pt")
+    torch.testing.assert_close(curvature.load(tmp_path / "factors.pt").to_dense(), K.to_dense())
+
+
+OTHERS: dict[str, Callable[..., Any]] = {
+    "rows": lambda m, x, y: curvature.per_sample_gradients(m, LOSS, x, y),
+    "norms": lambda m, x, y: curvature.per_sample_norms(m, LOSS, x, y),
+    "gram": lambda m, x, y: curvature.per_sample_gram(m, LOSS, x, y),
+    "clipped": lambda m, x, y: curvature.clipped_gradient(m, LOSS, x, y, 1.0),
+    "jacobians": lambda m, x, y: curvature.per_sample_jacobians(m, x),
+    "diagonal": lambda m, x, y: curvature.fisher_diagonal(m, LOSS, (x, y)),
+    "diagonals": lambda m, x, y: curvature.per_sample_fisher_diagonals(m, LOSS, x, y),
+    "projections": lambda m, x, y: curvature.per_sample_projections(m, LOSS, x, y, curvature.SignProjection(4)),
+    "sides": lambda m, x, y: curvature.per_sample_projections(m, LOSS, x, y, curvature.KroneckerProjection(2)),
+    "influence": lambda m, x, y: curvature.influence(m, LOSS, (x, y), (x, y)),
+    "saliencies": lambda m, x, y: curvature.saliencies(curvature.kfac(m, LOSS, (x, y)), m),
+    "quantize": lambda m, x, y: curvature.quantize(curvature.kfac(m, LOSS, (x, y)), m, 4),
+    "prune": lambda m, x, y: curvature.prune(curvature.kfac(m, LOSS, (x, y)), m, 0.5)[0],
+    "laplace": lambda m, x, y: curvature.laplace(m, LOSS, (x, y)).optimize_prior().predict(x),
+    "diagonal laplace": lambda m, x, y: curvature.laplace(m, LOSS, (x, y), structure="diagonal").predict(x),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("what", OTHERS)
+def test_all_else_is_as_without_it(what: str, name: str) -> None:
+    model, alike, x, y = problem(name)
+    for _ in range(2):  # the second call has a plan
+        assert_same(OTHERS[what](model, x, y), OTHERS[what](alike, x, y))
+
+
+def with_loss(model: nn.Module) -> KFAC:
+    return KFAC(model, loss=LOSS, inject=curvature.exact())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient, with_loss])
+def test_optimizers_take_the_steps_of_the_model_without_it(make: Any, name: str) -> None:
+    model, alike, x, y = problem(name)
+    for m in (model, alike):
+        opt = make(m)
+        for _ in range(3):
+            opt.zero_grad()
+            LOSS(m(x), y).backward()
+            opt.step()
+        again = make(m)
+        again.load_state_dict(opt.state_dict())
+    torch.testing.assert_close(model.layer.weight, alike.layer.weight)
