@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -222,6 +223,15 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     """
     if not batch.count:
         return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
+    try:
+        return _contracted(batch, contract)
+    except AttributeError:  # the loss may read more of the output than its logits, as ``output.loss``
+        if not batch.takes_logits:
+            raise
+        return _contracted(replace(batch, takes_logits=False), contract)
+
+
+def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     with preserve_state(batch.model) as drew_random, trained_alone(batch.model, batch.parameters):
         tape, output = record(batch)
         if tape.differentiates:

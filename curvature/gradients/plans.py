@@ -52,7 +52,7 @@ def plan_key(batch: Batch) -> tuple[Any, ...]:
     """All that the plan for a batch may depend on."""
     shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in(batch.x))
     training = tuple(module.training for module in batch.model.modules())
-    return (shapes, batch.count, batch.dims, training, tuple(batch.parameters))
+    return (shapes, batch.count, batch.takes_logits, batch.dims, training, tuple(batch.parameters))
 
 
 def tape_signature(tape: Tape) -> list[Any]:

@@ -258,7 +258,12 @@ class RecordedBatch:
     @cached_property
     def _masses(self) -> Tensor:
         batch = self.batch
-        return self.masses.of(self.number, self.output.detach(), batch.y, batch.count, *batch.dims[1:])
+        output = self.output.detach()
+        try:
+            return self.masses.of(self.number, output, batch.y, batch.count, *batch.dims[1:])
+        except AttributeError:  # of a loss that reads more than logits, which this explains
+            batch.loss_of(output)
+            raise
 
     def _with_vector(self, vector: Tensor) -> Batch:
         """The batch with the loss ``<output, vector>``."""
