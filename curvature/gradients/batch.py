@@ -48,6 +48,7 @@ class Batch:
     dims: tuple[int, int, int]
     parameters: dict[str, nn.Parameter]  # that require a gradient, or those of them that are asked for
     offsets: Tensor | None = None  # where the samples begin, if x is (values, offsets, ...) of bags
+    takes_logits: bool = True  # whether the loss takes ``output.logits`` where the output has them
 
     @staticmethod
     def of(
@@ -127,7 +128,26 @@ class Batch:
             yield turn, slice(start, start + size)
 
     def output(self) -> Any:
-        return join_heads(self.loss, logits(call_model(self.model, self.x)))
+        return self.for_loss(call_model(self.model, self.x))
+
+    def for_loss(self, output: Any) -> Any:
+        """What the loss takes of the model's output."""
+        return join_heads(self.loss, logits(output)) if self.takes_logits else output
+
+    def loss_of(self, output: Any) -> Tensor:
+        """The loss of the batch.
+
+        Raises:
+            ValueError: it reads more than the logits of the output, of which there are no matrices.
+        """
+        try:
+            return self.loss(output, self.y)
+        except AttributeError as error:
+            raise ValueError(
+                f"loss: {error}. It is called with the output of the model, or with its .logits where it has them. A "
+                "matrix needs the loss as a function of these: pass the labels as y, and "
+                "loss=torch.nn.functional.cross_entropy, or the function that the model applies to its logits"
+            ) from error
 
     def losses(self, output: Tensor) -> Tensor:
         """The loss of every sample alone, (N,)."""

@@ -19,7 +19,7 @@ from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import Plan
 from curvature.gradients.verification import differences
 from curvature.linalg import full_precision
-from curvature.recording import call_model, logits, map_tensors
+from curvature.recording import call_model, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
@@ -77,7 +77,7 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
         def run(*args: Any, **kwargs: Any) -> Any:
             return functional_call(batch.model, values, args, kwargs)
 
-        return batch.loss(logits(call_model(run, batch_of_one)), y)
+        return batch.loss(batch.for_loss(call_model(run, batch_of_one)), y)
 
     each = vmap(transform(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)
     return each(values, batch.x, y)

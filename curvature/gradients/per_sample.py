@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from curvature.gradients.batch import Batch
 from curvature.gradients.general_path import general_path_terms
+from curvature.gradients.meeting_samples import require_apart
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import PLANS, Contraction, Plan, per_sample_terms, plan_key, record
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
 from curvature.linalg import full_precision, stack
-from curvature.losses import Loss
+from curvature.losses import Loss, require_weighted_sum
 from curvature.recording import creates_graph, preserve_state, trained_alone
 from curvature.terms import DenseGradients, contractions
 
@@ -221,6 +223,15 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     """
     if not batch.count:
         return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
+    try:
+        return _contracted(batch, contract)
+    except AttributeError:  # the loss may read more of the output than its logits, as ``output.loss``
+        if not batch.takes_logits:
+            raise
+        return _contracted(replace(batch, takes_logits=False), contract)
+
+
+def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     with preserve_state(batch.model) as drew_random, trained_alone(batch.model, batch.parameters):
         tape, output = record(batch)
         if tape.differentiates:
@@ -233,8 +244,10 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
             plan = PLANS.setdefault(batch.model, {}).setdefault(key, Plan([], [], set(batch.parameters)))
             terms = general_path_terms(batch, plan, set(batch.parameters), random)
             return {name: contract(terms[name]) for name in batch.parameters}
+        require_apart(batch, tape)
         with RefuseDoubleBackward():
             losses = batch.losses(output)
+        require_weighted_sum(batch.loss, output, batch.y, batch.count, *batch.dims[1:])
         reference = single_sample_reference(batch, random)
         general = lambda plan, names: general_path_terms(batch, plan, names, random)
         return per_sample_terms(batch.model, key, tape, losses, reference, general, contract=contract)

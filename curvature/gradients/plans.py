@@ -52,7 +52,7 @@ def plan_key(batch: Batch) -> tuple[Any, ...]:
     """All that the plan for a batch may depend on."""
     shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in(batch.x))
     training = tuple(module.training for module in batch.model.modules())
-    return (shapes, batch.dims, training, tuple(batch.parameters))
+    return (shapes, batch.count, batch.takes_logits, batch.dims, training, tuple(batch.parameters))
 
 
 def tape_signature(tape: Tape) -> list[Any]:
@@ -81,6 +81,7 @@ def record(batch: Batch) -> tuple[Tape, Any]:
         state.restore()
         with full_precision():
             tape, output = _recorded(batch)
+    tape.start = state
     if isinstance(output, Tensor) and not output.requires_grad:
         names = list(batch.parameters)
         few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

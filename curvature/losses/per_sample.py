@@ -147,7 +147,7 @@ def per_sample_losses(
     loss = resolve(loss)
     mean = reduction_of(loss) == "mean"
     output_dim = _sample_dim("output", output, count, output_dim)
-    _map_tensors(lambda t: _sample_dim("target", t, count, target_dim), target)
+    map_target(lambda t: _sample_dim("target", t, count, target_dim), target)
 
     rule = REDUCTIONS.get(type(loss))
     if rule is None or not isinstance(target, Tensor):
@@ -173,8 +173,8 @@ def sample_masses(
     """The masses m_n of the samples in the loss of a batch, which is ``sum_n m_n l_n / sum_n m_n`` for a mean.
 
     m_n is the number of terms of sample n or, with class indices, the total weight of its classes that are not ignored.
-    It is 1 if the loss is a sum (the loss of the batch is then ``sum_n m_n l_n``), and for a callable and
-    ``KLDivLoss(reduction="batchmean")``, which average over samples.
+    It is 1 if the loss is a sum (the loss of the batch is then ``sum_n m_n l_n``), and for
+    ``KLDivLoss(reduction="batchmean")``, which averages over samples. Those of a callable have to be found (`masses`).
 
     Args:
         loss, output, ..., target_dim: as for `per_sample_losses`. Without a target, all terms count 1.
@@ -188,7 +188,7 @@ def sample_masses(
     loss = resolve(loss)
     mean = reduction_of(loss) == "mean"
     output_dim = _sample_dim("output", output, count, output_dim)
-    _map_tensors(lambda t: _sample_dim("target", t, count, target_dim), target)
+    map_target(lambda t: _sample_dim("target", t, count, target_dim), target)
     masses = torch.ones(count, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
     rule = REDUCTIONS.get(type(loss))
     if rule is None or not mean or getattr(loss, "reduction", "mean") == "batchmean":
@@ -199,6 +199,18 @@ def sample_masses(
     if rule.summed is not None and output_dim == rule.summed % output.ndim:
         return masses
     return masses * (math.prod(rule.shape_of_terms(output)) // count)
+
+
+def is_in_closed_form(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> bool:
+    """Whether torch itself makes the loss of the batch from the same terms as that of each sample.
+
+    False is no refusal: the loss has to be tried. Arguments as for `per_sample_losses`.
+    """
+    loss = resolve(loss)
+    rule = REDUCTIONS.get(type(loss))
+    if rule is None or not isinstance(target, Tensor) or getattr(loss, "reduction", "mean") == "batchmean":
+        return False
+    return rule.dim_of_terms(output, target, output_dim % output.ndim, target_dim % target.ndim) is not None
 
 
 def is_entrywise(loss: Loss) -> bool:
@@ -332,17 +344,14 @@ def _refuse_mixing(loss: Loss, output: Tensor, target: Tensor, output_dim: int, 
 def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
     """Run any callable on every sample alone, by ``vmap`` or, if that fails, in a loop."""
     leaves: list[Tensor] = []
-    _map_tensors(leaves.append, target)
+    map_target(leaves.append, target)
     tensors = [output, *leaves]
     dims = [output_dim, *(target_dim % leaf.ndim for leaf in leaves)]
 
     def alone(piece: Tensor, *pieces: Tensor) -> Tensor:
         rest = iter(pieces)
-        value = loss(piece, _map_tensors(lambda _: next(rest), target))
-        if not isinstance(value, Tensor) or value.ndim:
-            found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(f"{name_of(loss)} must return a scalar tensor for a batch of one sample, got {found}")
-        return value.to(piece.device)  # the loss may compare where the target is
+        value = loss(piece, map_target(lambda _: next(rest), target))
+        return require_scalar(loss, value, "a batch of one sample").to(piece.device)  # it may be where the target is
 
     cut = [t.unflatten(dim, (count, t.shape[dim] // count)) for t, dim in zip(tensors, dims, strict=True)]
     # clones, because a loss may work in place
@@ -357,22 +366,29 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
     return torch.stack([alone(*(t.clone() for t in sample)) for sample in samples])
 
 
+def require_scalar(loss: Loss, value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.ndim:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name_of(loss)} must return a scalar tensor for {what}, got {found}")
+    return value
+
+
 @functools.cache
 def _log_loop(name: str) -> None:
     """Log once per kind of loss that it runs in a loop; call this while handling the reason."""
     _log.info("%s: one sample after the other, because vmap cannot: %s", name, sys.exc_info()[1])
 
 
-def _map_tensors(function: Callable[[Tensor], Any], target: Any) -> Any:
+def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:
     """Apply ``function`` to the tensors of a target, in order, and rebuild its containers."""
     if target is None:
         return None
     if isinstance(target, Tensor):
         return function(target)
     if isinstance(target, dict):
-        return {key: _map_tensors(function, value) for key, value in target.items()}
+        return {key: map_target(function, value) for key, value in target.items()}
     if isinstance(target, tuple):
-        parts = [_map_tensors(function, value) for value in target]
+        parts = [map_target(function, value) for value in target]
         return type(target)(*parts) if hasattr(target, "_fields") else tuple(parts)
     raise ValueError(f"a target must be a tensor, None, a tuple or a dict of these, got {type(target).__name__}")
 

@@ -36,6 +36,7 @@ class Chunk:
         weights: (N,), what each sample counts for, not yet divided by their sum.
         first: whether this is the first chunk of its batch.
         patches: unfolded activations by parameter, kept from one chunk of a batch to the next.
+        whole: why the batch counts as one sample, if it does: its samples meet.
     """
 
     tape: Tape
@@ -44,12 +45,23 @@ class Chunk:
     weights: Tensor
     first: bool
     patches: dict[str, list[Tensor]] = field(default_factory=dict)
+    whole: ValueError | None = None
 
     def of(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
         """Terms of one parameter by vector, left and right; None if no output depends on it."""
         left = self.left.of(name)
         right = left if self.right is self.left else self.right.of(name)
         return None if left is None or right is None else (left, right)
+
+    def by_sample(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
+        """As `of`, for what is defined by samples.
+
+        Raises:
+            SamplesMeet: they meet, and the batch counts as one.
+        """
+        if self.whole is not None:
+            raise self.whole
+        return self.of(name)
 
     def on(self, device: torch.device) -> Chunk:
         """The chunk with its weights on a device: there are the terms of the parameters there."""
@@ -188,7 +200,7 @@ class KroneckerAccumulator(Accumulator):
         self.total = KroneckerStatistics(scheme)
 
     def add(self, chunk: Chunk) -> None:
-        found = chunk.of(self.names[0])
+        found = chunk.by_sample(self.names[0])
         if found is None:
             return
         new, same = KroneckerStatistics(self.total.scheme), chunk.right is chunk.left
@@ -254,7 +266,7 @@ class EigenAccumulator(Accumulator):
         self.sum = torch.zeros_like(eigen.values)
 
     def add(self, chunk: Chunk) -> None:
-        found = chunk.of(self.names[0])
+        found = chunk.by_sample(self.names[0])
         if found is not None:
             self.sum += self.basis.products(*found, chunk.weights)
 

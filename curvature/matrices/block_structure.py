@@ -95,11 +95,14 @@ def summed(
     progress = Progress(accumulator, torch.Generator(accumulator.space.device).manual_seed(seed))
 
     def visit(run: RecordedBatch) -> None:
-        for chunk in chunks(run, inject, progress.generator):
+        for chunk in chunks(run.as_seen_by(inject), inject, progress.generator):
             if chunk.first:
                 progress.total += float(chunk.weights.sum())
             with without_autocast(devices):
                 progress.accumulator.add(chunk)
+        progress.is_sum = passes.is_sum
+        if store is not None:
+            run.masses.require_common_unit()
 
     if store is None:
         passes.each(visit)

@@ -296,7 +296,7 @@ def _stored(store: Path | None, source: DataSource, inject: Injection, form: str
         {
             "batches": number_of_batches(source.data),
             "inject": repr(inject),
-            "reduction": "sum" if source.is_sum else "mean",
+            "reduction": getattr(source.loss, "reduction", "mean"),
             "structure": form,
             "parameters": ", ".join(source.space.names),
             "model": digests(source.model),

@@ -6,9 +6,8 @@ A batch gives a bounded number of vectors at a time, as a `Chunk`; `accumulators
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +20,7 @@ from curvature.functional import AttentionInBlocks
 from curvature.gradients import (
     Batch,
     Plan,
+    SamplesMeet,
     batched_vjp,
     find_plan,
     general_path_terms,
@@ -30,15 +30,17 @@ from curvature.gradients import (
     pairs,
     plan_key,
     record,
+    require_apart,
     require_independent_samples,
     require_pairs,
     single_sample_reference,
     stacked_terms,
     terms_by_parameter,
     validate_loss,
+    where_samples_meet,
 )
 from curvature.kronecker import at_least_float32
-from curvature.losses import Injection, Loss, is_entrywise, is_known_to_add_up, reduction_of, sample_masses
+from curvature.losses import Curved, Injection, Loss, NoWeightedSum, SampleMasses, is_entrywise, reduction_of
 from curvature.matrices.accumulators import Chunk
 from curvature.matrices.forward_mode import Recorded
 from curvature.matrices.vectors import Vectors
@@ -76,6 +78,7 @@ class DataSource:
     sample_dim: int | tuple[int, int, int] = 0
     progress: bool = False
     parameters: Iterable[str] | None = None
+    masses: SampleMasses = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check all that can be checked before the first batch."""
@@ -83,6 +86,7 @@ class DataSource:
         object.__setattr__(self, "model", unwrap_compiled(self.model))
         if self.loss is not None:
             validate_loss(self.loss)
+        object.__setattr__(self, "masses", SampleMasses(self.loss))
         require_pairs(self.data)
 
     @property
@@ -99,7 +103,6 @@ class DataSource:
         self,
         visit: Callable[[RecordedBatch], None],
         forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch), None),
-        again: bool = False,
         wanted: Callable[[int], bool] = lambda number: True,
         reuse: Callable[[int, Any, Any], Callable[[], None] | None] = lambda number, x, y: None,
     ) -> None:
@@ -108,7 +111,6 @@ class DataSource:
         Args:
             forward: records a forward pass.
             wanted: whether the batch of this number is to be visited.
-            again: whether this is a repetition of an earlier pass, which has given the warnings that there are.
             reuse: of a batch's number, x and y; returns what to call in place of recording it and of `visit`.
 
         Raises:
@@ -134,9 +136,8 @@ class DataSource:
                     if known is not None:
                         known()
                     elif batch is not None:
-                        run = RecordedBatch(batch, self.loss, drew_random, _in_blocks(forward, batch))
-                        if not seen and not again and self.loss is not None and batch.y is not None:
-                            run.warn_if_coupled()
+                        recorded = _in_blocks(forward, batch)
+                        run = RecordedBatch(batch, self.loss, drew_random(), recorded, self.masses, number)
                         visit(run)
                         if run.random:
                             warn_once(RANDOM)
@@ -150,7 +151,8 @@ class DataSource:
 
     @property
     def is_sum(self) -> bool:
-        return getattr(self.loss, "reduction", "mean") == "sum"
+        """Whether the loss is a sum over samples, not a mean; of a callable, once a batch has told."""
+        return self.masses.is_sum
 
 
 def _in_blocks(forward: Callable[[Batch], Recorded], batch: Batch) -> Recorded:
@@ -160,11 +162,18 @@ def _in_blocks(forward: Callable[[Batch], Recorded], batch: Batch) -> Recorded:
 
 
 class RecordedBatch:
-    """The recorded forward pass of one batch; sends vectors back from its output."""
+    """The recorded forward pass of one batch; sends vectors back from its output.
 
-    def __init__(self, batch: Batch, loss: Loss | None, drew_random: Callable[[], bool], recorded: Recorded) -> None:
+    Where samples meet in the model or in the loss, there is one sample, the batch (`whole`).
+    """
+
+    def __init__(
+        self, batch: Batch, loss: Loss | None, random: bool, recorded: Recorded, masses: SampleMasses, number: int
+    ) -> None:
         tape, output, self.change = recorded
-        self.batch, self.loss, self.tape, self.random = batch, loss, tape, drew_random()
+        self.batch, self.loss, self.tape, self.random = batch, loss, tape, random
+        self.masses, self.number = masses, number
+        self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample
         require_independent_samples(tape)
         if not isinstance(output, Tensor):
             raise TypeError(f"model: expected a tensor as output (or one in .logits), found {kind_of(output)}")
@@ -188,36 +197,73 @@ class RecordedBatch:
 
         return find_plan(self.batch.model, plan_key(self.batch), self.tape, learn)[0]
 
+    def as_seen_by(self, inject: Injection, by_rows: bool = True) -> RecordedBatch:
+        """This batch, or the same as one sample where its samples meet.
+
+        Args:
+            by_rows: whether rows ``v^T J`` of samples are needed; a product with the Hessian of the loss of the samples
+                is right in any case.
+
+        Raises:
+            NoWeightedSum, SamplesMeet: the matrix is defined by samples, and there are none.
+        """
+        try:
+            masses = self._masses
+        except NoWeightedSum as error:
+            if not isinstance(inject, Curved):
+                raise
+            return self._as_one_sample(error, self.masses.whole(self.number, self.output))
+        if by_rows or inject.is_random or not inject.weighs_samples:
+            where = where_samples_meet(self.batch, self.tape)
+            if where and (not inject.weighs_samples or self.batch.is_uneven):
+                raise SamplesMeet(where)
+            if where:
+                total = masses.new_ones(1) if self.masses.is_sum else masses.sum()[None]
+                return self._as_one_sample(SamplesMeet(where), total)
+        return self
+
+    def _as_one_sample(self, why: SamplesMeet | NoWeightedSum, mass: Tensor) -> RecordedBatch:
+        recorded = self.tape, self.output, self.change
+        batch = replace(self.batch, count=1)
+        found = RecordedBatch(batch, self.loss, self.random, recorded, self.masses, self.number)
+        found.whole, found._masses = why, mass
+        return found
+
+    def require_apart(self) -> None:
+        """Refuse a batch whose samples meet in the model.
+
+        Raises:
+            SamplesMeet: they do.
+        """
+        if self.whole is None:
+            require_apart(self.batch, self.tape)
+
+    def mass_of_batch(self) -> float:
+        """What the batch counts for beside others: 1 in a sum, the masses of its samples together in a mean.
+
+        Raises:
+            ValueError: samples meet in the loss, and there are several batches.
+        """
+        try:
+            masses = self._masses
+        except NoWeightedSum:
+            masses = self.masses.whole(self.number, self.output)
+        return 1.0 if self.masses.is_sum else float(masses.sum())
+
     def weights(self, inject: Injection | None = None) -> Tensor:
         """Weight of every sample (N,), not divided by their sum: its mass in a mean, else 1."""
-        batch, output = self.batch, self.output.detach()
-        if self.loss is None or (inject is not None and not inject.weighs_samples):
-            return output.new_ones(batch.count)
-        return self._masses
+        masses = self._masses
+        return masses if inject is None or inject.weighs_samples else torch.ones_like(masses)
 
     @cached_property
     def _masses(self) -> Tensor:
         batch = self.batch
-        return sample_masses(batch.loss, self.output.detach(), batch.y, batch.count, *batch.dims[1:])
-
-    def warn_if_coupled(self) -> None:
-        """Warn if the loss of the batch is not the mean or sum of the samples' losses that its reduction promises."""
-        batch, output, weights = self.batch, self.output.detach(), self.weights()
-        if is_known_to_add_up(batch.loss, output, batch.y, *batch.dims[1:]):
-            return
-        found = batch.loss(output, batch.y)
-        expected = (weights * batch.losses(output))[weights != 0].sum()
-        is_mean = reduction_of(batch.loss) == "mean"
-        expected = (expected / weights.sum() if is_mean else expected).to(found)
-        rounding = max(1e-3, 4 * torch.finfo(output.dtype).eps)
-        if not torch.isclose(found, expected, rtol=rounding, equal_nan=True):
-            how = "mean" if is_mean else "sum"
-            warnings.warn(
-                f"the loss of a batch of {batch.count} samples is {float(found):.6g}, but the {how} of its values on "
-                f"each sample alone is {float(expected):.6g}; the matrix is that of the {how}. A loss that adds over "
-                "samples needs an attribute reduction = 'sum'; one that couples samples has no such matrix",
-                stacklevel=2,
-            )
+        output = self.output.detach()
+        try:
+            return self.masses.of(self.number, output, batch.y, batch.count, *batch.dims[1:])
+        except AttributeError:  # of a loss that reads more than logits, which this explains
+            batch.loss_of(output)
+            raise
 
     def _with_vector(self, vector: Tensor) -> Batch:
         """The batch with the loss ``<output, vector>``."""
@@ -251,7 +297,12 @@ class RecordedBatch:
         return at_least_float32(self.output.dtype)
 
     def terms(self, vectors: Tensor) -> Vectors:
-        """The terms of ``J^T v`` for each of the vectors (k, *output.shape)."""
+        """The terms of ``J^T v`` for each of the vectors (k, *output.shape).
+
+        Raises:
+            SamplesMeet: samples meet, and the batch is not taken as one.
+        """
+        self.require_apart()
         plan, parts = self.plan, [self._backprops(part) for part in vectors.split(self.pass_size)]
         together = parts[0] if len(parts) == 1 else [_joined_if_small(column) for column in zip(*parts, strict=True)]
         stacks = stacked_terms(self.tape, together, plan.layouts, plan.general)
@@ -297,7 +348,7 @@ class RecordedBatch:
 
     def chunk(self, left: Vectors, right: Vectors, weights: Tensor, first: bool) -> Chunk:
         """A chunk of this batch."""
-        return Chunk(self.tape, left, right, weights, first, self._patches)
+        return Chunk(self.tape, left, right, weights, first, self._patches, self.whole)
 
 
 def samples_first(

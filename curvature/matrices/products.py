@@ -28,7 +28,7 @@ from curvature.operators import Space
 from curvature.recording import in_turn, tensors_in
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
-Prepare = Callable[[RecordedBatch, bool], BatchProduct]  # of a batch, divided by its weight if asked
+Prepare = Callable[[RecordedBatch, bool], BatchProduct]  # of a batch, and whether it is the only one
 
 
 def _none(*arguments: Any) -> None:
@@ -113,7 +113,7 @@ class Repeated:
         forward = lambda batch: self.forward.record(batch, direction(batch))
         try:
             some = {} if wanted is None else {"wanted": wanted}
-            self.source.each(checked, forward, again=bool(self.seen), reuse=reused, **some)
+            self.source.each(checked, forward, reuse=reused, **some)
         finally:
             self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         if wanted is not None:
@@ -160,7 +160,7 @@ class Repeated:
 
         def visit(run: RecordedBatch) -> None:
             number, batch = latest
-            add(product := prepare(run, self.is_single and not self.is_sum))
+            add(product := prepare(run, self.is_single))
             if batch is not None and self.kept.has_room_for(product):
                 new[number] = KeptBatch(batch, _checksum(run.batch), product)
 
@@ -181,15 +181,16 @@ def _checksum(batch: Batch) -> float:
 
 
 def through_outputs(
-    run: RecordedBatch, is_mean: bool, inject: Injection, drawn: torch.Generator, passes: Repeated
+    run: RecordedBatch, is_single: bool, inject: Injection, drawn: torch.Generator, passes: Repeated
 ) -> BatchProduct:
     """Multiply with ``sum_n weights[n] J_n^T M_n J_n``, M_n the injection's matrix at the output of sample n."""
+    run = run.as_seen_by(inject, by_rows=False)
     parameters = list(run.batch.parameters.values())
     dims = run.batch.dims
     output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
     weights = run.weights(inject)
     weight = weights.sum()
-    shares = weights / weight if is_mean else weights
+    shares = weights / weight if is_single and not passes.is_sum else weights
     rows = shares.repeat_interleave(len(output) // run.batch.count).reshape(-1, *[1] * (output.ndim - 1))
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
@@ -252,14 +253,12 @@ def _changes(
     return (lambda part: changes(named(part))), _through_backward(run), [g for g in changes.graphs if g is not None]
 
 
-def through_gradient(run: RecordedBatch, is_mean: bool) -> BatchProduct:
-    """Multiply with the Hessian of ``sum_n weights[n] l_n``."""
+def through_gradient(run: RecordedBatch, is_single: bool, passes: Repeated) -> BatchProduct:
+    """Multiply with the Hessian of the loss of the batch, times its mass in a mean over several."""
     parameters = list(run.batch.parameters.values())
-    weights = run.weights()
-    weight = weights.sum()
-    losses = run.batch.losses(run.output)
-    value = (weights * losses)[weights != 0].sum()  # the loss of a sample without terms is 0/0
-    value = value / weight if is_mean else value
+    weight = 1.0 if is_single else run.mass_of_batch()
+    # the loss of a batch without terms is 0/0
+    value = weight * run.batch.loss_of(run.output) if weight else run.output.sum() * 0
     gradients = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
     live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad]
 
@@ -271,7 +270,7 @@ def through_gradient(run: RecordedBatch, is_mean: bool) -> BatchProduct:
         _put(products, parameters, out, add)
 
     graphs = [g for g in gradients if g is not None]
-    return BatchProduct(_in_steps(put, _through_backward(run)), float(weight), graphs)
+    return BatchProduct(_in_steps(put, _through_backward(run)), weight, graphs)
 
 
 def coarsest(model: nn.Module) -> float:

@@ -40,12 +40,14 @@ class Progress:
         generator: of the numbers that the vectors are drawn with.
         total: what the samples count for together.
         batches: how many are in the sums.
+        is_sum: whether the loss is a sum over samples, not a mean.
     """
 
     accumulator: Accumulator
     generator: torch.Generator
     total: float = 0.0
     batches: int = 0
+    is_sum: bool = False
 
 
 class StoredSums:
@@ -105,6 +107,7 @@ class StoredSums:
     def _write(self, progress: Progress, before: Tensor, first: Any) -> None:
         start = time.monotonic()
         numbers = {"batches": progress.batches, "total": progress.total, "before": before, "first": first}
+        numbers["is_sum"] = progress.is_sum
         draws = progress.generator.get_state()
         part = self.path.with_name(self.path.name + ".part")
         torch.save({"about": self.about, "sums": _packed(progress.accumulator), "draws": draws, **numbers}, part)
@@ -144,7 +147,11 @@ def combine(paths: Iterable[str | os.PathLike[str]], device: torch.device | str 
         except ValueError as error:
             raise ValueError(f"{path} and {listed[0]} do not go together: {error}") from error
         whole["total"] += part["total"]
-    return whole["sums"].result(1.0 if whole["about"]["reduction"] == "sum" else 1 / whole["total"])
+        if part["is_sum"] != whole["is_sum"]:
+            raise ValueError(
+                f"{path} and {listed[0]} do not go together: the loss of one is a sum, of the other a mean"
+            )
+    return whole["sums"].result(1.0 if whole["is_sum"] else 1 / whole["total"])
 
 
 def _read(path: Path, device: torch.device | str | None) -> dict[str, Any]:
@@ -152,6 +159,7 @@ def _read(path: Path, device: torch.device | str | None) -> dict[str, Any]:
     if not isinstance(found, dict) or not {"about", "sums", "first"} <= found.keys():
         raise ValueError(f"{path} holds no sums of a pass over data")
     states = {key: found[key].cpu() for key in ("before", "draws")}
+    found.setdefault("is_sum", found["about"].get("reduction") == "sum")  # files of version 0.1 say it there
     return found | states | {"sums": _unpacked(found["sums"], device)}
 
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.autograd.graph import GradientEdge
 
 from curvature.layers import Layout, RecordedCall, Rule, Unsupported
 from curvature.terms import StackedTerms, Term, without_bias
+
+if TYPE_CHECKING:
+    from curvature.recording.model_call import ModelState
 
 TRANSPOSES = {Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__, Tensor.transpose, torch.transpose}  # type: ignore[attr-defined]
 MOVES = {Tensor.to, Tensor.cuda}
@@ -159,10 +162,12 @@ class Tape:
         samples: the length of the model's inputs.
         losses: calls of loss functions inside the model: function, positional and keyword arguments.
         reductions: tensors that depend on data, with the sum or mean of all their entries.
+        start: buffers and random state that the forward pass began with.
         graph: `graph_signature` of the output: None if the data may say where samples go, by an index for example.
     """
 
     graph: tuple[Any, ...] | None = ()
+    start: ModelState | None = None
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter] | None = None) -> None:
         named = model.named_parameters() if parameters is None else parameters.items()

@@ -44,7 +44,7 @@ LIBRARIES = {
     "laplace_backend": {"laplace"},
     "plots": {"matplotlib", "numpy"},
 }
-FILE_LINES, FUNCTION_LINES = 400, 60
+FILE_LINES, FUNCTION_LINES = 600, 60
 # Files that are one thing and longer than that.
 LONGER = {
     "injections.py": 420,  # the five injections, which share one contract

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses.additivity import is_known_to_add_up
-from curvature.losses.per_sample import per_sample_losses, resolve, sample_masses
+from curvature.losses.per_sample import is_in_closed_form, per_sample_losses, resolve, sample_masses
 from support.moments import rand, randn, source
 
 C, PLACES = 4, 5
@@ -67,9 +66,9 @@ def test_masses_make_the_loss_of_the_batch(kind, option, target, shape, count, r
     assert losses[masses == 0].isnan().all()
     total = (masses * losses)[masses > 0].sum() / (masses.sum() if reduction == "mean" else 1)
     torch.testing.assert_close(total, loss(output, y), rtol=1e-12, atol=1e-12)
-    assert is_known_to_add_up(loss, output, y, 0, 0)
-    assert not is_known_to_add_up(lambda output, y: loss(output, y), output, y, 0, 0)
-    assert not is_known_to_add_up(loss, output, y[1:], 0, 0)
+    assert is_in_closed_form(loss, output, y, 0, 0)
+    assert not is_in_closed_form(lambda output, y: loss(output, y), output, y, 0, 0)
+    assert not is_in_closed_form(loss, output, y[1:], 0, 0)
     if reduction == "sum":
         assert masses.eq(1).all()
 

@@ -33,11 +33,7 @@ def small(*parts: str) -> list[Case]:
 
 
 def reference(case: Case, model: nn.Module, loss: Any, data: Any) -> Matrices:
-    """A callable counts as a mean over samples, also where it is a sum or weighs them; `reduction` would say so."""
-    if isinstance(loss, nn.Module):
-        return Matrices(model, loss, data)
-    count = len(Matrices(model, loss, data).samples)
-    return Matrices(model, loss, data, torch.full((count,), 1 / count, dtype=torch.float64))
+    return Matrices(model, loss, data)
 
 
 @functools.cache

@@ -147,7 +147,7 @@ def sample_weights(loss, outputs: Sequence[Tensor], targets: Sequence[Any]) -> T
         whole = loss_gradient(loss, torch.cat(points), joined(targets))
         parts = whole.split([len(point) for point in points])
         for n, (part, point, target) in enumerate(zip(parts, points, targets, strict=True)):
-            own = loss_gradient(loss, point, target)
+            own = loss_gradient(loss, point, target).nan_to_num(0.0)  # 0/0: no term of the sample counts
             if found[n] == 0 and own.any():
                 found[n] = (part * own).sum() / own.square().sum()
             torch.testing.assert_close(part, found[n] * own, rtol=1e-8, atol=1e-12, msg="the loss is no weighted sum")
@@ -224,7 +224,9 @@ class Matrices:
                 for (output, jacobian), (_, y) in zip(self.jacobians, self.samples, strict=True)
             ]
         )
-        return rows.T @ rows / (1 if getattr(self.loss, "reduction", "mean") == "sum" else len(rows))
+        weights = self.sample_weights
+        is_sum = float(weights.sum()) > 1.5 and torch.allclose(weights, (weights != 0).to(weights))
+        return rows.T @ rows / (1 if is_sum else len(rows))
 
     @cached_property
     def hessian(self) -> Tensor:

@@ -1,0 +1,312 @@
+"""How the loss of a batch is made of the losses of its samples: found by experiment, not assumed.
+
+``L = sum_n m_n l_n``, up to a constant, with l_n the loss of sample n alone. Then the gradients at every output are
+``dL/doutput[n] = m_n dl_n/doutput[n]``. That gives the *share* m_n of each sample, and what is left over tells a loss
+in which samples meet (contrastive losses, the root of a mean). Torch's losses have closed forms
+(`per_sample.sample_masses`), on which the same experiment runs once for each kind of batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from curvature.losses.per_sample import (
+    REDUCTIONS,
+    Loss,
+    is_in_closed_form,
+    map_target,
+    name_of,
+    per_sample_losses,
+    reduction_of,
+    require_scalar,
+    resolve,
+    sample_masses,
+)
+
+FAR_POINTS = 8
+CHECKED: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # kinds of batches, by torch's loss
+
+
+class NoWeightedSum(ValueError):
+    """The loss of a batch is no weighted sum of the losses of its samples: nothing is defined by samples."""
+
+    def __init__(self, loss: Loss, why: str) -> None:
+        super().__init__(
+            f"{name_of(loss)}: the loss of the batch is no weighted sum of the losses of its samples ({why}), so no "
+            "sample has a loss or a gradient of its own. curvature.hessian() and curvature.gauss_newton() give its "
+            "matrices, with all data as one batch"
+        )
+
+
+def require_weighted_sum(
+    loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
+) -> None:
+    """Refuse a loss in which samples meet. Arguments as for `curvature.losses.per_sample_losses`.
+
+    Raises:
+        NoWeightedSum: the loss of the batch is no weighted sum of the samples' own.
+    """
+    loss = resolve(loss)
+    if not is_in_closed_form(loss, output, target, output_dim, target_dim):
+        shares(loss, output, target, count, output_dim, target_dim)
+        return
+    kind = reduction_of(loss), output.shape, output.dtype, target.shape, target.dtype, count, output_dim, target_dim
+    checked = CHECKED.setdefault(loss, set())
+    if kind in checked or count == 1:
+        return
+    found = shares(loss, output, target, count, output_dim, target_dim)
+    masses = sample_masses(loss, output, target, count, output_dim, target_dim)
+    expected = masses / masses.sum() if reduction_of(loss) == "mean" else masses
+    if not _near(found, torch.where(found == 0, 0, expected).nan_to_num(0.0), found.amax()):
+        raise NoWeightedSum(loss, f"shares {_some(found)} where its terms say {_some(expected)}")
+    checked.add(kind)
+
+
+def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0) -> Tensor:
+    """The shares m_n of the samples' own losses in the loss of the batch.
+
+    Found from the gradients of both at the output and at two others nearby, with the targets as they are; also further
+    away for samples whose gradient is zero at these, as within the margin of a hinge.
+
+    Args:
+        loss, ..., target_dim: as for `curvature.losses.per_sample_losses`.
+
+    Returns:
+        (N,), at least float32; 1/N each for a mean over samples, 1 for a sum. A share is zero if the loss does not
+        depend on the sample at any of these outputs.
+
+    Raises:
+        NoWeightedSum: the loss of the batch is no such sum, or it does not run on one sample alone.
+    """
+    dtype = torch.promote_types(output.dtype, torch.float32)
+    output = output.detach().to(dtype)
+    copies = lambda: map_target(torch.clone, target)  # a loss may work in place
+    whole = lambda point: require_scalar(loss, loss(point.clone(), copies()), "a batch")
+    if count == 1:
+        return whole(output).detach().isnan().logical_and(output.isfinite().all()).logical_not().to(dtype)[None]
+    alone = lambda point: _alone(loss, point, target, count, output_dim, target_dim)
+    by_sample = lambda t: t.movedim(output_dim, 0).reshape(count, -1)
+    rows: list[tuple[Tensor, Tensor]] = []
+    empty = torch.zeros(count, dtype=torch.bool, device=output.device)  # 0/0: no term of the sample counts
+    for point in _points(output, count, output_dim):
+        if len(rows) > 2 and bool((_is_known(rows) | empty).all()):
+            break
+        (_, batch), (values, own) = _slope(whole, point), _slope(alone, point)
+        empty |= values.isnan()
+        if batch.isfinite().all():
+            rows.append((by_sample(batch), by_sample(own.nan_to_num(0.0, 0.0, 0.0))))
+    return _quotients(loss, rows, empty) if rows else output.new_zeros(count)
+
+
+def _alone(loss: Loss, point: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
+    if type(loss) in REDUCTIONS:
+        return per_sample_losses(loss, point, target, count, output_dim, target_dim)
+    try:
+        return per_sample_losses(loss, point, target, count, output_dim, target_dim)
+    except Exception as error:  # whatever a loss of the user's raises
+        raise NoWeightedSum(loss, f"it does not run on one sample alone: {error}") from error
+
+
+def _points(output: Tensor, count: int, dim: int) -> Iterator[Tensor]:
+    """The output, two others made of the outputs of several samples, and some further away."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda f: f(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(output)
+    output = output.nan_to_num(0.0, 0.0, 0.0)
+    size = 1 + output.square().mean().sqrt()
+    yield output
+    is_zero = bool((output == 0).all())
+    for k in (1, 2):
+        # between outputs, and a little nearer to zero: probabilities and variances stay what they are
+        others = output.unflatten(dim, (count, -1)).roll(k, dim).flatten(dim, dim + 1)
+        point = output.lerp(others, 0.2 + 0.1 * k) * (1 - 0.2 * draw(torch.rand))
+        yield 0.3 * draw(torch.randn) if is_zero else point
+    for _ in range(FAR_POINTS):
+        yield output + 3 * size * draw(torch.randn)
+
+
+def _slope(losses: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses at a point, and the gradient of their sum."""
+    point = point.detach().requires_grad_()
+    with torch.enable_grad():
+        values = losses(point)
+        if not values.requires_grad:
+            return values, torch.zeros_like(point)
+        (slope,) = torch.autograd.grad(values.sum(), point, materialize_grads=True)
+    return values.detach(), slope
+
+
+def _is_known(rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """(N,): whether the sample's own loss has a gradient that is more than rounding at one of the points."""
+    sizes = torch.stack([own.norm(dim=1) for _, own in rows]).amax(0)
+    return sizes > 1e3 * torch.finfo(sizes.dtype).eps * sizes.amax()
+
+
+def _quotients(loss: Loss, rows: list[tuple[Tensor, Tensor]], empty: Tensor) -> Tensor:
+    batch, own = (torch.stack(column) for column in zip(*rows, strict=True))  # (points, N, D)
+    known = _is_known(rows)
+    found = torch.where(known, (batch * own).sum((0, 2)) / own.square().sum((0, 2)), 0)
+    eps = torch.finfo(batch.dtype).eps
+    sizes = batch.norm(dim=2)
+    left = (batch - found[:, None] * own).norm(dim=2)
+    wrong = left > 10 * eps**0.5 * sizes + 100 * eps * sizes.amax()
+    if bool(wrong.any()):
+        worst = float((left / sizes.clamp(min=eps * float(sizes.amax()))).amax())
+        raise NoWeightedSum(loss, f"{min(1.0, worst):.0%} of its gradient at the output of a sample is not of that")
+    return _rounded(found, known | empty)
+
+
+def _rounded(found: Tensor, known: Tensor) -> Tensor:
+    """Shares of a plain mean or sum without their rounding, and for samples of which nothing is known, too."""
+    for plain in (1 / len(found), 1.0):
+        near = (found - plain).abs() <= 100 * torch.finfo(found.dtype).eps * plain
+        if bool((near | ~known).all()) and bool(known.any()):
+            return torch.full_like(found, plain)
+    return found
+
+
+def _near(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    return bool(((found - expected).abs() <= 10 * torch.finfo(found.dtype).eps ** 0.5 * scale).all())
+
+
+def _some(values: Tensor) -> str:
+    return ", ".join(f"{float(v):.3g}" for v in values[:4])
+
+
+class SampleMasses:
+    """The masses of the samples of all data, batch by batch, in one unit: the loss of all data as one batch is
+    ``sum_n m_n l_n``, divided by ``sum_n m_n`` unless `is_sum`.
+
+    Torch's losses say their masses. Of every other callable the shares are found; with several batches, those of each
+    together with one sample of the first, which tells how the batches count beside each other.
+    """
+
+    def __init__(self, loss: Loss | None) -> None:
+        self.loss = None if loss is None else resolve(loss)
+        self.is_sum = loss is not None and reduction_of(loss) == "sum"
+        self.first: int | None = None  # number of the batch that has the reference
+        self.reference: tuple[Tensor, Any, Tensor] | None = None  # output, target and mass of a sample that counts
+        self.is_plain = True  # whether every sample counts as much as any other
+        self.kind = ""  # of a callable: "mean", "sum", "other"; "" where nothing has told
+
+    def of(
+        self, number: int, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
+    ) -> Tensor:
+        """(N,), of the batch of this number.
+
+        Raises:
+            NoWeightedSum: samples meet in the loss.
+            ValueError: there are several batches, and nothing tells how they count beside each other.
+        """
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        if self.loss is None:
+            return torch.ones(count, dtype=dtype, device=output.device)
+        if is_in_closed_form(self.loss, output, target, output_dim, target_dim):
+            require_weighted_sum(self.loss, output, target, count, output_dim, target_dim)
+            return sample_masses(self.loss, output, target, count, output_dim, target_dim)
+        dims = output_dim, target_dim
+        is_first = self.first is None or number == self.first
+        found = (
+            self._of_first(number, output, target, count, dims)
+            if is_first
+            else self._beside_first(output, target, count, dims)
+        )
+        self.is_plain &= bool((found == 1).all())
+        return found
+
+    def whole(self, number: int, output: Tensor) -> Tensor:
+        """(1,): the mass of a batch whose samples meet in the loss, which has to be the only one.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if self.first is not None and number != self.first:
+            raise self._only_one_batch("its samples meet in it")
+        self.first, self.is_sum, self.kind = number, True, "other"
+        return output.new_ones(1, dtype=torch.promote_types(output.dtype, torch.float32))
+
+    def require_common_unit(self) -> None:
+        """
+        Raises:
+            ValueError: masses are in a unit of this pass, so that its sums and those of other data cannot be added.
+        """
+        if not self.is_plain:
+            raise ValueError(
+                f"store: samples weigh differently in {name_of(self._callable)}, by how much is known beside those of "
+                "the first batch alone, so sums over other data could not be added; take a loss of torch.nn"
+            )
+
+    def _of_first(self, number: int, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
+        found = shares(self._callable, output, target, count, *dims)
+        n = int(found.argmax())
+        if found[n] <= 0:
+            return found
+        self.first, self.kind = number, _kind(found)
+        self.is_sum = self.kind != "mean"
+        masses = found * count if self.kind == "mean" else found
+        one = map_target(lambda t: _rows(t, n, count, dims[1]), target)
+        self.reference = _rows(output.detach(), n, count, dims[0]), one, masses[n]
+        return masses
+
+    def _beside_first(self, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
+        if self.reference is None:
+            raise self._only_one_batch("its samples meet in it")
+        if self.kind == "other":
+            raise self._only_one_batch("the shares of samples in it sum to neither one nor their number")
+        output_of_one, target_of_one, mass = self.reference
+        try:
+            both = torch.cat([output_of_one, output.detach()], dims[0])
+            targets = _joined(target_of_one, target, dims[1])
+        except RuntimeError as error:
+            if self.kind == "sum" and _kind(found := shares(self._callable, output, target, count, *dims)) != "mean":
+                return found
+            raise self._only_one_batch(f"their outputs or targets do not fit together: {error}") from error
+        found = shares(self._callable, both, targets, count + 1, *dims)
+        if not found[1:].any():  # no term of this batch counts
+            return found[1:]
+        kind = _kind(found)
+        if self.kind and kind != self.kind or not kind:
+            raise self._only_one_batch(f"it is a {self.kind or 'sum'} over one batch, but not over another")
+        self.kind, self.is_sum = kind, kind != "mean"
+        return (
+            found[1:]
+            if self.is_sum
+            else _rounded(found[1:] / found[0] * mass, torch.ones_like(found[1:], dtype=torch.bool))
+        )
+
+    @property
+    def _callable(self) -> Loss:
+        assert self.loss is not None
+        return self.loss
+
+    def _only_one_batch(self, why: str) -> ValueError:
+        return ValueError(
+            f"{name_of(self._callable)}: how several batches make up the loss of all data cannot be told, since {why}. "
+            "Give all data as one batch, or a loss of torch.nn"
+        )
+
+
+def _kind(found: Tensor) -> str:
+    """What shares tell of a loss: "mean", "sum" or "other", "" if it may be either of the first two."""
+    one = torch.ones((), dtype=found.dtype, device=found.device)
+    is_mean, is_sum = _near(found.sum(), one, one), _near(found[found > 0], one, one)
+    if is_mean and is_sum:
+        return ""
+    return "mean" if is_mean else "sum" if is_sum else "other"
+
+
+def _rows(t: Tensor, n: int, count: int, dim: int) -> Tensor:
+    each = t.shape[dim] // count
+    return t.narrow(dim, n * each, each)
+
+
+def _joined(first: Any, second: Any, dim: int) -> Any:
+    """Two targets as one."""
+    rest: list[Tensor] = []
+    map_target(rest.append, second)
+    others = iter(rest)
+    return map_target(lambda t: torch.cat([t, next(others)], dim), first)

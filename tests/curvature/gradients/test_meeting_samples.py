@@ -1,0 +1,139 @@
+"""Models and losses in which samples meet: what is defined by samples is refused, rows of all others are exact."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import curvature
+from support.cases.case import Raw
+from support.oracles import brute_force
+
+N = 6
+GRAPH = torch.rand(N, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(1)
+
+
+def layers(**more):
+    return {"a": nn.Linear(4, 5), "b": nn.Linear(5, 3), **more}
+
+
+def attend(m, x):
+    h = m.a(x)
+    return m.b((h @ h.T).softmax(1) @ h)
+
+
+def last_of_the_batch(m, x):
+    h = m.a(x).tanh()
+    return m.b(h + h[-1:])
+
+
+def scaled_by_the_largest(m, x):
+    return m.b(m.a(x) / m.a(x).abs().amax())
+
+
+MEETING = {
+    "centred": lambda: Raw(lambda m, x: m.b(m.a(x).tanh() - 0.5 * m.a(x).tanh().mean(0)), **layers()),
+    "attention along the batch": lambda: Raw(attend, **layers()),
+    "nodes of a graph": lambda: Raw(lambda m, x: GRAPH.to(x) @ m.b((GRAPH.to(x) @ m.a(x)).relu()), **layers()),
+    "the last sample": lambda: Raw(last_of_the_batch, **layers()),
+    "scaled": lambda: Raw(scaled_by_the_largest, **layers()),
+    "cumulative": lambda: Raw(lambda m, x: m.b(m.a(x).cumsum(0)), **layers()),
+    "closed gate": lambda: Raw(lambda m, x: m.b(m.a(x) + m.gate * m.a(x).mean(0)), gate=nn.Parameter(torch.zeros(1)),
+                               **layers()),
+    "detached mean": lambda: Raw(lambda m, x: m.b(m.a(x) - m.a(x).mean(0).detach()), **layers()),
+    "dropout, then centred": lambda: Raw(
+        lambda m, x: m.b(F.dropout(m.a(x), 0.5) - F.dropout(m.a(x), 0.5).mean(0)), **layers()
+    ),
+    "batch first by mistake": lambda: Raw(
+        lambda m, x: m.b(m.mix(*[m.a(x)[:, None]] * 3)[0][:, 0]), mix=nn.MultiheadAttention(5, 1), **layers()
+    ),
+}  # fmt: skip
+APART = {
+    "dropout": lambda: Raw(lambda m, x: m.b(F.dropout(m.a(x), 0.5)), **layers()),
+    "tokens": lambda: Raw(lambda m, x: m.b(m.a(x).unflatten(1, (5, 1)).cumsum(1).flatten(1)), **layers()),
+    "sorted": lambda: Raw(lambda m, x: m.b(m.a(x)[x[:, 0].argsort()][x[:, 0].argsort().argsort()]), **layers()),
+    "position": lambda: Raw(lambda m, x: m.b(m.a(x) + m.p), p=(5,), **layers()),
+}
+FUNCTIONS = {
+    "per_sample_gradients": lambda *a: curvature.per_sample_gradients(*a),
+    "per_sample_norms": lambda *a: curvature.per_sample_norms(*a),
+    "per_sample_gram": lambda *a: curvature.per_sample_gram(*a),
+    "clipped_gradient": lambda *a: curvature.clipped_gradient(*a, 1.0),
+    "per_sample_fisher_diagonals": lambda *a: curvature.per_sample_fisher_diagonals(*a),
+    "empirical_fisher": lambda m, f, x, y: curvature.empirical_fisher(m, f, (x, y)).to_dense(),
+    "kfac": lambda m, f, x, y: curvature.kfac(m, f, (x, y)),
+    "ekfac": lambda m, f, x, y: curvature.ekfac(m, f, (x, y)),
+    "laplace": lambda m, f, x, y: curvature.laplace(m, f, (x, y)),
+}
+
+
+def prepared(make):
+    torch.manual_seed(0)
+    model = make().double()
+    return model, torch.randn(N, 4, dtype=torch.float64), torch.randint(3, (N,))
+
+
+@pytest.mark.parametrize("name", MEETING)
+def test_gradients_of_samples_that_meet_are_refused_by_name(name):
+    model, x, y = prepared(MEETING[name])
+    with pytest.raises(ValueError, match=r"(\b[ab]|mix|model): the output of a sample changes.*gauss_newton\(\)"):
+        curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_all_that_is_defined_by_samples_is_refused(function):
+    model, x, y = prepared(MEETING["centred"])
+    with pytest.raises(ValueError, match="the output of a sample changes"):
+        FUNCTIONS[function](model, nn.CrossEntropyLoss(), x, y)
+
+
+@pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "laplace"])
+def test_losses_in_which_samples_meet_are_refused(function):
+    model, x, _ = prepared(APART["position"])
+    y = torch.randn(N, 3, dtype=torch.float64)
+    for loss in (lambda o, t: F.mse_loss(o, t).sqrt(), lambda o, t: F.cross_entropy(o @ t.T, torch.arange(len(o)))):
+        with pytest.raises(ValueError, match=r"lambda>: .* no weighted sum.*gauss_newton\(\)"):
+            FUNCTIONS[function](model, loss, x, y)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_samples_that_do_not_meet_are_not_refused(name):
+    model, x, y = prepared(APART[name])
+    before = [p.detach().clone() for p in model.parameters()], torch.get_rng_state()
+    rows = curvature.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before[0], strict=True))
+    assert torch.equal(torch.get_rng_state(), before[1])
+    if name != "dropout":
+        expected = brute_force.per_sample_gradients(model, nn.CrossEntropyLoss(), x, y)
+        for key, row in rows.items():
+            torch.testing.assert_close(row, expected[key])
+
+
+class OwnLoss(nn.Module):
+    """As the classifiers of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(4, 3)
+
+    def forward(self, inputs, labels):
+        logits = self.l(inputs)
+        return SimpleNamespace(loss=F.cross_entropy(logits, labels), logits=logits)
+
+
+def test_a_model_that_returns_its_own_loss():
+    torch.manual_seed(0)
+    model, x, y = OwnLoss().double(), torch.randn(N, 4, dtype=torch.float64), torch.randint(3, (N,))
+    data, loss = {"inputs": x, "labels": y}, lambda output, target: output.loss
+    expected = curvature.per_sample_gradients(model.l, nn.CrossEntropyLoss(), x, y)
+    rows = curvature.per_sample_gradients(model, loss, data, None)
+    for name, own in expected.items():
+        torch.testing.assert_close(rows[f"l.{name}"], own)
+    norms = curvature.per_sample_norms(model, loss, data, None)
+    torch.testing.assert_close(norms, curvature.per_sample_norms(model.l, nn.CrossEntropyLoss(), x, y))
+    for builder in (curvature.gauss_newton, curvature.hessian, curvature.kfac, curvature.fisher_diagonal):
+        with pytest.raises(ValueError, match="loss: .*no attribute 'loss'.*pass the labels as y"):
+            found = builder(model, loss, (data, None))
+            found.to_dense()

@@ -1,0 +1,159 @@
+"""Every matrix is that of exactly the loss of all data, or is refused: losses of the user's own, samples that meet."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import curvature
+from support.cases.case import Raw
+
+N, DOUBLE = 6, torch.float64
+WEIGHT = torch.tensor([1.0, 5.0, 0.2], dtype=DOUBLE)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+X, Y, GRAPH = drawn(N, 4), drawn(N, 3, seed=1), drawn(N, N, seed=2).softmax(1)
+LABELS = torch.tensor([0, 2, 1, 1, 0, 2])
+SUMS = {
+    "sum": (lambda o, t: 0.5 * (o - t).square().sum(), Y),
+    "partial": (partial(F.cross_entropy, reduction="sum"), LABELS),
+    "class weights": (lambda o, t: F.cross_entropy(o, t, weight=WEIGHT), LABELS),
+    "sample weights": (
+        lambda o, t: (t[1] * F.cross_entropy(o, t[0], reduction="none")).sum() / t[1].sum(),
+        (LABELS, Y[:, 0].exp()),
+    ),
+    "masked": (lambda o, t: ((o - t).square() * (t > 0)).sum() / (t > 0).sum(), Y),
+    "mean": (lambda o, t: F.huber_loss(o, t), Y),
+}
+MEETING = {
+    "contrastive": (lambda o, t: F.cross_entropy(o @ t.T, torch.arange(len(o))), Y),
+    "root": (lambda o, t: F.mse_loss(o, t).sqrt(), Y),
+    "root of one entry": (lambda o, t: F.mse_loss(o[:, 0], t[:, 0]).sqrt(), Y),
+    "two scales": (lambda o, t: F.cross_entropy(o, t) + 0.1 * o.square().sum(), LABELS),
+}
+MODELS = {
+    "linear": lambda: Raw(lambda m, x: m.l(x), l=nn.Linear(4, 3)),
+    "mlp": lambda: Raw(lambda m, x: m.b(m.a(x).tanh()), a=nn.Linear(4, 5), b=nn.Linear(5, 3)),
+}
+MIXING = {
+    "centred": lambda: Raw(lambda m, x: m.b(m.a(x).tanh() - 0.5 * m.a(x).tanh().mean(0)), a=nn.Linear(4, 5),
+                           b=nn.Linear(5, 3)),
+    "graph": lambda: Raw(lambda m, x: GRAPH @ m.b((GRAPH @ m.a(x)).relu()), a=nn.Linear(4, 5), b=nn.Linear(5, 3)),
+    "attention": lambda: Raw(lambda m, x: m.b((m.a(x) @ m.a(x).T).softmax(1) @ m.a(x)), a=nn.Linear(4, 5),
+                             b=nn.Linear(5, 3)),
+    "one output": lambda: Raw(lambda m, x: m.b(m.a(x) - m.a(x).mean(0)) * m.s, a=nn.Linear(4, 5), b=nn.Linear(5, 1),
+                              s=(3,)),
+}  # fmt: skip
+
+
+def built(make):
+    torch.manual_seed(3)
+    return make().double()
+
+
+def truth(model, loss, y):
+    """(J^T H J, the Hessian), of the loss of all samples as one batch, by torch.func."""
+    named = {k: p.detach() for k, p in model.named_parameters()}
+    sizes = [p.numel() for p in named.values()]
+    unflat = lambda v: {k: t.view_as(p) for (k, p), t in zip(named.items(), v.split(sizes), strict=True)}
+    run = lambda v: torch.func.functional_call(model, unflat(v), (X,))
+    flat = torch.cat([p.flatten() for p in named.values()])
+    J, output = torch.func.jacrev(run)(flat).flatten(0, -2), run(flat)
+    H = torch.func.hessian(lambda o: loss(o, y))(output).reshape(output.numel(), -1)
+    return J.T @ H @ J, torch.autograd.functional.hessian(lambda v: loss(run(v), y), flat)
+
+
+def assert_all_forms(operator, expected):
+    close = partial(torch.testing.assert_close, rtol=1e-8, atol=1e-10)
+    eye, v = torch.eye(len(expected), dtype=DOUBLE), drawn(len(expected))
+    close(operator @ eye, expected)
+    close(operator @ v, expected @ v)
+    close(operator.to_dense(), expected)
+    close(operator.diagonal(), expected.diagonal())
+    close(operator.trace(), expected.trace())
+    close(operator.solve(v, damping=20.0), torch.linalg.solve(expected + 20 * eye, v))
+
+
+def cut(y, some):
+    return tuple(t[some] for t in y) if isinstance(y, tuple) else y[some]
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", SUMS)
+def test_losses_of_the_users_own(name, model, sizes):
+    (loss, y), model = SUMS[name], built(MODELS[model])
+    G, H = truth(model, loss, y)
+    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+    data = [(X[b - a : b], cut(y, slice(b - a, b))) for a, b in zip(sizes, ends, strict=True)]
+    assert_all_forms(curvature.gauss_newton(model, loss, data), G)
+    assert_all_forms(curvature.fisher(model, loss, data), G)
+    assert_all_forms(curvature.hessian(model, loss, data), H)
+    diagonal = torch.cat([d.flatten() for d in curvature.fisher_diagonal(model, loss, data).values()])
+    torch.testing.assert_close(diagonal, G.diagonal())
+    blocks = curvature.fisher_blocks(model, loss, data).to_dense()
+    torch.testing.assert_close(blocks.diagonal(), G.diagonal())
+    traces = [float(curvature.kfac(model, loss, [(X[n : n + 1], cut(y, slice(n, n + 1))) for n in range(N)]).trace())]
+    torch.testing.assert_close(traces[0], float(curvature.kfac(model, loss, data).trace()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", MEETING)
+def test_losses_in_which_samples_meet(name, model):
+    (loss, y), model = MEETING[name], built(MODELS[model])
+    G, H = truth(model, loss, y)
+    assert_all_forms(curvature.gauss_newton(model, loss, (X, y)), G)
+    assert_all_forms(curvature.hessian(model, loss, (X, y)), H)
+    for builder in (curvature.fisher, curvature.empirical_fisher):
+        operator = builder(model, loss, (X, y))
+        for form in (operator.to_dense, operator.diagonal, operator.trace, lambda op=operator: op @ drawn(len(G))):
+            with pytest.raises(ValueError, match="no weighted sum"):
+                form()
+    for builder in (curvature.fisher_diagonal, curvature.fisher_blocks, curvature.kfac, curvature.ekfac):
+        with pytest.raises(ValueError, match="no weighted sum"):
+            builder(model, loss, (X, y))
+    halves = [(X[:3], cut(y, slice(0, 3))), (X[3:], cut(y, slice(3, 6)))]
+    for builder in (curvature.gauss_newton, curvature.hessian):
+        with pytest.raises(ValueError, match="several batches.*all data as one batch"):
+            builder(model, loss, halves).to_dense()
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), lambda o, t: F.cross_entropy(o, t, reduction="sum")])
+@pytest.mark.parametrize("name", MIXING)
+def test_models_in_which_samples_meet(name, loss):
+    model = built(MIXING[name])
+    G, H = truth(model, loss, LABELS)
+    data = (X, LABELS)
+    assert_all_forms(curvature.gauss_newton(model, loss, data), G)
+    assert_all_forms(curvature.fisher(model, loss, data), G)
+    assert_all_forms(curvature.hessian(model, loss, data), H)
+    diagonal = torch.cat([d.flatten() for d in curvature.fisher_diagonal(model, loss, data).values()])
+    torch.testing.assert_close(diagonal, G.diagonal())
+    for inject in (curvature.sampled(2), curvature.isotropic(2), curvature.propagated(2)):
+        if isinstance(loss, nn.Module) or "sampled" not in repr(inject):
+            operator = curvature.fisher(model, loss, data, inject)
+            assert_all_forms(operator, operator.to_dense())
+    operator = curvature.empirical_fisher(model, loss, data)
+    for form in (operator.to_dense, operator.diagonal, lambda: operator @ drawn(len(G))):
+        with pytest.raises(ValueError, match="the output of a sample changes"):
+            form()
+
+
+def test_sums_that_are_stored_are_of_plain_means_or_sums(tmp_path):
+    model = built(MODELS["linear"])
+    for name in ("sum", "mean"):
+        loss, y = SUMS[name]
+        parts = [tmp_path / f"{name}{k}" for k in range(2)]
+        for part, some in zip(parts, (slice(0, 2), slice(2, 6)), strict=True):
+            curvature.kfac(model, loss, [(X[some], y[some])], store=part)
+        together = curvature.combine(parts).to_dense()
+        torch.testing.assert_close(together, curvature.kfac(model, loss, (X, y)).to_dense())
+    loss, y = SUMS["class weights"]
+    with pytest.raises(ValueError, match="store: samples weigh differently"):
+        curvature.kfac(model, loss, [(X, y)], store=tmp_path / "weighted")
