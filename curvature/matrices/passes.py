@@ -176,7 +176,11 @@ class RecordedBatch:
         self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample
         require_independent_samples(tape)
         if not isinstance(output, Tensor):
-            raise TypeError(f"model: expected a tensor as output (or one in .logits), found {kind_of(output)}")
+            raise TypeError(
+                f"model: expected a tensor as output (or one in .logits), found {kind_of(output)}; return all that the "
+                "loss needs as one tensor with an axis of samples, such as torch.cat([mean, log_std], 1), and let the "
+                "loss take it apart"
+            )
         self.output = output
         self._patches: dict[str, list[Tensor]] = {}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -21,8 +22,11 @@ TURNS = RLock()
 
 
 def logits(output: Any) -> Any:
-    """The tensor that the loss takes: ``output.logits`` where there is one, else the output itself."""
-    return getattr(output, "logits", output)
+    """The tensor that the loss takes: ``output.logits`` where there is one, else the output itself.
+
+    A loss of a distribution needs the distribution, whether or not that has logits.
+    """
+    return output if isinstance(output, Distribution) else getattr(output, "logits", output)
 
 
 def call_model(model: Callable[..., Any], x: Any) -> Any:

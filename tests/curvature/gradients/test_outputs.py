@@ -1,0 +1,116 @@
+"""Outputs that are no tensor: a loss that takes them has exact per-sample gradients; matrices say what to return."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributions as D
+
+import curvature
+from support.cases.case import Raw, seeded
+
+pytestmark = pytest.mark.fast
+N = 5
+Wrap = Callable[[Tensor, Tensor], Any]
+
+
+@dataclasses.dataclass
+class Gaussian:
+    mean: Tensor
+    std: Tensor
+
+
+class Pair(NamedTuple):
+    mean: Tensor
+    std: Tensor
+
+
+class Bare:
+    """As some libraries return: neither a dataclass nor a container."""
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        self.mean, self.std = mean, std
+
+
+@dataclasses.dataclass
+class WithLogits:
+    logits: Tensor
+    std: Tensor
+
+
+def gaussian(output: Any, y: Tensor) -> Tensor:
+    return (((output.mean - y) / output.std).square() / 2).mean() + output.std.log().mean()
+
+
+def likelihood(output: Any, y: Tensor) -> Tensor:
+    return -output.log_prob(y).mean()
+
+
+OUTPUTS: dict[str, tuple[Wrap, Callable[[Any, Tensor], Tensor]]] = {
+    "normal": (D.Normal, likelihood),
+    "independent": (lambda a, b: D.Independent(D.Normal(a, b), 1), likelihood),
+    "multivariate": (lambda a, b: D.MultivariateNormal(a, torch.diag_embed(b)), likelihood),
+    "mixture": (
+        lambda a, b: D.MixtureSameFamily(D.Categorical(logits=b), D.Normal(a, b)),
+        lambda output, y: likelihood(output, y[:, 0]),
+    ),
+    "categorical": (lambda a, b: D.Categorical(logits=a * b), lambda o, y: likelihood(o, (y[:, 0] > 0).long())),
+    "bernoulli": (lambda a, b: D.Bernoulli(logits=a * b), lambda output, y: likelihood(output, (y > 0).to(y))),
+    "divergence": (
+        lambda a, b: D.Categorical(logits=a * b),
+        lambda output, y: D.kl_divergence(output, D.Categorical(logits=y)).mean(),
+    ),
+    "dataclass": (Gaussian, gaussian),
+    "named tuple": (Pair, gaussian),
+    "object": (Bare, gaussian),
+    "dict": (lambda a, b: {"mean": a, "std": b}, lambda output, y: gaussian(Gaussian(**output), y)),
+    "list of sizes": (lambda a, b: [a, b[:, :1]], lambda output, y: gaussian(Gaussian(*output), y)),
+    "nested": (lambda a, b: {"of": [a, (b, None, 3)]}, lambda o, y: gaussian(Gaussian(o["of"][0], o["of"][1][0]), y)),
+    "more than logits": (WithLogits, lambda output, y: gaussian(Gaussian(output.logits, output.std), y)),
+    "one of each sample": (
+        lambda a, b: [row.repeat(1 + int(row[0] > 0)) for row in a * b],
+        lambda output, y: torch.stack([(row.sum() - t[0]).square() for row, t in zip(output, y, strict=True)]).mean(),
+    ),
+}  # fmt: skip
+
+
+def problem(name: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
+    wrap, loss = OUTPUTS[name]
+    with seeded(0):
+        forward = lambda m, x: wrap(m.a(x), F.softplus(m.b(x)))
+        model = Raw(forward, a=nn.Linear(3, 2), b=nn.Linear(3, 2)).double()
+        return model, loss, torch.randn(N, 3).double(), torch.randn(N, 2).double()
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_loss_of_such_an_output_has_rows_and_all_that_is_made_of_them(name: str) -> None:
+    model, loss, x, y = problem(name)
+    named = dict(model.named_parameters())
+    values = [loss(model(x[n : n + 1]), y[n : n + 1]) for n in range(N)]
+    each = [torch.autograd.grad(value, list(named.values()), materialize_grads=True) for value in values]
+    expected = {key: torch.stack([g[k] for g in each]) for k, key in enumerate(named)}
+    flat = torch.cat([g.flatten(1) for g in expected.values()], 1)
+    for _ in range(2):
+        torch.testing.assert_close(curvature.per_sample_gradients(model, loss, x, y), expected)
+    torch.testing.assert_close(curvature.per_sample_norms(model, loss, x, y), flat.norm(dim=1))
+    torch.testing.assert_close(curvature.per_sample_gram(model, loss, x, y), flat @ flat.T)
+    bound = float(flat.norm(dim=1).median())
+    found = curvature.clipped_gradient(model, loss, x, y, bound)
+    weights = (bound / flat.norm(dim=1)).clamp(max=1)
+    torch.testing.assert_close(torch.cat([g.flatten() for g in found.values()]), weights @ flat)
+
+
+@pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "more than logits"])
+@pytest.mark.parametrize("build", [curvature.fisher_diagonal, curvature.kfac, curvature.gauss_newton])
+def test_matrices_say_what_was_found_and_what_to_return(build: Any, name: str) -> None:
+    model, loss, x, y = problem(name)
+    kind = type(model(x)).__name__
+    with pytest.raises(TypeError, match=rf"found a {kind}.*; return all .* as one tensor"):
+        found = build(model, loss, (x, y))
+        found @ torch.ones(found.shape[1], dtype=torch.float64)
