@@ -70,12 +70,16 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
     in_x = pytree.tree_map(lambda t: dim if has_samples(t) else None, batch.x)
     y = map_tensors(lambda t: t.unflatten(target_dim, (n, -1)), batch.y)
     in_y = pytree.tree_map(lambda t: target_dim if isinstance(t, Tensor) else None, y)
+    # nothing of autograd's beside the values: vmap has no batched form of some functions there, and a module that the
+    # model casts in its forward pass killed the process
+    held = {k: p.detach() for k, p in batch.model.named_parameters()}
+    held |= {k: b.detach().clone() for k, b in batch.model.named_buffers()}
 
     def loss(values: dict[str, Tensor], x: Any, y: Any) -> Tensor:
         batch_of_one = pytree.tree_map(lambda t, dim: t if dim is None else t.unsqueeze(dim), x, in_x)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(batch.model, values, args, kwargs)
+            return functional_call(batch.model, held | values, args, kwargs)
 
         return batch.loss(batch.for_loss(call_model(run, batch_of_one)), y)
 
