@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call, grad, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature.gradients.batch import Batch
@@ -23,6 +25,7 @@ from curvature.recording import call_model, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 VMAP_ELEMENTS = 1 << 27  # entries of the per-sample gradients above which vmap takes a part of the batch at a time
 
 
@@ -70,8 +73,7 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
     in_x = pytree.tree_map(lambda t: dim if has_samples(t) else None, batch.x)
     y = map_tensors(lambda t: t.unflatten(target_dim, (n, -1)), batch.y)
     in_y = pytree.tree_map(lambda t: target_dim if isinstance(t, Tensor) else None, y)
-    # nothing of autograd's beside the values: vmap has no batched form of some functions there, and a module that the
-    # model casts in its forward pass killed the process
+    # nothing of autograd's beside the values: vmap has no batched form of some functions there
     held = {k: p.detach() for k, p in batch.model.named_parameters()}
     held |= {k: b.detach().clone() for k, b in batch.model.named_buffers()}
 
@@ -84,7 +86,18 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
         return batch.loss(batch.for_loss(call_model(run, batch_of_one)), y)
 
     each = vmap(transform(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)
-    return each(values, batch.x, y)
+    with RefuseNewData():
+        return each(values, batch.x, y)
+
+
+class RefuseNewData(TorchFunctionMode):
+    """Raise where a tensor is given other data, as where a module is cast: torch.func's tensors have none, and torch
+    kills the process (pytorch/pytorch#184876)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == SET_DATA and any(is_functorch_wrapped_tensor(t) for t in args):
+            raise RuntimeError("the model casts or moves a module in its forward pass")
+        return func(*args, **(kwargs or {}))
 
 
 def by_loop(batch: Batch, names: set[str]) -> dict[str, Tensor]:
