@@ -30,10 +30,18 @@ VMAP_ELEMENTS = 1 << 27  # entries of the per-sample gradients above which vmap 
 
 
 @full_precision()
-def general_path_terms(batch: Batch, plan: Plan, names: set[str], random: bool) -> Terms:
-    """Terms of the parameters of these names, checked against one sample alone; the plan keeps which way was right."""
+def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tensor | None = None) -> Terms:
+    """Terms of the parameters of these names, checked against one sample alone; the plan keeps which way was right.
+
+    Args:
+        recorded: the samples' losses (N,) of the recorded pass, if no other pass would be of the same function: it drew
+            random numbers or moved buffers. Each sample's loss is then sent back through it.
+    """
+    if recorded is not None:
+        log.info("%s: one backward pass of the recorded graph for each sample", ", ".join(sorted(names)))
+        return {name: [DenseGradients(g)] for name, g in by_recorded_pass(batch, names, recorded).items()}
     found, plan.loop = general_gradients(batch, names, plan.loop)
-    if not plan.loop and not random:
+    if not plan.loop:
         alone = batch.sample(batch.count - 1).gradients()
         if differences({k: g[-1] for k, g in found.items()}, alone):
             found, plan.loop = general_gradients(batch, names, loop=True)
@@ -48,6 +56,16 @@ def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[s
         except Exception as error:
             log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
     return by_loop(batch, names), True
+
+
+def by_recorded_pass(batch: Batch, names: set[str], losses: Tensor) -> dict[str, Tensor]:
+    """(N, *shape) for each name, by N backward passes of the graph of the samples' losses."""
+    wanted = {k: p for k, p in batch.parameters.items() if k in names}
+    rows = [
+        torch.autograd.grad(own, list(wanted.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+        for own in losses.unbind()
+    ]
+    return {k: torch.stack(column) for k, column in zip(wanted, zip(*rows, strict=True), strict=True)}
 
 
 def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
