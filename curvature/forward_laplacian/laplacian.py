@@ -174,14 +174,14 @@ def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Te
         ValueError: the outputs differ, and the model draws no random numbers.
     """
     for n in (0, len(x) - 1):
-        with preserve_state(module) as drew_random, torch.no_grad():
+        with preserve_state(module) as state, torch.no_grad():
             try:
                 alone = logits(model(x[n : n + 1]))[0]
             except Exception as error:
                 log.info("laplacian: not compared with sample %d alone: %s", n, error)
                 return
             allowed = 10 * rounding_tolerance(u) * u[n].norm() + noise_floor([u])
-            if not drew_random() and (alone - u[n]).norm() > allowed:
+            if not state.drew_random() and (alone - u[n]).norm() > allowed:
                 raise ValueError(
                     f"model: its output for sample {n} of x depends on the other samples, so no sample has a Laplacian "
                     "of its own"

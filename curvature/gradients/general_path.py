@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call, grad, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature.gradients.batch import Batch
@@ -23,14 +25,23 @@ from curvature.recording import call_model, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 VMAP_ELEMENTS = 1 << 27  # entries of the per-sample gradients above which vmap takes a part of the batch at a time
 
 
 @full_precision()
-def general_path_terms(batch: Batch, plan: Plan, names: set[str], random: bool) -> Terms:
-    """Terms of the parameters of these names, checked against one sample alone; the plan keeps which way was right."""
+def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tensor | None = None) -> Terms:
+    """Terms of the parameters of these names, checked against one sample alone; the plan keeps which way was right.
+
+    Args:
+        recorded: the samples' losses (N,) of the recorded pass, if no other pass would be of the same function: it drew
+            random numbers or moved buffers. Each sample's loss is then sent back through it.
+    """
+    if recorded is not None:
+        log.info("%s: one backward pass of the recorded graph for each sample", ", ".join(sorted(names)))
+        return {name: [DenseGradients(g)] for name, g in by_recorded_pass(batch, names, recorded).items()}
     found, plan.loop = general_gradients(batch, names, plan.loop)
-    if not plan.loop and not random:
+    if not plan.loop:
         alone = batch.sample(batch.count - 1).gradients()
         if differences({k: g[-1] for k, g in found.items()}, alone):
             found, plan.loop = general_gradients(batch, names, loop=True)
@@ -45,6 +56,16 @@ def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[s
         except Exception as error:
             log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
     return by_loop(batch, names), True
+
+
+def by_recorded_pass(batch: Batch, names: set[str], losses: Tensor) -> dict[str, Tensor]:
+    """(N, *shape) for each name, by N backward passes of the graph of the samples' losses."""
+    wanted = {k: p for k, p in batch.parameters.items() if k in names}
+    rows = [
+        torch.autograd.grad(own, list(wanted.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
+        for own in losses.unbind()
+    ]
+    return {k: torch.stack(column) for k, column in zip(wanted, zip(*rows, strict=True), strict=True)}
 
 
 def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
@@ -70,17 +91,31 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
     in_x = pytree.tree_map(lambda t: dim if has_samples(t) else None, batch.x)
     y = map_tensors(lambda t: t.unflatten(target_dim, (n, -1)), batch.y)
     in_y = pytree.tree_map(lambda t: target_dim if isinstance(t, Tensor) else None, y)
+    # nothing of autograd's beside the values: vmap has no batched form of some functions there
+    held = {k: p.detach() for k, p in batch.model.named_parameters()}
+    held |= {k: b.detach().clone() for k, b in batch.model.named_buffers()}
 
     def loss(values: dict[str, Tensor], x: Any, y: Any) -> Tensor:
         batch_of_one = pytree.tree_map(lambda t, dim: t if dim is None else t.unsqueeze(dim), x, in_x)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(batch.model, values, args, kwargs)
+            return functional_call(batch.model, held | values, args, kwargs)
 
         return batch.loss(batch.for_loss(call_model(run, batch_of_one)), y)
 
     each = vmap(transform(loss), (None, in_x, in_y), randomness="different", chunk_size=chunk)
-    return each(values, batch.x, y)
+    with RefuseNewData():
+        return each(values, batch.x, y)
+
+
+class RefuseNewData(TorchFunctionMode):
+    """Raise where a tensor is given other data, as where a module is cast: torch.func's tensors have none, and torch
+    kills the process (pytorch/pytorch#184876)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == SET_DATA and any(is_functorch_wrapped_tensor(t) for t in args):
+            raise RuntimeError("the model casts or moves a module in its forward pass")
+        return func(*args, **(kwargs or {}))
 
 
 def by_loop(batch: Batch, names: set[str]) -> dict[str, Tensor]:

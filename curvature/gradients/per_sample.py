@@ -205,9 +205,9 @@ def _sum(parts: Iterable[Tensor]) -> Tensor:
 
 def _is_random(batch: Batch) -> bool:
     """Whether a forward pass moves the random state of the CPU or of the model's device."""
-    with preserve_state(batch.model) as drew_random, torch.no_grad():
+    with preserve_state(batch.model) as state, torch.no_grad():
         batch.output()
-        return drew_random()
+        return state.drew_random()
 
 
 def sample_terms(batch: Batch) -> Terms:
@@ -232,22 +232,22 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
 
 
 def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
-    with preserve_state(batch.model) as drew_random, trained_alone(batch.model, batch.parameters):
+    with preserve_state(batch.model) as state, trained_alone(batch.model, batch.parameters):
         tape, output = record(batch)
         if tape.differentiates:
             _refuse_double_backward()
-        random, key = drew_random(), plan_key(batch)
+        one_pass, key = state.is_of_one_pass(), plan_key(batch)
         require_independent_samples(tape)
         if batch.count == 1:
             return {name: contract([DenseGradients(g[None])]) for name, g in batch.gradients(output).items()}
         if not isinstance(output, Tensor):  # the loss takes it, but nothing says where its samples are
             plan = PLANS.setdefault(batch.model, {}).setdefault(key, Plan([], [], set(batch.parameters)))
-            terms = general_path_terms(batch, plan, set(batch.parameters), random)
+            terms = general_path_terms(batch, plan, set(batch.parameters))
             return {name: contract(terms[name]) for name in batch.parameters}
         require_apart(batch, tape)
         with RefuseDoubleBackward():
             losses = batch.losses(output)
         require_weighted_sum(batch.loss, output, batch.y, batch.count, *batch.dims[1:])
-        reference = single_sample_reference(batch, random)
-        general = lambda plan, names: general_path_terms(batch, plan, names, random)
+        reference = single_sample_reference(batch, one_pass)
+        general = lambda plan, names: general_path_terms(batch, plan, names, losses if one_pass else None)
         return per_sample_terms(batch.model, key, tape, losses, reference, general, contract=contract)

@@ -28,12 +28,13 @@ def require_independent_samples(tape: Tape) -> None:
         )
 
 
-def single_sample_reference(batch: Batch, random: bool) -> Reference:
-    """The plain gradients of sample n run alone; None for a random model, or one that does not run on one sample."""
+def single_sample_reference(batch: Batch, one_pass: bool) -> Reference:
+    """The plain gradients of sample n run alone; None where another pass would
+    be of another function (`is_of_one_pass`), or for one that does not run on one sample."""
 
     def reference(n: Tensor) -> dict[str, Tensor] | None:
         try:
-            return None if random else batch.sample(int(n)).gradients()
+            return None if one_pass else batch.sample(int(n)).gradients()
         except Exception as error:
             log.info("not compared with sample %d alone: %s", n, error)
             return None

@@ -46,6 +46,7 @@ from curvature.matrices.forward_mode import Recorded
 from curvature.matrices.vectors import Vectors
 from curvature.operators import Space
 from curvature.recording import (
+    ModelState,
     RandomState,
     in_turn,
     map_tensors,
@@ -132,12 +133,12 @@ class DataSource:
                     continue
                 alone = trained_alone(self.model, tuple(self.parameters or ()))
                 # fused attention has no second derivatives and no batched backward pass
-                with preserve_state(self.model) as drew_random, alone, sdpa_kernel(SDPBackend.MATH):
+                with preserve_state(self.model) as state, alone, sdpa_kernel(SDPBackend.MATH):
                     if known is not None:
                         known()
                     elif batch is not None:
                         recorded = _in_blocks(forward, batch)
-                        run = RecordedBatch(batch, self.loss, drew_random(), recorded, self.masses, number)
+                        run = RecordedBatch(batch, self.loss, state, recorded, self.masses, number)
                         visit(run)
                         if run.random:
                             warn_once(RANDOM)
@@ -168,10 +169,11 @@ class RecordedBatch:
     """
 
     def __init__(
-        self, batch: Batch, loss: Loss | None, random: bool, recorded: Recorded, masses: SampleMasses, number: int
+        self, batch: Batch, loss: Loss | None, state: ModelState, recorded: Recorded, masses: SampleMasses, number: int
     ) -> None:
         tape, output, self.change = recorded
-        self.batch, self.loss, self.tape, self.random = batch, loss, tape, random
+        self.batch, self.loss, self.tape, self.state = batch, loss, tape, state
+        self.random, self.one_pass = state.drew_random(), state.is_of_one_pass()
         self.masses, self.number = masses, number
         self.whole: SamplesMeet | NoWeightedSum | None = None  # why the batch is one sample
         require_independent_samples(tape)
@@ -196,7 +198,7 @@ class RecordedBatch:
             draw: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
             probed = self._with_vector(torch.randn(self.output.shape, **draw).to(self.output))
             with AttentionInBlocks():
-                reference = single_sample_reference(probed, self.random)
+                reference = single_sample_reference(probed, self.one_pass)
                 return learn_and_verify(self.tape, probed.losses(self.output), reference, known=known)
 
         return find_plan(self.batch.model, plan_key(self.batch), self.tape, learn)[0]
@@ -229,8 +231,9 @@ class RecordedBatch:
     def _as_one_sample(self, why: SamplesMeet | NoWeightedSum, mass: Tensor) -> RecordedBatch:
         recorded = self.tape, self.output, self.change
         batch = replace(self.batch, count=1)
-        found = RecordedBatch(batch, self.loss, self.random, recorded, self.masses, self.number)
+        found = RecordedBatch(batch, self.loss, self.state, recorded, self.masses, self.number)
         found.whole, found._masses = why, mass
+        found.random, found.one_pass = self.random, self.one_pass
         return found
 
     def require_apart(self) -> None:
@@ -319,8 +322,10 @@ class RecordedBatch:
             terms, failed = terms_by_parameter(self.tape, backprops, plan.layouts, skip)
             failed -= stacks.keys()
             if failed:
+                along = self._with_vector(v)
                 with AttentionInBlocks():
-                    found = general_path_terms(self._with_vector(v), plan, failed, self.random)
+                    recorded = along.losses(self.output) if self.one_pass else None
+                    found = general_path_terms(along, plan, failed, recorded)
                 terms |= {k: [DenseGradients(gradients(parts).to(self.dtype))] for k, parts in found.items()}
             others.append({name: parts for name, parts in terms.items() if parts})
         return Vectors(others, stacks)

@@ -174,9 +174,13 @@ class ModelState:
         """Whether random numbers were drawn since, on the CPU or on the model's devices."""
         return self.random.has_moved()
 
+    def is_of_one_pass(self) -> bool:
+        """Whether another pass now would be of another function: random numbers were drawn since, or buffers moved."""
+        return self.drew_random() or not all(own.may_be_unchanged for own in self.buffers)
+
     def unchanged(self) -> list[Tensor] | None:
         """Flags (), all true if no random number was drawn and no buffer changed since; None if one surely has."""
-        if self.drew_random() or not all(own.may_be_unchanged for own in self.buffers):
+        if self.is_of_one_pass():
             return None
         both = [(own.buffer, own.value) for own in self.buffers]
         return [(buffer == value).all() for buffer, value in both if buffer is not None and value is not None]
@@ -199,15 +203,15 @@ def in_turn() -> Iterator[None]:
 
 
 @contextmanager
-def preserve_state(model: nn.Module) -> Iterator[Callable[[], bool]]:
+def preserve_state(model: nn.Module) -> Iterator[ModelState]:
     """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers and random state, come what may.
 
-    Yields `ModelState.drew_random`.
+    Yields the state that they come back to.
     """
     with in_turn():
         state = ModelState(model)
         try:
             with torch.enable_grad(), force_eager_nonreentrant():
-                yield state.drew_random
+                yield state
         finally:
             state.restore()

@@ -50,3 +50,29 @@ def test_the_log_says_what_torch_does_not_let_it_see(caplog: pytest.LogCaptureFi
     model = Raw(lambda m, x: Doubled.apply(x, m.hidden), hidden=(3,))
     curvature.per_sample_norms(model, nn.MSELoss(), torch.randn(5, 3), torch.randn(5, 3))
     assert "hidden (used in an autograd.Function or the like)" in caplog.text
+
+
+CASTS: dict[str, Any] = {
+    "to": lambda layer: layer.to(torch.float64),
+    "double": lambda layer: layer.double(),
+    "float, then double": lambda layer: layer.float().double(),
+    "float": lambda layer: layer.float(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("name", ["layer.weight", "p"])
+def test_a_module_that_is_cast_in_the_forward_pass(cast: str, name: str) -> None:
+    """It is on a gradient's path, and so is the parameter that has no rule."""
+    with seeded(0):
+        forward = lambda m, x: torch.cdist(x, m.p) * CASTS[cast](m.layer)(x.to(cast_to(cast))).double()
+        model = Raw(forward, p=(4, 3), layer=nn.Linear(3, 4)).double()
+        x, y = torch.randn(5, 3).double(), torch.randn(5, 4).double()
+    CASTS[cast](model.layer)
+    found = curvature.per_sample_gradients(model, nn.MSELoss(), x, y)[name]
+    expected = oracle.per_sample_gradients(model, nn.MSELoss(), x, y)[name]
+    torch.testing.assert_close(found, expected)
+
+
+def cast_to(cast: str) -> torch.dtype:
+    return torch.float32 if cast == "float" else torch.float64
