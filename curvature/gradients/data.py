@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from curvature.recording import unwrap_compiled
+
+RANDOM_SOURCES = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+COMPARED = 1000  # indices, or batches of them, of a sampler that torch does not know
 
 
 def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
@@ -68,18 +75,61 @@ def digests(model: nn.Module) -> dict[str, str]:
     return {name: digest(t) + (" frozen" if name in frozen else "") for name, t in tensors.items()}
 
 
-def require_order(data: Any) -> None:
-    """Refuse a DataLoader that shuffles.
+def require_order(data: Any, name: str = "data") -> None:
+    """Refuse a DataLoader that gives its samples in an order that nobody knows afterwards.
+
+    Args:
+        name: of the argument.
 
     Raises:
-        ValueError: it does.
+        ValueError: its sampler, or that of its batches, or what that wraps, is one of torch's that draw random numbers,
+            holds a generator, has a true ``shuffle``, or gives other indices the second time.
     """
     if not isinstance(data, DataLoader):
         return
-    sampler = getattr(data.batch_sampler, "sampler", data.sampler)
-    random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-    if random or getattr(sampler, "shuffle", False):
+    found = next(filter(_is_random, _samplers(data)), None)
+    if found is not None:
         raise ValueError(
-            f"data: the DataLoader shuffles (its sampler is a {type(sampler).__name__}), so that a later pass "
-            f"would not find the same samples; make it with shuffle=False"
+            f"{name}: the DataLoader shuffles (its sampler is a {type(found).__name__}), so that nobody would know "
+            f"which sample a result belongs to, and a later pass would not find the same samples; "
+            f"make one with shuffle=False: DataLoader(loader.dataset, batch_size=...)"
         )
+
+
+def _samplers(data: DataLoader) -> Iterator[Any]:
+    """Those that decide the order, from the outermost to what it wraps."""
+    seen: list[Any] = []
+    todo = [data.batch_sampler, data.sampler]
+    while todo:
+        one = todo.pop(0)
+        if one is None or any(one is other for other in seen):
+            continue
+        seen.append(one)
+        yield one
+        own = list(vars(one).values()) if hasattr(one, "__dict__") else []
+        todo += [x for x in own if isinstance(x, Sampler)]
+
+
+def _is_random(sampler: Any) -> bool:
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) or getattr(
+        sampler, "shuffle", False
+    ):
+        return True
+    if any(isinstance(x, RANDOM_SOURCES) for x in getattr(sampler, "__dict__", {}).values()):
+        return True
+    return not type(sampler).__module__.startswith("torch.") and _changes(sampler)
+
+
+def _changes(sampler: Any) -> bool:
+    """Whether a copy of it gives other indices the second time, of the first of them."""
+    if isinstance(sampler, Iterator):
+        return False
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        own = copy.copy(sampler)
+        first, second = (list(itertools.islice(own, COMPARED)) for _ in range(2))
+        return first != second
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
