@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from curvature.gradients.data import kind_of
 from curvature.gradients.uneven_inputs import Bags, bags_in, number_of_bags, packed_in, some_bags, some_sequences
 from curvature.losses import Loss, join_heads, per_sample_losses, reduction_of, resolve
 from curvature.recording import (
@@ -34,6 +36,16 @@ def validate_loss(loss: Loss) -> Loss:
     loss = resolve(loss)
     reduction_of(loss)
     return loss
+
+
+def described(x: Any) -> str:
+    """What was found in place of an input, for messages."""
+    if isinstance(x, Tensor):
+        return f"one of shape {tuple(x.shape)}; a single sample needs x[None] and y[None]"
+    if isinstance(x, tuple | list | Mapping):
+        inner = x.values() if isinstance(x, Mapping) else x
+        return f"{kind_of(x)}: {', '.join(dict.fromkeys(map(kind_of, inner)))}"
+    return kind_of(x)
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class Batch:
         inputs = [t for t in tensors_in(x) if t.ndim > dims[0]]
         if not inputs:
             raise TypeError(
-                f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {x!r:.80}"
+                f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {described(x)}"
             )
         bags, packed = bags_in(model, x), packed_in(x)
         count = inputs[0].shape[dims[0]]
@@ -81,7 +93,10 @@ class Batch:
             count = number_of_bags(tensors_in(x)[bags[0][1]], y) if bags else int(packed[0].batch_sizes[0])
         for t in tensors_in(y):
             if t.ndim <= dims[2] or t.shape[dims[2]] % max(1, count) or bool(t.shape[dims[2]]) > bool(count):
-                raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
+                alone = "; a single sample needs x[None] and y[None]" if t.ndim <= dims[2] else ""
+                raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}{alone}")
+        if isinstance(y, np.ndarray):
+            raise TypeError(f"y: expected a tensor, found {kind_of(y)}")
         x, y = map_tensors(_for_autograd, x), map_tensors(_for_autograd, y)
         return Batch(model, loss, x, y, count, dims, chosen, bags)
 

@@ -22,7 +22,7 @@ COMPARED = 1000  # indices, or batches of them, of a sampler that torch does not
 
 def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
     """The pairs (x, y) of one pair or of an iterable of pairs."""
-    nested = isinstance(data, list) and all(isinstance(entry, tuple | list) and len(entry) == 2 for entry in data)
+    nested = isinstance(data, list) and all(_is_batch(entry) for entry in data)
     if isinstance(data, tuple | list) and len(data) == 2 and not nested:
         yield data[0], data[1]
         return
@@ -31,9 +31,14 @@ def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
         if not isinstance(entry, tuple | list) or len(entry) != 2:
             raise TypeError(
                 f"data: expected pairs (x, y), x a tensor, a tuple of positional or a dict of keyword arguments; "
-                f"found {kind_of(entry)}"
+                f"found {kind_of(entry)}{recipe(entry)}"
             )
         yield entry[0], entry[1]
+
+
+def _is_batch(entry: Any) -> bool:
+    """Whether an entry of a list of two is a batch of its own, not x or y: a pair, or a dict with labels."""
+    return isinstance(entry, tuple | list) and len(entry) == 2 or isinstance(entry, Mapping) and bool(_target_of(entry))
 
 
 def require_pairs(data: Any) -> None:
@@ -43,12 +48,28 @@ def require_pairs(data: Any) -> None:
         TypeError: a tensor, a mapping, a string, or nothing iterable.
     """
     if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
-        raise TypeError(f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {kind_of(data)}")
+        raise TypeError(
+            f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {kind_of(data)}{recipe(data)}"
+        )
+
+
+def _target_of(batch: Mapping[Any, Any]) -> str | None:
+    return next((key for key in ("labels", "label", "targets", "target", "y") if key in batch), None)
+
+
+def recipe(found: Any) -> str:
+    """How to make pairs of what a data set of dicts gives."""
+    if not isinstance(found, Mapping):
+        return ""
+    key = _target_of(found) or "labels"
+    return f"; of batches that are dicts: [(batch, batch.pop({key!r})) for batch in loader]"
 
 
 def kind_of(found: Any) -> str:
     """Its type, and of a container its size, for messages."""
     size = f" of {len(found)}" if isinstance(found, tuple | list | dict) else ""
+    if isinstance(found, np.ndarray):
+        return "a numpy.ndarray: pass torch.as_tensor(...) of it"
     return f"a {type(found).__name__}{size}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import Jacobian
+from curvature.gradients import Jacobian, either_form
 from curvature.linalg import widen, widest
 from curvature.losses import Loss
 from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac
@@ -49,6 +49,7 @@ BUILDS: dict[str, Build] = {
 }
 
 
+@either_form
 def laplace(
     model: nn.Module,
     loss: Loss,
