@@ -48,7 +48,7 @@ class CurvatureBackend(CurvatureInterface):
             found = per_sample_jacobians(self.model, arguments(x))
         parameters = dict(self.model.named_parameters())
         rows = [own.reshape(*own.shape[: own.ndim - parameters[name].ndim], -1) for name, own in found.items()]
-        return self._chosen(torch.cat(rows, -1)), self._outputs(x)
+        return self._chosen(self._own(torch.cat(rows, -1))), self._outputs(x)
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients (N, P) of the summed loss, and its value."""
@@ -69,6 +69,10 @@ class CurvatureBackend(CurvatureInterface):
         """Only the parameters of the posterior require a gradient inside: with `last_layer` those of that layer."""
         own = set(map(id, self.params))
         return trained_alone(self.model, [name for name, p in self.model.named_parameters() if id(p) in own])
+
+    def _own(self, found: Tensor) -> Tensor:
+        """In the precision of the model, which laplace-torch goes on in; sums here are in single precision at least."""
+        return found.to(self.params[0].dtype)
 
     def _chosen(self, rows: Tensor) -> Tensor:
         return rows if self.subnetwork_indices is None else rows[..., self.subnetwork_indices]
@@ -92,13 +96,15 @@ class FisherBackend(CurvatureBackend):
         """Loss and matrix (P, P) of this batch, whatever the number N of all samples."""
         with self._trained():
             matrix = fisher(*self._problem(x, y), self.inject(mc_samples), generator=self._generator()).to_dense()
-        return self._loss(x, y), self.factor * self._chosen(self._chosen(matrix).mT)
+        return self._loss(x, y), self.factor * self._chosen(self._chosen(self._own(matrix)).mT)
 
     def diag(self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None) -> tuple[Tensor, Tensor]:
         """Loss and diagonal (P,) of the matrix of this batch."""
         with self._trained():
             found = fisher_diagonal(*self._problem(x, y), self.inject(mc_samples), generator=self._generator())
-        return self._loss(x, y), self.factor * self._chosen(torch.cat([own.flatten() for own in found.values()]))
+        return self._loss(x, y), self.factor * self._chosen(
+            self._own(torch.cat([own.flatten() for own in found.values()]))
+        )
 
     def kron(
         self, x: Any, y: Tensor, N: int, kfac_approx: str = "expand", mc_samples: int | None = None
@@ -122,7 +128,9 @@ class FisherBackend(CurvatureBackend):
                 generator=self._generator(),
             )
         found = {name: factors(block, name, len(y), N) for block in K.blocks.values() for name in block.space.names}
-        return self._loss(x, y), self.factor * Kron([found[name] for name in K.space.names])
+        return self._loss(x, y), self.factor * Kron(
+            [[self._own(side) for side in found[name]] for name in K.space.names]
+        )
 
 
 class CurvatureGGN(FisherBackend, GGNInterface):
@@ -148,12 +156,12 @@ class CurvatureHessian(CurvatureBackend):
     def full(self, x: Any, y: Tensor, N: int | None = None) -> tuple[Tensor, Tensor]:
         with self._trained():
             matrix = hessian(*self._problem(x, y)).to_dense()
-        return self._loss(x, y), self.factor * self._chosen(self._chosen(matrix).mT)
+        return self._loss(x, y), self.factor * self._chosen(self._chosen(self._own(matrix)).mT)
 
     def diag(self, x: Any, y: Tensor, N: int | None = None) -> tuple[Tensor, Tensor]:
         with self._trained():
             diagonal = hessian(*self._problem(x, y)).diagonal()
-        return self._loss(x, y), self.factor * self._chosen(diagonal)
+        return self._loss(x, y), self.factor * self._chosen(self._own(diagonal))
 
     def kron(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Kron]:
         raise NotImplementedError("the Hessian has no Kronecker factors; take CurvatureGGN or CurvatureEF")

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from curvature.attribution.eigenbases import Eigenbases, Terms
 from curvature.attribution.queries import Queries, compress, joined, pieces
-from curvature.gradients import Batch, number_of_batches, pairs, require_pairs, sample_terms
+from curvature.gradients import Batch, number_of_batches, pairs, require_order, require_pairs, sample_terms
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
 from curvature.matrices import ekfac
@@ -51,7 +51,7 @@ def influence(
         loss: as for `per_sample_gradients`.
         train: the training data: one pair ``(x, y)``, or an iterable of pairs that can be gone over twice (a
             DataLoader that does not shuffle: columns are in its order).
-        query: the queries, likewise; their targets say which answer's loss it is about.
+        query: the queries, likewise (rows are in their order); their targets say which answer's loss it is about.
         curvature: K, any operator over the parameters or some of them, of the same loss and data: `kfac`,
             `gauss_newton` (exact; above 2000 parameters by conjugate gradients), a block of one (only these
             parameters count then). By default `ekfac` of the training data (arXiv:2308.03296).
@@ -63,8 +63,8 @@ def influence(
         progress: whether to show a bar over the training batches.
 
     Raises:
-        ValueError: there are no data, the rank is no positive number, the matrix is singular with this damping, or as
-            for `per_sample_gradients`: BatchNorm in training mode is refused by name.
+        ValueError: a DataLoader shuffles, there are no data, the rank is no positive number, the matrix is singular
+            with this damping, or as for `per_sample_gradients`: BatchNorm in training mode is refused by name.
         TypeError: an argument of the wrong kind.
 
     The queries' gradients and their solutions are held, Q times the parameters (with ``query_rank`` those of one batch
@@ -130,8 +130,9 @@ def _by_parameter(
 ) -> dict[str, Tensor]:  # fmt: skip
     """The scores of all training samples: `score` gives those of a batch, from its terms and the solved queries, both
     in the bases that `in_bases` finds for K and the first queries."""
-    for data in (train, query):
+    for what, data in (("train", train), ("query", query)):
         require_pairs(data)
+        require_order(data, what)
     K = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress) if curvature is None else curvature
     if not isinstance(K, Operator):
         raise TypeError(f"curvature: expected an operator, as curvature.kfac(...) gives, found a {type(K).__name__}")

@@ -7,6 +7,7 @@ each sample's gradient, exact. `per_sample` holds the public functions. They rec
 takes the `general_path`: vmap, or a loop over samples.
 """
 
+from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.clipping import clipped_gradient
 from curvature.gradients.data import digests, kind_of, number_of_batches, pairs, require_order, require_pairs
@@ -39,7 +40,7 @@ from curvature.gradients.verification import differences, require_independent_sa
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "SamplesMeet", "Terms", "batched_vjp",
     "candidate_axes", "check_gradients", "clipped_gradient", "computed_weights", "differences", "digests",
-    "find_plan", "general_path_terms", "gradient_noise_scale", "joint_bias", "kind_of", "layers_of",
+    "either_form", "find_plan", "general_path_terms", "gradient_noise_scale", "joint_bias", "kind_of", "layers_of",
     "learn_and_verify", "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients",
     "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "plan_key", "record", "require_apart",
     "require_independent_samples", "require_order", "require_pairs", "residual_jacobian", "sample_layouts",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients.uneven_inputs import number_of_bags, offsets_of, packed_in, some_bags, some_sequences
+from curvature.gradients.data import kind_of
+from curvature.gradients.uneven_inputs import Bags, bags_in, number_of_bags, packed_in, some_bags, some_sequences
 from curvature.losses import Loss, join_heads, per_sample_losses, reduction_of, resolve
 from curvature.recording import (
     as_arguments,
@@ -36,6 +38,16 @@ def validate_loss(loss: Loss) -> Loss:
     return loss
 
 
+def described(x: Any) -> str:
+    """What was found in place of an input, for messages."""
+    if isinstance(x, Tensor):
+        return f"one of shape {tuple(x.shape)}; a single sample needs x[None] and y[None]"
+    if isinstance(x, tuple | list | Mapping):
+        inner = x.values() if isinstance(x, Mapping) else x
+        return f"{kind_of(x)}: {', '.join(dict.fromkeys(map(kind_of, inner)))}"
+    return kind_of(x)
+
+
 @dataclass(frozen=True)
 class Batch:
     """`count` samples along axis `dims[0]` of the inputs, `dims[1]` of the output, `dims[2]` of the target."""
@@ -47,8 +59,8 @@ class Batch:
     count: int
     dims: tuple[int, int, int]
     parameters: dict[str, nn.Parameter]  # that require a gradient, or those of them that are asked for
-    offsets: Tensor | None = None  # where the samples begin, if x is (values, offsets, ...) of bags
     takes_logits: bool = True  # whether the loss takes ``output.logits`` where the output has them
+    bags: Bags = ()  # of x, if its samples are bags: values with offsets
 
     @staticmethod
     def of(
@@ -74,22 +86,25 @@ class Batch:
         inputs = [t for t in tensors_in(x) if t.ndim > dims[0]]
         if not inputs:
             raise TypeError(
-                f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {x!r:.80}"
+                f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {described(x)}"
             )
-        offsets, packed = offsets_of(model, x), packed_in(x)
+        bags, packed = bags_in(model, x), packed_in(x)
         count = inputs[0].shape[dims[0]]
-        if offsets is not None or packed:
-            count = int(packed[0].batch_sizes[0]) if offsets is None else number_of_bags(offsets, y)
+        if bags or packed:
+            count = number_of_bags(tensors_in(x)[bags[0][1]], y) if bags else int(packed[0].batch_sizes[0])
         for t in tensors_in(y):
             if t.ndim <= dims[2] or t.shape[dims[2]] % max(1, count) or bool(t.shape[dims[2]]) > bool(count):
-                raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}")
+                alone = "; a single sample needs x[None] and y[None]" if t.ndim <= dims[2] else ""
+                raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}{alone}")
+        if isinstance(y, np.ndarray):
+            raise TypeError(f"y: expected a tensor, found {kind_of(y)}")
         x, y = map_tensors(_for_autograd, x), map_tensors(_for_autograd, y)
-        return Batch(model, loss, x, y, count, dims, chosen, offsets)
+        return Batch(model, loss, x, y, count, dims, chosen, bags)
 
     @property
     def is_uneven(self) -> bool:
         """Whether the input has no axis of samples: bags with offsets, packed sequences."""
-        return self.offsets is not None or bool(packed_in(self.x))
+        return bool(self.bags) or bool(packed_in(self.x))
 
     def sample(self, n: int) -> Batch:
         """Sample n as a batch of one."""
@@ -104,15 +119,15 @@ class Batch:
             each = t.shape[target_dim] // self.count
             return t.narrow(target_dim, some.start * each, count * each)
 
-        if self.offsets is not None:
-            x = some_bags(self.x, self.offsets, some, self.count)
+        if self.bags:
+            x = some_bags(self.x, self.bags, some, self.count)
         elif self.is_uneven:
             x = some_sequences(self.x, some)
         else:
             has_samples = lambda t: t.ndim > dim and t.shape[dim] == self.count
             x = map_tensors(lambda t: t.narrow(dim, some.start, count) if has_samples(t) else t, self.x)
         y = map_tensors(lambda t: rows(t) if t.ndim > target_dim else t, self.y)
-        return replace(self, x=x, y=y, count=count, offsets=None if self.offsets is None else tensors_in(x)[1])
+        return replace(self, x=x, y=y, count=count)
 
     def parts(self, size: int | None, name: str) -> Iterator[tuple[int, slice]]:
         """Parts of one size: the first sample whose turn it is, and the part; the last one begins before its turn.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch
 from curvature.gradients.per_sample import sample_terms
 from curvature.linalg import stack
@@ -17,6 +18,7 @@ from curvature.recording import fresh_random_numbers
 from curvature.terms import contractions
 
 
+@either_form
 def clipped_gradient(
     model: nn.Module,
     loss: Loss,

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from curvature.recording import unwrap_compiled
+
+RANDOM_SOURCES = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+COMPARED = 1000  # indices, or batches of them, of a sampler that torch does not know
 
 
 def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
     """The pairs (x, y) of one pair or of an iterable of pairs."""
-    nested = isinstance(data, list) and all(isinstance(entry, tuple | list) and len(entry) == 2 for entry in data)
+    nested = isinstance(data, list) and all(_is_batch(entry) for entry in data)
     if isinstance(data, tuple | list) and len(data) == 2 and not nested:
         yield data[0], data[1]
         return
@@ -24,9 +31,14 @@ def pairs(data: Any) -> Iterator[tuple[Any, Any]]:
         if not isinstance(entry, tuple | list) or len(entry) != 2:
             raise TypeError(
                 f"data: expected pairs (x, y), x a tensor, a tuple of positional or a dict of keyword arguments; "
-                f"found {kind_of(entry)}"
+                f"found {kind_of(entry)}{recipe(entry)}"
             )
         yield entry[0], entry[1]
+
+
+def _is_batch(entry: Any) -> bool:
+    """Whether an entry of a list of two is a batch of its own, not x or y: a pair, or a dict with labels."""
+    return isinstance(entry, tuple | list) and len(entry) == 2 or isinstance(entry, Mapping) and bool(_target_of(entry))
 
 
 def require_pairs(data: Any) -> None:
@@ -36,12 +48,28 @@ def require_pairs(data: Any) -> None:
         TypeError: a tensor, a mapping, a string, or nothing iterable.
     """
     if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
-        raise TypeError(f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {kind_of(data)}")
+        raise TypeError(
+            f"data: expected a pair (x, y) or an iterable of pairs (a DataLoader), found {kind_of(data)}{recipe(data)}"
+        )
+
+
+def _target_of(batch: Mapping[Any, Any]) -> str | None:
+    return next((key for key in ("labels", "label", "targets", "target", "y") if key in batch), None)
+
+
+def recipe(found: Any) -> str:
+    """How to make pairs of what a data set of dicts gives."""
+    if not isinstance(found, Mapping):
+        return ""
+    key = _target_of(found) or "labels"
+    return f"; of batches that are dicts: [(batch, batch.pop({key!r})) for batch in loader]"
 
 
 def kind_of(found: Any) -> str:
     """Its type, and of a container its size, for messages."""
     size = f" of {len(found)}" if isinstance(found, tuple | list | dict) else ""
+    if isinstance(found, np.ndarray):
+        return "a numpy.ndarray: pass torch.as_tensor(...) of it"
     return f"a {type(found).__name__}{size}"
 
 
@@ -68,18 +96,61 @@ def digests(model: nn.Module) -> dict[str, str]:
     return {name: digest(t) + (" frozen" if name in frozen else "") for name, t in tensors.items()}
 
 
-def require_order(data: Any) -> None:
-    """Refuse a DataLoader that shuffles.
+def require_order(data: Any, name: str = "data") -> None:
+    """Refuse a DataLoader that gives its samples in an order that nobody knows afterwards.
+
+    Args:
+        name: of the argument.
 
     Raises:
-        ValueError: it does.
+        ValueError: its sampler, or that of its batches, or what that wraps, is one of torch's that draw random numbers,
+            holds a generator, has a true ``shuffle``, or gives other indices the second time.
     """
     if not isinstance(data, DataLoader):
         return
-    sampler = getattr(data.batch_sampler, "sampler", data.sampler)
-    random = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-    if random or getattr(sampler, "shuffle", False):
+    found = next(filter(_is_random, _samplers(data)), None)
+    if found is not None:
         raise ValueError(
-            f"data: the DataLoader shuffles (its sampler is a {type(sampler).__name__}), so that a later pass "
-            f"would not find the same samples; make it with shuffle=False"
+            f"{name}: the DataLoader shuffles (its sampler is a {type(found).__name__}), so that nobody would know "
+            f"which sample a result belongs to, and a later pass would not find the same samples; "
+            f"make one with shuffle=False: DataLoader(loader.dataset, batch_size=...)"
         )
+
+
+def _samplers(data: DataLoader) -> Iterator[Any]:
+    """Those that decide the order, from the outermost to what it wraps."""
+    seen: list[Any] = []
+    todo = [data.batch_sampler, data.sampler]
+    while todo:
+        one = todo.pop(0)
+        if one is None or any(one is other for other in seen):
+            continue
+        seen.append(one)
+        yield one
+        own = list(vars(one).values()) if hasattr(one, "__dict__") else []
+        todo += [x for x in own if isinstance(x, Sampler)]
+
+
+def _is_random(sampler: Any) -> bool:
+    if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) or getattr(
+        sampler, "shuffle", False
+    ):
+        return True
+    if any(isinstance(x, RANDOM_SOURCES) for x in getattr(sampler, "__dict__", {}).values()):
+        return True
+    return not type(sampler).__module__.startswith("torch.") and _changes(sampler)
+
+
+def _changes(sampler: Any) -> bool:
+    """Whether a copy of it gives other indices the second time, of the first of them."""
+    if isinstance(sampler, Iterator):
+        return False
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        own = copy.copy(sampler)
+        first, second = (list(itertools.islice(own, COMPARED)) for _ in range(2))
+        return first != second
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

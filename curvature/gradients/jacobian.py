@@ -242,6 +242,13 @@ class Jacobian:
         """The same Jacobian with small pieces of like terms put together: a few large products in place of many."""
         return replace(self, parts=_stacked(self.parts))
 
+    def promoted(self, dtype: torch.dtype) -> Jacobian:
+        """The same Jacobian with products in at least this precision."""
+        parts = [
+            (size, {k: [promote(t, dtype) for t in own] for k, own in terms.items()}) for size, terms in self.parts
+        ]
+        return replace(self, parts=parts, zero=self.zero.to(torch.promote_types(self.zero.dtype, dtype)))
+
     def merged(self) -> Jacobian:
         """The same Jacobian with the terms of each parameter merged, for many products."""
         together = contractions.merge_terms

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch
 from curvature.gradients.data import pairs, require_pairs
 from curvature.gradients.per_sample import sample_terms
@@ -29,6 +30,7 @@ class NoiseScale(NamedTuple):
     squared_norm: float
 
 
+@either_form
 def gradient_noise_scale(
     model: nn.Module, loss: Loss, data: Any, *, sample_dim: int | tuple[int, int, int] = 0
 ) -> NoiseScale:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.meeting_samples import require_apart
@@ -22,6 +23,7 @@ from curvature.recording import creates_graph, preserve_state, trained_alone
 from curvature.terms import DenseGradients, contractions
 
 
+@either_form
 def per_sample_gradients(
     model: nn.Module,
     loss: Loss,
@@ -43,7 +45,8 @@ def per_sample_gradients(
         loss: a torch loss module or a callable ``loss(output, target) -> scalar``.
         x: a tensor, a tuple of positional or a dict of keyword arguments; a dict with other keys is one argument.
             Samples may also be bags, as ``(values, offsets)`` for `nn.EmbeddingBag`, or a `PackedSequence`.
-        y: the target, as the loss takes it: N, or N * m rows.
+        y: the target, as the loss takes it: N, or N * m rows. It may be left out if x is the pair ``(x, y)``, as in all
+            ``per_sample_*`` functions.
         parameters: names of parameters, or of modules for all that are below them: the others count as frozen, which
             saves the backward pass to them; None: all that require a gradient.
         sample_dim: the axis of the samples; or one each for input, output and target.
@@ -90,6 +93,7 @@ def _results(batch: Batch, out: Mapping[str, Any] | None) -> dict[str, Tensor]:
     return {name: out[name] if isinstance(out[name], Tensor) else torch.from_numpy(out[name]) for name in shapes}
 
 
+@either_form
 def per_sample_norms(
     model: nn.Module,
     loss: Loss,
@@ -108,6 +112,7 @@ def per_sample_norms(
     return _sum(_settled(batch, contractions.tentative_norms_squared).values()).sqrt()
 
 
+@either_form
 def per_sample_norms_by_parameter(
     model: nn.Module,
     loss: Loss,
@@ -125,6 +130,7 @@ def per_sample_norms_by_parameter(
     return {name: squares.sqrt() for name, squares in found.items()}
 
 
+@either_form
 def per_sample_gram(
     model: nn.Module,
     loss: Loss,
@@ -147,6 +153,7 @@ def _settled(batch: Batch, contract: Contraction) -> dict[str, Tensor]:
     return dict(zip(found, contractions.settled(found.values()), strict=True))
 
 
+@either_form
 @full_precision()
 def check_gradients(
     model: nn.Module,

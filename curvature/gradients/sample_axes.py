@@ -42,11 +42,14 @@ def find_layouts(
 ) -> tuple[list[list[Layout]], bool]:
     """For every use the first candidate that reproduces its weighted backprop up to rounding; the host waits once.
 
-    With a single sample, whose entries they all are, all candidates do. Candidates that would reproduce it without the
-    noise floor come before others: gradients that vanish in a deep network have digits of their own.
+    With a single sample, whose entries they all are, all axes do, those of size one first. All are returned: the rule
+    of the layer takes the first that holds none of its features, as it would with many samples. Candidates that would
+    reproduce it without the noise floor come before others: gradients that vanish in a deep network have digits of
+    their own.
 
     Returns:
-        A list for each use, which is empty where no candidate does; and whether no other candidates do, of none.
+        A list for each use, which is empty where no candidate does; and whether no other candidates do, of none (of a
+        single sample, whether there are gradients).
     """
     count, floor = len(weights), noise_floor(weighted)
     tried: list[list[Layout]] = []
@@ -59,7 +62,8 @@ def find_layouts(
         allowed = _allowed(size, b, floor)
         candidates: Iterable[Layout] = candidate_axes(tuple(b.shape), count)
         if count == 1:
-            tried.append(list(itertools.islice(candidates, 1)))
+            sizes = sorted(enumerate(b.shape), key=lambda axis: axis[1] != 1)
+            tried.append([Layout(dim, 1, 1, size) for dim, size in sizes])
             flags.append(size > allowed)
             continue
         if b.device.type == "cpu":  # elsewhere the host would wait

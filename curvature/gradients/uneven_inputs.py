@@ -13,46 +13,65 @@ from torch.utils import _pytree as pytree
 
 from curvature.recording import call_model, map_tensors, preserve_state, tensors_in
 
+Bags = tuple[tuple[int, int], ...]  # places of values and their offsets among the tensors of the input
 
-def offsets_of(model: nn.Module, x: Any) -> Tensor | None:
-    """The offsets, if x is ``(values, offsets, ...)`` as `nn.EmbeddingBag` takes it; else None.
+
+def bags_in(model: nn.Module, x: Any) -> Bags:
+    """Where x holds values with offsets, as `nn.EmbeddingBag` takes them, in whatever order.
 
     Values (L,) and offsets are integers, the offsets from 0 upwards to L at most. Identifiers may look the same, so a
-    forward pass shows whether they reach an embedding bag as its offsets.
+    forward pass shows which reach an embedding bag as its offsets.
     """
     leaves = tensors_in(x)
-    if packed_in(x) or len(leaves) < 2 or any(t.ndim != 1 or t.is_floating_point() for t in leaves[:2]):
-        return None
-    values, offsets = leaves[:2]
-    ends = offsets.tolist()
-    if not ends or ends[0] != 0 or sorted(ends) != ends or ends[-1] > len(values):
-        return None
-    with preserve_state(model), torch.no_grad(), _OffsetsSought(offsets) as sought:
+    whole = [k for k, t in enumerate(leaves) if t.ndim == 1 and not t.is_floating_point()]
+    if len(whole) < 2 or packed_in(x):
+        return ()
+    sizes = {k: max(len(leaves[j]) for j in whole if j != k) for k in whole}
+    likely = [k for k in whole if _are_ends(leaves[k].tolist(), sizes[k])]
+    if not likely:
+        return ()
+    with preserve_state(model), torch.no_grad(), _BagsSought(leaves, whole, likely) as sought:
         call_model(model, x)
-    return offsets if sought.are_found else None
+    return tuple(sought.found)
 
 
-class _OffsetsSought(TorchFunctionMode):
-    """Follows a tensor through torch functions: does it arrive, unchanged, at an embedding bag as its offsets?"""
+def _are_ends(ends: list[int], size: int) -> bool:
+    return bool(ends) and ends[0] == 0 and sorted(ends) == ends and ends[-1] <= size
 
-    def __init__(self, offsets: Tensor) -> None:
+
+class _BagsSought(TorchFunctionMode):
+    """Follows tensors through torch functions: which arrive, unchanged, at an embedding bag as its offsets?"""
+
+    def __init__(self, leaves: list[Tensor], whole: list[int], likely: list[int]) -> None:
         super().__init__()
-        self.offsets, self.are_found = offsets, False
-        self.derived = [offsets]  # kept alive, so that no other tensor takes their identity
+        self.leaves, self.likely, self.found = leaves, likely, list[tuple[int, int]]()
+        self.derived = {k: [leaves[k]] for k in whole}  # kept alive, so that no other tensor takes their identity
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is F.embedding_bag:
-            own = kwargs.get("offsets", args[2] if len(args) > 2 else None)
-            if own is not None and self._is_derived(own):
-                self.are_found |= torch.equal(own[: len(self.offsets)], self.offsets.to(own))
+            offsets = kwargs.get("offsets", args[2] if len(args) > 2 else None)
+            self._note(kwargs.get("input", args[0] if args else None), offsets)
         result = function(*args, **kwargs)
-        if any(self._is_derived(t) for t in pytree.tree_leaves((args, kwargs))):
-            self.derived += [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        given = pytree.tree_leaves((args, kwargs))
+        made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        for k in self.derived:
+            if any(self._is_of(k, t) for t in given):
+                self.derived[k] += made
         return result
 
-    def _is_derived(self, value: Any) -> bool:
-        return any(value is t for t in self.derived)
+    def _note(self, values: Any, offsets: Any) -> None:
+        if offsets is None:
+            return
+        for k in self.likely:
+            own = self.leaves[k]
+            if self._is_of(k, offsets) and torch.equal(offsets[: len(own)], own.to(offsets)):
+                read = [j for j in self.derived if j != k and len(self.leaves[j]) == len(values)]
+                read.sort(key=lambda j: not self._is_of(j, values))
+                self.found += [(j, k) for j in read[:1] if (j, k) not in self.found]
+
+    def _is_of(self, k: int, value: Any) -> bool:
+        return any(value is t for t in self.derived[k])
 
 
 def number_of_bags(offsets: Tensor, y: Any) -> int:
@@ -60,17 +79,25 @@ def number_of_bags(offsets: Tensor, y: Any) -> int:
     return len(offsets) - any(len(t) == len(offsets) - 1 for t in tensors_in(y) if t.ndim)
 
 
-def some_bags(x: Any, offsets: Tensor, some: slice, count: int) -> Any:
+def some_bags(x: Any, bags: Bags, some: slice, count: int) -> Any:
     """The bags of these samples."""
-    size = len(tensors_in(x)[0])
-    ends = [*offsets.tolist(), size]
-    start, stop = ends[some.start], ends[some.stop]
+    leaves = tensors_in(x)
+    parts: dict[int, Tensor] = {}
+    spans: dict[int, slice] = {}  # of tensors beside the values, which have their length
+    for values, k in bags:
+        offsets, size = leaves[k], len(leaves[values])
+        ends = [*offsets.tolist(), size]
+        span = slice(ends[some.start], ends[some.stop])
+        parts[k] = offsets[some.start : some.stop + len(offsets) - count] - span.start
+        parts[values] = leaves[values][span]
+        spans.setdefault(size, span)
 
     def part(t: Tensor) -> Tensor:
-        if t is offsets:
-            return t[some.start : some.stop + len(offsets) - count] - start
-        if t.ndim == 1 and len(t) == size:
-            return t[start:stop]
+        known = next((own for k, own in parts.items() if leaves[k] is t), None)
+        if known is not None:
+            return known
+        if t.ndim == 1 and len(t) in spans:
+            return t[spans[len(t)]]
         return t[some] if t.ndim and len(t) == count else t
 
     return map_tensors(part, x)

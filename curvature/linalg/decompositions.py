@@ -30,16 +30,20 @@ class NotDefinite(ValueError):
         values: its eigenvalues, or the smallest one.
         rounding: their uncertainty.
         damping: the damping that did not suffice.
+
+    Attributes:
+        damping: likewise.
+        needed: a damping that suffices.
     """
 
     def __init__(self, what: str, values: Tensor, rounding: Tensor, damping: float) -> None:
         indefinite = bool((values + damping < -rounding).any())
         state = "indefinite" if indefinite else "singular to working precision"
         with_damping = f" with damping {damping:.3g}" if damping else ""
-        needed = 2 * float((rounding - values).max().clamp(min=0))
+        self.damping, self.needed = float(damping), 2 * float((rounding - values).max().clamp(min=0))
         super().__init__(
             f"{what} is {state}{with_damping}: its least eigenvalue is {float(values.min()):.3g} without damping. "
-            f"Use a damping above {needed:.3g}"
+            f"Use a damping above {self.needed:.3g}"
         )
 
 

@@ -41,7 +41,7 @@ class Settings:
         if self.products is not None:
             torch.set_float32_matmul_precision(self.products)
         if self.cudnn is not None:
-            CUDNN.allow_tf32 = self.cudnn
+            torch._C._set_cudnn_allow_tf32(self.cudnn)  # the attribute refuses after `disable_global_flags()`
         for one, precision in zip(OPERATORS, self.operators, strict=True):
             if one.fp32_precision != precision:
                 one.fp32_precision = precision

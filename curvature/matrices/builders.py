@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import digests, number_of_batches, require_order
-from curvature.losses import Curved, Injection, Loss, empirical, exact
+from curvature.gradients import digests, either_form, number_of_batches, require_order
+from curvature.losses import Curved, Injection, Loss, empirical, exact, resolve
 from curvature.matrices.accumulators import DiagonalAccumulator
 from curvature.matrices.block_structure import Structure, Structures, collected, require_injection, seed_of, summed
 from curvature.matrices.matrix_free import ThroughGradient, ThroughOutputs
@@ -23,13 +23,19 @@ from curvature.matrices.products import Repeated
 from curvature.matrices.stored_sums import StoredSums
 from curvature.matrices.wide_output import diagonal_chunks
 from curvature.operators import BlockDiagonal, MatrixFree, Operator
-from curvature.recording import in_turn
+from curvature.recording import in_turn, warn_once
 
 EXACT = exact()
 SampleDim = int | tuple[int, int, int]
 Path = str | os.PathLike[str]
+FLAT = nn.NLLLoss, nn.L1Loss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.HingeEmbeddingLoss
+LINEAR = (
+    "loss: %s is piecewise linear in the model's output, so that this Gauss-Newton matrix is zero; if the output are "
+    "log-probabilities, take nn.CrossEntropyLoss, which is the same loss there (or of the logits), or curvature.fisher"
+)
 
 
+@either_form
 def fisher_diagonal(
     model: nn.Module,
     loss: Loss | None,
@@ -48,7 +54,7 @@ def fisher_diagonal(
         model: any module whose samples are independent (no BatchNorm in training mode).
         loss: a torch loss module or a callable ``loss(output, target) -> scalar``; None is enough for `isotropic`.
         data: one pair ``(x, y)``, or an iterable of pairs (a DataLoader); x is a tensor, a tuple of positional or a
-            dict of keyword arguments.
+            dict of keyword arguments. All builders take x and y as two arguments, too.
         inject: `exact`, `sampled`, `propagated`, `isotropic` or `empirical`.
         parameters: names of parameters, or of modules for all that are below them: the others count as frozen, so that
             no vector goes back to them and nothing of theirs is held; None: all that require a gradient.
@@ -81,6 +87,7 @@ def fisher_diagonal(
     return found.by_name(scale)
 
 
+@either_form
 def fisher_blocks(
     model: nn.Module,
     loss: Loss | None,
@@ -112,6 +119,7 @@ def fisher_blocks(
     return _as_blocks(collected(source, inject, seed_of(generator), sums, store=file))
 
 
+@either_form
 def fisher(
     model: nn.Module,
     loss: Loss | None,
@@ -144,6 +152,7 @@ def fisher(
     return ThroughOutputs.operator(source, inject, seed_of(generator))
 
 
+@either_form
 def gauss_newton(
     model: nn.Module,
     loss: Loss,
@@ -157,14 +166,17 @@ def gauss_newton(
 
     The loss may be any twice differentiable one; if H is indefinite, so is the matrix. For cross-entropy, mean squared
     error and binary cross-entropy with logits it equals `fisher`. A loss on log-probabilities (``NLLLoss``) has H = 0,
-    which makes the matrix zero: use ``CrossEntropyLoss`` on logits, or `fisher`.
+    which makes the matrix zero (the log says so): use ``CrossEntropyLoss`` on logits, or `fisher`.
 
     Arguments, errors and the operator that it returns are those of `fisher`. Source: Schraudolph 2002,
     doi:10.1162/08997660260028683.
     """
+    if isinstance(resolve(loss), FLAT):
+        warn_once(LINEAR, type(resolve(loss)).__name__)
     return fisher(model, loss, data, Curved(), parameters=parameters, sample_dim=sample_dim, progress=progress)
 
 
+@either_form
 def empirical_fisher(
     model: nn.Module,
     loss: Loss,
@@ -181,6 +193,7 @@ def empirical_fisher(
     return fisher(model, loss, data, empirical(), parameters=parameters, sample_dim=sample_dim, progress=progress)
 
 
+@either_form
 def hessian(
     model: nn.Module,
     loss: Loss,
@@ -201,6 +214,7 @@ def hessian(
     return ThroughGradient.operator(DataSource(model, loss, data, sample_dim, progress, parameters))
 
 
+@either_form
 def kfac(
     model: nn.Module,
     loss: Loss | None,
@@ -239,6 +253,7 @@ def kfac(
     return _as_blocks(collected(source, inject, seed_of(generator), sums, store=file))
 
 
+@either_form
 @in_turn()
 def ekfac(
     model: nn.Module,

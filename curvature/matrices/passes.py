@@ -220,7 +220,8 @@ class RecordedBatch:
                 raise
             return self._as_one_sample(error, self.masses.whole(self.number, self.output))
         if by_rows or inject.is_random or not inject.weighs_samples:
-            where = where_samples_meet(self.batch, self.tape)
+            with AttentionInBlocks():
+                where = where_samples_meet(self.batch, self.tape)
             if where and (not inject.weighs_samples or self.batch.is_uneven):
                 raise SamplesMeet(where)
             if where:
@@ -243,7 +244,8 @@ class RecordedBatch:
             SamplesMeet: they do.
         """
         if self.whole is None:
-            require_apart(self.batch, self.tape)
+            with AttentionInBlocks():
+                require_apart(self.batch, self.tape)
 
     def mass_of_batch(self) -> float:
         """What the batch counts for beside others: 1 in a sum, the masses of its samples together in a mean.

@@ -12,7 +12,7 @@ from torch.func import grad, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature.functional import ExactNorms
-from curvature.gradients import Batch, differences, over_samples
+from curvature.gradients import Batch, differences, either_form, over_samples
 from curvature.linalg import full_precision, without_autocast
 from curvature.losses import Injection, Loss, exact
 from curvature.matrices.block_structure import require_injection, seed_of
@@ -27,6 +27,7 @@ EXACT = exact()
 PRODUCT_ELEMENTS = 1 << 24  # entries of the rows of all samples' Hessians that are computed together
 
 
+@either_form
 def per_sample_fisher_diagonals(
     model: nn.Module,
     loss: Loss | None,
@@ -83,6 +84,7 @@ def per_sample_fisher_diagonals(
     return found
 
 
+@either_form
 @full_precision()
 def per_sample_hessian_diagonals(
     model: nn.Module,

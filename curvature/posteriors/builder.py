@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature.linalg import widen
+from curvature.gradients import Jacobian, either_form
+from curvature.linalg import widen, widest
 from curvature.losses import Loss
 from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac
-from curvature.operators import BlockDiagonal, Diagonal, Space
+from curvature.operators import BlockDiagonal, Diagonal, SampleSpace, Space
 from curvature.posteriors.labels import LabelDistribution, labels_of
 from curvature.posteriors.layered import LayeredCurvature, module_of, positive_scalar
 from curvature.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws
@@ -25,7 +27,13 @@ def _kfac(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagona
 
 
 def _dense(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
-    return BlockDiagonal(space, [fisher(model, loss, data, parameters=space.names).compact()])
+    """By the rows of few samples in the widest precision: squares of rows lose half of their digits, below which
+    priors are once a model is trained."""
+    found = fisher(model, loss, data, parameters=space.names).compact()
+    if isinstance(found, SampleSpace) and isinstance(found.rows, Jacobian):
+        wide = replace(space, dtype=widest(space.device.type))
+        found = SampleSpace(wide, found.rows.promoted(wide.dtype), found.scale)
+    return BlockDiagonal(found.space, [found])
 
 
 def _diagonal(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
@@ -41,6 +49,7 @@ BUILDS: dict[str, Build] = {
 }
 
 
+@either_form
 def laplace(
     model: nn.Module,
     loss: Loss,
@@ -93,7 +102,7 @@ def laplace(
         names = tuple(name for name in names if module_of(name) in modules)
     curvature = LayeredCurvature(BUILDS[structure](model, summed, data, space.subspace(names)))
     home, parameters = curvature.space.device, dict(model.named_parameters())
-    mean = curvature.space.flatten({name: parameters[name].detach() for name in names})
+    mean = curvature.flatten(parameters)
     return LaplacePosterior(model, fit.to(home), curvature, mean, curvature.prior(prior), sigma.to(home))
 
 

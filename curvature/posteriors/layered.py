@@ -13,6 +13,69 @@ from curvature.linalg import cholesky_with_jitter, matmul, psd_eigh, stack, try_
 from curvature.operators import BlockDiagonal, Dense, Operator
 
 
+class Precision(Operator):
+    """``M + prior``. The prior counts as exact: its solves and draws take it as the damping of M, whose eigenvalues may
+    be so large that their rounding exceeds it.
+
+    Args:
+        curvature: M.
+        prior: a number, or one for each entry (P,).
+    """
+
+    def __init__(self, curvature: Operator, prior: Tensor) -> None:
+        super().__init__(curvature.space)
+        self.curvature, self.prior = curvature, prior.to(self.space.device, self.space.dtype)
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self.curvature._matmat(V) + self.prior.reshape(-1, 1) * V
+
+    def to_dense(self) -> Tensor:
+        return self.curvature.to_dense() + self._each().diag()
+
+    def diagonal(self) -> Tensor:
+        return self.curvature.diagonal() + self.prior
+
+    def trace(self) -> Tensor:
+        return self.curvature.trace() + self._each().sum()
+
+    def state(self) -> dict[str, Any]:
+        if self.prior.ndim:
+            return Dense(self.space, self.to_dense()).state()
+        return self.curvature.damped(float(self.prior)).state()
+
+    def _eigenvalues(self) -> Tensor:
+        return super()._eigenvalues() if self.prior.ndim else self.curvature._eigenvalues() + self.prior
+
+    def _each(self) -> Tensor:
+        return self.prior.expand(self.space.size)
+
+    def _damped(self, damping: float) -> tuple[Operator, float, Tensor | None]:
+        """``N, d, r`` with ``M + prior + damping = diag(1 / r) (N + d I) diag(1 / r)``; r is None for ones."""
+        whole = self.prior + damping
+        if not whole.ndim:
+            return self.curvature, float(self.prior) + damping, None
+        r = whole.rsqrt()
+        return Dense(self.space, r[:, None] * self.curvature.to_dense() * r), 1.0, r
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        N, own, r = self._damped(damping)
+        return N._solve(V, own) if r is None else r[:, None] * N._solve(r[:, None] * V, own)
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        N, own, r = self._damped(damping)
+        return N._inverse_root(Z, own) if r is None else r[:, None] * N._inverse_root(Z, own)
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        N, own, r = self._damped(float(damping))
+        found = N.inverse(own)
+        return found if r is None else Dense(self.space, r[:, None] * found.to_dense() * r)
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        N, own, r = self._damped(float(damping))
+        found = N.logdet(own)
+        return found if r is None else found - 2 * r.log().sum()
+
+
 class LayeredCurvature:
     """M by layers, so that ``factor * M + prior`` and its log-determinant are quick for any factor and prior.
 
@@ -37,6 +100,11 @@ class LayeredCurvature:
         self.layer_of = {name: self.layers.index(owners[name]) for name in self.space.names}
         self._spectra: dict[int, Tensor] = {}
         self._semidefinite: dict[int, Tensor] = {}
+
+    def flatten(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Those of the posterior as a flat vector (P,), in the precision of M."""
+        own = {name: parameters[name].detach() for name in self.space.names}
+        return self.space.flatten(own).to(self.space.dtype)
 
     def sums_by_layer(self, each: Tensor) -> Tensor:
         """Sums over the entries of each layer: (P,) to (layers,), in the widest precision."""
@@ -73,10 +141,7 @@ class LayeredCurvature:
         return BlockDiagonal(self.space, [self._block_precision(block, float(factor), prior) for block in self.blocks])
 
     def _block_precision(self, block: Operator, factor: float, prior: Tensor) -> Operator:
-        own = self._prior_of(block, prior.detach())
-        if own.ndim == 0:
-            return block.scaled(factor).damped(float(own))
-        return Dense(block.space, factor * block.to_dense() + own.to(block.space.device, block.space.dtype).diag())
+        return Precision(block.scaled(factor), self._prior_of(block, prior.detach()))
 
     def _prior_of(self, block: Operator, prior: Tensor) -> Tensor:
         """The prior precision of a block: a scalar, or (p,) where it spans several layers with their own."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.linalg import psd_eigh
+from curvature.linalg import NotDefinite, psd_eigh
 from curvature.losses import Loss
 from curvature.matrices import DataSource, RecordedBatch
 from curvature.operators import BlockDiagonal
@@ -77,11 +78,25 @@ class LaplacePosterior:
         """``Sigma``.
 
         Raises:
-            ValueError: the precision is singular to working precision: the prior is too small beside the curvature.
+            ValueError: the prior is less than the rounding of the curvature; the message says which prior is not.
         """
-        inverse = self.precision.inverse()
+        with self._known_precision():
+            inverse = self.precision.inverse()
         assert isinstance(inverse, BlockDiagonal)
         return inverse
+
+    @contextmanager
+    def _known_precision(self) -> Iterator[None]:
+        """Say in terms of the prior that the precision cannot be inverted."""
+        try:
+            yield
+        except NotDefinite as error:
+            larger = [float(f"{value * error.needed / error.damping:.2g}") for value in self.prior.reshape(-1).tolist()]
+            dtype = str(self.curvature.space.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"prior: {_shown(self.prior.reshape(-1).tolist())} is below the rounding of {dtype} beside this "
+                f"curvature; take posterior.with_prior({_shown(larger)}), or laplace() of model.double()"
+            ) from error
 
     def outputs(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean and covariance of the outputs of the model linearised at the mean (arXiv:2008.08217, equation 9).
@@ -101,14 +116,16 @@ class LaplacePosterior:
             ValueError: as for `covariance`, or samples are not independent.
         """
         parameters = dict(self.model.named_parameters())
-        now = self.curvature.space.flatten({name: parameters[name].detach() for name in self.curvature.space.names})
+        now = self.curvature.flatten(parameters)
         if not torch.equal(now, self.mean):
             raise RuntimeError("model: its parameters have changed since the posterior was made; call laplace() again")
         found: list[tuple[Tensor, Tensor]] = []
 
         def visit(run: RecordedBatch) -> None:
             require_no_draws(run)
-            found.append((run.output.detach(), output_covariance(run, self.covariance)))
+            output = run.output.detach()
+            covariance = output_covariance(run, self.covariance)
+            found.append((output, covariance.to(torch.promote_types(output.dtype, torch.float32))))
 
         DataSource(self.model, self.fit.loss, (x, None), parameters=self.curvature.space.names).each(visit)
         return found[0]
@@ -159,8 +176,11 @@ class LaplacePosterior:
             ValueError: as for `covariance`.
         """
         require_draws("n", n)
-        draws = self.precision.sample(n, generator=generator)
-        return self.curvature.space.split(self.mean + draws)
+        with self._known_precision():
+            draws = self.precision.sample(n, generator=generator)
+        dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
+        found = self.curvature.space.split(self.mean + draws)
+        return {name: own.to(torch.promote_types(dtypes[name], torch.float32)) for name, own in found.items()}
 
     def log_marginal_likelihood(self, prior: Prior | None = None, noise: float | Tensor | None = None) -> Tensor:
         """``log p(labels | inputs)`` in Laplace's approximation, a scalar tensor differentiable in prior and noise.
@@ -239,6 +259,11 @@ class LaplacePosterior:
         prior = ", ".join(f"{value:.4g}" for value in self.prior.reshape(-1).tolist())
         noise = f", noise {float(self.noise):.4g}" if self.fit.labels.has_noise else ""
         return f"LaplacePosterior({loss}, {len(self.mean)} parameters, prior {prior}{noise})"
+
+
+def _shown(prior: list[float]) -> str:
+    one, *others = [f"{value:.3g}" for value in prior]
+    return f"[{', '.join([one, *others])}]" if others else one
 
 
 def require_draws(what: str, given: Any) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from curvature.gradients import Batch, sample_terms
+from curvature.gradients import Batch, either_form, sample_terms
 from curvature.losses import Loss
 from curvature.projections.projection import Projection
 
 
+@either_form
 def per_sample_projections(
     model: nn.Module,
     loss: Loss,

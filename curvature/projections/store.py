@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
-from curvature.gradients import Batch, digests, number_of_batches, pairs, require_order, require_pairs
+from curvature.gradients import Batch, digests, either_form, number_of_batches, pairs, require_order, require_pairs
 from curvature.losses import Loss
 from curvature.projections.per_sample import per_sample_projections, require_projection
 from curvature.projections.projection import Projection
@@ -25,6 +25,7 @@ SECONDS = 1.0  # between two notes of how far the file is
 TOLERANCE = 1e-3  # of a row's norm, between what is stored and what is computed again: other machines round differently
 
 
+@either_form
 def store_projections(
     model: nn.Module,
     loss: Loss,

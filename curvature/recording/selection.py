@@ -11,6 +11,8 @@ from torch import nn
 
 from curvature.recording.eager import unwrap_compiled
 
+ORDER = " (the order is model, loss, data)"
+
 
 def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[str, nn.Parameter]:
     """The parameters that require a gradient, in the order of ``named_parameters()``.
@@ -25,10 +27,12 @@ def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[
     """
     model = unwrap_compiled(model)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}{ORDER}")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
-        raise ValueError("model: no parameter requires a gradient")
+        empty = next(model.parameters(), None) is None
+        which = f"; the first argument is a {type(model).__name__}, which has none{ORDER}" if empty else ""
+        raise ValueError(f"model: no parameter requires a gradient{which}")
     if chosen is None:
         return trained
     if isinstance(chosen, str):

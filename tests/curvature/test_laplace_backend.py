@@ -178,3 +178,26 @@ def entries(backend: CurvatureInterface, name: str, x: Tensor, y: Tensor, **opti
 
 def test_every_backend_is_one_of_theirs():
     assert all(issubclass(own, CurvatureInterface) for own in (CurvatureEF, CurvatureGGN, CurvatureHessian))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@likelihoods
+def test_results_are_in_the_precision_of_the_model(likelihood: str, dtype: torch.dtype):
+    model, x, y = task(likelihood)
+    model, x, y = model.to(dtype), x.to(dtype), y if likelihood == "classification" else y.to(dtype)
+    wide, (x_wide, y_wide) = copy.deepcopy(model).double(), (x.double(), y if y.dtype == torch.long else y.double())
+    backend, exact = CurvatureGGN(model, likelihood), CurvatureGGN(wide, likelihood)
+    tolerance = 20 * torch.finfo(dtype).eps
+    for name, inputs in {"jacobians": (False,), "full": (), "diag": (), "kron": (len(x),)}.items():
+        given = (x,) if name == "jacobians" else (x, y)
+        given_wide = (x_wide,) if name == "jacobians" else (x_wide, y_wide)
+        found, expected = getattr(backend, name)(*given, *inputs), getattr(exact, name)(*given_wide, *inputs)
+        both = [(found[0], expected[0])] if name == "jacobians" else [(found[1], expected[1])]
+        if name == "kron":
+            pairs = zip(found[1].kfacs, expected[1].kfacs, strict=True)
+            both = [both for ours, theirs in pairs for both in zip(ours, theirs, strict=True)]
+        for one, other in both:
+            assert one.dtype == dtype
+            assert (one.double() - other).norm() <= tolerance * other.norm()
+    for one in (CurvatureHessian(model, likelihood), CurvatureEF(model, likelihood)):
+        assert one.diag(x, y)[1].dtype == one.full(x, y)[1].dtype == dtype

@@ -123,8 +123,8 @@ def test_sizes_are_found(tmp_path: Path) -> None:
     assert not list(size_faults([path]))
     path.write_text("class A:\n    async def f(self):\n" + "        x = 1\n" * 60)
     assert list(size_faults([path])) == ["long.py:2 f has 61 lines, more than 60"]
-    path.write_text("\n" * 401)
-    assert list(size_faults([path])) == ["long.py has 401 lines, more than 400"]
+    path.write_text("\n" * 601)
+    assert list(size_faults([path])) == ["long.py has 601 lines, more than 600"]
 
 
 def test_tensors_without_a_device_are_found(tmp_path: Path) -> None:

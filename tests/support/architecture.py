@@ -38,6 +38,7 @@ FLOORS = {
 }
 # What may be imported from outside, beside the standard library and torch.
 LIBRARIES = {
+    "gradients": {"numpy"},  # arrays in messages, and its random state, which a sampler may draw from
     "matrices": {"tqdm"},
     "attribution": {"tqdm"},
     "projections": {"numpy", "tqdm"},

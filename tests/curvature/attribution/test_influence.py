@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, TensorDataset
 
 import curvature
 import curvature.attribution.queries
@@ -262,3 +265,51 @@ def test_what_is_refused() -> None:
     batchnorm = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 3)).double()
     with pytest.raises(ValueError, match="BatchNorm"):
         curvature.influence(batchnorm, LOSS, train, query)
+
+
+class Shuffled(Sampler[int]):
+    """Draws from what it is given, or from the global random numbers of Python."""
+
+    def __init__(self, source: torch.Generator | None) -> None:
+        self.source = source
+
+    def __iter__(self) -> Iterator[int]:
+        if self.source is None:
+            return iter(random.sample(range(7), 7))
+        return iter(torch.randperm(7, generator=self.source).tolist())
+
+    def __len__(self) -> int:
+        return 7
+
+
+ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffle": lambda: {"shuffle": True, "batch_size": 3},
+    "batches of a random sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(7)), 3, False)},
+    "a generator of its own": lambda: {"sampler": Shuffled(torch.Generator()), "batch_size": 3},
+    "within a batch sampler": lambda: {"batch_sampler": BatchSampler(Shuffled(None), 3, False)},
+    "random numbers of Python": lambda: {"sampler": Shuffled(None), "batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("what", ["train", "query"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "function", [curvature.influence, curvature.influence_by_parameter, curvature.influence_by_place]
+)
+def test_loaders_that_shuffle_are_refused(function: Callable[..., Any], order: str, what: str):
+    model, train, query = problem()
+    data = {"train": train, "query": query}
+    data[what] = DataLoader(TensorDataset(*train), **ORDERS[order]())
+    before = random.getstate()
+    with pytest.raises(ValueError, match=rf"{what}: the DataLoader shuffles .*shuffle=False"):
+        function(model, LOSS, **data)
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize("batches", [[[0, 1, 2], [3, 4, 5, 6]], BatchSampler(SequentialSampler(range(7)), 3, False)])
+def test_loaders_in_order_are_not_refused(batches: Any):
+    model, train, query = problem()
+    loader = DataLoader(TensorDataset(*train), batch_sampler=batches)
+    assert torch.allclose(
+        curvature.influence(model, LOSS, loader, query), curvature.influence(model, LOSS, train, query)
+    )

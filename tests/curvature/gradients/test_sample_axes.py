@@ -61,7 +61,7 @@ def test_one_entry_in_many_makes_a_layout_wrong():
 
 def test_all_entries_belong_to_a_single_sample():
     b, weights = torch.randn(4, 1, 6).double(), torch.tensor([0.7]).double()
-    assert find_layout(b, 0.7 * b, weights) == ([(1, 1, 1, 1)], True)
+    assert find_layout(b, 0.7 * b, weights) == ([(1, 1, 1, 1), (0, 1, 1, 4), (2, 1, 1, 6)], True)
     assert not find_layout(0 * b, 0 * b, weights)[1]  # nothing was seen
 
 

@@ -64,6 +64,58 @@ def test_weights_of_words():
     agrees(model, (WORDS, torch.tensor([0, 2, 2]), weights), y, plain_gradients(model, *pairs))
 
 
+@pytest.mark.parametrize(
+    "names", [("words", "starts", "dense"), ("starts", "words", "dense"), ("dense", "starts", "words")]
+)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_bags_do_not_depend_on_the_order_of_the_inputs(names: tuple[str, ...], by_name: bool):
+    def run(m: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        given = kwargs or dict(zip(names, args, strict=True))
+        return m.head(m.bag(given["words"], given["starts"]).tanh() + given["dense"])
+
+    with seeded(0):
+        model = Raw(run, bag=nn.EmbeddingBag(6, 3), head=nn.Linear(3, 4)).double()
+        dense = torch.randn(4, 3).double()
+    starts, ends, y = [0, 2, 2, 5], [2, 2, 5, 9], torch.tensor([0, 1, 3, 2])
+    whole = {"words": WORDS, "starts": torch.tensor(starts), "dense": dense}
+
+    def one(n: int) -> dict[str, Tensor]:
+        return {"words": WORDS[starts[n] : ends[n]], "starts": torch.tensor([0]), "dense": dense[n : n + 1]}
+
+    form = lambda given: {k: given[k] for k in names} if by_name else tuple(given[k] for k in names)
+    pairs = [(model(**one(n)), y[n : n + 1]) for n in range(4)]
+    agrees(model, form(whole), y, plain_gradients(model, *pairs))
+
+
+def test_keywords_of_an_embedding_bag_in_either_order():
+    with seeded(0):
+        model = nn.EmbeddingBag(6, 4).double()
+    offsets, y = torch.tensor([0, 2, 5]), torch.tensor([0, 1, 3])
+    expected = curvature.per_sample_gradients(model, LOSS, (WORDS, offsets), y)
+    for x in ({"input": WORDS, "offsets": offsets}, {"offsets": offsets, "input": WORDS}):
+        agrees(model, x, y, expected)
+
+
+@pytest.mark.parametrize("sizes", [(9, 7), (9, 9)])
+def test_several_fields_with_offsets_of_their_own(sizes: tuple[int, int]):
+    def run(m: Any, a: Tensor, a_starts: Tensor, b: Tensor, b_starts: Tensor) -> Tensor:
+        return m.head(m.first(a, a_starts) * m.second(b, b_starts))
+
+    with seeded(0):
+        tables = {"first": nn.EmbeddingBag(6, 3), "second": nn.EmbeddingBag(6, 3)}
+        model = Raw(run, **tables, head=nn.Linear(3, 4)).double()
+    a, b, y = WORDS[: sizes[0]], WORDS.flip(0)[: sizes[1]], torch.tensor([0, 1, 3])
+    ends = [[0, 2, 5, sizes[0]], [0, 4, 6, sizes[1]]]
+    starts = [torch.tensor(own[:-1]) for own in ends]
+
+    def one(n: int) -> Tensor:
+        (s, e), (t, f) = (own[n : n + 2] for own in ends)
+        return model(a[s:e], torch.tensor([0]), b[t:f], torch.tensor([0]))
+
+    pairs = [(one(n), y[n : n + 1]) for n in range(3)]
+    agrees(model, (a, starts[0], b, starts[1]), y, plain_gradients(model, *pairs))
+
+
 # As many items as users, and a table shared by all samples
 @pytest.mark.parametrize("items", [6, 3])
 def test_identifiers_that_look_like_offsets(items: int):

@@ -68,6 +68,20 @@ def test_settings_of_both_kinds() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT, *SETTINGS], check=True, cwd=ROOT)
 
 
+def test_frozen_flags() -> None:
+    """Torch's own test helpers freeze them; then plain assignment to `torch.backends.cudnn` raises."""
+    script = """
+import torch
+torch.backends.cudnn.allow_tf32 = True
+torch.backends.disable_global_flags()
+from curvature.linalg import full_precision
+with full_precision():
+    assert not torch.backends.cudnn.allow_tf32
+assert torch.backends.cudnn.allow_tf32
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
 def test_two_threads() -> None:
     """The first to leave does not take it from the other; the last restores what was."""
     products = torch.backends.cuda.matmul

@@ -1,0 +1,133 @@
+"""Posteriors, influence, saliencies and merging in single precision, of nets that KFAC has trained."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from optimizers import KFAC
+from support.cases.case import seeded
+
+pytestmark = pytest.mark.fast
+
+LOSS = nn.MSELoss()
+Data = tuple[Tensor, Tensor]
+
+
+@functools.cache
+def trained(hidden: tuple[int, ...], seed: int = 0) -> tuple[nn.Module, Data]:
+    with seeded(seed):
+        x = torch.rand(60, 1) * 6 - 3
+        y = (2 * x).sin() + 0.1 * torch.randn(60, 1)
+        widths = [1, *hidden, 1]
+        layers = [layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+        model = nn.Sequential(*layers[:-1])
+        opt = KFAC(model)
+        for _ in range(100):
+            opt.zero_grad()
+            LOSS(model(x), y).backward()
+            opt.step()
+    return model, (x, y)
+
+
+def in_double(model: nn.Module, data: Data) -> tuple[nn.Module, Data]:
+    return copy.deepcopy(model).double(), (data[0].double(), data[1].double())
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense", "last_layer"])
+@pytest.mark.parametrize("hidden", [(30,), (20, 20), (64,)])
+def test_error_bars_after_training_are_those_in_double_precision(
+    hidden: tuple[int, ...], structure: str, per_layer: bool
+) -> None:
+    model, data = trained(hidden)
+    found = curvature.laplace(model, LOSS, data, structure).optimize_prior(per_layer=per_layer)
+    wide_model, wide_data = in_double(model, data)
+    wide = curvature.laplace(wide_model, LOSS, wide_data, structure)
+    expected = wide.with_prior(found.prior, found.noise)
+    x = torch.linspace(-4, 4, 30)[:, None]
+    # The eigenvalues of factors are known to 1e-7 of the largest, which is a few percent of the prior; 24 of these
+    # posteriors had errors up to 0.1.
+    assert relative(found.outputs(x)[1], expected.outputs(x.double())[1]) < 0.25
+    prediction = found.predict(x)
+    assert prediction.variance.dtype == torch.float32 and bool((prediction.variance > 0).all())
+    draws = found.sample(2000)
+    assert {t.dtype for t in draws.values()} == {torch.float32}
+    variances = torch.cat([own.var(0).flatten() for own in draws.values()])
+    assert relative(variances, expected.covariance.diagonal()) < 0.3
+
+
+@pytest.mark.parametrize("hidden", [(30,), (20, 20)])
+def test_dense_posteriors_keep_the_digits_of_their_rows(hidden: tuple[int, ...]) -> None:
+    model, data = trained(hidden)
+    found = curvature.laplace(model, LOSS, data, "dense", prior=0.05, noise=0.1)
+    wide_model, wide_data = in_double(model, data)
+    wide = curvature.laplace(wide_model, LOSS, wide_data, "dense")
+    expected = wide.with_prior(0.05, 0.1)
+    x = torch.linspace(-4, 4, 30)[:, None]
+    assert relative(found.outputs(x)[1], expected.outputs(x.double())[1]) < 1e-2
+    evidence = float(found.log_marginal_likelihood()), float(expected.log_marginal_likelihood())
+    assert evidence[0] == pytest.approx(evidence[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("prior", [0.7, torch.tensor([0.3, 2.0])])
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
+def test_precision_is_one_matrix_in_all_its_forms(structure: str, prior: Any) -> None:
+    model, data = in_double(*trained((6,)))
+    precision = curvature.laplace(model, LOSS, data, structure, prior=prior, noise=0.5).precision
+    dense, eye = precision.to_dense(), torch.eye(precision.space.size, dtype=torch.float64)
+    torch.testing.assert_close(precision @ eye, dense)
+    torch.testing.assert_close(precision.diagonal(), dense.diagonal())
+    torch.testing.assert_close(precision.trace(), dense.trace())
+    torch.testing.assert_close(precision.eigenvalues(), torch.linalg.eigvalsh(dense), rtol=1e-6, atol=1e-8)
+    for damping in (0.0, 0.4):
+        damped = dense + damping * eye
+        torch.testing.assert_close(precision.solve(eye, damping), damped.inverse(), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(precision.inverse(damping).to_dense(), damped.inverse(), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(precision.logdet(damping), torch.logdet(damped))
+
+
+def test_a_prior_below_rounding_is_refused_and_the_one_that_the_message_names_works() -> None:
+    model, data = trained((30,))
+    posterior = curvature.laplace(model, LOSS, data, prior=1e-7, noise=1e-3)
+    with pytest.raises(
+        ValueError, match=r"prior: 1e-07 is below the rounding of float32.*with_prior\(.*double"
+    ) as told:
+        posterior.predict(data[0])
+    with pytest.raises(ValueError, match="with_prior"):
+        posterior.sample(2)
+    named = float(str(told.value).split("with_prior(")[1].split(")")[0])
+    assert bool(posterior.with_prior(named).predict(data[0]).variance.isfinite().all())
+    wide, double = in_double(model, data)
+    found = curvature.laplace(wide, LOSS, double, prior=1e-3, noise=0.01).predict(double[0])
+    assert bool(found.variance.isfinite().all())
+
+
+@pytest.mark.parametrize("builder", [curvature.kfac, curvature.ekfac, curvature.gauss_newton])
+def test_influence_saliencies_and_merging_are_those_in_double_precision(builder: Any) -> None:
+    found, expected = (
+        _used(model, data, builder) for model, data in (trained((20, 20)), in_double(*trained((20, 20))))
+    )
+    for name, value in found.items():
+        assert relative(value, expected[name]) < 1e-2, name
+
+
+def _used(model: nn.Module, data: Data, builder: Any) -> dict[str, Tensor]:
+    K, (x, y) = builder(model, LOSS, data), data
+    moved = {name: p.detach() * 1.1 for name, p in model.named_parameters()}
+    flat = lambda named: torch.cat([t.flatten() for t in named.values()])
+    return {
+        "influence": curvature.influence(model, LOSS, data, (x[:5], y[:5]), K),
+        "saliencies": flat(curvature.saliencies(K, model)),
+        "merge": flat(curvature.merge([model, moved], [K, K], damping=1e-2)),
+    }
