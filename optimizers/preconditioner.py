@@ -25,7 +25,8 @@ from optimizers.schedule import Schedule
 
 WITHOUT_CURVATURE = (
     "no forward pass of the model was seen that shows any curvature, and parameters move along their gradients; call "
-    "the model that the optimizer was given, after making the optimizer, and have it return its outputs"
+    "the model that the optimizer was given, after making the optimizer, have it return its outputs, and call it "
+    "on the batch, not inside torch.func transforms such as vmap"
 )
 DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, the default damping of that factor
 
@@ -54,7 +55,7 @@ class Preconditioner:
     Args:
         store: the curvature, in blocks of parameters.
         schedule: when to renew the averages and to invert each block.
-        roster: the processes that train the model.
+        teams: the processes that train the model.
         monitor: holds the seconds spent in each part of a step.
         decay: of the running averages.
         owner: name of the optimizer, for messages.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import CurvatureStore
-from curvature.recording import force_eager, is_sharded
+from curvature.recording import force_eager, is_sharded, warn_once
 from optimizers.arguments import check_numbers, require_one_device
 from optimizers.capturing import Capture, is_capturing
 from optimizers.checkpoints import curvature_of, pack, unpack
@@ -44,6 +44,12 @@ from optimizers.steps.rule import Outcome, Scaling, StepContext, StepRule
 from optimizers.steps.updates import Step, make
 
 RULES = "rule", "residual_rule"  # names of parts of a checkpoint
+EMPTY = (
+    "%s.step: no parameter had a gradient at three steps in a row, and nothing moves; call loss.backward() before the "
+    "step, and train the model that the optimizer was given, not a copy"
+)
+LEAST_USUAL_RATE = 0.05  # an lr below is one of another optimizer's
+MOST_EMPTY = 3  # steps in a row, before that is said
 
 
 class SecondOrderOptimizer(ModelOptimizer):
@@ -91,6 +97,12 @@ class SecondOrderOptimizer(ModelOptimizer):
             store, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
         )
         self.recorder.expect()
+        self.empty_steps = 0  # in a row
+        if arguments["step_rule"] is None and 0 < float(options["lr"]) < LEAST_USUAL_RATE:
+            warn_once(
+                "%s: lr=%s multiplies the step that the optimizer finds itself, and 1 is the default; rates of SGD or "
+                "Adam do not carry over", name, f"{float(options['lr']):.3g}", logger="optimizers",
+            )  # fmt: skip
 
     # -- a step
 
@@ -195,13 +207,22 @@ class SecondOrderOptimizer(ModelOptimizer):
         if outcome.is_skipped:
             self.monitor.skip()
             self.recorder.discard()
-        elif outcome.entry is not None:
-            entry = self.monitor.note_step(outcome.entry, outcome.numbers, outcome.is_undecided)
+        elif outcome.is_step:
+            entry = self.monitor.note_step(outcome.entry or {}, outcome.numbers, outcome.is_undecided)
             entry["seconds"] = time.perf_counter() - start
             if self.residual_rule is None:
                 self.preconditioner.note_seconds(outcome.renewal)
+        self._note_emptiness(outcome)
         self.recorder.expect()
         return outcome
+
+    def _note_emptiness(self, outcome: Outcome) -> None:
+        """Say so where nothing moves; keep no empty state."""
+        self.empty_steps = 0 if outcome.is_step or outcome.is_skipped else self.empty_steps + 1
+        if self.empty_steps == MOST_EMPTY:
+            warn_once(EMPTY, type(self).__name__, logger="optimizers")
+        for p in [p for p, own in self.state.items() if not own] if outcome.move is None else ():  # a move fills it
+            del self.state[p]
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
         trained = self.trained()

@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.utils.hooks import RemovableHandle
 
 from curvature.preconditioners import CurvatureStatistics
@@ -73,7 +75,7 @@ class Passes:
 
         def arrive(gradient: Tensor) -> None:
             passes = me()
-            if passes is not None and found.step is passes.step:
+            if passes is not None and found.step is passes.step and not is_batched(gradient):
                 passes.begin(discard)
                 passes.total.add_(found.measured)
                 found.step = None
@@ -118,6 +120,25 @@ class Passes:
             handle.remove()
         self.leaf_hooks.clear()
         self.step, self.last, self.arrived, self.is_old = object(), None, False, False
+
+
+def is_transformed() -> bool:
+    """Whether torch.func, forward-mode differentiation or a trace runs the model now.
+
+    Such a pass is for derivatives, a metric or a graph. The loop goes back from none of its outputs as it stands.
+    """
+    modes = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)
+    )
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Whether a gradient is one of many vectors that ``vmap`` sends back at once: a Jacobian, and no training pass."""
+    return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
 
 
 def is_checkpointed(outputs: Sequence[Tensor]) -> bool:

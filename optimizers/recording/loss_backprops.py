@@ -20,7 +20,7 @@ from curvature.gradients import computed_weights
 from curvature.preconditioners import BlockDiagonalCurvature, FullCurvature
 from curvature.recording import ParameterNode
 from optimizers.distributed.team import Teams
-from optimizers.recording.backward_passes import Measured, Passes
+from optimizers.recording.backward_passes import Measured, Passes, is_batched
 from optimizers.recording.model_outputs import as_real, samples_first
 from optimizers.recording.output_scale import OutputScale, squares_along
 
@@ -99,7 +99,7 @@ class LayerBackprops:
     Args:
         store: measures them.
         passes: takes the result.
-        roster: the processes that train the model.
+        teams: the processes that train the model.
         is_sum: whether the loss is a sum over the batch, not a mean.
     """
 
@@ -139,7 +139,7 @@ class LayerBackprops:
 
     def _backprop_hook(self, arrival: Arrived, index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
         def hook(gradients: Sequence[Tensor]) -> None:
-            if gradients[number] is not None:
+            if gradients[number] is not None and not is_batched(gradients[number]):
                 self._note(arrival)
                 b, before = _widened(gradients[number]), arrival.backprops[index]
                 b = b.reshape(arrival.found.tape.uses[index].shape)
@@ -153,7 +153,7 @@ class LayerBackprops:
         def hook(gradient: Tensor) -> None:
             """The readers of the tensor have got their backprops, and the graph behind it is still there."""
             own, read = arrival(), node()
-            if own is None or read is None or self.is_measuring:
+            if own is None or read is None or self.is_measuring or is_batched(gradient):
                 return
             self.is_measuring = True  # what goes back now passes here, too
             try:
@@ -165,8 +165,9 @@ class LayerBackprops:
 
     def _whole_hook(self, arrival: weakref.ref[Arrived], name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            own, g = arrival(), _widened(gradient)
-            if own is not None and not self.is_measuring:
+            own = arrival()
+            if own is not None and not self.is_measuring and not is_batched(gradient):
+                g = _widened(gradient)
                 self._note(own)
                 own.whole[name] = own.whole[name] + g if name in own.whole else g
 
@@ -208,6 +209,8 @@ class LayerBackprops:
 
 def _add_squares(arrival: Arrived, output: Tensor, gradient: Tensor) -> None:
     """A hook that holds the arrival."""
+    if is_batched(gradient):
+        return
     found = squares_along(as_real(output), as_real(gradient))
     arrival.squares = arrival.squares + found.to(arrival.squares.device)
 
@@ -231,7 +234,7 @@ class LossRows:
     Args:
         store: measures the rows.
         passes: takes the result.
-        roster: the processes that train the model.
+        teams: the processes that train the model.
         is_sum: whether the loss is a sum over the batch, not a mean.
     """
 
@@ -248,7 +251,7 @@ class LossRows:
 
         def sent(index: int) -> Callable[[Tensor], None]:
             def hook(gradient: Tensor | None) -> None:
-                if gradient is None:
+                if gradient is None or is_batched(gradient):
                     return
                 handles[index].remove()  # what goes back now passes here too
                 own = waiting()

@@ -21,7 +21,7 @@ from curvature.recording import Listener, unwrap_compiled, warn_once
 from optimizers.distributed.processes import vectors_of_global_batch
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
-from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed
+from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
 from optimizers.recording.output_scale import OutputScale, Sums, squares_along
@@ -79,8 +79,10 @@ class Recorder:
 
     def is_due(self) -> bool:
         """Whether a forward pass now is recorded."""
+        if not torch.is_grad_enabled() or not self.may_be_due() or is_transformed():
+            return False
         # `steps` waits for the device's verdict on the last batch: ask only if this pass would renew the factors
-        return torch.is_grad_enabled() and self.may_be_due() and self.schedule.renews(self.monitor.steps)
+        return self.schedule.renews(self.monitor.steps)
 
     def may_be_due(self) -> bool:
         """Whether the next forward pass is recorded if the last batch was good."""

@@ -62,7 +62,8 @@ class AdaptiveStep(StepRule):
         """
         if context.closure is None:
             raise TypeError(
-                "KFAC(adaptive=True).step: pass a closure that computes the loss of the batch, as for torch.optim.LBFGS"
+                f"{context.owner}(adaptive=True).step: pass a closure that computes the loss of the batch, as for "
+                "torch.optim.LBFGS"
             )
         replay = context.replay()
         with context.monitor.timed("closure"):

@@ -75,6 +75,11 @@ class RuleChoice:
             # the closure may have renamed parameters, as spectral_norm does
             context = context if context.closure is None else again(context.closure)
             outcome = self.rule.step(context, evaluation)
+            if not isinstance(outcome, Outcome):
+                raise TypeError(
+                    f"step_rule: {type(self.rule).__name__}.step returned a {type(outcome).__name__}; return an "
+                    "optimizers.Outcome(loss, displacement)"
+                )
             self.takes_loss |= context.closure is not None
             return outcome
         context.recorder.discard()

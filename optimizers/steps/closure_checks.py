@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 BACKWARD = {Tensor.backward, torch.autograd.backward}
 EXPECTED = "closure: expected it to return the loss, a tensor of one entry, or residuals (M,)"
@@ -16,6 +17,46 @@ DIFFERENTIATES = (
     "outputs is not that of their derivatives; return the residuals r (M,), whose loss is 1/2 ||r||^2, and call no "
     "backward(). Penalties on gradients go in a loop without a closure"
 )
+
+CALLED_BEFORE = (
+    "closure: it returned {} of outputs that the model computed before the closure was called. This step calls the "
+    "closure again for other parameters, so the closure itself has to call the model"
+)
+WITHOUT_THE_MODEL = (
+    "closure: it returned {} that depends on no parameter of the optimizer's model; call the very model that the "
+    "optimizer was given in it, not a copy"
+)
+
+
+def check_computed(values: Iterable[Tensor], model: nn.Module, start: int, what: str) -> None:
+    """Check that a closure has read parameters of the model itself, so that calling it again shows how they count.
+
+    Args:
+        values: what it has computed.
+        start: number of the first node of autograd's graph that is its own.
+        what: was computed.
+
+    Raises:
+        RuntimeError: parameters were read before, or not at all.
+    """
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    todo = [x.grad_fn for x in values]
+    seen: set[Any] = set()
+    has_read = any(id(x) in trained for x in values)  # a loss that is a parameter
+    if has_read or not trained or not todo:
+        return
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for child, _ in node.next_functions:
+            if id(getattr(child, "variable", None)) in trained:
+                if node._sequence_nr() >= start:
+                    return
+                has_read = True
+            todo.append(child)
+    raise RuntimeError((CALLED_BEFORE if has_read else WITHOUT_THE_MODEL).format(what))
 
 
 def checked_value(value: Any) -> Tensor:
@@ -51,9 +92,11 @@ class ClosureWatch(TorchFunctionMode):
         self.model = model
         self.before: list[tuple[Tensor, Tensor | None, int]] = []  # gradients and their versions
         self.calls_backward = self.calls_model = self.differentiates = False
+        self.sent_back: list[Tensor] = []  # what backward passes began at
 
     def __enter__(self) -> ClosureWatch:
         self.before = [(p, p.grad, _version(p.grad)) for p in self.model.parameters() if p.requires_grad]
+        self.start = torch.autograd._get_sequence_nr()
         self.hook = self.model.register_forward_pre_hook(self._note_call)
         return super().__enter__()
 
@@ -66,7 +109,9 @@ class ClosureWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.calls_backward |= func in BACKWARD
+        if func in BACKWARD:
+            self.calls_backward = True
+            self.sent_back += [x for x in pytree.tree_leaves((args[:1], kwargs)) if isinstance(x, Tensor)]
         self.differentiates |= func is torch.autograd.grad and bool(kwargs.get("create_graph"))
         return func(*args, **kwargs)
 
@@ -79,6 +124,14 @@ class ClosureWatch(TorchFunctionMode):
         """The value of a closure, a loss () or residuals (M,); a loss of shape (1,) is told by its backward pass."""
         value = checked_value(value)
         return value[0] if value.shape == (1,) and self.has_sent_back else value
+
+    def check_repeatable(self, value: Tensor) -> None:
+        """
+        Raises:
+            RuntimeError: called again for other parameters, the closure would return the same `value`.
+        """
+        values = [x for x in (value, *self.sent_back) if x.requires_grad]
+        check_computed(values, self.model, self.start, "residuals" if value.ndim else "a loss")
 
     def check_loss(self, loss: Tensor) -> None:
         """

@@ -22,6 +22,7 @@ from curvature import output_changes
 from curvature.functional import TwiceDifferentiable
 from curvature.linalg import are_true, product_rounding, stack, widen
 from curvature.recording import ModelState, map_tensors, warn_once
+from optimizers.recording.backward_passes import is_transformed
 from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
 
 # What torch says of functions that cannot be differentiated twice
@@ -105,6 +106,7 @@ class Replay:
     ) -> None:
         self.model, self.closure, self.mean, self.unrecorded = model, closure, mean, unrecorded
         self.calls: list[Call] = []
+        self.has_transformed = False  # whether a call within torch.func shows no output that the loss is made of
         self.value = torch.zeros((), device="cpu")  # the loss at the first call
         self.before = ModelState(model)
 
@@ -115,6 +117,7 @@ class Replay:
             TypeError: the closure returns neither a loss nor residuals; the loss differentiates the model.
         """
         self.calls.clear()
+        self.has_transformed = False
         hooks = [
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end),
@@ -129,6 +132,7 @@ class Replay:
             return loss
         if watch.differentiates:
             raise TypeError(DIFFERENTIATES)
+        watch.check_repeatable(loss)
         self.value = loss.detach()
         if loss.requires_grad and not watch.has_sent_back:
             _without_gradients(self.model.parameters())
@@ -142,13 +146,15 @@ class Replay:
         return self.first()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled():
+        if is_transformed():
+            self.has_transformed = True
+        elif torch.is_grad_enabled():
             device = next(module.parameters()).device.type
             precision = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
             self.calls.append(Call(args, kwargs, ModelState(module), precision))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_transformed():
             call = self.calls[-1]
             call.output, call.versions = output, [x._version for x in _floats(output)]
             mixing = any(isinstance(m, _NormBase) and m.training and _mixes(m) for m in module.modules())
@@ -179,8 +185,8 @@ class Replay:
         """``d_i^T G d_j`` for all pairs of directions (k, k), G the Gauss-Newton matrix of the loss.
 
         G is the Hessian where the loss is linear in the model's outputs (these are losses, or log-probabilities), or
-        where these are no floating point tensors, or the loss depends on more; zero where some function has no second
-        derivative.
+        where these are no floating point tensors, or unknown, or the loss depends on more; zero where some function
+        has no second derivative.
 
         Args:
             directions: tensors of the shapes of parameters, by name.
@@ -190,7 +196,8 @@ class Replay:
             RuntimeError: the model's outputs differ from those of the first call.
         """
         try:
-            if all(_floats(call.output) and not _has_complex(call.output) for call in self.calls):
+            are_real = all(_floats(call.output) and not _has_complex(call.output) for call in self.calls)
+            if are_real and not self.has_transformed:
                 found = self._gauss_newton(directions, stride)
                 if found is not None and are_true(found.any()[None])[0]:
                     return found
@@ -250,7 +257,7 @@ class Replay:
             output = self.model(*call.args, **call.kwargs)
         if not call.agrees(_floats(output), 1):
             raise RuntimeError(
-                "KFAC(adaptive=True): called again with the same input, parameters, buffers and random numbers, the "
+                "closure: called again with the same input, parameters, buffers and random numbers, the "
                 "model gave another output; keep its state in buffers, and draw from torch's own random numbers"
             )
         return output, 1

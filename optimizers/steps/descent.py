@@ -22,7 +22,7 @@ class Descent:
 
     Attributes:
         directions: ``u``; to be subtracted.
-        slopes: inner products of gradient and scaled direction, for each layer.
+        slopes: inner products of the gradients' running mean and the scaled direction, for each layer.
         energies: about ``u^T M u`` of scaled directions, of each layer; of all together (1,) where M is that of all.
         scales: what the directions of the layers (n,) are to be multiplied by; None: by nothing.
     """

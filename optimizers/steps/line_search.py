@@ -114,7 +114,7 @@ class LineSearchStep(StepRule):
             TypeError: there is no closure.
         """
         if context.closure is None:
-            raise TypeError("NaturalGradient(line_search=True).step: pass a closure that computes the loss")
+            raise TypeError(f"{context.owner}(line_search=True).step: pass a closure that computes the loss")
         replay = context.replay()
         with context.monitor.timed("closure"):
             return Evaluation(checked_value(replay.first()), replay)

@@ -246,7 +246,7 @@ class Outcome:
         displacement: by name, of sharded parameters the local shard; the optimizer adds it to the parameters. None if
             the rule has moved them itself.
         move: a step that `torch.compile` can compile; the built-in `TrustRegionStep` uses it.
-        entry: numbers for the history; None: no step was taken.
+        entry: numbers for the history; may be left out.
         renewal: returned by ``context.renew``.
         is_skipped: whether to count the batch as skipped.
         rollbacks: number of steps that were tried and rolled back.
@@ -263,6 +263,12 @@ class Outcome:
     rollbacks: int = 0
     is_undecided: bool = False
     numbers: Callable[[], tuple[dict[str, Any], Verdict]] | None = None
+
+    @property
+    def is_step(self) -> bool:
+        """Whether a step was taken, which counts, even if it has nothing for the history."""
+        is_told = self.entry is not None or bool(self.displacement)
+        return is_told or self.renewal.renewed or self.renewal.inverted > 0
 
 
 class StepRule:

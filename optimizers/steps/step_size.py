@@ -1,4 +1,4 @@
-"""How far to go: pure functions from slopes and predicted changes of the outputs to the next step size.
+"""How far to go: from slopes and predicted changes of the outputs to the next step size.
 
 All numbers are scalar tensors, so that no step waits for the device; what is done to several alike, lists do at once.
 
@@ -237,7 +237,7 @@ class Look(NamedTuple):
         undoes: whether the second bad batch in a row undoes the last displacement.
         change: predicted root mean square change of the output entries for step size one.
         output_rms: root mean square of the output entries.
-        slope: inner product of gradient and direction, all layers with their learning rates.
+        slope: inner product of the gradients' running mean and the direction, all layers with their learning rates.
         lr: the largest learning rate.
         least_trust: the trust region to fall back to.
     """

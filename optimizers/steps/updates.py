@@ -1,4 +1,4 @@
-"""Pure functions of the step: nothing here holds state or sees a model."""
+"""The arithmetic of a step. Nothing here sees a model; what is kept from step to step is changed in place."""
 
 from __future__ import annotations
 

@@ -1,0 +1,204 @@
+"""torch.func, forward mode and tracing through a model that an optimizer watches: no such pass is a training pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from curvature import empirical
+from optimizers import EKFAC, KFAC, NaturalGradient
+
+OPTIMIZERS = {
+    "KFAC": KFAC,
+    "EKFAC": EKFAC,
+    "NaturalGradient": NaturalGradient,
+    "KFAC, empirical": lambda model: KFAC(model, inject=empirical()),
+    "NaturalGradient, empirical": lambda model: NaturalGradient(model, inject=empirical()),
+}
+ADAPTIVE = {
+    "KFAC": lambda model: KFAC(model, adaptive=True),
+    "NaturalGradient": lambda model: NaturalGradient(model, adaptive=True),
+    "line search": lambda model: NaturalGradient(model, line_search=True),
+}
+
+
+def network(outputs: int = 3) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(12, 2, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (12,), generator=generator)
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def per_sample(model: nn.Module, x: Tensor) -> Any:
+    loss = lambda p, a: functional_call(model, p, (a[None],)).square().sum()
+    return vmap(grad(loss), (None, 0))(copied(model), x)
+
+
+def forward_mode(model: nn.Module, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+USES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "vmap of grad": per_sample,
+    "vmap of jacrev": lambda model, x: vmap(jacrev(model))(x),
+    "vmap of hessian": lambda model, x: vmap(hessian(lambda z: model(z).sum()))(x),
+    "nested": lambda model, x: vmap(jacfwd(jacrev(model)))(x),
+    "jvp": lambda model, x: jvp(model, (x,), (x,))[1],
+    "vjp": lambda model, x: vjp(model, x)[1](torch.ones(12, 3, dtype=x.dtype)),
+    "jacrev by parameters": lambda model, x: jacrev(lambda p: functional_call(model, p, (x,)))(copied(model)),
+    "forward mode": forward_mode,
+    "forward-mode jacobian": lambda model, x: torch.autograd.functional.jacobian(
+        model, x, vectorize=True, strategy="forward-mode"
+    ),
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "jit.trace": lambda model, x: torch.jit.trace(model, x),
+}
+
+
+def trained(make: Callable[[nn.Module], torch.optim.Optimizer], use: Any, when: str) -> list[Tensor]:
+    model, (x, y) = network(), batch()
+    opt = make(model)
+    for _ in range(3):
+        opt.zero_grad()
+        if when == "before":
+            use(model, x)
+        loss = F.cross_entropy(model(x), y)
+        if when == "within":
+            use(model, x)
+        loss.backward()
+        opt.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("use", USES)
+def test_a_pass_within_a_transform_leaves_training_as_it_is(name: str, use: str) -> None:
+    plain = trained(OPTIMIZERS[name], USES[use], "never")
+    for when in ("before", "within"):
+        torch.testing.assert_close(trained(OPTIMIZERS[name], USES[use], when), plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_transform_of_a_watched_model_has_the_values_of_an_unwatched_one(name: str) -> None:
+    x, _ = batch()
+    model, other = network(), network()
+    OPTIMIZERS[name](model)
+    for key, value in per_sample(other, x).items():
+        torch.testing.assert_close(per_sample(model, x)[key], value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_linearize_gives_the_derivative_of_a_watched_model(name: str) -> None:
+    model, (x, _) = network(), batch()
+    OPTIMIZERS[name](model)
+    torch.testing.assert_close(linearize(model, x)[1](x), jvp(network(), (x,), (x,))[1])
+
+
+@pytest.mark.parametrize("name", ["KFAC, empirical", "NaturalGradient, empirical"])
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_many_vectors_sent_back_at_once_are_no_gradients_of_the_loss(name: str, when: str) -> None:
+    use = lambda model, x: torch.autograd.functional.jacobian(model, x, vectorize=True)
+    plain = trained(OPTIMIZERS[name], use, "never")
+    torch.testing.assert_close(trained(OPTIMIZERS[name], use, when), plain, rtol=0, atol=0)
+
+
+LOSSES = {
+    "vmap": lambda model, x, y: vmap(lambda a, b: F.cross_entropy(model(a), b))(x, y).mean(),
+    "penalty by jvp": lambda model, x, y: F.cross_entropy(model(x), y) + 0.01 * forward_slopes(model, x),
+    "functional_call": lambda model, x, y: F.cross_entropy(
+        functional_call(model, dict(model.named_parameters()), (x,)), y
+    ),
+}
+
+
+def forward_slopes(model: nn.Module, x: Tensor) -> Tensor:
+    return jvp(model, (x,), (torch.ones_like(x),))[1].square().mean()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *(f"adaptive {name}" for name in ADAPTIVE)])
+def test_losses_that_use_transforms_fall(loss: str, name: str) -> None:
+    model, (x, y) = network(), batch()
+    is_adaptive = name.startswith("adaptive ")
+    opt = ADAPTIVE[name.removeprefix("adaptive ")](model) if is_adaptive else OPTIMIZERS[name](model)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = LOSSES[loss](model, x, y)
+        value.backward()
+        return value
+
+    first = float(closure().detach())
+    for _ in range(8):
+        if is_adaptive:
+            opt.step(closure)
+        else:
+            closure()
+            opt.step()
+    assert float(closure().detach()) < first
+
+
+def laplacians(model: nn.Module, x: Tensor) -> Tensor:
+    return vmap(lambda z: hessian(lambda z: model(z[None])[0, 0])(z).trace())(x) - 1
+
+
+RESIDUALS = {
+    "Laplacians": laplacians,
+    "vmap of jacrev": lambda model, x: vmap(jacrev(lambda z: model(z)[0]))(x).sum(1) - 1,
+    "grad of a sum": lambda model, x: grad(lambda z: model(z).sum())(x).sum(1) - 1,
+    "jvp": lambda model, x: jvp(model, (x,), (torch.ones_like(x),))[1][:, 0] - 1,
+    "vmap": lambda model, x: vmap(model)(x)[:, 0] - 1,
+    "vmap of functional_call": lambda model, x: (
+        vmap(lambda z: functional_call(model, dict(model.named_parameters()), (z,)))(x)[:, 0] - 1
+    ),
+    "with a plain pass": lambda model, x: torch.cat([laplacians(model, x), model(x)[:5, 0]]),
+}
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_a_step_on_residuals_by_transforms_is_the_damped_minimum(name: str) -> None:
+    model, (x, _) = network(1), batch()
+    residuals = RESIDUALS[name]
+    parameters = list(model.parameters())
+    values = residuals(model, x)
+    rows = [
+        torch.autograd.grad(r, parameters, retain_graph=True, allow_unused=True, materialize_grads=True) for r in values
+    ]
+    jacobian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    before = torch.cat([p.detach().flatten() for p in parameters])
+
+    opt = NaturalGradient(model, adaptive=True)
+    loss = opt.step(lambda: residuals(model, x))
+
+    torch.testing.assert_close(loss, values.detach().square().sum() / 2)
+    damping, found = opt.history[-1]["damping"], torch.cat([p.detach().flatten() for p in parameters]) - before
+    damped = jacobian.T @ jacobian + damping * torch.eye(len(found), dtype=torch.float64)
+    torch.testing.assert_close(found, -torch.linalg.solve(damped, jacobian.T @ values.detach()), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+@pytest.mark.parametrize("make", [KFAC, NaturalGradient])
+def test_losses_of_residuals_by_transforms_fall(name: str, make: Any) -> None:
+    model, (x, _) = network(1), batch()
+    opt = make(model)
+    losses = [float(opt.step(lambda: RESIDUALS[name](model, x))) for _ in range(5)]
+    assert losses[-1] < 0.1 * losses[0]

@@ -1,0 +1,148 @@
+"""Mistakes that would train nothing, or in another way than was meant, are told or raise."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvature.recording import warn_once
+from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepRule
+
+X, Y = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)), torch.ones(20, 1)
+REPEATED = {
+    "KFAC": lambda model: KFAC(model, adaptive=True),
+    "EKFAC": lambda model: EKFAC(model, adaptive=True),
+    "NaturalGradient": lambda model: NaturalGradient(model, adaptive=True),
+    "line search": lambda model: NaturalGradient(model, line_search=True),
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        opt.zero_grad()
+        F.mse_loss(model(X), Y).backward()
+        opt.step()
+
+
+class Descent(StepRule):
+    """Small steps along the direction, told in one of several ways."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def step(self, context: Any, evaluation: Any) -> Any:
+        gradients = context.gradients()
+        if not gradients:
+            return Outcome(evaluation.value)
+        renewal = context.renew(gradients)
+        moves = {name: -0.1 * d for name, d in context.solve(gradients).items()}
+        if self.form == "moves itself":
+            for name, d in moves.items():
+                context.trained[name].add_(d)
+            return Outcome(evaluation.value, renewal=renewal)
+        known = {"without entry": {}, "without renewal": {}, "with entry": {"entry": {}, "renewal": renewal}}
+        return Outcome(evaluation.value, moves, **known[self.form])
+
+
+@pytest.mark.parametrize("form", ["without entry", "without renewal", "with entry"])
+def test_steps_of_a_rule_count_whatever_it_tells(form: str) -> None:
+    model = network()
+    opt = KFAC(model, factor_every=5, step_rule=Descent(form))
+    recorded = []
+    opt.recorder.record = lambda *args: recorded.append(1)  # type: ignore[method-assign]
+    train(model, opt, 30)
+    assert opt.steps == 30
+    assert len(recorded) < 20
+    assert [entry["step"] for entry in opt.history] == list(range(30))
+
+
+def test_a_rule_that_moves_parameters_itself_counts_with_its_renewals() -> None:
+    model = network()
+    opt = NaturalGradient(model, step_rule=Descent("moves itself"))
+    train(model, opt, 4)
+    assert opt.steps == 4
+
+
+@pytest.mark.parametrize("returned", [{"displacement": {}}, None, (1, 2)])
+def test_a_rule_that_returns_no_outcome_is_told_what_to_return(returned: Any) -> None:
+    class Other(StepRule):
+        def step(self, context: Any, evaluation: Any) -> Any:
+            return returned
+
+    model = network()
+    with pytest.raises(TypeError, match=rf"step_rule: Other.step returned a {type(returned).__name__}; .*Outcome"):
+        train(model, KFAC(model, step_rule=Other()), 1)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    warn_once.cache_clear()
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
+def test_a_rate_of_another_optimizer_is_told(make: Any, said: pytest.LogCaptureFixture) -> None:
+    for lr in (1.0, 0.1, 0.0):
+        make(network(), lr=lr)
+    assert "lr=" not in said.text
+    make(network(), lr=1e-3)
+    assert f"{make.__name__}: lr=0.001 multiplies the step" in said.text
+
+
+@pytest.mark.parametrize("mistake", ["another copy", "no backward"])
+@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
+def test_three_empty_steps_are_told(make: Any, mistake: str, said: pytest.LogCaptureFixture) -> None:
+    model = network()
+    opt, other = make(model), copy.deepcopy(model)
+    for k in range(5):
+        assert ("three steps in a row" in said.text) == (k >= 3)
+        opt.zero_grad()
+        loss = F.mse_loss((other if mistake == "another copy" else model)(X), Y)
+        if mistake == "another copy":
+            loss.backward()
+        opt.step()
+    assert said.text.count("three steps in a row") == 1
+
+
+def test_empty_steps_between_others_are_no_mistake(said: pytest.LogCaptureFixture) -> None:
+    model = network()
+    opt = KFAC(model)
+    for _ in range(4):
+        train(model, opt, 1)
+        opt.zero_grad()
+        opt.step()
+        opt.step()
+    assert "three steps in a row" not in said.text
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_adaptive_steps_leave_no_empty_state(name: str) -> None:
+    model = network()
+    opt = REPEATED[name](model)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.mse_loss(model(X), Y)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        opt.step(closure)
+        assert all(opt.state.values())
+    other = network()
+    resumed = REPEATED[name](other)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert resumed.steps == 3
