@@ -90,7 +90,10 @@ def stacked_terms(
         slots = [slot for slot, other in use.slots.items() if other is node]
         try:
             own = use.stacked_terms(slots[0], b, layout) if len(slots) == 1 else None
-        except Exception:  # `terms_by_parameter` finds the same, and says so
+        except Unsupported:
+            own = None
+        except Exception as error:  # `terms_by_parameter` follows, one vector at a time
+            _warn_of_rule(use, error)
             own = None
         if own is not None:
             found[name] = own
@@ -110,10 +113,14 @@ def _terms_of_use(use: Use, b: Tensor | None, layouts: Iterable[Layout]) -> UseT
         except Unsupported:
             continue
         except Exception as error:  # a call that the rule does not foresee must not stop the exact general path
-            names, what = ", ".join(sorted(use.names)), f"{type(error).__name__}: {error}"
-            warn_once("%s: the layer's rule failed (%s); please report it", names, what)
+            _warn_of_rule(use, error)
             return None
     return None
+
+
+def _warn_of_rule(use: Use, error: Exception) -> None:
+    names, what = ", ".join(sorted(use.names)), f"{type(error).__name__}: {error}"
+    warn_once("%s: the layer's rule failed (%s); please report it", names, what)
 
 
 def _terms_by_argument(use: Use, b: Tensor, layout: Layout) -> dict[str, Term]:

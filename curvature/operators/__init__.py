@@ -9,8 +9,9 @@ from curvature.operators.base import Dense, Operator, Scaled, Sum
 from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
 from curvature.operators.costs import DENSE_LIMIT, require_held_size
+from curvature.operators.export import restore
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
-from curvature.operators.loading import load, restore
+from curvature.operators.loading import load
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty
 from curvature.operators.sample_space import SampleSpace

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from curvature.operators.space import Space
+from curvature.terms import AffineLayout
 
 
 class Exportable:
@@ -66,12 +66,16 @@ class Exportable:
             raise ValueError(f"dtype: expected float64, float32 or bfloat16, found {dtype}")
         if dtype == self.space.dtype:
             return self
-        loading = importlib.import_module("curvature.operators.loading")
-        return loading.restore(rounded_state(self.state(), dtype, str(dtype).removeprefix("torch.")), None)
+        return restore(rounded_state(self.state(), dtype, str(dtype).removeprefix("torch.")), None)
 
     def _in_16_bits(self) -> Any:
-        loading = importlib.import_module("curvature.operators.loading")
-        return loading.Stored(self.space, rounded_state(self.state(), torch.bfloat16))
+        held = rounded_state(self.state(), torch.bfloat16)
+        return restore({"structure": "Stored", "space": self.space.state(), "held": held}, None)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], device: torch.device | str | None) -> Any:
+        """The matrix whose `state` this is, on a device; None for the one it was on."""
+        return cls(**{key: restore(item, device) for key, item in state.items() if key != "structure"})
 
     def _details(self) -> list[str]:
         return []
@@ -96,6 +100,38 @@ def to_plain_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [to_plain_data(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def restore(value: Any, device: torch.device | str | None) -> Any:
+    """The inverse of `to_plain_data`.
+
+    Raises:
+        ValueError: a structure that this version does not know.
+    """
+    if isinstance(value, list):
+        return [restore(item, device) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    structure = value.get("structure")
+    kinds = _restorable(Exportable)
+    if structure in kinds:
+        return kinds[structure].from_state(value, device)
+    fields = {key: restore(item, device) for key, item in value.items() if key != "structure"}
+    if "structure" not in value:
+        return fields
+    if structure == "Space":
+        return Space.restore(fields, device)
+    if structure == "AffineLayout":
+        return AffineLayout(**fields)
+    raise ValueError(f"unknown structure {structure!r} of a matrix; known are {sorted(kinds)}")
+
+
+def _restorable(kind: type[Exportable]) -> dict[str, type[Exportable]]:
+    """The subclasses that can be restored, by name."""
+    found = {sub.__name__: sub for sub in kind.__subclasses__() if sub.fields}
+    for sub in kind.__subclasses__():
+        found |= _restorable(sub)
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
@@ -139,7 +175,7 @@ def scipy_operator(space: Space, matmat: Callable[[Tensor], Tensor]) -> Any:
         ImportError: SciPy is not installed.
     """
     try:
-        linalg = importlib.import_module("scipy.sparse.linalg")
+        import scipy.sparse.linalg as linalg
     except ImportError as error:
         raise ImportError("to_scipy needs SciPy, which is not installed: pip install scipy") from error
 

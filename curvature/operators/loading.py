@@ -11,9 +11,8 @@ from torch import Tensor
 
 from curvature.operators.base import Operator
 from curvature.operators.block_diagonal import BlockDiagonal
-from curvature.operators.export import copy_if_view, map_tensors
+from curvature.operators.export import copy_if_view, map_tensors, restore
 from curvature.operators.space import Space
-from curvature.terms import AffineLayout
 
 
 class Stored(Operator):
@@ -27,6 +26,8 @@ class Stored(Operator):
         held: what `Operator.state` gives. Its floating-point tensors may be of another dtype than the space, on another
             device, and mapped from a file.
     """
+
+    fields = ("space", "held")
 
     def __init__(self, space: Space, held: Mapping[str, Any]) -> None:
         super().__init__(space)
@@ -42,6 +43,10 @@ class Stored(Operator):
 
     def state(self) -> dict[str, Any]:
         return {"structure": "Stored", "space": self.space.state(), "held": map_tensors(copy_if_view, self.held)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], device: torch.device | str | None) -> Stored:
+        return cls(Space.restore(state["space"], device), state["held"])
 
     def to(self, dtype: torch.dtype) -> Any:
         return self.made().to(dtype)
@@ -123,12 +128,8 @@ def _lazily(state: Mapping[str, Any], device: torch.device | str | None) -> Oper
             Space.restore(state["space"], device), [_lazily(block, device) for block in state["blocks"]]
         )
     if state["structure"] == "Stored":
-        return _stored(state, device)
+        return Stored.from_state(state, device)
     return Stored(_space_of(state, device), state)
-
-
-def _stored(state: Mapping[str, Any], device: torch.device | str | None) -> Stored:
-    return Stored(Space.restore(state["space"], device), state["held"])
 
 
 def _space_of(state: Mapping[str, Any], device: torch.device | str | None) -> Space:
@@ -138,30 +139,3 @@ def _space_of(state: Mapping[str, Any], device: torch.device | str | None) -> Sp
             raise ValueError(f"unknown structure {state['structure']!r} of a matrix")
         state = state["inner"] if "inner" in state else state["terms"][0]
     return Space.restore(state["space"], device)
-
-
-def restore(value: Any, device: torch.device | str | None) -> Any:
-    """The inverse of `to_plain_data`."""
-    if isinstance(value, list):
-        return [restore(item, device) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get("structure") == "Stored":
-        return _stored(value, device)
-    fields = {key: restore(item, device) for key, item in value.items() if key != "structure"}
-    if "structure" not in value:
-        return fields
-    if value["structure"] == "Space":
-        return Space.restore(fields, device)
-    kinds = {**_restorable(Operator), "AffineLayout": AffineLayout}
-    if value["structure"] not in kinds:
-        raise ValueError(f"unknown structure {value['structure']!r} of a matrix; known are {sorted(kinds)}")
-    return kinds[value["structure"]](**fields)
-
-
-def _restorable(kind: Any) -> dict[str, Any]:
-    """The subclasses that can be restored, by name."""
-    found = {sub.__name__: sub for sub in kind.__subclasses__() if sub.fields}
-    for sub in kind.__subclasses__():
-        found |= _restorable(sub)
-    return found

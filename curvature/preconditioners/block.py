@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import Term
 
+SHARED_FIELDS = ("names", "reason", "updates")  # of a checkpoint of any block
+
 
 class BlockStatistics(Protocol):
     """Sums over the samples of one or more batches, for one block."""
@@ -197,18 +199,23 @@ class Block:
 
     def state(self) -> dict[str, Any]:
         """The checkpoint: plain tensors, numbers and names."""
-        fields = ("names", "reason", "updates", *self.layout_fields, *self.state_fields)
+        fields = (*SHARED_FIELDS, *self.layout_fields, *self.state_fields)
         own = {"structure": self.structure, "gate": self.gate.state(), "energies": self.energies}
         return own | {k: getattr(self, k) for k in fields}
 
     @staticmethod
     def restore(state: dict[str, Any], device: torch.device) -> Block:
         """A block from its `state`, tensors on `device`."""
-        kind = next(k for k in _subclasses(Block) if k.structure == state["structure"])
-        return kind.from_state(state, device)
+        kinds = {kind.structure: kind for kind in _subclasses(Block) if kind.structure}
+        if state["structure"] not in kinds:
+            raise ValueError(f"unknown structure {state['structure']!r} of a block; known are {sorted(kinds)}")
+        return kinds[state["structure"]].from_state(state, device)
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
+        declared = {"structure", "gate", "energies", *SHARED_FIELDS, *cls.layout_fields, *cls.state_fields}
+        if foreign := sorted(set(state) - declared):
+            raise ValueError(f"a block of structure {cls.structure!r} has no {', '.join(map(repr, foreign))}")
         block = cls.__new__(cls)
         block.gate = OutlierFilter.restored(state.get("gate", {}), device)
         for name, value in state.items():

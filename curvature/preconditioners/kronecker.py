@@ -59,7 +59,7 @@ class KroneckerBlock(Block):
     """
 
     structure = "kronecker"
-    state_fields: tuple[str, ...] = ("row_side", "column_side", "tried")
+    state_fields: tuple[str, ...] = ("row_side", "column_side", "tried", "inverse")
     layout_fields = ("scheme",)
     joint: JointInverses | None = None  # of this and other blocks, as they were last solved with
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out

@@ -64,6 +64,8 @@ class OutlierFilter:
     def restored(state: dict[str, Tensor], device: torch.device) -> OutlierFilter:
         """From its `state`."""
         gate = OutlierFilter()
+        if foreign := sorted(set(state) - set(vars(gate))):
+            raise ValueError(f"a filter of outliers has no {', '.join(map(repr, foreign))}")
         vars(gate).update({name: flag.to(device, copy=True) for name, flag in state.items()})
         return gate
 

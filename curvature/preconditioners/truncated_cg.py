@@ -27,7 +27,7 @@ class ConjugateGradientBlock(FullBlock):
     """
 
     structure = "cg"
-    state_fields = ("last",)
+    state_fields = ("last", "factors")
     jacobian: Jacobian | None = None
     last: Tensor | None = None
     iterations: Tensor | int = 0  # for the last solution

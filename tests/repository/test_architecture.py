@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from support.architecture import (
     assert_none,
     cycle_of,
     device_faults,
+    hidden_imports,
     imports_of,
     modules_of,
     size_faults,
@@ -31,6 +33,19 @@ def test_arrows_point_down() -> None:
 
 def test_no_cycles() -> None:
     assert_none(cycle_of(modules_of(ROOT)))
+
+
+def test_no_import_is_hidden() -> None:
+    assert_none(hidden_imports(modules_of(ROOT)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import importlib", "from importlib import import_module", "import importlib.util as u", "__import__('os')"],
+)
+def test_a_hidden_import_is_seen(line: str, tmp_path: Path) -> None:
+    (path := tmp_path / "base.py").write_text(f"def late():\n    {line}\n")
+    assert list(hidden_imports({"curvature.operators.base": path}))
 
 
 def test_files_and_functions_are_small() -> None:

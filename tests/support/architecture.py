@@ -39,6 +39,7 @@ FLOORS = {
 # What may be imported from outside, beside the standard library and torch.
 LIBRARIES = {
     "gradients": {"numpy"},  # arrays in messages, and its random state, which a sampler may draw from
+    "operators": {"scipy"},
     "matrices": {"tqdm"},
     "attribution": {"tqdm"},
     "projections": {"numpy", "tqdm"},
@@ -154,6 +155,19 @@ def cycle_of(modules: Mapping[str, Path]) -> list[str]:
     except graphlib.CycleError as error:
         return list(error.args[1])
     return []
+
+
+def hidden_imports(modules: Mapping[str, Path]) -> Iterator[str]:
+    """Imports at run time, which `imports_of` cannot see: `curvature.lazy` alone makes them, for the public faces."""
+    for module, path in modules.items():
+        if module == "curvature.lazy":
+            continue
+        imports = {item.module.split(".")[0] for item in imports_of(module, path)}
+        names = {
+            node.id for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Name)
+        }
+        for name in sorted({"importlib", "pkgutil", "runpy"} & imports | {"__import__"} & names):
+            yield f"{module} uses {name}, which hides what it imports: import it by a statement"
 
 
 def size_faults(paths: Iterable[Path]) -> Iterator[str]:

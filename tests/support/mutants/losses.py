@@ -4,9 +4,11 @@ from .mutant import broken
 
 MUTANTS = [
     *broken(
-        "curvature/losses/additivity.py",
-        "curvature/losses/test_sample_masses.py",
-        ("is not None", "is None"),
+        "curvature/losses/masses.py",
+        "curvature/losses/test_masses.py curvature/matrices/test_the_loss_as_passed.py",
+        ("wrong = left >", "wrong = left > 1e9 +"),
+        ("if not found[1:].any():", "if False:"),
+        ("found[1:] / found[0] * mass", "found[1:]"),
     ),
     *broken(
         "curvature/losses/per_sample.py",

@@ -34,7 +34,7 @@ MUTANTS = [
         ("total.div_(sum(weights))", "total.div_(sum(weights) + 1)"),
         ("self.is_single or not self.ordered", "True"),
         ("(products * rows).movedim(1, dims[1] + 1)", "products.movedim(1, dims[1] + 1)"),
-        ("value = (weights * losses)[weights != 0].sum()", "value = losses[weights != 0].sum()"),
+        ("value = weight * run.batch.loss_of(run.output)", "value = run.batch.loss_of(run.output)"),
     ),
     *broken(
         "curvature/matrices/forward_mode.py",
