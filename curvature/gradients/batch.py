@@ -59,8 +59,8 @@ class Batch:
     count: int
     dims: tuple[int, int, int]
     parameters: dict[str, nn.Parameter]  # that require a gradient, or those of them that are asked for
-    takes_logits: bool = True  # whether the loss takes ``output.logits`` where the output has them
     bags: Bags = ()  # of x, if its samples are bags: values with offsets
+    takes_logits: bool = True  # whether the loss takes ``output.logits`` where the output has them
 
     @staticmethod
     def of(
