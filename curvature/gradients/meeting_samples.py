@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from curvature.gradients.batch import Batch
 from curvature.gradients.plans import plan_key
 from curvature.linalg import full_precision
-from curvature.recording import ModelState, Tape, map_tensors, tensors_in
+from curvature.recording import ModelState, RandomState, Tape, map_tensors, tensors_in
 
 log = logging.getLogger("curvature")
 MEETING: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
@@ -73,7 +73,10 @@ def _found(batch: Batch, start: ModelState | None) -> str:
 
     try:
         with _moved(batch.model):
-            if not _differ(rows(batch), rows(others)):
+            found = rows(batch)
+            drawn = RandomState(batch.model.modules())
+            differ = _differ(found, rows(others))
+            if not differ or drawn.has_moved():  # how many numbers it draws depends on the data: other draws
                 return ""
             return _first_module(batch.model, n, batch.count, lambda: rows(batch), lambda: rows(others)) or "model"
     except Exception as error:  # whatever a model raises that does not run on such a batch
