@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from curvature.functional import RECURRENT, is_checkpointed, plain_form, traceable_body
@@ -41,8 +42,9 @@ class RecordingMode(TorchFunctionMode):
         super().__init__()
         self.tape = tape
         self.model = model
-        # a parameter without entries changes nothing, so that its reads need no rule
-        self.nodes = {id(node.tensor): node for node in tape.parameters.values() if node.tensor.numel()}
+        # a parameter without entries changes nothing, so that its reads need no rule; a lazy one has no shape yet
+        counts = lambda p: is_lazy(p) or p.numel()
+        self.nodes = {id(node.tensor): node for node in tape.parameters.values() if counts(node.tensor)}
         self.sharded = {name for name, node in tape.parameters.items() if is_sharded(node.tensor)}
         self.data: dict[int, weakref.ref[Tensor]] = {}  # tensors that depend on the model's input, by id
         self.exception_before = sys.exc_info()[1]  # one that is being handled while the pass begins

@@ -7,8 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch import Tensor, nn
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    is_batchedtensor,
+    is_gradtrackingtensor,
+    is_legacy_batchedtensor,
+)
 from torch.utils.hooks import RemovableHandle
 
 from curvature.preconditioners import CurvatureStatistics
@@ -122,18 +128,24 @@ class Passes:
         self.step, self.last, self.arrived, self.is_old = object(), None, False, False
 
 
-def is_transformed() -> bool:
+def is_transformed(model: nn.Module) -> bool:
     """Whether torch.func, forward-mode differentiation or a trace runs the model now.
 
-    Such a pass is for derivatives, a metric or a graph. The loop goes back from none of its outputs as it stands.
+    Such a pass is for derivatives, a metric or a graph. The loop goes back from none of its outputs as it stands. But
+    ``torch.func.grad`` of a loss by the parameters, once and of the batch, is the loop's backward pass.
     """
     modes = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
-    return (
-        torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
+    if (
+        torch.autograd.forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)
-    )
+    ):
+        return True
+    transforms = get_interpreter_stack() or []
+    if not transforms:
+        return False
+    is_gradient = len(transforms) == 1 and transforms[0].key() == TransformType.Grad
+    return not is_gradient or not any(map(is_gradtrackingtensor, model.parameters()))
 
 
 def is_batched(gradient: Tensor) -> bool:

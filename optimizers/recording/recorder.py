@@ -79,7 +79,7 @@ class Recorder:
 
     def is_due(self) -> bool:
         """Whether a forward pass now is recorded."""
-        if not torch.is_grad_enabled() or not self.may_be_due() or is_transformed():
+        if not torch.is_grad_enabled() or not self.may_be_due() or is_transformed(self.model):
             return False
         # `steps` waits for the device's verdict on the last batch: ask only if this pass would renew the factors
         return self.schedule.renews(self.monitor.steps)

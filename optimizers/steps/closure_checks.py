@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from curvature.recording import warn_once
+
 BACKWARD = {Tensor.backward, torch.autograd.backward}
 EXPECTED = "closure: expected it to return the loss, a tensor of one entry, or residuals (M,)"
 DIFFERENTIATES = (
@@ -28,7 +30,7 @@ WITHOUT_THE_MODEL = (
 )
 
 
-def check_computed(values: Iterable[Tensor], model: nn.Module, start: int, what: str) -> None:
+def check_computed(values: Iterable[Tensor], model: nn.Module, start: int, what: str) -> bool:
     """Check that a closure has read parameters of the model itself, so that calling it again shows how they count.
 
     Args:
@@ -36,15 +38,18 @@ def check_computed(values: Iterable[Tensor], model: nn.Module, start: int, what:
         start: number of the first node of autograd's graph that is its own.
         what: was computed.
 
+    Returns:
+        Whether it depends on any parameter.
+
     Raises:
-        RuntimeError: parameters were read before, or not at all.
+        RuntimeError: parameters were read before the closure was called.
     """
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     todo = [x.grad_fn for x in values]
     seen: set[Any] = set()
     has_read = any(id(x) in trained for x in values)  # a loss that is a parameter
     if has_read or not trained or not todo:
-        return
+        return True
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -53,10 +58,12 @@ def check_computed(values: Iterable[Tensor], model: nn.Module, start: int, what:
         for child, _ in node.next_functions:
             if id(getattr(child, "variable", None)) in trained:
                 if node._sequence_nr() >= start:
-                    return
+                    return True
                 has_read = True
             todo.append(child)
-    raise RuntimeError((CALLED_BEFORE if has_read else WITHOUT_THE_MODEL).format(what))
+    if has_read:
+        raise RuntimeError(CALLED_BEFORE.format(what))
+    return False
 
 
 def checked_value(value: Any) -> Tensor:
@@ -126,12 +133,15 @@ class ClosureWatch(TorchFunctionMode):
         return value[0] if value.shape == (1,) and self.has_sent_back else value
 
     def check_repeatable(self, value: Tensor) -> None:
-        """
+        """Check that a closure called again would see other parameters; log it where it sees none at all.
+
         Raises:
-            RuntimeError: called again for other parameters, the closure would return the same `value`.
+            RuntimeError: it returned `value` of outputs from before.
         """
         values = [x for x in (value, *self.sent_back) if x.requires_grad]
-        check_computed(values, self.model, self.start, "residuals" if value.ndim else "a loss")
+        what = "residuals" if value.ndim else "a loss"
+        if not check_computed(values, self.model, self.start, what):
+            warn_once(f"{WITHOUT_THE_MODEL.format(what)}. No step is made", logger="optimizers")
 
     def check_loss(self, loss: Tensor) -> None:
         """

@@ -146,7 +146,7 @@ class Replay:
         return self.first()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if is_transformed():
+        if is_transformed(module):
             self.has_transformed = True
         elif torch.is_grad_enabled():
             device = next(module.parameters()).device.type
@@ -154,7 +154,7 @@ class Replay:
             self.calls.append(Call(args, kwargs, ModelState(module), precision))
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and not is_transformed():
+        if torch.is_grad_enabled() and not is_transformed(module):
             call = self.calls[-1]
             call.output, call.versions = output, [x._version for x in _floats(output)]
             mixing = any(isinstance(m, _NormBase) and m.training and _mixes(m) for m in module.modules())

@@ -25,7 +25,7 @@ from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
 from optimizers.report import FROZEN, Row
 from optimizers.steps.adaptive import grouped, set_parameters
-from optimizers.steps.closure_checks import check_computed
+from optimizers.steps.closure_checks import WITHOUT_THE_MODEL, check_computed
 from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
 from optimizers.steps.updates import all_finite, inner, kept_by_decay
@@ -72,8 +72,8 @@ class ResidualReplay:
         self.closure, self.before, self.processes = closure, ModelState(model), processes
         start = torch.autograd._get_sequence_nr()
         self.own = call_residuals(closure)  # residuals of this process
-        if self.own.requires_grad:
-            check_computed([self.own], model, start, "residuals")
+        if self.own.requires_grad and not check_computed([self.own], model, start, "residuals"):
+            raise RuntimeError(WITHOUT_THE_MODEL.format("residuals"))
         self.values = processes.concatenated(self.own.detach())  # of all
         self.order: Tensor | None = None
         self.after = ModelState(model)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient
 
 REPEATED = {
@@ -66,8 +67,6 @@ CLOSURES = {
     "cached predictions": (cached, "before the closure was called"),
     "cached predictions, and a call": (cached_beside_a_call, "before the closure was called"),
     "cached loss": (cached_loss, "before the closure was called"),
-    "a copy": (of_a_copy, "depends on no parameter"),
-    "a copy, and a call": (of_a_copy_beside_a_call, "depends on no parameter"),
 }
 
 
@@ -91,6 +90,28 @@ def test_a_closure_of_a_loss_that_no_step_changes_raises(name: str, case: str, i
         opt.step(closure)
     for p, then in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, then)
+
+
+@pytest.mark.parametrize("make", [of_a_copy, of_a_copy_beside_a_call])
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_step_on_the_loss_of_another_model_is_none_and_logged(name: str, make: Any, caplog: Any) -> None:
+    warn_once.cache_clear()
+    model = network()
+    opt, loss = REPEATED[name](model), make(model)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    for _ in range(3):
+        opt.step(closure)
+    for p, then in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, then)
+    assert opt.steps == 0
+    assert [r.getMessage() for r in caplog.records if "depends on no parameter" in r.getMessage()] != []
 
 
 @pytest.mark.parametrize("make", [KFAC, NaturalGradient, lambda m: NaturalGradient(m, adaptive=True)])
