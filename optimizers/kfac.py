@@ -15,7 +15,7 @@ from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.recording.loss_backprops import LayerBackprops
 from optimizers.second_order import SecondOrderOptimizer
-from optimizers.steps.descent import MomentumDescent
+from optimizers.steps.directions import Momentum
 from optimizers.steps.hand_over import HandOverStep
 from optimizers.steps.residuals import SubspaceSolver
 from optimizers.steps.rule import StepRule
@@ -142,7 +142,7 @@ class KFAC(SecondOrderOptimizer):
             "max_overhead": max_overhead, "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
         own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
-        rule = TrustRegionStep(MomentumDescent())
+        rule = TrustRegionStep(Momentum())
         super().__init__(
             own, options, groups, arguments, config=config,
             store=BlockDiagonalCurvature(sharing, self.structure, block_size, compact),

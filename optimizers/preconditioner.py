@@ -6,7 +6,7 @@ In: statistics of recorded passes, and gradients. Out: preconditioned gradients.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import full_precision, in_place, optimistically, stack
-from curvature.preconditioners import Block, CurvatureStore, InversePlaces, invert
+from curvature.linalg import full_precision, optimistically, stack
+from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
 from optimizers.distributed.team import Teams
@@ -66,7 +66,6 @@ class Preconditioner:
     ) -> None:
         self.store, self.schedule, self.teams, self.monitor = store, schedule, teams, monitor
         self.decay, self.owner = decay, owner
-        self.places: InversePlaces | None = None  # where a CUDA graph expects inverses
         self.mean: Tensor | None = None  # eigenvalue, for parameters without curvature
         self.known: list[Block] = []  # of which it is; none if it has changed
         self.costs: tuple[list[tuple[int, int]], list[float]] | None = None  # of blocks, after as many updates
@@ -75,6 +74,11 @@ class Preconditioner:
     @property
     def blocks(self) -> Sequence[Block]:
         return self.store.blocks
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks that are more than diagonals."""
+        return sum(b.structure != "diagonal" for b in self.blocks)
 
     def gathered(self, step: int, passes: Passes, gradients: Named, trained: Named) -> Measured:
         """The statistics of all processes since the last step.
@@ -118,8 +122,6 @@ class Preconditioner:
             if renewal is None:
                 restore()
                 renewal = run() if good is None or bool(good) else None
-        if self.places is not None:
-            self.places.return_to()
         self.known = []
         return renewal
 
@@ -196,16 +198,8 @@ class Preconditioner:
     def _mean(self, ready: list[Block]) -> Tensor:
         """`mean_eigenvalue`, which changes when curvature is renewed."""
         if self.mean is None or self.known != ready:
-            self.mean, self.known = in_place(self.mean, mean_eigenvalue(ready)), ready
-        assert self.mean is not None
+            self.mean, self.known = mean_eigenvalue(ready), ready
         return self.mean
-
-    def kept(self) -> Iterator[Tensor]:
-        """All tensors that solving reads."""
-        for leaf in (leaf for block in self.blocks for leaf in block.leaves):
-            yield from leaf.inverse_tensors
-        if self.mean is not None:
-            yield self.mean
 
     def note_seconds(self, renewal: Renewal) -> None:
         """Tell the schedule how long renewal, inversion and the rest of this step took; it may adjust its intervals."""

@@ -40,12 +40,10 @@ class Block:
         names: of the parameters.
         reason: why the block is no better approximation; "" where it is the best there is.
         updates: how often the average was updated.
-        energies: decayed sums (2,) of the energy ``u^T M u`` of steps u, as measured and as M says; None before any.
     """
 
     structure = ""
     has_separate_rows = False  # whether M says nothing of one row of a parameter together with another
-    energies: Tensor | None = None
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
         self.names = tuple(names)
@@ -136,7 +134,7 @@ class Block:
     @property
     def bytes(self) -> int:
         """Memory of the tensors of `state`."""
-        found = pytree.tree_leaves({k: value for k, value in self.state().items() if k not in ("gate", "energies")})
+        found = pytree.tree_leaves({k: value for k, value in self.state().items() if k != "gate"})
         return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
 
     @property
@@ -200,7 +198,7 @@ class Block:
     def state(self) -> dict[str, Any]:
         """The checkpoint: plain tensors, numbers and names."""
         fields = (*SHARED_FIELDS, *self.layout_fields, *self.state_fields)
-        own = {"structure": self.structure, "gate": self.gate.state(), "energies": self.energies}
+        own = {"structure": self.structure, "gate": self.gate.state()}
         return own | {k: getattr(self, k) for k in fields}
 
     @staticmethod
@@ -213,7 +211,7 @@ class Block:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
-        declared = {"structure", "gate", "energies", *SHARED_FIELDS, *cls.layout_fields, *cls.state_fields}
+        declared = {"structure", "gate", *SHARED_FIELDS, *cls.layout_fields, *cls.state_fields}
         if foreign := sorted(set(state) - declared):
             raise ValueError(f"a block of structure {cls.structure!r} has no {', '.join(map(repr, foreign))}")
         block = cls.__new__(cls)

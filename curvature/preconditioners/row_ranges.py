@@ -96,7 +96,7 @@ class RowRangeBlock(Block):
 
     def state(self) -> dict[str, Any]:
         parts = {part.names[0]: part.state() for part in self.leaves}
-        own = {"structure": self.structure, "names": self.names, "energies": self.energies}
+        own = {"structure": self.structure, "names": self.names}
         return own | {"ranges": tuple(self.parts), "parts": parts}
 
     @classmethod
@@ -104,5 +104,4 @@ class RowRangeBlock(Block):
         parts = [Block.restore(part, device) for part in state["parts"].values()]
         ranges = [(start, stop) for start, stop in state["ranges"]]
         block = cls(state["names"], dict(zip(ranges, parts, strict=True)))
-        block.energies = None if state["energies"] is None else state["energies"].to(device, copy=True)
         return block

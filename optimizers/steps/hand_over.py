@@ -56,7 +56,7 @@ class HandOverStep(StepRule):
         return outcome
 
     def _hand_over(self, context: StepContext) -> None:
-        self.step_of_change = self.then.begin = context.monitor.started + 1
+        self.step_of_change = self.then.begin = context.monitor.steps + 1
         if self.intervals is not None:
             schedule = context.preconditioner.schedule
             schedule.factor_every, schedule.decompose_every = self.intervals
