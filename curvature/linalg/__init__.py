@@ -28,6 +28,7 @@ from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.outcomes import are_true, count_recovery, on_host, optimistically, recovery_counts, soon
 from curvature.linalg.precision import (
     full_precision,
+    full_precision_products,
     matmul,
     own_precision,
     precision_settings,
@@ -55,6 +56,7 @@ __all__ = [
     "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_",
     "are_true", "average_moments", "by_device", "cat", "cholesky", "cholesky_with_jitter", "copy_to_host_async",
     "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision",
+    "full_precision_products",
     "in_place", "is_sketch", "largest_eigenpairs", "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor",
     "on_host", "optimistically", "own_precision", "precision_settings", "product_rounding", "psd_eigh", "qr",
     "recovery_counts",

@@ -88,7 +88,7 @@ class StepContext:
     @functools.cached_property
     def home(self) -> torch.device:
         """Where the numbers of a step are, if layers are on several devices."""
-        return next(self.model.parameters()).device
+        return next(iter(self.trained.values())).device
 
     @functools.cached_property
     def is_spread(self) -> bool:

@@ -11,12 +11,11 @@ cut the step.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,8 +66,7 @@ class TrustRegionConstants:
     largest_scale: float = 4.0  # by how much the direction of a layer is made longer or shorter
 
 
-@dataclass(frozen=True)
-class TrustState:
+class TrustState(NamedTuple):
     """What is known of how far to go.
 
     Attributes:
@@ -224,7 +222,7 @@ class TrustRegionStep(StepRule):
             self.layers.setdefault(first, LayerEnergies()).last = rate * rate * energy
         slope = -sum(rate * s for rate, s in zip(rates, slopes, strict=True))
         uncut = -size * sum(lr * s for lr, s in zip(lrs, slopes, strict=True))
-        self.state = replace(state, slope=slope, uncut=uncut)
+        self.state = state._replace(slope=slope, uncut=uncut)
         decay_weights(context, layout)
         entry |= {"step_size": state.size, "overshoots": int(state.overshoots)}
         return Outcome(loss, d, entry=entry, renewal=renewal)
@@ -282,7 +280,7 @@ class TrustRegionStep(StepRule):
                 whole += predicted
         if self.state is not None and whole:
             sums = _noted(self.state.measured, self.state.predicted, along[""], whole, self.constants)
-            self.state = replace(self.state, measured=sums[0], predicted=sums[1])
+            self.state = self.state._replace(measured=sums[0], predicted=sums[1])
 
     def _scales(self, layout: Layout) -> list[float]:
         """What directions are multiplied by: less in layers whose curvature is underestimated more than elsewhere."""
@@ -310,13 +308,11 @@ class TrustRegionStep(StepRule):
         return self.direction.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
 
     def state_dict(self) -> dict[str, Any]:
-        names = [one.name for one in dataclasses.fields(TrustState)]
-        own = dict.fromkeys(names) if self.state is None else dataclasses.asdict(self.state)
-        return own | {"energies": {name: dataclasses.asdict(layer) for name, layer in self.layers.items()}}
+        own = dict.fromkeys(TrustState._fields) if self.state is None else self.state._asdict()
+        return own | {"energies": {name: asdict(layer) for name, layer in self.layers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        names = [one.name for one in dataclasses.fields(TrustState)]
-        own = {name: float(state[name]) for name in names if state.get(name) is not None}
+        own = {name: float(state[name]) for name in TrustState._fields if state.get(name) is not None}
         self.state = TrustState(**own) if own else None
         self.layers = {name: LayerEnergies(**layer) for name, layer in state["energies"].items()}
         self.last = None
@@ -432,8 +428,7 @@ def adapted(
     weight = max(1 / (1 + steps), 1 - c.norm_decay)
     off = counted - state.norm
     trust = state.trust * (c.wider if is_straight else c.narrower)
-    return replace(
-        state,
+    return state._replace(
         size=size * math.exp(growth),
         trust=min(max(trust, least_trust), c.largest_trust),
         starts=starts,
@@ -451,7 +446,7 @@ def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustSta
     size = state.made * min(max(1 / (1 - ratio), c.least_shrink), 1.0)
     least = c.less * state.least_output_change
     overshoots = state.overshoots + 1
-    return replace(state, size=size, slope=0.0, uncut=0.0, least_output_change=least, overshoots=overshoots)
+    return state._replace(size=size, slope=0.0, uncut=0.0, least_output_change=least, overshoots=overshoots)
 
 
 def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionConstants) -> tuple[TrustState, float]:
@@ -470,7 +465,7 @@ def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionC
         c.largest_output_change * reach / max(counted, tiny),
     )
     size = min(max(state.size, least), most)
-    return replace(state, size=size, change=mean, largest_change=largest), size * (counted / change if change else 1.0)
+    return state._replace(size=size, change=mean, largest_change=largest), size * (counted / change if change else 1.0)
 
 
 def within_trust(
