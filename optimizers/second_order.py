@@ -80,8 +80,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.forms = self._forms()
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
         last = weakref.WeakMethod(self._last_displacement)
-        intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
-        schedule = Schedule(*intervals, arguments["max_overhead"])
+        schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
         is_sum = getattr(arguments["loss"], "reduction", "mean") == "sum"
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes.pop_sums)
         self.recorder = Recorder(
@@ -196,8 +195,6 @@ class SecondOrderOptimizer(ModelOptimizer):
         elif outcome.is_step:
             entry = self.monitor.note_step(outcome.entry or {})
             entry["seconds"] = time.perf_counter() - start
-            if self.residual_rule is None:
-                self.preconditioner.note_seconds(outcome.renewal)
         self._note_emptiness(outcome)
         self.recorder.expect()
         return outcome
@@ -277,7 +274,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         devices = {name: p.device for name, p in self.model.named_parameters()}
         schedule, residual = self.preconditioner.schedule, parts["residual_rule"]
         self.monitor.load_state_dict(parts["monitor"])
-        schedule.factor_every, schedule.decompose_every = parts["intervals"]
+        schedule.load_state_dict(parts["intervals"])
         self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
         self.rule.load_state_dict(parts["rule"], trained)
         self.choice.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
@@ -292,7 +289,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         schedule, residual = self.preconditioner.schedule, self.residual_rule
         return {
             "monitor": self.monitor.state_dict(),
-            "intervals": [schedule.factor_every, schedule.decompose_every],
+            "intervals": schedule.state_dict(),
             "recorder": self.recorder.state_dict(),
             "rule": self.rule.state_dict(),
             "residual_rule": None if residual is None else residual.state_dict(),

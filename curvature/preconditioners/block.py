@@ -40,6 +40,7 @@ class Block:
         names: of the parameters.
         reason: why the block is no better approximation; "" where it is the best there is.
         updates: how often the average was updated.
+        drift: relative change () of the average by its last update, in the Frobenius norm; None if it is not known.
     """
 
     structure = ""
@@ -49,6 +50,7 @@ class Block:
         self.names = tuple(names)
         self.reason = reason
         self.updates = 0
+        self.drift: Tensor | None = None
         self.gate = OutlierFilter()
 
     def debiased_weight(self, decay: float, updates: int | None = None) -> float:
@@ -58,7 +60,11 @@ class Block:
     def average(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
         """The running average of nonnegative tensors, updated; `old` where `new` is an outlier."""
         w = self.debiased_weight(decay)
-        return new if old is None else old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
+        if old is None:
+            return new
+        found = old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
+        self.drift = relative_change([old], [found])
+        return found
 
     @property
     def leaves(self) -> list[Block]:
@@ -224,6 +230,12 @@ class Block:
 
     def after_restore(self) -> None:
         """Rebuild what is not plain in `state`."""
+
+
+def relative_change(olds: Sequence[Tensor], news: Sequence[Tensor]) -> Tensor:
+    """The largest of the relative changes (), in the Frobenius norm, of several tensors; 0 / 0 is 0."""
+    moved = torch._foreach_norm(torch._foreach_sub(list(news), list(olds)))
+    return (torch.stack(moved) / torch.stack(torch._foreach_norm(list(olds)))).nan_to_num(0.0).amax()
 
 
 def _subclasses(kind: type[Block]) -> Iterator[type[Block]]:

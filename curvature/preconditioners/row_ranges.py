@@ -33,6 +33,15 @@ class RowRangeBlock(Block):
         return list(self.parts.values())
 
     @property
+    def drift(self) -> Tensor | None:
+        known = [part.drift for part in self.leaves if part.drift is not None]
+        return torch.stack(known).amax() if known else None
+
+    @drift.setter
+    def drift(self, value: Tensor | None) -> None:
+        """That of its parts."""
+
+    @property
     def updates(self) -> int:  # type: ignore[override]
         return max(part.updates for part in self.leaves)
 

@@ -39,8 +39,18 @@ class DirectionRule(Protocol):
         """The state of a parameter before the first step."""
 
 
+HORIZON = 10.0  # steps that the running mean remembers at first ...
+GROWTH = 1 / 20  # ... and how many more at each step ...
+LONGEST_HORIZON = 100.0  # ... up to so many
+PRESENT = 0.1  # share of the present gradient in what is solved for
+
+
 class Momentum:
-    """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients."""
+    """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients.
+
+    Where no momentum is given, the mean remembers more and more steps, and a share of the present gradient is mixed in
+    (quasi-hyperbolic momentum, arXiv:1810.06801): the long mean alone follows too late (docs/benchmarks.md).
+    """
 
     def __init__(self) -> None:
         self.mean: LayerVector | None = None  # as of the last step that was taken
@@ -48,14 +58,19 @@ class Momentum:
     def __call__(self, context: StepContext, g: LayerVector, clip: Tensor) -> Direction:
         layout, states = g.layout, context.states
         before = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
+        momenta = [context.options[first]["momentum"] for first, *_ in layout.first_layers]
+        horizon = min(HORIZON + GROWTH * context.monitor.steps, LONGEST_HORIZON)
         weights, shares = [], []  # of all gradients so far, and of this one, for each run
-        for first, *_ in layout.first_layers:
-            fresh = 1 - context.options[first]["momentum"]
-            known = states[first].get("weight", 0.0)
+        for momentum, (first, *_) in zip(momenta, layout.first_layers, strict=True):
+            fresh, known = 1 / horizon if momentum is None else 1 - momentum, states[first].get("weight", 0.0)
             weights.append(known + fresh * (1 - known))
             shares.append(fresh / weights[-1])
-        mean = before.mixed(g, [1 - share for share in shares], shares, clip)
-        u = LayerVector.of(layout, context.solve(mean))
+        mean = right = before.mixed(g, [1 - share for share in shares], shares, clip)
+        if None in momenta:
+            present = [PRESENT if momentum is None else 0.0 for momentum in momenta]
+            both = [share + here - share * here for share, here in zip(shares, present, strict=True)]
+            right = before.mixed(g, [1 - share for share in both], both, clip)
+        u = LayerVector.of(layout, context.solve(right))
 
         def keep() -> None:
             self.mean = mean
@@ -65,7 +80,7 @@ class Momentum:
                     states[name]["weight"] = weight
 
         dampings = [context.options[first]["damping"] or 0.0 for first, *_ in layout.layers]
-        return Direction(u, mean, mean, dampings, keep)
+        return Direction(u, right, right, dampings, keep)
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"momentum_buffer": p.new_zeros(p.shape), "weight": 0.0}
@@ -82,7 +97,7 @@ class Spring:
 
     def __call__(self, context: StepContext, g: LayerVector, clip: Tensor) -> Direction:
         layout, dampings = g.layout, _dampings(context, g.layout)
-        momenta = [context.options[first]["momentum"] for first, *_ in layout.layers]
+        momenta = [context.options[first]["momentum"] or 0.0 for first, *_ in layout.layers]
         right = g = LayerVector(layout, [x.mul_(clip.to(x.device)) for x in g.vectors])
         if any(momenta):
             last = of_states(layout, "direction", context.states, context.trained, self.last)

@@ -34,7 +34,7 @@ class HandOverStep(StepRule):
     needs_closure = True
     differentiates_model = True
 
-    def __init__(self, then: TrustRegionStep, intervals: tuple[int, int] | None = None) -> None:
+    def __init__(self, then: TrustRegionStep, intervals: tuple[int | None, int | None] | None = None) -> None:
         self.first, self.then, self.intervals = AdaptiveStep(), then, intervals
         self.step_of_change = -1
 
