@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.linalg import by_device
 from optimizers.distributed.sharding import to_local
 from optimizers.steps.directions import Direction, DirectionRule
 from optimizers.steps.layer_vector import LayerVector, Layout, at_least_single, joined, of_states, to_states
@@ -519,10 +520,11 @@ def _bound_rows(context: StepContext, d: LayerVector, trust: float, sizes: Seque
 
 
 def decay_weights(context: StepContext, layout: Layout) -> None:
-    """Decoupled weight decay, before the step."""
+    """Decoupled weight decay, before the step, in one call for each device."""
     decayed = [name for name in layout.names if context.options[name]["weight_decay"]]
-    for name in decayed:
-        to_local(context.trained[name]).mul_(kept_by_decay(context.options[name]))
+    kept = iter([kept_by_decay(context.options[name]) for name in decayed])
+    for own in by_device([to_local(context.trained[name]) for name in decayed]):
+        torch._foreach_mul_(own, [next(kept) for _ in own])
 
 
 def _noted(

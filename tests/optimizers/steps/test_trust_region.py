@@ -160,7 +160,7 @@ def test_energy_is_without_damping() -> None:
 Tensors = Mapping[str, Tensor]
 
 
-def context_of(trained: Tensors = {}, **blocks: Any) -> Any:
+def context_of(trained: Tensors | None = None, **blocks: Any) -> Any:
     return SimpleNamespace(block_of=blocks.get, trained=trained)
 
 
