@@ -146,6 +146,13 @@ class LayerVector(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.layout.names)
 
+    def stacked(self, family: int, layers: slice) -> list[Tensor]:
+        """Tensors (n, *shape) of some layers of a family, in the memory of the vector."""
+        rows, form = self.rows[family][layers], self.layout.families[family]
+        sizes = [math.prod(shape) for shape in form.shapes]
+        parts = rows.split_with_sizes(sizes, 1) if len(sizes) > 1 else [rows]
+        return [x.view(len(rows), *shape) for x, shape in zip(parts, form.shapes, strict=True)]
+
     def mixed(self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Tensor) -> LayerVector:
         """``own * self + others * times * other``, with numbers for each run, and `times` a scalar on any device."""
         pairs = zip(self.vectors, other.vectors, own, others, strict=True)
