@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -93,7 +92,7 @@ def test_the_step_size_follows_what_the_bounds_have_left_of_it() -> None:
     """A tenth of the step was made: a size far above that would shrink without effect."""
     cut = state(slope=-0.1, uncut=-1.0, starts=-0.1, ends=0.1)
     assert look(cut, -1.0).size == pytest.approx(C.slack * 0.2 * math.exp(-C.shrink / (LATER + 1)))
-    assert look(dataclasses.replace(cut, ends=-0.1), 1.0).size > 2
+    assert look(state(slope=-0.1, uncut=-1.0, starts=-0.1, ends=-0.1), 1.0).size > 2
 
 
 def test_flat_slopes_say_nothing() -> None:
