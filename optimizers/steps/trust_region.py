@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from curvature.linalg import by_device
 from optimizers.distributed.sharding import to_local
 from optimizers.steps.directions import Direction, DirectionRule
 from optimizers.steps.layer_vector import LayerVector, Layout, at_least_single, joined, of_states, to_states
@@ -188,7 +189,7 @@ class TrustRegionStep(StepRule):
         if state is not None and ratio < -c.overshoot and facts.norm > c.long_gradient * state.norm:
             self.state = undone(state, ratio, c)
             entry |= {"step_size": self.state.size, "overshoots": int(self.state.overshoots)}
-            return Outcome(loss, self._undo(last), entry=entry, renewal=renewal)
+            return Outcome(loss, self._undo(context, last), entry=entry, renewal=renewal)
 
         # the direction, and what a step of size one along it would do
         layout = g.layout
@@ -240,7 +241,7 @@ class TrustRegionStep(StepRule):
         assert self.state is not None
         last = self._last(context, context.layout(gradients))
         self.state = undone(self.state, -math.inf, self.constants)
-        return Outcome(loss, self._undo(last), is_skipped=True)
+        return Outcome(loss, self._undo(context, last), is_skipped=True)
 
     def _last(self, context: StepContext, layout: Layout) -> LayerVector:
         """The last step, zeros where there was none; parameters that do not move now have none any more."""
@@ -253,12 +254,12 @@ class TrustRegionStep(StepRule):
         self.last = d
         to_states(d, "displacement", context.states, context.trained)
 
-    @staticmethod
-    def _undo(last: LayerVector) -> dict[str, Tensor]:
+    def _undo(self, context: StepContext, last: LayerVector) -> dict[str, Tensor]:
         """The displacement that undoes the last step, of which nothing is kept."""
         back = {name: x.neg() for name, x in last.items()}
         for x in last.vectors:
             x.zero_()
+        self._keep(context, last)  # which may be a copy of what the states have
         return back
 
     def _compare_energies(self, context: StepContext) -> None:
@@ -514,10 +515,11 @@ def _bound_rows(context: StepContext, d: LayerVector, trust: float, sizes: Seque
 
 
 def decay_weights(context: StepContext, layout: Layout) -> None:
-    """Decoupled weight decay, before the step."""
+    """Decoupled weight decay, before the step, in one call for each device."""
     decayed = [name for name in layout.names if context.options[name]["weight_decay"]]
-    for name in decayed:
-        to_local(context.trained[name]).mul_(kept_by_decay(context.options[name]))
+    kept = iter([kept_by_decay(context.options[name]) for name in decayed])
+    for own in by_device([to_local(context.trained[name]) for name in decayed]):
+        torch._foreach_mul_(own, [next(kept) for _ in own])
 
 
 def _noted(
