@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker.diagonal_blocks import Cuts, joined, parts_of
-from curvature.kronecker.packing import Packed, Side, as_packed, diagonal_of, whole
+from curvature.kronecker.packing import Packed, Side, diagonal_of, whole
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
     Lazily,
@@ -45,7 +45,6 @@ class KroneckerInverse:
     `shifts` has a number c where a side is V of ``c (I - V V^T)``, V (g, d, r) with orthogonal columns.
     Where `values` (1, r + 1, s + 1) are given for partial bases rows (1, o, r) and columns (1, i, s), the last of each
     axis belongs to all directions outside of them. `cuts` are those of both sides (`curvature.kronecker.cuts_of`).
-    `packed` says of either side whether it is a triangle in 16 bits (`compacted`); `cuts` are then given.
     """
 
     rows: Tensor
@@ -54,39 +53,35 @@ class KroneckerInverse:
     roots: tuple[bool, bool] = (False, False)
     shifts: tuple[Tensor | None, Tensor | None] = (None, None)
     cuts: Cuts = ((), ())
-    packed: tuple[bool, bool] = (False, False)
-
-    def opened(self, k: int, dtype: torch.dtype) -> Tensor:
-        """The rows (k = 0) or columns (1), not packed, in this precision."""
-        side = (self.rows, self.columns)[k]
-        if not self.packed[k]:
-            return side.to(dtype)
-        found = whole(as_packed(side, self.cuts[k], dtype))
-        return found.tril_() if self.roots[k] else found
 
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
         """The product with x, in place if x is our own: allocating memory costs more than arithmetic."""
         cut, other = self.cuts
         with own_precision(x):
             if self.values is None:
-                x = _solved(self.opened(0, x.dtype), self.roots[0], self.shifts[0], x, left=True, own=own, cut=cut)
-                side = self.opened(1, x.dtype)
-                return _solved(side, self.roots[1], self.shifts[1], x, left=False, own=True, cut=other)
-            rows, columns = self.opened(0, x.dtype), self.opened(1, x.dtype)
+                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own, cut=cut)
+                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False, own=True, cut=other)
             if self.is_partial:
-                return _partial(rows, columns, self.values, x)
-            inner = _right(columns, _left(_transposed(rows), x, cut), other).mul_(self.values)
-            return _right(_transposed(columns), _left(rows, inner, cut), other)
+                return _partial(self.rows, self.columns, self.values, x)
+            inner = _right(self.columns, _left(_transposed(self.rows), x, cut), other).mul_(self.values)
+            return _right(_transposed(self.columns), _left(self.rows, inner, cut), other)
+
+    def owned(self) -> KroneckerInverse:
+        """The same; sides that were made together with others, and would keep these in memory, as copies."""
+        rows, columns = (
+            side.clone() if side.untyped_storage().nbytes() > side.nbytes else side
+            for side in (self.rows, self.columns)
+        )
+        return replace(self, rows=rows, columns=columns)
 
     @property
     def form(self) -> Any:
         """Equal for inverses that can be stacked; None if this one cannot, or is so large that it does not pay."""
         sides = (self.rows, self.columns) if self.values is None else (self.rows, self.columns, self.values)
         is_plain = not any(self.roots) and self.shifts == (None, None) and not self.is_partial
-        both = zip((self.rows, self.columns), self.cuts, self.packed, strict=True)
-        is_small = max(sum(cut) if packed else side.shape[-1] for side, cut, packed in both) <= STACKED_MAX_SIDE
+        is_small = max(self.rows.shape[-1], self.columns.shape[-1]) <= STACKED_MAX_SIDE
         cuts = tuple(map(tuple, self.cuts))
-        return (self.rows.device, cuts, self.packed, *(side.shape for side in sides)) if is_plain and is_small else None
+        return (self.rows.device, cuts, *(side.shape for side in sides)) if is_plain and is_small else None
 
     @staticmethod
     def stacked(inverses: Sequence[KroneckerInverse]) -> KroneckerInverse:
@@ -109,11 +104,10 @@ class KroneckerInverse:
     def condition(self) -> float:
         """Largest over smallest nonzero eigenvalue, the maximum over groups."""
         if self.values is not None:
-            spread = self.values.flatten(1).to(torch.promote_types(self.values.dtype, torch.float32))
+            spread = self.values.flatten(1)
             least = torch.where(spread > 0, spread, torch.inf).amin(1)
             return float((spread.amax(1) / least).max())
-        both = (self.opened(k, torch.promote_types(self.rows.dtype, torch.float32)) for k in (0, 1))
-        sides = [_spectrum(*side) for side in zip(both, self.roots, self.shifts, strict=True)]
+        sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.roots, self.shifts, strict=True)]
         one, other = (s.amax(1) / s.amin(1) for s in sides)
         return float((one * other).max())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -53,7 +52,6 @@ def blocks_by_layer(
     sharing: str,
     kind: str = "kronecker",
     block_size: int | None = None,
-    compact: bool = False,
 ) -> list[Block]:
     """New blocks for the parameters that have terms and are not `taken`."""
     blocks: list[Block] = []
@@ -63,14 +61,7 @@ def blocks_by_layer(
         bias = joint_bias(tape, name)
         names = [name] if bias is None or bias in taken else [name, bias]
         shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
-        make = partial(
-            _kronecker_block,
-            dtype=node.tensor.dtype,
-            sharing=sharing,
-            kind=kind,
-            block_size=block_size,
-            compact=compact,
-        )
+        make = partial(_kronecker_block, dtype=node.tensor.dtype, sharing=sharing, kind=kind, block_size=block_size)
         found = make(names, terms[name], shapes) or _row_range_block(names, terms[name], shapes, make)
         if found is not None:
             blocks.append(found)
@@ -93,14 +84,13 @@ def _kronecker_block(
     sharing: str,
     kind: str,
     block_size: int | None,
-    compact: bool,
 ) -> Block | None:
     scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE, block_size)
     if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
         return None
     dense = [max(cut) for cut, flat in zip(cuts_of(scheme), scheme.diagonal, strict=True) if not flat]
     is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
-    block = LAYERS["kronecker" if is_large else kind](names, replace(scheme, compact=compact))
+    block = LAYERS["kronecker" if is_large else kind](names, scheme)
     block.reason = "too large for an eigenbasis; Kronecker factors are used" if is_large and kind == "eigen" else ""
     return block
 
@@ -212,18 +202,15 @@ class BlockDiagonalCurvature(CurvatureStore):
             and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
         kind: structure of the blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
         block_size: larger sides of factors are replaced by their diagonal blocks of that size; None: none is.
-        compact: keep averages and inverses in 16 bits.
     """
 
-    def __init__(
-        self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None, compact: bool = False
-    ) -> None:
+    def __init__(self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None) -> None:
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         if kind not in ("kronecker", "eigen"):
             raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
         super().__init__()
-        self.sharing, self.kind, self.block_size, self.compact = sharing, kind, block_size, compact
+        self.sharing, self.kind, self.block_size = sharing, kind, block_size
 
     def measure(
         self,
@@ -323,7 +310,7 @@ class BlockDiagonalCurvature(CurvatureStore):
     ) -> CurvatureStatistics:
         """Statistics from the terms of one vector."""
         taken = {name for block in self.blocks for name in block.names}
-        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind, self.block_size, self.compact)
+        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind, self.block_size)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
         with full_precision():
