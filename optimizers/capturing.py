@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from curvature.preconditioners import InversePlaces
-from optimizers.preconditioner import Renewal
 from optimizers.steps.rule import StepContext, StepRule, is_ordinary
 from optimizers.steps.trust_region import ORDINARY, TrustRegionStep
 from optimizers.steps.updates import Step
@@ -76,7 +75,6 @@ class Capture:
                 "ask can_replay() and needs_capture() first"
             )
         context.monitor.note_step(ORDINARY, own.numbers, is_undecided=True)
-        context.preconditioner.note_seconds(Renewal())
 
     def begin(self, rule: StepRule, context: StepContext) -> Step:
         """An ordinary step whose kernels are captured: the device's part of it."""

@@ -99,8 +99,6 @@ class KFAC(SecondOrderOptimizer):
             growing by one step every ten steps.
         decompose_every: steps from one inversion of a block to the next; likewise, but at least three where a side has
             about 256 rows or more. Blocks take turns.
-        max_overhead: choose both intervals by timing, so that both together take at most this fraction of the rest of a
-            step, such as 0.3. Runs are then not reproducible to the last bit.
         seed: of the random vectors; the global random state is not touched.
         distributed: how the processes of torch.distributed share the work, if there are several.
         step_rule: a `StepRule` that makes the steps on a loss instead of the built-in rule, one instance for each
@@ -119,7 +117,7 @@ class KFAC(SecondOrderOptimizer):
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.9,
         weight_decay: float = 0.0, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
         block_size: int | None = None, adaptive: bool = False, factor_decay: float = 0.9,
-        factor_every: int | None = None, decompose_every: int | None = None, max_overhead: float | None = None,
+        factor_every: int | None = None, decompose_every: int | None = None,
         seed: int = 0, distributed: Distributed | None = None, step_rule: StepRule | None = None,
         groups: Iterable[dict[str, Any]] = (),
     ) -> None:  # fmt: skip
@@ -136,7 +134,7 @@ class KFAC(SecondOrderOptimizer):
             "loss": loss, "inject": isotropic(ADAPTIVE_VECTORS if adaptive else 1) if inject is None else inject,
             "sharing": sharing, "block_size": block_size, "adaptive": adaptive,
             "factor_decay": factor_decay, "factor_every": intervals[0], "decompose_every": intervals[1],
-            "max_overhead": max_overhead, "seed": seed, "distributed": distributed, "step_rule": step_rule,
+            "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
         own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
         rule = TrustRegionStep(MomentumDescent())

@@ -112,7 +112,7 @@ class NaturalGradient(SecondOrderOptimizer):
             "line_search": line_search, "factor_decay": factor_decay, "seed": seed, "distributed": distributed,
             "step_rule": step_rule,
         }  # fmt: skip
-        always = {"factor_every": 1, "decompose_every": 1, "max_overhead": None}
+        always = {"factor_every": 1, "decompose_every": 1}
         why = "solves for all parameters on every process"
         own, config = checked_model(type(self).__name__, model, options | arguments | always, why)
         is_sum = getattr(loss, "reduction", "mean") == "sum"

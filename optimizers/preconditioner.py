@@ -5,7 +5,6 @@ In: statistics of recorded passes, and gradients. Out: preconditioned gradients.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,12 +40,10 @@ class Renewal:
     Attributes:
         renewed: whether this step renews the running averages.
         inverted: number of blocks that were inverted.
-        share: their fraction of the work of inverting all blocks.
     """
 
     renewed: bool = False
     inverted: int = 0
-    share: float = 0.0
 
 
 class Preconditioner:
@@ -70,7 +67,6 @@ class Preconditioner:
         self.mean: Tensor | None = None  # eigenvalue, for parameters without curvature
         self.known: list[Block] = []  # of which it is; none if it has changed
         self.costs: tuple[list[tuple[int, int]], list[float]] | None = None  # of blocks, after as many updates
-        self.last: tuple[float, dict[str, float]] | None = None  # when the last step ended, seconds by part until then
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -127,28 +123,27 @@ class Preconditioner:
         with self.monitor.timed("factors"):
             self.store.update_average(found.curvature, self.decay)
         with self.monitor.timed("inverses"):
-            inverted, share = self.invert_due(step, options)
-        return Renewal(self.schedule.renews(step), inverted, share)
+            return Renewal(self.schedule.renews(step), self.invert_due(step, options))
 
-    def invert_due(self, step: int, options: Options) -> tuple[int, float]:
-        """Invert the blocks that are due; returns their number and their share of the work for all blocks."""
+    def invert_due(self, step: int, options: Options) -> int:
+        """Invert the blocks that are due; returns their number."""
         workers = self.teams.current().workers
-        blocks, due = self._due(step)
+        due = self._due(step)
         own = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
         for damping in dict.fromkeys(dampings):
             alike = [b for b, other in zip(own, dampings, strict=True) if other == damping]
             invert(alike, DAMPING_SHARE, damping)
         workers.exchange(due)
-        return len(due), sum(b.cost for b in due) / (sum(self._costs(blocks)) or 1)
+        return len(due)
 
-    def _due(self, step: int) -> tuple[list[Block], list[Block]]:
-        """All blocks with statistics, and those of them that are due for inversion."""
+    def _due(self, step: int) -> list[Block]:
+        """The blocks with statistics that are due for inversion."""
         blocks = [b for b in self.blocks if b.updates]
         workers = self.teams.current().workers
         workers.assign(blocks)
         turns = self.schedule.inverts(step, self._costs(blocks))
-        return blocks, [b for b, turn in zip(blocks, turns, strict=True) if turn or not workers.is_ready(b)]
+        return [b for b, turn in zip(blocks, turns, strict=True) if turn or not workers.is_ready(b)]
 
     def _costs(self, blocks: Sequence[Block]) -> list[float]:
         """Of inverting each block; they change when averages are renewed."""
@@ -159,7 +154,7 @@ class Preconditioner:
 
     def is_idle(self, step: int) -> bool:
         """Whether this step neither renews averages nor inverts blocks."""
-        return not self.schedule.renews(step) and bool(self.blocks) and not self._due(step)[1]
+        return not self.schedule.renews(step) and bool(self.blocks) and not self._due(step)
 
     def knows_nothing(self, was_empty: bool) -> bool:
         """Whether all batches so far were empty on all processes; `was_empty`: the last one on this process."""
@@ -206,24 +201,6 @@ class Preconditioner:
             yield from leaf.inverse_tensors
         if self.mean is not None:
             yield self.mean
-
-    def note_seconds(self, renewal: Renewal) -> None:
-        """Tell the schedule how long renewal, inversion and the rest of this step took; it may adjust its intervals."""
-        if self.schedule.max_overhead is None:
-            return
-        now, spent = time.perf_counter(), dict(self.monitor.seconds)
-        if self.last is not None:
-            end, before = self.last
-            of = lambda name: spent.get(name, 0.0) - before.get(name, 0.0)
-            renewing, inverting = of("capture") + of("factors"), of("inverses")
-            self.schedule.note("rest", now - end - renewing - inverting)
-            if renewal.renewed:
-                self.schedule.note("renewal", renewing)
-            if renewal.share:
-                self.schedule.note("all", inverting / renewal.share)
-            if renewal.renewed:
-                self.schedule.adjust(self.teams.current().processes.all_reduce_mean)
-        self.last = now, spent
 
 
 def mean_eigenvalue(blocks: Sequence[Block]) -> Tensor:

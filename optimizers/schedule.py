@@ -6,14 +6,10 @@ To renew or invert even more rarely in the first hundred steps costs more than i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by at most one step every so many steps
-LONGEST_INTERVAL = 200  # that timing may choose
 LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model ...
 FIRST_OF_LARGE = 3  # ... and waits so many steps from the first
 LEAST_WORK = 1e8  # operations of one step: blocks that are inverted together share calls
@@ -27,14 +23,10 @@ class Schedule:
     Args:
         factor_every: from one renewal of the factors to the next.
         decompose_every: from one inversion of a block to the next.
-        max_overhead: if given, timing chooses the intervals, so that renewals and inversions take on average at most
-            this fraction of the rest of a step. Runs are then not reproducible to the last bit.
     """
 
     factor_every: int
     decompose_every: int
-    max_overhead: float | None = None
-    seconds: dict[str, float] = field(default_factory=dict)  # running means
 
     def renews(self, step: int) -> bool:
         return step % min(self.factor_every, 1 + step // STEPS_PER_INTERVAL) == 0
@@ -53,22 +45,3 @@ class Schedule:
             found.append(step % interval == min(turn, turns - 1) * (interval // turns))
             before[interval] += cost
         return found
-
-    def note(self, what: str, seconds: float) -> None:
-        """Update a running mean of seconds: of a "renewal", an inversion of "all" blocks, or the "rest" of a step."""
-        self.seconds[what] = seconds if what not in self.seconds else 0.8 * self.seconds[what] + 0.2 * seconds
-
-    def adjust(self, mean: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        """Choose both intervals from the measured seconds; each may take half of the allowed overhead.
-
-        Args:
-            mean: averages over processes, so that all choose the same intervals.
-        """
-        if self.max_overhead is None or not {"renewal", "all", "rest"} <= self.seconds.keys():
-            return
-        found = mean(torch.tensor(list(self.seconds.values()), dtype=torch.float64, device="cpu")).tolist()
-        self.seconds = dict(zip(self.seconds, found, strict=True))
-        allowed = self.max_overhead * self.seconds["rest"] / 2
-        self.factor_every, self.decompose_every = (
-            max(1, min(LONGEST_INTERVAL, math.ceil(self.seconds[what] / allowed))) for what in ("renewal", "all")
-        )

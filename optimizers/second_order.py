@@ -83,7 +83,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
         last = weakref.WeakMethod(self._last_displacement)
         intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
-        schedule = Schedule(*intervals, arguments["max_overhead"])
+        schedule = Schedule(*intervals)
         is_sum = getattr(arguments["loss"], "reduction", "mean") == "sum"
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes.pop_sums)
         self.recorder = Recorder(
@@ -210,8 +210,6 @@ class SecondOrderOptimizer(ModelOptimizer):
         elif outcome.is_step:
             entry = self.monitor.note_step(outcome.entry or {}, outcome.numbers, outcome.is_undecided)
             entry["seconds"] = time.perf_counter() - start
-            if self.residual_rule is None:
-                self.preconditioner.note_seconds(outcome.renewal)
         self._note_emptiness(outcome)
         self.recorder.expect()
         return outcome
