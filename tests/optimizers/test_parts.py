@@ -77,7 +77,7 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
     gradients = {name: torch.randn_like(p) for name, p in trained.items()}
     measured = part.gathered(0, passes, gradients, trained)
     assert not passes.total.curvature  # it is taken once
-    assert part.renew(0, measured, dict.fromkeys(trained, {"damping": 0.1})) == Renewal(True, 1, 1.0)
+    assert part.renew(0, measured, dict.fromkeys(trained, {"damping": 0.1})) == Renewal(True, 1)
     found = part.solve(gradients, trained)
 
     inputs = torch.cat([x, torch.ones(5, 1, dtype=torch.float64)], 1)
