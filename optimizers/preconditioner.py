@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import full_precision, in_place, optimistically, stack
+from curvature.linalg import full_precision, in_place, stack
 from curvature.preconditioners import Block, CurvatureStore, InversePlaces, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
@@ -98,32 +97,22 @@ class Preconditioner:
     def renew(self, step: int, found: Measured, options: Options, good: Tensor | None = None) -> Renewal | None:
         """Update the running averages by statistics, and invert the blocks that are due.
 
-        The host waits once, at the end, for all that may have gone wrong; then everything is done again with care.
-
         Args:
             good: a flag (): whether the batch counts. Several processes know already that it does.
 
         Returns:
             What was done; None, and nothing has changed, if the batch does not count.
         """
-        run, restore = partial(self._renewed, step, found, options), self.store.snapshot()
-        if self.teams.current().processes.size > 1:
-            renewal: Renewal | None = run()
-        else:
-            renewal = optimistically(run, [] if good is None else [good])
-            if renewal is None:
-                restore()
-                renewal = run() if good is None or bool(good) else None
-        if self.places is not None:
-            self.places.return_to()
-        self.known = []
-        return renewal
-
-    def _renewed(self, step: int, found: Measured, options: Options) -> Renewal:
+        if good is not None and self.teams.current().processes.size == 1 and not bool(good):
+            return None
         with self.monitor.timed("factors"):
             self.store.update_average(found.curvature, self.decay)
         with self.monitor.timed("inverses"):
-            return Renewal(self.schedule.renews(step), self.invert_due(step, options))
+            inverted = self.invert_due(step, options)
+        if self.places is not None:
+            self.places.return_to()
+        self.known = []
+        return Renewal(self.schedule.renews(step), inverted)
 
     def invert_due(self, step: int, options: Options) -> int:
         """Invert the blocks that are due; returns their number."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import KroneckerStatistics, Scheme, cuts_of
 from curvature.layers import Layout
-from curvature.linalg import are_true, full_precision, stack, widen
+from curvature.linalg import full_precision, look, stack, widen
 from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -173,18 +173,6 @@ class CurvatureStore:
         make = lambda state: own.get(state["names"][0]) or Block.restore(dict(state), device)
         self.blocks = [make(state) for state in states]
 
-    def snapshot(self) -> Callable[[], None]:
-        """A function that restores all blocks as they are now. Updates and inversions change no tensor in place."""
-        blocks = dict.fromkeys(leaf for block in (*self.blocks, *self.summed_blocks()) for leaf in block.leaves)
-        before = [(part, dict(vars(part))) for block in blocks for part in (block, block.gate)]
-
-        def restore() -> None:
-            for part, attributes in before:
-                vars(part).clear()
-                vars(part).update(attributes)
-
-        return restore
-
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Plain tensors, numbers and names, by the first parameter of each block."""
         return {block.names[0]: block.state() for block in self.blocks}
@@ -323,8 +311,10 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Update the running averages, but for those of leaves whose statistics are not finite."""
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
         found = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
-        _update([pair for pair in found if not _is_waiting(pair[1])], decay)
-        for leaf, own in found:
+        fine = look([_is_finite(own) for _, own in found])
+        good = list(itertools.compress(found, fine))
+        _update([pair for pair in good if not _is_waiting(pair[1])], decay)
+        for leaf, own in good:
             if isinstance(own, KroneckerStatistics) and own.waiting:  # one of the large sums at a time
                 _update([(leaf, own.completed())], decay)
 
@@ -333,10 +323,13 @@ def _is_waiting(statistics: BlockStatistics) -> bool:
     return isinstance(statistics, KroneckerStatistics) and bool(statistics.waiting)
 
 
-def _update(found: Sequence[tuple[Block, BlockStatistics]], decay: float) -> None:
-    """Update the averages of leaves whose statistics are finite, those of one class together."""
-    are_finite = _are_finite([own.tensors() for _, own in found])
-    pairs = list(itertools.compress(found, are_finite))
+def _is_finite(statistics: BlockStatistics) -> Tensor:
+    """A flag (): whether all sums are finite, and will be where activations wait to be summed up."""
+    return stack(widen(x.sum()) for x in statistics.tensors()).sum().isfinite()
+
+
+def _update(pairs: Sequence[tuple[Block, BlockStatistics]], decay: float) -> None:
+    """Update the averages of leaves, those of one class together."""
     for kind in dict.fromkeys(type(leaf) for leaf, _ in pairs):
         alike = [pair for pair in pairs if type(pair[0]) is kind]
         kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
@@ -358,12 +351,6 @@ def _measured(
         leaves, terms = [split[k][0] for k in alike], [split[k][1] for k in alike]
         found |= dict(zip(alike, kind.measure_all(leaves, terms, count, rank, world_size), strict=True))
     return [found[k] for k in range(len(split))]
-
-
-def _are_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
-    """Whether all tensors of each group are finite."""
-    sums = [stack(widen(t.sum()) for t in group).sum() for group in groups]
-    return are_true(stack(sums).isfinite()) if sums else []
 
 
 def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:
