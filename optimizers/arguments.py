@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-OPTIONAL = ("damping",)  # may be None
+OPTIONAL = "damping", "momentum"  # may be None
 RANGES = (
     ("lr", 0.0, math.inf, False),
     ("momentum", 0.0, 1.0, True),

@@ -16,7 +16,7 @@ from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option
 from optimizers.recording.loss_backprops import LossRows
 from optimizers.second_order import SecondOrderOptimizer
-from optimizers.steps.descent import SpringDescent
+from optimizers.steps.directions import Spring
 from optimizers.steps.gauss_newton import GaussNewton
 from optimizers.steps.hand_over import HandOverStep
 from optimizers.steps.line_search import LineSearchStep
@@ -158,5 +158,5 @@ class NaturalGradient(SecondOrderOptimizer):
 
 def _step_rule(adaptive: bool, line_search: bool) -> StepRule:
     if adaptive:
-        return HandOverStep(TrustRegionStep(SpringDescent()))
-    return LineSearchStep(SpringDescent()) if line_search else TrustRegionStep(SpringDescent())
+        return HandOverStep(TrustRegionStep(Spring()))
+    return LineSearchStep(Spring()) if line_search else TrustRegionStep(Spring())

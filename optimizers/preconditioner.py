@@ -5,15 +5,15 @@ In: statistics of recorded passes, and gradients. Out: preconditioned gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import full_precision, in_place, stack
-from curvature.preconditioners import Block, CurvatureStore, InversePlaces, invert
+from curvature.linalg import full_precision, stack, widen
+from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
 from optimizers.distributed.team import Teams
@@ -62,7 +62,6 @@ class Preconditioner:
     ) -> None:
         self.store, self.schedule, self.teams, self.monitor = store, schedule, teams, monitor
         self.decay, self.owner = decay, owner
-        self.places: InversePlaces | None = None  # where a CUDA graph expects inverses
         self.mean: Tensor | None = None  # eigenvalue, for parameters without curvature
         self.known: list[Block] = []  # of which it is; none if it has changed
         self.costs: tuple[list[tuple[int, int]], list[float]] | None = None  # of blocks, after as many updates
@@ -70,6 +69,11 @@ class Preconditioner:
     @property
     def blocks(self) -> Sequence[Block]:
         return self.store.blocks
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks that are more than diagonals."""
+        return sum(b.structure != "diagonal" for b in self.blocks)
 
     def gathered(self, step: int, passes: Passes, gradients: Named, trained: Named) -> Measured:
         """The statistics of all processes since the last step.
@@ -105,34 +109,46 @@ class Preconditioner:
         """
         if good is not None and self.teams.current().processes.size == 1 and not bool(good):
             return None
+        self.known = []
         with self.monitor.timed("factors"):
             self.store.update_average(found.curvature, self.decay)
+            is_renewal = self.schedule.renews(step)
+            self.schedule.note_renewal(step, self._drifts(found))
         with self.monitor.timed("inverses"):
             inverted = self.invert_due(step, options)
-        if self.places is not None:
-            self.places.return_to()
-        self.known = []
-        return Renewal(self.schedule.renews(step), inverted)
+        return Renewal(is_renewal, inverted)
+
+    def _drifts(self, found: Measured) -> dict[str, float]:
+        """How far running averages have just moved, by block; the same on all processes. The host waits once."""
+        moved = [
+            b
+            for b in self.blocks
+            if b.drift is not None and any(k.names[0] in found.curvature.blocks for k in b.leaves)
+        ]
+        if not moved or None not in (self.schedule.factor_every, self.schedule.decompose_every):
+            return {}
+        drifts = self.teams.current().processes.agreed(stack(widen(b.drift) for b in moved if b.drift is not None))
+        return dict(zip([b.names[0] for b in moved], drifts.tolist(), strict=True))
 
     def invert_due(self, step: int, options: Options) -> int:
         """Invert the blocks that are due; returns their number."""
         workers = self.teams.current().workers
-        due = self._due(step)
+        blocks = [b for b in self.blocks if b.updates]
+        workers.assign(blocks)
+        due = [
+            b
+            for b, cost in zip(blocks, self._costs(blocks), strict=True)
+            if not workers.is_ready(b) or self.schedule.inverts(step, b.names[0], cost)
+        ]
         own = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
         for damping in dict.fromkeys(dampings):
             alike = [b for b, other in zip(own, dampings, strict=True) if other == damping]
             invert(alike, DAMPING_SHARE, damping)
         workers.exchange(due)
+        for b in due:
+            self.schedule.note_inversion(step, b.names[0])
         return len(due)
-
-    def _due(self, step: int) -> list[Block]:
-        """The blocks with statistics that are due for inversion."""
-        blocks = [b for b in self.blocks if b.updates]
-        workers = self.teams.current().workers
-        workers.assign(blocks)
-        turns = self.schedule.inverts(step, self._costs(blocks))
-        return [b for b, turn in zip(blocks, turns, strict=True) if turn or not workers.is_ready(b)]
 
     def _costs(self, blocks: Sequence[Block]) -> list[float]:
         """Of inverting each block; they change when averages are renewed."""
@@ -143,7 +159,7 @@ class Preconditioner:
 
     def is_idle(self, step: int) -> bool:
         """Whether this step neither renews averages nor inverts blocks."""
-        return not self.schedule.renews(step) and bool(self.blocks) and not self._due(step)
+        return not self.schedule.renews(step) and bool(self.blocks)
 
     def knows_nothing(self, was_empty: bool) -> bool:
         """Whether all batches so far were empty on all processes; `was_empty`: the last one on this process."""
@@ -180,16 +196,8 @@ class Preconditioner:
     def _mean(self, ready: list[Block]) -> Tensor:
         """`mean_eigenvalue`, which changes when curvature is renewed."""
         if self.mean is None or self.known != ready:
-            self.mean, self.known = in_place(self.mean, mean_eigenvalue(ready)), ready
-        assert self.mean is not None
+            self.mean, self.known = mean_eigenvalue(ready), ready
         return self.mean
-
-    def kept(self) -> Iterator[Tensor]:
-        """All tensors that solving reads."""
-        for leaf in (leaf for block in self.blocks for leaf in block.leaves):
-            yield from leaf.inverse_tensors
-        if self.mean is not None:
-            yield self.mean
 
 
 def mean_eigenvalue(blocks: Sequence[Block]) -> Tensor:

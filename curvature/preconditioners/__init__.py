@@ -10,11 +10,10 @@ from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature, Cur
 from curvature.preconditioners.full_curvature import FullCurvature
 from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.least_squares import LeastSquares
-from curvature.preconditioners.places import InversePlaces
 from curvature.preconditioners.residual_blocks import ResidualBlock, residual_blocks, residual_inverses
 from curvature.preconditioners.statistics import CurvatureStatistics
 
 __all__ = [
     "Block", "CurvatureStore", "CurvatureStatistics", "LeastSquares", "ResidualBlock", "BlockDiagonalCurvature",
-    "FullCurvature", "InversePlaces", "invert", "residual_blocks", "residual_inverses",
+    "FullCurvature", "invert", "residual_blocks", "residual_inverses",
 ]  # fmt: skip

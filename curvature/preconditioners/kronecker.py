@@ -40,7 +40,7 @@ from curvature.kronecker import (
     whole,
 )
 from curvature.linalg import average_moments, stacked
-from curvature.preconditioners.block import Block
+from curvature.preconditioners.block import Block, relative_change
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
 
@@ -181,11 +181,15 @@ class KroneckerBlock(Block):
         pairs = [b._diagonals(*sides) for (b, _), sides in zip(seen, news, strict=True)]
         weights = OutlierFilter.weights([b.gate for b, _ in seen], pairs, [b.debiased_weight(decay) for b, _ in seen])
         for (block, _), sides, w in zip(seen, news, weights, strict=True):
-            olds = block.sides or (None, None)
+            olds, before = block.sides or (None, None), [block.row_side, block.column_side]
             block.row_side, block.column_side = (
                 average_moments(old.entries if isinstance(old, Packed) else old, new, w)
                 for old, new in zip(olds, sides, strict=True)
             )
+            kept = [k for k in (0, 1) if not block.scheme.sketched[k]]  # a sketch turns without a change
+            after = [block.row_side, block.column_side]
+            if before[0] is not None and kept:
+                block.drift = relative_change([before[k] for k in kept], [after[k] for k in kept])
             block.updates += 1
 
     def _diagonals(self, *news: Tensor) -> list[tuple[Tensor | None, Tensor]]:

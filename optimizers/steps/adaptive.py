@@ -15,7 +15,7 @@ from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Outcome, Renewal, StepContext, StepRule
-from optimizers.steps.updates import all_finite, inner, kept_by_decay
+from optimizers.steps.updates import are_finite, inner, kept_by_decay
 
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
 SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
@@ -227,9 +227,9 @@ class AdaptiveStep(StepRule):
 
 
 def _renewed_if_finite(context: StepContext, loss: Tensor) -> Renewal | None:
-    """What `StepContext.renew_if` renews if loss and gradients are finite."""
+    """What `StepContext.renew` renews if loss and gradients are finite."""
     gradients = context.gradients()
-    return context.renew_if(gradients, all_finite([loss, *gradients.values()]).to(context.home))
+    return context.renew(gradients) if are_finite([loss, *gradients.values()]) else None
 
 
 def grouped_by_layer(directions: Named, blocks: Sequence[Block]) -> list[dict[str, Tensor]]:

@@ -138,7 +138,7 @@ class _Step:
         with self.timed("solve"):
             if not memory.moves:
                 return times_lr(problem.solve(-self.values, damping, cutoff), self.options)
-            momentum = shared_option(self.options, "momentum")
+            momentum = shared_option(self.options, "momentum") or 0.0
             carried = {name: momentum * d for name, d in memory.moves[-1].items()}
             rest = problem.solve(-self.values - problem.times(carried), damping, cutoff)
             return times_lr({name: d + carried[name] for name, d in rest.items()}, self.options)

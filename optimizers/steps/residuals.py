@@ -348,7 +348,7 @@ class SubspaceSolver:
             return entry | {"step_size": 0.0, "damping": trial.damping}
         alpha, move = trial.step
         place(move)  # another one may have been tried since
-        kept = REMEMBERED if options[next(iter(move))]["momentum"] else 0
+        kept = 0 if options[next(iter(move))]["momentum"] == 0 else REMEMBERED
         self.moves = [*self.moves, move][-kept:] if kept else []
         if not is_fixed:
             self.damping = next_damping(trial.damping, trial.ratio, largest, SHRINK)
