@@ -63,6 +63,10 @@ def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[
     state, joint = _separated(given)
     _check_version(joint.get("version"))
     _check_keys({"kept", "kind", "shapes", *parts}, joint)
+    if joint["kind"].get("compact"):
+        raise ValueError(
+            "state_dict: of an optimizer with compact True, an option that was removed; 16 bits are no longer read"
+        )
     for key, here in kind.items():
         there = joint["kind"].get(key, here)
         if there != here:

@@ -97,8 +97,6 @@ class KFAC(SecondOrderOptimizer):
             size are kept: four of them for the 4 d outputs of a transformer's MLP with ``block_size=d``. They are
             inverted in a fraction of the time. None: factors are whole. Those of more than 2,048 rows are sketches
             in either case.
-        compact: keep the running averages of the factors and the inverses in 16 bits, of symmetric matrices a triangle:
-            a quarter to a half of the memory, at the price of unpacking them in every step (docs/guides/optimizers.md).
         adaptive: find step size, momentum and damping; `step` then needs a closure.
         factor_decay: decay of the running averages of the factors, per renewal.
         factor_every: steps from one renewal of the factors to the next, shorter at first, growing by one step every ten
@@ -123,13 +121,12 @@ class KFAC(SecondOrderOptimizer):
     def __init__(
         self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float | None = None,
         weight_decay: float = 0.0, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
-        block_size: int | None = None, compact: bool = False, adaptive: bool = False, factor_decay: float = 0.9,
+        block_size: int | None = None, adaptive: bool = False, factor_decay: float = 0.9,
         factor_every: int | None = None, decompose_every: int | None = None,
         seed: int = 0, distributed: Distributed | None = None, step_rule: StepRule | None = None,
         groups: Iterable[dict[str, Any]] = (),
     ) -> None:  # fmt: skip
         check_flag("adaptive", adaptive)
-        check_flag("compact", compact)
         if block_size is not None:
             check_whole("block_size", block_size, 1, 10**9)
         if adaptive:
@@ -140,7 +137,7 @@ class KFAC(SecondOrderOptimizer):
         intervals = first if adaptive else plain
         arguments = {
             "loss": loss, "inject": isotropic(ADAPTIVE_VECTORS if adaptive else 1) if inject is None else inject,
-            "sharing": sharing, "block_size": block_size, "compact": compact, "adaptive": adaptive,
+            "sharing": sharing, "block_size": block_size, "adaptive": adaptive,
             "factor_decay": factor_decay, "factor_every": intervals[0], "decompose_every": intervals[1],
             "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
@@ -148,7 +145,7 @@ class KFAC(SecondOrderOptimizer):
         rule = TrustRegionStep(Momentum())
         super().__init__(
             own, options, groups, arguments, config=config,
-            store=BlockDiagonalCurvature(sharing, self.structure, block_size, compact),
+            store=BlockDiagonalCurvature(sharing, self.structure, block_size),
             rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip
 
@@ -162,14 +159,12 @@ class KFAC(SecondOrderOptimizer):
             raise ValueError(f"inject: nothing is sent back but the residuals themselves, found {inject!r}")
         if self.arguments["block_size"] is not None:
             raise ValueError("block_size: factors of residuals are inverted whole; leave it out")
-        if self.arguments["compact"]:
-            raise ValueError("compact: nothing is kept of the factors of residuals; leave it out")
         if sharing != "expand":
             raise ValueError(f'sharing: expected "expand" for residuals, found {sharing!r}')
         return SubspaceSolver()
 
     def kind(self) -> dict[str, Any]:
-        own = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size", "compact")}
+        own = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size")}
         return {"curvature": self.structure, **own, "step_rule": type(self.rule).__name__}
 
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from curvature.linalg import full_precision, full_precision_products, optimistically, stack, widen
+from curvature.linalg import full_precision, full_precision_products, stack, widen
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
@@ -99,29 +98,9 @@ class Preconditioner:
             found.outputs = {key: x for (name, key), x in sums.items() if not name}
         return found
 
-    def renew(self, step: int, found: Measured, options: Options, good: Tensor | None = None) -> Renewal | None:
-        """Update the running averages by statistics, and invert the blocks that are due.
-
-        The host waits once, at the end, for all that may have gone wrong; then everything is done again with care.
-
-        Args:
-            good: a flag (): whether the batch counts. Several processes know already that it does.
-
-        Returns:
-            What was done; None, and nothing has changed, if the batch does not count.
-        """
-        run, restore = partial(self._renewed, step, found, options), self.store.snapshot()
-        if self.teams.current().processes.size > 1:
-            renewal: Renewal | None = run()
-        else:
-            renewal = optimistically(run, [] if good is None else [good])
-            if renewal is None:
-                restore()
-                renewal = run() if good is None or bool(good) else None
+    def renew(self, step: int, found: Measured, options: Options) -> Renewal:
+        """Update the running averages by statistics, and invert the blocks that are due; returns what was done."""
         self.solver = None
-        return renewal
-
-    def _renewed(self, step: int, found: Measured, options: Options) -> Renewal:
         with self.monitor.timed("factors"):
             self.store.update_average(found.curvature, self.decay)
             is_renewal = self.schedule.renews(step)

@@ -259,7 +259,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         Raises:
             TypeError: not a dict.
             ValueError: it belongs to another optimizer, model, version, or choice of `adaptive`, `sharing`,
-                `block_size`, `compact` or `solver`, or is damaged; says what was found, and changes nothing.
+                `block_size` or `solver`, or is damaged; says what was found, and changes nothing.
         """
         state, parts = unpack(self, state_dict, self.kind(), self._parts())
         super().load_state_dict(state)

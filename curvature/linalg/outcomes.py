@@ -62,6 +62,20 @@ def count_recovery(what: str) -> None:
         counts[what] += 1
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the CPU, in float64, by one transfer."""
+    away = [x for x in tensors if x.device.type != "cpu"]
+    flat = [x.reshape(-1) if x.dtype == torch.bool else widen(x).reshape(-1) for x in away]
+    whole = torch.cat([x.to(flat[0].device) for x in flat]).cpu() if away else torch.empty(0, device="cpu")
+    parts = iter(whole.split([x.numel() for x in away]))
+    return [(x if x.device.type == "cpu" else next(parts).view(x.shape)).double() for x in tensors]
+
+
+def look(flags: Sequence[Tensor]) -> list[bool]:
+    """What flags () say; the host waits once."""
+    return [bool(flag) for flag in to_host(flags)]
+
+
 def optimistically(run: Callable[[], Result], flags: Sequence[Tensor] = ()) -> Result | None:
     """The result of `run`, whose questions are asked together at its end, with these flags; the host waits once.
 

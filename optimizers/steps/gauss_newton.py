@@ -45,7 +45,6 @@ class GaussNewton:
         self.damping = -1.0
         self.moves: list[dict[str, Tensor]] = []
         self.wait, self.pause = 0, 1
-        self._was_large = True  # see `LeastSquares`
         self._counts: dict[str, int] = {}  # of a `LineSearch`
 
     def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Late) -> dict[str, Any]:
@@ -54,9 +53,7 @@ class GaussNewton:
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
         with context.monitor.timed("gram"):
             problem = LeastSquares(jacobian)
-            problem.was_large = self._was_large
             problem.prepare(0.0 if self._by_damping else shared_option(context.options, "damping") or 0.0)
-        self._was_large = problem.was_large
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
 

@@ -56,8 +56,8 @@ class Quadratic:
             return self.minimum(damping, least)
         matrix, scale = self._scaled(damping)
         matrix.diagonal().add_(least * len(matrix))
-        root = try_cholesky(matrix)
-        if root is None:
+        root, ok = try_cholesky(matrix)
+        if not bool(ok):
             return self.minimum(damping, least)
         return -scale * torch.cholesky_solve((scale * self.slopes)[:, None], root)[:, 0]
 

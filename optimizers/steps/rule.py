@@ -173,7 +173,6 @@ class StepContext:
             self.recorder.settle(self._loss_scale)
             found = part.gathered(step, self.recorder.passes, gradients, self.trained)
         renewal = part.renew(step, found, self.options)
-        assert renewal is not None
         self.outputs.update(found.outputs, found.curvature.along)
         return renewal
 

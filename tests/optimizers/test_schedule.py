@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import matplotlib.pyplot as plt
 import pytest
 import torch
@@ -57,29 +55,6 @@ def test_large_blocks_wait_for_some_steps_at_first():
         assert schedule.inverts(step, costs) == [True, *(step % 3 == k for k in range(3)), True]
     turns = torch.tensor([schedule.inverts(step, costs) for step in range(100, 110)])
     assert turns.sum(0).tolist() == [1] * 5 and turns.sum(1).max() <= 2
-
-
-def test_overhead_is_what_was_asked_for():
-    schedule = Schedule(10, 10, max_overhead=0.3)
-    for what, seconds in (("renewal", 0.03), ("all", 0.09), ("rest", 0.1)):
-        schedule.adjust()
-        assert (schedule.factor_every, schedule.decompose_every) == (10, 10)  # until all is known
-        schedule.note(what, seconds)
-    schedule.adjust()
-    assert (schedule.factor_every, schedule.decompose_every) == (2, 6)
-    assert 0.03 / 2 + 0.09 / 6 <= 0.3 * 0.1 + 1e-12
-
-
-def test_overhead_of_an_optimizer():
-    """A model that is slow by itself can afford more renewals than one that is not."""
-    found = []
-    for pause in (0.0, 0.05):
-        model, loss, x, y = task("mlp")
-        model.register_forward_hook(lambda *_, pause=pause: time.sleep(pause))
-        opt = KFAC(model, max_overhead=0.1)
-        train(model, opt, loss, x, y, 12)
-        found.append(opt.stats()["factor_every"])
-    assert found[1] < found[0]
 
 
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])
