@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from curvature.linalg import full_precision, stack, widen
+from curvature.linalg import full_precision, full_precision_products, stack, widen
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
@@ -20,6 +19,8 @@ from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import ALONG, Measured, Passes
 from optimizers.schedule import Schedule
+from optimizers.solving import VectorSolver, mean_eigenvalue, solved_by_name
+from optimizers.steps.layer_vector import LayerVector
 
 WITHOUT_CURVATURE = (
     "no forward pass of the model was seen that shows any curvature, and parameters move along their gradients; call "
@@ -62,8 +63,7 @@ class Preconditioner:
     ) -> None:
         self.store, self.schedule, self.teams, self.monitor = store, schedule, teams, monitor
         self.decay, self.owner = decay, owner
-        self.mean: Tensor | None = None  # eigenvalue, for parameters without curvature
-        self.known: list[Block] = []  # of which it is; none if it has changed
+        self.solver: VectorSolver | None = None  # with the inverses that there are now
         self.costs: tuple[list[tuple[int, int]], list[float]] | None = None  # of blocks, after as many updates
 
     @property
@@ -98,18 +98,9 @@ class Preconditioner:
             found.outputs = {key: x for (name, key), x in sums.items() if not name}
         return found
 
-    def renew(self, step: int, found: Measured, options: Options, good: Tensor | None = None) -> Renewal | None:
-        """Update the running averages by statistics, and invert the blocks that are due.
-
-        Args:
-            good: a flag (): whether the batch counts. Several processes know already that it does.
-
-        Returns:
-            What was done; None, and nothing has changed, if the batch does not count.
-        """
-        if good is not None and self.teams.current().processes.size == 1 and not bool(good):
-            return None
-        self.known = []
+    def renew(self, step: int, found: Measured, options: Options) -> Renewal:
+        """Update the running averages by statistics, and invert the blocks that are due; returns what was done."""
+        self.solver = None
         with self.monitor.timed("factors"):
             self.store.update_average(found.curvature, self.decay)
             is_renewal = self.schedule.renews(step)
@@ -179,30 +170,21 @@ class Preconditioner:
         is_spread = any(map(is_sharded, trained.values()))
         whole = {k: to_full(g, trained[k]) for k, g in gradients.items()} if is_spread else gradients
         right = self.store.right_hand_sides(whole, trained)
-        found: dict[str, Tensor] = {}
         ready = [b for b in self.blocks if workers.is_ready(b) and all(name in right for name in b.names)]
-        kept = [b for b in ready if workers.keeps(b)]
-        for kind in dict.fromkeys(type(b) for b in kept):
-            alike = [b for b in kept if type(b) is kind]
-            solutions = kind.solve_all(alike, [[right[name] for name in b.names] for b in alike])
-            found |= {k: u for b, own in zip(alike, solutions, strict=True) for k, u in zip(b.names, own, strict=True)}
+        found = solved_by_name([b for b in ready if workers.keeps(b)], right)
         workers.gathered(ready, found, right)
         left = [name for name in gradients if name not in found]
         if left:
-            mean = self._mean(ready)
+            mean = mean_eigenvalue(ready)
             found |= {name: right[name] / mean.to(right[name]) for name in left}
         return {k: to_shard(u, trained[k]) if is_spread else u for k, u in found.items() if k in gradients}
 
-    def _mean(self, ready: list[Block]) -> Tensor:
-        """`mean_eigenvalue`, which changes when curvature is renewed."""
-        if self.mean is None or self.known != ready:
-            self.mean, self.known = mean_eigenvalue(ready), ready
-        return self.mean
-
-
-def mean_eigenvalue(blocks: Sequence[Block]) -> Tensor:
-    """The mean eigenvalue over all blocks, a scalar; 1 without blocks."""
-    if not blocks:
-        return torch.ones((), device="cpu")
-    traces = stack(b.mean_eigenvalue.float() * b.dimension for b in blocks)
-    return (traces.sum() / sum(b.dimension for b in blocks)).clamp(min=torch.finfo(torch.float32).tiny)
+    def solve_vector(self, vector: LayerVector, trained: Named) -> LayerVector:
+        """`solve` for all layers of a vector at once."""
+        is_plain = type(self.store).right_hand_sides is CurvatureStore.right_hand_sides
+        if not is_plain or self.teams.current().processes.size > 1 or any(map(is_sharded, trained.values())):
+            return LayerVector.of(vector.layout, self.solve(vector, trained))
+        if self.solver is None or self.solver.layout is not vector.layout:
+            self.solver = VectorSolver(vector.layout, self.blocks)
+        with full_precision_products():
+            return self.solver(vector)

@@ -269,6 +269,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _load_parts(self, parts: Mapping[str, Any]) -> None:
         """Load the `_parts` of a state; moves tensors to the device of the parameters."""
         self.teams.forget_inverses()
+        self.preconditioner.solver = None
         home, trained = next(self.model.parameters()).device, self.trained()
         parts = dict(parts) | pytree.tree_map_only(Tensor, lambda x: x.to(home), {k: parts[k] for k in RULES})
         devices = {name: p.device for name, p in self.model.named_parameters()}

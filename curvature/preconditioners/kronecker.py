@@ -260,6 +260,14 @@ class KroneckerBlock(Block):
             found |= dict(zip(alike, map(list, zip(*solved, strict=True)), strict=True))
         return [found[k] for k in range(len(blocks))]
 
+    @staticmethod
+    def joint_inverse(blocks: Sequence[Any]) -> KroneckerInverse:
+        """The inverses of blocks of one form as one, of which those of the blocks are parts from then on."""
+        whole = KroneckerInverse.stacked([block.inverse for block in blocks])
+        for block, part in zip(blocks, whole.parts(len(blocks)), strict=True):
+            block.inverse = part
+        return whole
+
     def _solved(self, inverse: KroneckerInverse, gradients: Sequence[Tensor]) -> list[Tensor]:
         """An inverse times gradients of shapes (*batch, *shape), the groups of all in the order of the batch."""
         arrangement = self.scheme.arrangement

@@ -70,7 +70,7 @@ class Momentum:
             present = [PRESENT if momentum is None else 0.0 for momentum in momenta]
             both = [share + here - share * here for share, here in zip(shares, present, strict=True)]
             right = before.mixed(g, [1 - share for share in both], both, clip)
-        u = LayerVector.of(layout, context.solve(right))
+        u = context.solve_vector(right)
 
         def keep() -> None:
             self.mean = mean
@@ -105,7 +105,7 @@ class Spring:
             right.multiply_layers_([a * b for a, b in zip(dampings, momenta, strict=True)])
             for x, y in zip(right.vectors, g.vectors, strict=True):
                 x.add_(y)
-        u = LayerVector.of(layout, context.solve(right))
+        u = context.solve_vector(right)
         kept = LayerVector(layout, [x.clone() for x in u.vectors]) if any(momenta) else None  # steps scale u in place
 
         def keep() -> None:

@@ -122,20 +122,26 @@ class LayerVector(Mapping[str, Tensor]):
 
     def __init__(self, layout: Layout, vectors: Sequence[Tensor]) -> None:
         self.layout, self.vectors = layout, list(vectors)
+        self._views: dict[str, Tensor] | None = None
+        self._rows: list[Tensor] | None = None
 
     @staticmethod
     def of(layout: Layout, tensors: Named) -> LayerVector:
         """Copies of tensors."""
         return LayerVector(layout, layout.vectors(tensors))
 
-    @functools.cached_property
+    @property
     def views(self) -> dict[str, Tensor]:
-        return self.layout.views(self.vectors)
+        if self._views is None:
+            self._views = self.layout.views(self.vectors)
+        return self._views
 
-    @functools.cached_property
+    @property
     def rows(self) -> list[Tensor]:
         """For each family, one row (n, d) for each layer."""
-        return [x for pair in zip(self.vectors, self.layout.forms, strict=True) for x in rows_of(*pair)]
+        if self._rows is None:
+            self._rows = [x for pair in zip(self.vectors, self.layout.forms, strict=True) for x in rows_of(*pair)]
+        return self._rows
 
     def __getitem__(self, name: str) -> Tensor:
         return self.views[name]
@@ -145,6 +151,13 @@ class LayerVector(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.layout.names)
+
+    def stacked(self, family: int, layers: slice) -> list[Tensor]:
+        """Tensors (n, *shape) of some layers of a family, in the memory of the vector."""
+        rows, form = self.rows[family][layers], self.layout.families[family]
+        sizes = [math.prod(shape) for shape in form.shapes]
+        parts = rows.split_with_sizes(sizes, 1) if len(sizes) > 1 else [rows]
+        return [x.view(len(rows), *shape) for x, shape in zip(parts, form.shapes, strict=True)]
 
     def mixed(self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Tensor) -> LayerVector:
         """``own * self + others * times * other``, with numbers for each run, and `times` a scalar on any device."""

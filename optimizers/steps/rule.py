@@ -20,7 +20,7 @@ from optimizers.recording.output_scale import OutputScale
 from optimizers.recording.recorder import Recorder
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
-from optimizers.steps.layer_vector import Layout, layout_of
+from optimizers.steps.layer_vector import LayerVector, Layout, layout_of
 from optimizers.steps.updates import are_finite
 
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
@@ -88,7 +88,7 @@ class StepContext:
     @functools.cached_property
     def home(self) -> torch.device:
         """Where the numbers of a step are, if layers are on several devices."""
-        return next(self.model.parameters()).device
+        return next(iter(self.trained.values())).device
 
     @functools.cached_property
     def is_spread(self) -> bool:
@@ -173,13 +173,16 @@ class StepContext:
             self.recorder.settle(self._loss_scale)
             found = part.gathered(step, self.recorder.passes, gradients, self.trained)
         renewal = part.renew(step, found, self.options)
-        assert renewal is not None
         self.outputs.update(found.outputs, found.curvature.along)
         return renewal
 
     def solve(self, gradients: Named) -> dict[str, Tensor]:
         """``(M + damping I)^-1 gradients``, by name."""
         return self.preconditioner.solve(gradients, self.trained)
+
+    def solve_vector(self, vector: LayerVector) -> LayerVector:
+        """`solve` for all layers of a vector at once."""
+        return self.preconditioner.solve_vector(vector, self.trained)
 
     # -- closures
 

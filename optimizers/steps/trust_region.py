@@ -11,16 +11,16 @@ cut the step.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvature.linalg import by_device
 from optimizers.distributed.sharding import to_local
 from optimizers.steps.directions import Direction, DirectionRule
 from optimizers.steps.layer_vector import LayerVector, Layout, at_least_single, joined, of_states, to_states
@@ -43,6 +43,10 @@ class TrustRegionConstants:
     start: float = 40.0  # steps in which the step size may grow faster; after them `rate` has halved
     start_rate: float = 0.4  # by how much faster at the first of them
     flat: float = 1e-5  # of the steepest slope: below, the loss is zero or slopes are rounding, and say nothing
+    lr_growth: float = 1.1  # per step, of the learning rate that is taken for the usual one
+    lowered: float = (
+        1.5  # times less than it: a schedule has lowered the learning rate, and the step size does not grow
+    )
     # overshoots
     overshoot: float = 2.0  # a ratio of slopes below minus this, with a long gradient: the step is undone
     least_shrink: float = 0.2  # of the step size after an overshoot
@@ -67,8 +71,7 @@ class TrustRegionConstants:
     largest_scale: float = 4.0  # by how much the direction of a layer is made longer or shorter
 
 
-@dataclass(frozen=True)
-class TrustState:
+class TrustState(NamedTuple):
     """What is known of how far to go.
 
     Attributes:
@@ -82,7 +85,7 @@ class TrustState:
         largest_change: its largest value, slowly forgotten.
         least_output_change: of the outputs' size, for the largest change: the step size shrinks no further.
         norm, spread: running mean and standard deviation of the gradients' norms, each clipped.
-        lr: the largest learning rate so far.
+        lr: about the largest learning rate so far; one that is large for a few steps does not count.
         overshoots: how many steps were undone.
         measured, predicted: decayed sums of the energies of steps, of all layers together.
     """
@@ -167,14 +170,17 @@ class TrustRegionStep(StepRule):
         c, loss, gradients, renewal = self.constants, evaluation.value, context.gradients(), Renewal()
         if not gradients:
             return Outcome(loss)
-        if not context.is_idle():
-            if context.knows_nothing() or not context.unscale_and_check_finite(gradients):
-                return self._left_out(context, loss, gradients)
-            renewal = context.renew(gradients)  # of the curvature's running average, and of inverses that are due
-            self._compare_energies(context)
-        else:
-            context.unscale(gradients)
 
+        # 1. where it is due, renew the curvature's running average, and the inverses of blocks
+        if context.is_idle():
+            context.unscale(gradients)
+        elif context.knows_nothing() or not context.unscale_and_check_finite(gradients):
+            return self._left_out(context, loss, gradients)
+        else:
+            renewal = context.renew(gradients)
+            self._compare_energies(context)
+
+        # 2. the direction u = (M + damping)^-1 m, m being about the running mean of the clipped gradients; one read
         with context.monitor.timed("direction"):
             g = LayerVector.of(context.layout(gradients), gradients)
             last, squares = self._last(context, g.layout), joined(g.dot(g), context.home)
@@ -183,51 +189,53 @@ class TrustRegionStep(StepRule):
         if not math.isfinite(facts.norm):
             return self._left_out(context, loss, gradients)
 
-        # how the last step went, seen from its end
-        state, steps = self.state, context.monitor.steps - self.begin
-        ratio = 0.0 if state is None else slope_ratio(facts.along_last, state.slope)
-        entry: dict[str, Any] = {"renewed": renewal.renewed, "inverted": renewal.inverted, "accepted": True}
-        if state is not None and ratio < -c.overshoot and facts.norm > c.long_gradient * state.norm:
-            self.state = undone(state, ratio, c)
-            entry |= {"step_size": self.state.size, "overshoots": int(self.state.overshoots)}
-            return Outcome(loss, self._undo(last), entry=entry, renewal=renewal)
+        # 3. the last step, seen from its end; one that went far too far is undone
+        state, ratio = self.state, 0.0
+        if state is not None:
+            ratio = slope_ratio(facts.along_last, state.slope)
+            if ratio < -c.overshoot and facts.norm > c.long_gradient * state.norm:
+                self.state = undone(state, ratio, c)
+                return Outcome(loss, self._undo(context, last), self._entry(renewal), renewal)
 
-        # the direction, and what a step of size one along it would do
-        layout = g.layout
-        scales = self._scales(layout)
-        slopes = [_or_zero(c * s) for c, s in zip(scales, facts.slopes, strict=True)]
-        energies = [
-            c * c * _energy(e, damping, length)
-            for c, e, damping, length in zip(scales, facts.energies, found.dampings, facts.lengths, strict=True)
-        ]
+        # 4. each layer's direction on the scale of its measured curvature; the outputs' change for step size one
+        layout, scales = g.layout, self._scales(g.layout)
+        slopes = [_or_zero(scale * slope) for scale, slope in zip(scales, facts.slopes, strict=True)]
+        each = zip(scales, facts.energies, found.dampings, facts.lengths, strict=True)
+        energies = [scale**2 * _energy(product, damping, length) for scale, product, damping, length in each]
         change = math.sqrt(sum(energies) * self._output_gain(context))
-        lrs = [float(context.options[first]["lr"]) for first, *_ in layout.layers]
-        lr = max(float(own["lr"]) for own in context.options.values())
 
-        # how far to go
+        # 5. the step size follows the slopes, within bounds on the change of the outputs
+        steps, lr = context.monitor.steps - self.begin, max(own["lr"] for own in context.options.values())
         least_trust = c.first_trust / math.sqrt(max(context.preconditioner.layers, 1))
         if state is None:
             state = started(change, facts.norm, least_trust, c)
         else:
             state = adapted(state, ratio, facts.norm, steps, lr, least_trust, c)
         state, size = bounded(state, change, context.outputs.rms, c)
-        lengths = [c * length for c, length in zip(scales, facts.lengths, strict=True)]
+
+        # 6. no layer moves by more than a share of its norm
+        lrs = [context.options[first]["lr"] for first, *_ in layout.layers]
+        lengths = [scale * length for scale, length in zip(scales, facts.lengths, strict=True)]
         rates = within_trust(context, layout, size, state.trust, lengths, facts.sizes, lrs)
 
-        # the step
+        # 7. the step, and what is to be known of it at the next one
         found.keep()
-        d = found.u
-        d.multiply_layers_([-rate * c for rate, c in zip(rates, scales, strict=True)])
-        _bound_rows(context, d, state.trust, facts.sizes)
-        self._keep(context, d)
-        for (first, *_), rate, energy in zip(layout.layers, rates, energies, strict=True):
-            self.layers.setdefault(first, LayerEnergies()).last = rate * rate * energy
-        slope = -sum(rate * s for rate, s in zip(rates, slopes, strict=True))
-        uncut = -size * sum(lr * s for lr, s in zip(lrs, slopes, strict=True))
-        self.state = replace(state, slope=slope, uncut=uncut)
+        found.u.multiply_layers_([-rate * scale for rate, scale in zip(rates, scales, strict=True)])
+        _bound_rows(context, found.u, state.trust, facts.sizes)
         decay_weights(context, layout)
-        entry |= {"step_size": state.size, "overshoots": int(state.overshoots)}
-        return Outcome(loss, d, entry=entry, renewal=renewal)
+        self._keep(context, found.u)
+        for (first, *_), rate, energy in zip(layout.layers, rates, energies, strict=True):
+            self.layers.setdefault(first, LayerEnergies()).last = rate**2 * energy
+        slope = -sum(rate * slope for rate, slope in zip(rates, slopes, strict=True))
+        uncut = -size * sum(lr * slope for lr, slope in zip(lrs, slopes, strict=True))
+        self.state = state._replace(slope=slope, uncut=uncut)
+        return Outcome(loss, found.u, self._entry(renewal), renewal)
+
+    def _entry(self, renewal: Renewal) -> dict[str, Any]:
+        """For the history."""
+        assert self.state is not None
+        own = {"step_size": self.state.size, "overshoots": int(self.state.overshoots)}
+        return {"renewed": renewal.renewed, "inverted": renewal.inverted, "accepted": True} | own
 
     # -- the parts that read or write what is kept
 
@@ -242,7 +250,7 @@ class TrustRegionStep(StepRule):
         assert self.state is not None
         last = self._last(context, context.layout(gradients))
         self.state = undone(self.state, -math.inf, self.constants)
-        return Outcome(loss, self._undo(last), is_skipped=True)
+        return Outcome(loss, self._undo(context, last), is_skipped=True)
 
     def _last(self, context: StepContext, layout: Layout) -> LayerVector:
         """The last step, zeros where there was none; parameters that do not move now have none any more."""
@@ -255,12 +263,12 @@ class TrustRegionStep(StepRule):
         self.last = d
         to_states(d, "displacement", context.states, context.trained)
 
-    @staticmethod
-    def _undo(last: LayerVector) -> dict[str, Tensor]:
+    def _undo(self, context: StepContext, last: LayerVector) -> dict[str, Tensor]:
         """The displacement that undoes the last step, of which nothing is kept."""
         back = {name: x.neg() for name, x in last.items()}
         for x in last.vectors:
             x.zero_()
+        self._keep(context, last)  # which may be a copy of what the states have
         return back
 
     def _compare_energies(self, context: StepContext) -> None:
@@ -282,7 +290,7 @@ class TrustRegionStep(StepRule):
                 whole += predicted
         if self.state is not None and whole:
             sums = _noted(self.state.measured, self.state.predicted, along[""], whole, self.constants)
-            self.state = replace(self.state, measured=sums[0], predicted=sums[1])
+            self.state = self.state._replace(measured=sums[0], predicted=sums[1])
 
     def _scales(self, layout: Layout) -> list[float]:
         """What directions are multiplied by: less in layers whose curvature is underestimated more than elsewhere."""
@@ -310,13 +318,11 @@ class TrustRegionStep(StepRule):
         return self.direction.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
 
     def state_dict(self) -> dict[str, Any]:
-        names = [one.name for one in dataclasses.fields(TrustState)]
-        own = dict.fromkeys(names) if self.state is None else dataclasses.asdict(self.state)
-        return own | {"energies": {name: dataclasses.asdict(layer) for name, layer in self.layers.items()}}
+        own = dict.fromkeys(TrustState._fields) if self.state is None else self.state._asdict()
+        return own | {"energies": {name: asdict(layer) for name, layer in self.layers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        names = [one.name for one in dataclasses.fields(TrustState)]
-        own = {name: float(state[name]) for name in names if state.get(name) is not None}
+        own = {name: float(state[name]) for name in TrustState._fields if state.get(name) is not None}
         self.state = TrustState(**own) if own else None
         self.layers = {name: LayerEnergies(**layer) for name, layer in state["energies"].items()}
         self.last = None
@@ -420,7 +426,7 @@ def adapted(
         growth = c.rate * max(ratio, -1.0)
     if is_straight:
         growth += c.start_rate * max(1 - steps / c.start, 0.0)
-    if state.lr > lr:
+    if state.lr > c.lowered * lr:
         growth = min(growth, 0.0)
     growth *= min(lr, 1.0)
     if steepness < c.flat * c.memory * state.steepest:
@@ -432,8 +438,7 @@ def adapted(
     weight = max(1 / (1 + steps), 1 - c.norm_decay)
     off = counted - state.norm
     trust = state.trust * (c.wider if is_straight else c.narrower)
-    return replace(
-        state,
+    return state._replace(
         size=size * math.exp(growth),
         trust=min(max(trust, least_trust), c.largest_trust),
         starts=starts,
@@ -442,7 +447,7 @@ def adapted(
         norm=state.norm + weight * off,
         spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
         least_output_change=state.least_output_change * (c.less if is_unstable else 1.0),
-        lr=max(state.lr, lr),
+        lr=max(state.lr, min(lr, c.lr_growth * state.lr or lr)),
     )
 
 
@@ -451,7 +456,7 @@ def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustSta
     size = state.made * min(max(1 / (1 - ratio), c.least_shrink), 1.0)
     least = c.less * state.least_output_change
     overshoots = state.overshoots + 1
-    return replace(state, size=size, slope=0.0, uncut=0.0, least_output_change=least, overshoots=overshoots)
+    return state._replace(size=size, slope=0.0, uncut=0.0, least_output_change=least, overshoots=overshoots)
 
 
 def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionConstants) -> tuple[TrustState, float]:
@@ -470,7 +475,7 @@ def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionC
         c.largest_output_change * reach / max(counted, tiny),
     )
     size = min(max(state.size, least), most)
-    return replace(state, size=size, change=mean, largest_change=largest), size * (counted / change if change else 1.0)
+    return state._replace(size=size, change=mean, largest_change=largest), size * (counted / change if change else 1.0)
 
 
 def within_trust(
@@ -519,10 +524,11 @@ def _bound_rows(context: StepContext, d: LayerVector, trust: float, sizes: Seque
 
 
 def decay_weights(context: StepContext, layout: Layout) -> None:
-    """Decoupled weight decay, before the step."""
+    """Decoupled weight decay, before the step, in one call for each device."""
     decayed = [name for name in layout.names if context.options[name]["weight_decay"]]
-    for name in decayed:
-        to_local(context.trained[name]).mul_(kept_by_decay(context.options[name]))
+    kept = iter([kept_by_decay(context.options[name]) for name in decayed])
+    for own in by_device([to_local(context.trained[name]) for name in decayed]):
+        torch._foreach_mul_(own, [next(kept) for _ in own])
 
 
 def _noted(
