@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,6 +13,7 @@ USUAL_INTERVAL = 10  # ... up to so many, and further only where the curvature c
 LONGEST_INTERVAL = 50
 DRIFT = 0.05  # relative change of a running average (Frobenius norm) at which it is renewed, and its block inverted
 SHORTER, LONGER = 0.5, 1.5  # bounds on the change of an interval from one renewal to the next
+AGREEMENT = 2.0  # a larger factor between energies of a step that were measured and predicted is a disagreement
 LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model, and may wait
 
 
@@ -54,6 +56,11 @@ class Schedule:
         if drifts:
             drift = max(statistics.median(drifts.values()), DRIFT / LONGER)
             self.interval = min(used * max(DRIFT / drift, SHORTER), LONGEST_INTERVAL)
+
+    def note_energies(self, measured: float, predicted: float) -> None:
+        """Note what the last step did beside what the curvature said: where they differ, it is not to be relied on."""
+        if not 1 / AGREEMENT < measured / predicted < AGREEMENT:
+            self.interval, self.drifts = 1.0, dict.fromkeys(self.inverted, math.inf)
 
     def inverts(self, step: int, name: str, cost: float) -> bool:
         """Whether to invert a block, at a step that renews: one that costs more waits for a larger change."""

@@ -44,13 +44,13 @@ class Block:
     """
 
     structure = ""
+    drift: Tensor | None = None
     has_separate_rows = False  # whether M says nothing of one row of a parameter together with another
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
         self.names = tuple(names)
         self.reason = reason
         self.updates = 0
-        self.drift: Tensor | None = None
         self.gate = OutlierFilter()
 
     def debiased_weight(self, decay: float, updates: int | None = None) -> float:

@@ -288,7 +288,9 @@ class TrustRegionStep(StepRule):
                 for layer in own:
                     layer.measured, layer.predicted = sums
                 whole += predicted
-        if self.state is not None and whole:
+        if self.state is not None and whole and along[""]:
+            underestimate = self.state.measured / self.state.predicted if self.state.predicted else 1.0
+            context.preconditioner.schedule.note_energies(along[""], whole * underestimate)
             sums = _noted(self.state.measured, self.state.predicted, along[""], whole, self.constants)
             self.state = self.state._replace(measured=sums[0], predicted=sums[1])
 

@@ -55,6 +55,19 @@ def test_intervals_shrink_again_where_the_curvature_begins_to_move():
     assert max(intervals(found)) == 50 and intervals(found)[-3:] == [10] * 3
 
 
+def test_a_step_that_did_not_do_what_was_predicted_ends_long_intervals():
+    """Everything is inverted at the next renewal, too."""
+    schedule = Schedule(None, None)
+    renewals(schedule, 400, lambda _: 0.001)
+    schedule.note_inversion(400, "a")
+    before = schedule.interval
+    for agreeing in (0.6, 1.0, 1.9):
+        schedule.note_energies(agreeing, 1.0)
+        assert schedule.interval == before > 30 and not schedule.inverts(400, "a", 1e3)
+    schedule.note_energies(2.5, 1.0)
+    assert schedule.inverts(400, "a", 1e9) and schedule.renews((schedule.renewed or 0) + 10)
+
+
 def test_a_batch_that_is_left_out_leaves_the_renewal_due():
     schedule = Schedule(5, 5)
     schedule.note_renewal(0, {})
