@@ -50,7 +50,6 @@ class Block:
         self.names = tuple(names)
         self.reason = reason
         self.updates = 0
-        self.drift: Tensor | None = None
         self.gate = OutlierFilter()
 
     def debiased_weight(self, decay: float, updates: int | None = None) -> float:
@@ -173,6 +172,7 @@ class Block:
         raise NotImplementedError
 
     failures = 0  # consecutive failures of decompositions
+    drift: Tensor | None = None  # not part of a checkpoint
 
     @property
     def inverse_tensors(self) -> list[Tensor]:

@@ -189,8 +189,9 @@ def test_the_intervals_are_those_of_plain_steps():
         opt = KFAC(model, adaptive=True, **options)
         noisy_losses(model, opt, 12)
         assert opt.stats()["plain_from"] is not None
-        found.append((opt.stats()["factor_every"], opt.stats()["decompose_every"]))
-    assert found == [(10, 10), (2, 10), (10, 7)]
+        schedule = opt.preconditioner.schedule
+        found.append((schedule.factor_every, schedule.decompose_every))
+    assert found == [(None, None), (2, None), (None, 7)]
 
 
 def test_a_closure_without_backward_still_does():
@@ -235,4 +236,4 @@ def test_checkpoints_and_copies_go_on_alike(steps: int, optimizer: str):
     assert opt.stats()["plain_from"] == loaded.stats()["plain_from"] == copied_opt.stats()["plain_from"] is not None
     assert opt.stats()["factor_every"] == copied_opt.stats()["factor_every"]
     for own in (opt, copied_opt, loaded):  # the plain rule counts its own steps
-        assert float(own.rule.then.state.steps) == own.steps - own.stats()["plain_from"]
+        assert own.rule.then.begin == own.stats()["plain_from"] <= own.steps
