@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import on_host, optimistically, stack, widen
+from curvature.linalg import stack, to_host, widen
 from curvature.preconditioners import Block
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
@@ -156,9 +156,9 @@ class AdaptiveStep(StepRule):
         groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()}) for d in groups]
         last = {name: d for name, d in self.last.items() if name in gradients and rates[name] > 0}
         directions = [*groups, last] if last else list(groups)
-        curvatures = lambda: replay.curvatures(directions, SAMPLE_STRIDE)
-        known = lambda: on_host([*_products(directions, len(groups), gradients), curvatures(), before, loss])
-        slopes, norms, curvature, earlier, value = optimistically(known) or known()
+        curvatures = replay.curvatures(directions, SAMPLE_STRIDE)
+        known = [*_products(directions, len(groups), gradients), curvatures, before, loss]
+        slopes, norms, curvature, earlier, value = to_host(known)
         model, entry["loss"] = Quadratic(slopes, curvature, norms), float(value)
         if len(earlier) and self.progress >= RESOLVED * abs(entry["loss"]):
             self._confirm(float(earlier), entry["loss"])

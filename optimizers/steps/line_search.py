@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import cat, on_host, widen
+from curvature.linalg import cat, to_host, widen
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.directions import DirectionRule
 from optimizers.steps.layer_vector import LayerVector
@@ -70,7 +70,7 @@ class LineSearch:
         halvings = [0.5**k for k in range(MOST_HALVINGS + 1)]
         for some in tried_together(halvings, start.displacement.device, self.counts.get(kind, FIRST_AT_ONCE)):
             points = [self.evaluated(curve(t)) for t in some]
-            losses = map(float, on_host([loss for loss, _ in points]))
+            losses = map(float, to_host([loss for loss, _ in points]))
             for t, loss, (_, residuals) in zip(some, losses, points, strict=True):
                 seen += 1
                 self.counts[kind] = seen + 1
