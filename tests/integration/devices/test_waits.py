@@ -74,7 +74,6 @@ def test_waits_where_steps_must_look(kind: Any, options: dict, bound: float, sim
         with simdev.syncs() as found:
             opt.step(*closed)
         counts.append(found.count)
-    print("MEAN", kind, options, sum(counts[6:]) / len(counts[6:]))
     assert sum(counts[6:]) <= bound * len(counts[6:]), counts
 
 
@@ -200,6 +199,5 @@ def test_waits_of_steps_on_residuals(kind: Any, bound: float, simdev: Any, devic
         return losses, counts
 
     losses, counts = run(device)
-    print("MEAN", kind, options, sum(counts[6:]) / len(counts[6:]))
     assert sum(counts[6:]) <= bound * len(counts[6:]), counts
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(run("cpu")[0]), rtol=1e-3, atol=0)
