@@ -16,8 +16,9 @@ from support.training import task
 
 pytestmark = pytest.mark.fast
 STEPS = 40
-# The host decides, and looks at what it decides by: whether gradients are finite, whether decompositions of each kind have
-# succeeded, how far averages have moved, how large outputs are, what a step does. Bounds were lower while the device decided.
+# The host decides, and looks at what it decides by: whether gradients are finite, whether decompositions of each kind
+# have succeeded, how far averages have moved, how large outputs are, what a step does. Bounds were lower while the
+# device decided.
 #
 # Waits in the first 40 steps, when curvature is renewed most often; a step that renews nothing has one.
 BOUNDS = {("KFAC", "mlp"): 140, ("KFAC", "cnn"): 140, ("EKFAC", "mlp"): 140, ("EKFAC", "cnn"): 140}
