@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import stack
+from curvature.linalg import by_device, stack
 from curvature.preconditioners import Block, KroneckerBlock
 from optimizers.steps.layer_vector import LayerVector, Layout
 
@@ -85,9 +85,10 @@ def _kronecker_part(block: Any, inverse: Any, family: int, rows: slice) -> Part:
 def _by_name(kind: type[Block], blocks: Sequence[Block]) -> Part:
     def solve(vector: LayerVector, found: LayerVector) -> None:
         solutions = kind.solve_all(blocks, [[vector[name] for name in b.names] for b in blocks])
-        for block, own in zip(blocks, solutions, strict=True):
-            for name, u in zip(block.names, own, strict=True):
-                found[name].copy_(u)
+        solved = [u for own in solutions for u in own]
+        places = iter([found[name] for block in blocks for name in block.names])
+        for own in by_device(solved):  # in one call
+            torch._foreach_copy_([next(places) for _ in own], own)
 
     return solve
 

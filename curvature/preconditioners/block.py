@@ -173,6 +173,7 @@ class Block:
         raise NotImplementedError
 
     failures = 0  # consecutive failures of decompositions
+    drift: Tensor | None = None  # not part of a checkpoint
 
     @property
     def inverse_tensors(self) -> list[Tensor]:

@@ -124,7 +124,7 @@ def _pieces(rank: int, ranks: int, depth: int, width: int, samples: int, rounds:
         train()
     found = {name: [] for name in ("statistics", "application and update", "forward and backward")}
     for _ in range(rounds):
-        opt.monitor.started = 10 * EVERY  # a renewal; all later ones are ordinary, the inversions aside
+        opt.monitor.steps += 10 * EVERY  # a renewal; all later ones are ordinary
         for number in range(3):
             dist.barrier()
             before, start = dict(opt.monitor.seconds), time.process_time()

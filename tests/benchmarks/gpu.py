@@ -103,7 +103,7 @@ class Run:
         for _ in range(WARM):
             self.step()
         if self.is_ours:
-            self.opt.monitor.started = SETTLED
+            self.opt.monitor.steps = SETTLED
 
     @property
     def renewed(self) -> bool:
@@ -112,10 +112,9 @@ class Run:
     def rest(self) -> None:
         """From here on nothing is renewed or inverted."""
         if self.is_ours:
-            self.opt.preconditioner.schedule.factor_every = self.opt.preconditioner.schedule.decompose_every = RARE
-            self.opt.monitor.started = 10 * RARE + RARE // 3
-            for _ in range(3):  # a block's turn may be just now
-                self.step()
+            schedule = self.opt.preconditioner.schedule
+            schedule.factor_every = schedule.decompose_every = RARE
+            self.opt.monitor.steps = schedule.renewed = 10 * RARE
 
     def timed(self, clock: Callable[[], float]) -> float:
         wait(self.device)

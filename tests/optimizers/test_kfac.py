@@ -222,7 +222,7 @@ def test_a_forward_pass_that_is_not_followed_by_a_backward_one():
                 model(100 * x)
             train(model, opt, loss, x, y, 1)
         assert {block.structure for block in opt.store.blocks} == {"kronecker"}
-        runs.append(copied(model) | {"scale": opt.recorder.outputs.rms})
+        runs.append(copied(model) | {"scale": torch.tensor(opt.recorder.outputs.rms)})
     assert_same(*runs)
 
 

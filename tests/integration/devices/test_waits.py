@@ -16,8 +16,12 @@ from support.training import task
 
 pytestmark = pytest.mark.fast
 STEPS = 40
-# Waits in the first 40 steps, when curvature is renewed most often; a step that neither renews nor inverts has none.
-BOUNDS = {("KFAC", "mlp"): 20, ("KFAC", "cnn"): 20, ("EKFAC", "mlp"): 40, ("EKFAC", "cnn"): 40}
+# The host decides, and looks at what it decides by: whether gradients are finite, whether decompositions of each kind
+# have succeeded, how far averages have moved, how large outputs are, what a step does. Bounds were lower while the
+# device decided.
+#
+# Waits in the first 40 steps, when curvature is renewed most often; a step that renews nothing has one.
+BOUNDS = {("KFAC", "mlp"): 140, ("KFAC", "cnn"): 140, ("EKFAC", "mlp"): 140, ("EKFAC", "cnn"): 140}
 
 
 @pytest.fixture
@@ -40,18 +44,18 @@ def test_waits_of_the_plain_loop(kind: str, name: str, simdev: Any, device: str)
         total += found.count
         if not entry["renewed"] and not entry["inverted"]:
             ordinary += 1
-            assert not found.count, found.places("/optimizers/", "/curvature/")
+            assert found.count == 1, found.places("/optimizers/", "/curvature/")
     assert ordinary and total <= BOUNDS[kind, name], total
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "bound"),
     [
-        (KFAC, {"adaptive": True}, 4),  # renewals among them
-        (EKFAC, {"adaptive": True}, 5),
-        (NaturalGradient, {"adaptive": True}, 4.2),
-        (NaturalGradient, {"solver": "cg"}, 3),
-        (NaturalGradient, {}, 1),
+        (KFAC, {"adaptive": True}, 7.3),  # renewals among them
+        (EKFAC, {"adaptive": True}, 7.3),
+        (NaturalGradient, {"adaptive": True}, 9.2),
+        (NaturalGradient, {"solver": "cg"}, 7),
+        (NaturalGradient, {}, 6),
     ],
     ids=["adaptive", "adaptive, eigenvalues", "adaptive natural gradient", "conjugate gradients", "natural gradient"],
 )
@@ -91,7 +95,7 @@ def test_conjugate_gradients_over_sequences(simdev: Any, device: str) -> None:
             with simdev.syncs() as found:
                 opt.step()
         counts.append(found.count)
-    assert counts[0] == counts[1] <= 4, counts
+    assert counts[0] == counts[1] <= 8, counts
 
 
 def with_buffers() -> tuple[nn.Module, Any]:
@@ -129,7 +133,7 @@ def test_models_that_cost_no_waits(task: Any, simdev: Any, device: str) -> None:
         with simdev.syncs() as found:
             opt.step(closure)
         counts.append(found.count)
-    assert max(counts[1:]) <= 5, found.places("/optimizers/", "/curvature/")
+    assert max(counts[1:]) <= 9, found.places("/optimizers/", "/curvature/")
 
 
 class Experts(nn.Module):
@@ -165,7 +169,7 @@ def test_experts_that_are_chosen_by_index(kind: Any, simdev: Any, device: str) -
         with simdev.syncs() as found:
             opt.step(closure)
         counts.append(sum(s.kind != "event" and s.operator != "aten::nonzero" for s in found.all))
-    assert sum(counts[4:]) <= 5 * len(counts[4:]), (counts, found.places("/optimizers/", "/curvature/"))
+    assert sum(counts[4:]) <= 11 * len(counts[4:]), (counts, found.places("/optimizers/", "/curvature/"))
 
 
 def test_norms_and_inner_products_of_gradients(simdev: Any, device: str) -> None:
@@ -181,7 +185,7 @@ def test_norms_and_inner_products_of_gradients(simdev: Any, device: str) -> None
         assert found.count == 1 and not found.uploads, found.places("/curvature/")
 
 
-@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 4.2), (NaturalGradient, 5)])
+@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 8.5), (NaturalGradient, 6)])
 def test_waits_of_steps_on_residuals(kind: Any, bound: float, simdev: Any, device: str) -> None:
     """Losses are those of the CPU, although a line search tries several points before it reads their losses."""
 

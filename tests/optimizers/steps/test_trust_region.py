@@ -107,7 +107,18 @@ def test_a_lowered_learning_rate_does_not_make_the_step_size_grow() -> None:
     assert look(straight, 1.0, lr=0.1).size == 2 and look(straight, 1.0, lr=1.0).size > 2
     low = look(state(ends=-1.0, lr=0.1), 1.0, lr=0.1)
     assert low.size == pytest.approx(2 * math.exp(0.1 * C.late_rate)) and low.lr == 0.1
-    assert look(low, 1.0, lr=0.5).lr == 0.5
+    assert look(low, 1.0, lr=0.5).lr == pytest.approx(0.1 * C.lr_growth)
+
+
+def test_a_learning_rate_that_is_large_for_a_few_steps_is_forgotten() -> None:
+    """As at a restart of a schedule that goes wrong: back at the usual one, the step size grows as before."""
+    known = state(ends=-1.0)
+    for _ in range(2):
+        known = look(known, 1.0, lr=1000.0)
+    assert look(known, 1.0, lr=1.0).size > known.size
+    for _ in range(100):  # one that stays does count
+        known = look(known, 1.0, lr=1000.0)
+    assert known.lr == 1000 and look(known, 1.0, lr=1.0).size == known.size
 
 
 def test_trust_widens_while_the_loss_falls_straight() -> None:
