@@ -71,7 +71,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def __init__(
         self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]], arguments: dict[str, Any],
         *, config: Distributed, store: CurvatureStore, rule: StepRule,
-        backprops: Callable[[Any, Passes, Teams, bool], LossBackprops],
+        backprops: Callable[[Any, Passes, Teams, Any], LossBackprops],
     ) -> None:  # fmt: skip
         super().__init__(model, options, groups)
         name = type(self).__name__
@@ -84,14 +84,13 @@ class SecondOrderOptimizer(ModelOptimizer):
         last = weakref.WeakMethod(self._last_displacement)
         intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
         schedule = Schedule(*intervals, arguments["max_overhead"])
-        is_sum = getattr(arguments["loss"], "reduction", "mean") == "sum"
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes.pop_sums)
         self.recorder = Recorder(
             model, lambda: present()(),  # type: ignore[misc]  # the recorder does not outlive the optimizer
             lambda: last()(),  # type: ignore[misc]
             store, passes, inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]),
             schedule=schedule, monitor=self.monitor, teams=self.teams,
-            loss_backprops=backprops(store, passes, self.teams, is_sum), owner=name,
+            loss_backprops=backprops(store, passes, self.teams, arguments["loss"]), owner=name,
         )  # fmt: skip
         self.preconditioner = Preconditioner(
             store, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
