@@ -298,7 +298,7 @@ class LayerBackprops:
 
 
 def _times(factor: float | Tensor, x: Tensor) -> Tensor:
-    return x * (factor.to(x.device) if isinstance(factor, Tensor) else factor)
+    return x * (factor.to(x) if isinstance(factor, Tensor) else factor)
 
 
 def _let_go(tape: Tape) -> None:
@@ -335,6 +335,7 @@ class LossRows:
         self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
         self.waiting: list[RecordedPass] = []
         self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
+        self.is_sum = False  # whether the loop's loss turned out to be a sum, which nobody has told the store
 
     def listen(self, found: RecordedPass) -> None:
         each = self.factors.usual(found.count)
@@ -361,6 +362,7 @@ class LossRows:
         self.passes.begin(self.teams.discard)
         if self.unit is None:
             self.unit = unit
+        self.is_sum |= found.count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
         with torch.enable_grad():
             output = samples_first(as_real(found.outputs[index]), found.count)
         rows, each = samples_first(as_real(gradient), found.count), factor / self.unit
@@ -374,7 +376,9 @@ class LossRows:
 
     def deliver(self, scale: Callable[[], float]) -> None:
         if self.unit is not None:  # only now: times the scale of the loss it may be too much for float16
-            self.passes.total.scale_vectors_(self.unit / scale())
+            rows = self.passes.total.curvature.rows
+            samples = rows.samples if rows is not None and self.is_sum else 1
+            self.passes.total.scale_vectors_(samples**0.5 * self.unit / scale())
         self.discard()
 
     def zero(self) -> None:
@@ -382,7 +386,7 @@ class LossRows:
 
     def discard(self) -> None:
         self.waiting.clear()
-        self.unit = None
+        self.unit, self.is_sum = None, False
 
     @property
     def has_arrived(self) -> bool:

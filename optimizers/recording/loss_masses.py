@@ -133,7 +133,7 @@ def _masses_at_logits(f: Tensor, b: Tensor, is_weighted: bool, dtype: torch.dtyp
     label = torch.where(is_zero, f.argmax(-1), b.argmin(-1))[..., None]
     of_others = lambda x: x.scatter(-1, label, 0.0).sum(-1)
     p = f.softmax(-1)
-    masses = torch.where(is_zero, 0, of_others(b) / of_others(p) if is_weighted else 1)
+    masses = (of_others(b) / of_others(p) if is_weighted else torch.ones_like(b[..., 0])).masked_fill(is_zero, 0)
     if is_weighted:
         expected = masses[..., None] * p.scatter_add(-1, label, p.new_full(label.shape, -1.0))
         if not bool(((b - expected).abs() <= 32 * torch.finfo(dtype).eps * masses[..., None]).all()):
