@@ -21,7 +21,7 @@ from curvature.gradients import computed_weights
 from curvature.preconditioners import BlockDiagonalCurvature, FullCurvature
 from curvature.recording import ParameterNode, warn_once
 from optimizers.distributed.team import Teams
-from optimizers.recording.backward_passes import Measured, Passes, is_batched
+from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
 from optimizers.recording.loss_graph import Source
 from optimizers.recording.loss_masses import SampleFactors
 from optimizers.recording.model_outputs import as_real, samples_first
@@ -166,7 +166,7 @@ class LayerBackprops:
         self, arrival: Arrived, graph: weakref.ref[Graph], source: Source | None, output: Tensor
     ) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if self.is_measuring or is_batched(gradient):
+            if self.is_measuring or not _counts(gradient, arrival.found.tape):
                 return
             factor, own = self.factors.of(source, output, gradient, arrival.found.count), graph()
             if isinstance(factor, Tensor) and factor.ndim and own is not None and len(own.outputs) == 1:
@@ -219,7 +219,7 @@ class LayerBackprops:
         def hook(gradients: Sequence[Tensor]) -> None:
             if self.is_measuring or arrival.is_measured:
                 return
-            if gradients[number] is not None and not is_batched(gradients[number]):
+            if gradients[number] is not None and _counts(gradients[number], arrival.found.tape):
                 self._note(arrival)
                 b, before = _widened(gradients[number]), arrival.backprops[index]
                 b = b.reshape(arrival.found.tape.uses[index].shape)
@@ -297,6 +297,11 @@ class LayerBackprops:
         return bool(self.arrived or self.measured)
 
 
+def _counts(gradient: Tensor, tape: Tape) -> bool:
+    """Whether a gradient is of the loss, and not of outputs by inputs."""
+    return not is_batched(gradient) and is_training(node.tensor for node in tape.parameters.values())
+
+
 def _times(factor: float | Tensor, x: Tensor) -> Tensor:
     return x * (factor.to(x) if isinstance(factor, Tensor) else factor)
 
@@ -345,13 +350,12 @@ class LossRows:
 
         def sent(index: int) -> Callable[[Tensor], None]:
             def hook(gradient: Tensor | None) -> None:
-                if gradient is None or is_batched(gradient):
+                own = waiting()
+                if gradient is None or own is None or not _counts(gradient, own.tape):
                     return
                 handles[index].remove()  # what goes back now passes here too
-                own = waiting()
-                if own is not None:
-                    factor = self.factors.of(sources[index], own.outputs[index], gradient, own.count)
-                    self._measure(own, index, gradient, factor, unit)
+                factor = self.factors.of(sources[index], own.outputs[index], gradient, own.count)
+                self._measure(own, index, gradient, factor, unit)
 
             return hook
 

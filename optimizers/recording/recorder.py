@@ -160,7 +160,8 @@ class Recorder:
         rank, size = team.processes.rank, team.processes.size
         with torch.autocast(outputs[0].device.type, enabled=False):
             measured = self.store.measure(tape, outputs, vectors, found.count, rank, size, self.displacement())
-        self.passes.wait(Measured(measured, sums), found.sources, team.statistics.discard)
+        trained = [node.tensor for node in tape.parameters.values()]
+        self.passes.wait(Measured(measured, sums), found.sources, trained, team.statistics.discard)
         if size > 1:
             for x in found.sources:
                 x.register_hook(lambda _: team.statistics.launch())
