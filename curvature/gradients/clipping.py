@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ def clipped_gradient(
     reduction. Divide by the expected batch size, not by the number of samples drawn, to get the mean. ``model``,
     ``loss``, ``x``, ``y``, ``parameters`` and ``sample_dim`` are those of `per_sample_gradients`. A batch may be empty.
 
+    A loss that divides by the weights of the whole batch leaves none in the samples' own losses; that is logged. Such a
+    divisor tells who is there: ``(w * l).mean()`` keeps the weights, and so does ``reduction="sum"``.
+
     Args:
         max_norm: to which each g_n is clipped, in units of loss / parameter.
         noise: standard deviation of the noise on the sum, in units of ``max_norm`` (the accountants' noise multiplier).
@@ -64,7 +68,7 @@ def clipped_gradient(
         raise ValueError(f"max_norm: expected a positive norm, found {max_norm}")
     if not noise >= 0:
         raise ValueError(f"noise: expected a standard deviation in units of max_norm, found {noise}")
-    batch = Batch.of(model, loss, x, y, sample_dim, parameters)
+    batch = replace(Batch.of(model, loss, x, y, sample_dim, parameters), are_clipped=True)
     device = next(iter(batch.parameters.values())).device
     counted = torch.ones(batch.count, dtype=torch.bool, device=device) if mask is None else mask
     if counted.shape != (batch.count,) or counted.dtype is not torch.bool:
