@@ -209,6 +209,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         elif outcome.is_step:
             entry = self.monitor.note_step(outcome.entry or {}, outcome.numbers, outcome.is_undecided)
             entry["seconds"] = time.perf_counter() - start
+            self.warn_of_others()
             if self.residual_rule is None:
                 self.preconditioner.note_seconds(outcome.renewal)
         self._note_emptiness(outcome)
