@@ -52,6 +52,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": others}, *groups] if others else groups, options)
         self._moved: dict[int, str] = {}  # parameters of the last step, while there were other optimizers
         self._since: WeakSet[ModelOptimizer] = WeakSet()  # others that have stepped since
+        self._is_told = False  # whether others were found that move the same parameters
         ALIVE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -109,7 +110,7 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     def warn_of_others(self) -> None:
         """After a step: log if another optimizer has moved the same parameters since the one before."""
-        if len(ALIVE) == 1:
+        if len(ALIVE) == 1 or self._is_told:
             return
         trained = {id(p): name for name, p in self.trained().items()}
         moved = {id(p): self.name_of(p) for p in self.trained().values() if p.grad is not None} or trained
@@ -118,6 +119,7 @@ class ModelOptimizer(torch.optim.Optimizer):
                 kinds = sorted((type(self).__name__, type(other).__name__))
                 first = next(name for k, name in moved.items() if k in both)
                 warn_once(IN_TURN, *kinds, first, logger="optimizers")
+                self._is_told = other._is_told = True
         self._since.clear()
         self._moved = moved
         for other in ALIVE:
