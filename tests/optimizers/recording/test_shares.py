@@ -131,15 +131,17 @@ def own_losses(loss: Loss) -> Loss:
     return mean
 
 
-def curvature_of(kind: Any, make: Callable[[], Any], run: Loss, scale: float = 1.0, **options: Any) -> dict[str, Any]:
+def curvature_of(
+    kind: Any, make: Callable[[], Any], run: Loss, scale: float = 1.0, device: str = "cpu", **options: Any
+) -> dict[str, Any]:
     """The running curvature after one step, and what the outputs were in its metric."""
     with seeded(3):
         model, x, y = make()
-        model = model.double()
+        model = model.double().to(device)
     x, y = (t.double() if t.is_floating_point() else t for t in (x, y))
     opt = kind(model, inject=empirical(), damping=0.1, **options)
     opt.grad_scale = None if scale == 1 else torch.tensor(scale)
-    value = run(model(x), y)
+    value = run(model(x.to(device)), y)
     (value if scale == 1 else value * scale).backward()
     opt.step()
     tensors = {k: x for k, x in pytree.tree_flatten_with_path(opt.store.state_dict())[0] if isinstance(x, Tensor)}
@@ -264,3 +266,19 @@ def test_samples_that_meet_are_logged_whatever_the_named_loss(name: str, logged:
     make, loss = UNKNOWN[name]
     curvature_of(KFAC, make, loss, loss=nn.MSELoss())
     assert "samples meet in the loss" in logged.text
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("make", [rows, padded, words, pixels])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_devices(kind: str, make: Any, is_there: bool, device: str, logged: pytest.LogCaptureFixture):
+    """A backward pass on a device has a thread of its own, and the loss may be on the CPU."""
+    loss = lambda o, y: F.cross_entropy(o.flatten(0, -2) if make is words else o, y.flatten(), weight=W.to(o.device))
+    if make is pixels:
+        loss = lambda o, y: F.cross_entropy(o, y, weight=W.to(o.device))
+    found = curvature_of(
+        OPTIMIZERS[kind], make, lambda o, y: loss(o, y.to(o.device)) if is_there else loss(o.cpu(), y), device=device
+    )
+    assert not logged.records
+    expected = curvature_of(OPTIMIZERS[kind], make, own_losses(loss))
+    torch.testing.assert_close({k: x.cpu() for k, x in found.items()}, expected, rtol=1e-4, atol=1e-5)
