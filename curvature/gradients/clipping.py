@@ -40,9 +40,7 @@ def clipped_gradient(
     `per_sample_gradients`. One sample more or less changes the sum by ``max_norm`` at most, whatever the loss's
     reduction. Divide by the expected batch size, not by the number of samples drawn, to get the mean. ``model``,
     ``loss``, ``x``, ``y``, ``parameters`` and ``sample_dim`` are those of `per_sample_gradients`. A batch may be empty.
-
-    A loss that divides by the weights of the whole batch leaves none in the samples' own losses; that is logged. Such a
-    divisor tells who is there: ``(w * l).mean()`` keeps the weights, and so does ``reduction="sum"``.
+    Where the loss divides by the weights of all (which tell who is there), own losses have none; that is logged.
 
     Args:
         max_norm: to which each g_n is clipped, in units of loss / parameter.
@@ -59,8 +57,8 @@ def clipped_gradient(
             `per_sample_gradients`: BatchNorm in training mode is refused by name.
 
     It takes one forward pass and one backward pass to the layers' outputs: from their backprops come the norms (ghost
-    clipping, Li et al. 2022, arXiv:2110.05679) and then the weighted sum (Bu et al. 2022, arXiv:2210.00038). Only for
-    parameters that no layer rule explains are per-sample gradients built. In single precision norms are right to 3e-4,
+    clipping, arXiv:2110.05679) and then the weighted sum (arXiv:2210.00038). Only for parameters that no rule explains
+    are per-sample gradients built. In single precision norms are right to 3e-4,
     and so is the bound. In training mode torch's random state moves on: dropout differs between calls and parts.
     Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
     """

@@ -113,14 +113,21 @@ class Source:
         )
 
 
-def read_loss(source: Source) -> Reading:
-    """What the running backward pass came from, as a function of an output (N, ...) at which it has arrived."""
-    for roots in _running_backward_passes():
+def read_loss(source: Source | None, losses: Sequence[Any] = ()) -> Reading:
+    """What a loss is, as a function of a tensor (N, ...).
+
+    Args:
+        source: the tensor; None if it has no node.
+        losses: the nodes of the loss; by default, what the running backward pass came from, which has arrived there.
+    """
+    if source is None:
+        return Unknown("the model returned a parameter")
+    for roots in [losses] if losses else _running_backward_passes():
         found = [between for root in roots if (between := _between(root, source))]
         if len(found) == 1:
             return _classified(found[0], source.shape[0])
         if found:
-            return Unknown("several losses were sent back together")
+            return Unknown("there are several losses")
     return Unknown("its graph is not at hand")
 
 

@@ -47,9 +47,10 @@ class SampleFactors:
             gradient: of the loss, in the same shape.
             count: the number of samples.
         """
-        if count == 1:
-            return 1.0
-        reading = Unknown("the model returned a parameter") if source is None else read_loss(source)
+        return self.read(Mean() if count == 1 else read_loss(source), output, gradient, count)
+
+    def read(self, reading: Reading, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:
+        """`of`, given what is known of the loss as a function of the output."""
         found = _factors(reading, output, gradient, count)
         if found is not None:
             return found
