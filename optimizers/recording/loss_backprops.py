@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from curvature.preconditioners import BlockDiagonalCurvature, FullCurvature
 from curvature.recording import ParameterNode, warn_once
 from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
-from optimizers.recording.loss_graph import Source
+from optimizers.recording.loss_graph import Source, find_edges
 from optimizers.recording.loss_masses import SampleFactors
 from optimizers.recording.model_outputs import as_real, samples_first
 from optimizers.recording.output_scale import OutputScale, squares_along
@@ -105,15 +105,6 @@ class Arrived:
         self.factor, self.is_measured = None, False
 
 
-@dataclass(eq=False)
-class Graph:
-    """What it takes to send vectors back through a recorded pass: its outputs, and the places of its uses."""
-
-    outputs: Sequence[Tensor]
-    edges: list[GradientEdge | None]
-    signs: Callable[[], Tensor]
-
-
 class LayerBackprops:
     """Keeps the backprop at every use.
 
@@ -128,7 +119,6 @@ class LayerBackprops:
         self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
         self.arrived: list[Arrived] = []
         self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
-        self.graphs: list[Graph] = []  # of passes whose outputs got no gradient yet
         self.without_graph: list[Arrived] = []  # of passes whose outputs depend on no data
         self.is_measuring = False
 
@@ -150,27 +140,29 @@ class LayerBackprops:
             handle = tape.parameters[name].tensor.register_hook(self._whole_hook(me, name))
             weakref.finalize(arrival, handle.remove)
         held = {id(node.tensor) for use in tape.uses for node in use.results}
-        graph = Graph(found.outputs, [use.edge for use in tape.uses], found.signs)
-        self.graphs.append(graph)
+        places = [None if use.edge is None else Source.of(use.edge) for use in tape.uses]
         for x in found.outputs:
             if x.is_leaf or id(x) in held:  # the tape would hold its own graph
                 self.without_graph.append(arrival)
             else:
-                x.register_hook(self._output_hook(arrival, weakref.ref(graph), Source.of(x), x.detach()))
+                own = [Source.of(x), *places] if len(found.outputs) == 1 else [Source.of(x)]
+                x.register_hook(self._output_hook(arrival, own, x.detach()))
         for use in tape.uses:
             if use.edge is not None and not use.results:  # the graph of a computed weight is held by the tape
                 use.edge.node.register_prehook(self._backprop_hook(arrival, use.index, use.edge.output_nr))
-        _let_go(tape)
+                use.edge = use.edge._replace(node=None)  # type: ignore[arg-type]  # the node holds the tape by its hook
 
     def _output_hook(
-        self, arrival: Arrived, graph: weakref.ref[Graph], source: Source | None, output: Tensor
+        self, arrival: Arrived, places: Sequence[Source | None], output: Tensor
     ) -> Callable[[Tensor], None]:
+        """Of an output, the first of the places; those of all uses follow, if there is no other output."""
+
         def hook(gradient: Tensor) -> None:
             if self.is_measuring or not _counts(gradient, arrival.found.tape):
                 return
-            factor, own = self.factors.of(source, output, gradient, arrival.found.count), graph()
-            if isinstance(factor, Tensor) and factor.ndim and own is not None and len(own.outputs) == 1:
-                self._measure(arrival, own, gradient, factor)
+            factor = self.factors.of(places[0], output, gradient, arrival.found.count)
+            if isinstance(factor, Tensor) and factor.ndim and len(places) > 1 and not arrival.is_measured:
+                self._measure(arrival, find_edges(places), output, gradient, factor)
                 return
             self._share(arrival, factor)
             found = squares_along(as_real(output), as_real(gradient))
@@ -186,33 +178,34 @@ class LayerBackprops:
             warn_once(SEVERAL, logger="optimizers")
         arrival.factor = plain if differ else factor
 
-    def _measure(self, arrival: Arrived, graph: Graph, gradient: Tensor, factor: Tensor) -> None:
+    def _measure(
+        self, arrival: Arrived, edges: Sequence[GradientEdge | None], output: Tensor, gradient: Tensor, factor: Tensor
+    ) -> None:
         """Send the gradient back once more, each sample's with a factor and a sign of its own.
 
         Where the samples are in the backprop of a use is not known, so these cannot be multiplied.
         """
-        found, processes = arrival.found, self.teams.current().processes
-        count, tape = found.count, found.tape
-        with torch.enable_grad():
-            output = samples_first(as_real(graph.outputs[0]), count)
-        rows = _widened(samples_first(as_real(gradient), count))
-        weights = factor.to(rows) * graph.signs().to(rows)
-        vectors = (rows * weights.reshape(-1, *[1] * (rows.ndim - 1))).to(output.dtype)[None]
+        found, processes, tape = arrival.found, self.teams.current().processes, arrival.found.tape
+        each = factor.to(gradient.device) * found.signs().to(gradient.device)
+        rows = each.repeat_interleave(len(gradient) // found.count).reshape(-1, *[1] * (gradient.ndim - 1))
+        vectors = (_widened(gradient) * rows).to(gradient.dtype)
         self.is_measuring = True  # what goes back now passes the hooks, too
-        for use, edge in zip(tape.uses, graph.edges, strict=True):
+        before = [use.edge for use in tape.uses]
+        for use, edge in zip(tape.uses, edges[1:], strict=True):
             use.edge = edge
         try:
             with torch.autocast(gradient.device.type, enabled=False):
                 measured = self.store.measure(
-                    tape, [output], [vectors], count, processes.rank, processes.size, found.displacement
-                )
+                    tape, cast("list[Tensor]", edges[:1]), [vectors[None]], found.count, processes.rank,
+                    processes.size, found.displacement,
+                )  # fmt: skip
         finally:
             self.is_measuring = False
-            _let_go(tape)
+            for use, edge in zip(tape.uses, before, strict=True):
+                use.edge = edge
         measured.secure()
-        sums = OutputScale.in_metric(squares_along(output, vectors[0]), count)
-        self.measured.append(Measured(measured, sums))
-        self.graphs.remove(graph)
+        both = (samples_first(as_real(x), found.count) for x in (output, vectors))
+        self.measured.append(Measured(measured, OutputScale.in_metric(squares_along(*both), found.count)))
         arrival.is_measured = True
 
     def _backprop_hook(self, arrival: Arrived, index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
@@ -290,7 +283,6 @@ class LayerBackprops:
         self.arrived.clear()
         self.without_graph.clear()
         self.measured.clear()
-        self.graphs.clear()
 
     @property
     def has_arrived(self) -> bool:
@@ -304,13 +296,6 @@ def _counts(gradient: Tensor, tape: Tape) -> bool:
 
 def _times(factor: float | Tensor, x: Tensor) -> Tensor:
     return x * (factor.to(x) if isinstance(factor, Tensor) else factor)
-
-
-def _let_go(tape: Tape) -> None:
-    """Forget the nodes of the uses, which hold the tape by their hooks; that of a computed weight the tape holds."""
-    for use in tape.uses:
-        if use.edge is not None and not use.results:
-            use.edge = use.edge._replace(node=None)  # type: ignore[arg-type]
 
 
 def _widened(gradient: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 Shape = tuple[int, ...]
 Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs
@@ -97,12 +98,13 @@ class Source:
     shape: Shape
 
     @staticmethod
-    def of(x: Tensor) -> Source | None:
+    def of(x: Tensor | GradientEdge) -> Source | None:
         """None for what has no node."""
-        node: Any = x.grad_fn
-        if node is None:
+        edge: Any = GradientEdge(x.grad_fn, x.output_nr) if isinstance(x, Tensor) else x  # type: ignore[arg-type]
+        if edge.node is None:
             return None
-        return Source(type(node).__name__, node._sequence_nr(), x.output_nr, tuple(x.shape))
+        number = edge.output_nr
+        return Source(type(edge.node).__name__, edge.node._sequence_nr(), number, _shape(edge.node, number))
 
     def is_at(self, edge: Edge) -> bool:
         node, number = edge
@@ -129,6 +131,26 @@ def read_loss(source: Source | None, losses: Sequence[Any] = ()) -> Reading:
         if found:
             return Unknown("there are several losses")
     return Unknown("its graph is not at hand")
+
+
+def find_edges(sources: Sequence[Source | None]) -> list[GradientEdge | None]:
+    """Where tensors are in the graph of the running backward pass, which has arrived at the first of them."""
+    wanted = {source.sequence_number for source in sources if source is not None}
+    for roots in _running_backward_passes():
+        found: list[GradientEdge | None] = [None] * len(sources)
+        todo, seen = list(roots), set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for k, source in enumerate(sources) if node._sequence_nr() in wanted else ():
+                if source is not None and source.is_at((node, source.output_number)):
+                    found[k] = GradientEdge(node, source.output_number)
+            todo += [edge[0] for edge in node.next_functions]
+        if found[0] is not None:
+            return found
+    return [None] * len(sources)
 
 
 def _running_backward_passes() -> Iterator[list[Any]]:
