@@ -6,9 +6,11 @@ output, is a mean in which all samples count alike.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -266,6 +268,104 @@ def test_samples_that_meet_are_logged_whatever_the_named_loss(name: str, logged:
     make, loss = UNKNOWN[name]
     curvature_of(KFAC, make, loss, loss=nn.MSELoss())
     assert "samples meet in the loss" in logged.text
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(4, 5), nn.Linear(5, C), nn.Linear(5, C)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x).tanh()
+        return self.one(h), self.other(h)
+
+
+def heads() -> tuple[nn.Module, Tensor, Tensor]:
+    return Heads(), torch.randn(N, 4), torch.randint(C, (N,))
+
+
+@pytest.mark.parametrize("weight", [None, W])
+@pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
+def test_several_outputs(kind: str, weight: Tensor | None, logged: pytest.LogCaptureFixture):
+    """One factor for what comes from all of them, or none and a word about it."""
+    loss = lambda o, y: F.cross_entropy(o[0], y, weight=weight) + F.mse_loss(o[1], torch.ones_like(o[1]))
+    found = curvature_of(OPTIMIZERS[kind], heads, loss)
+    assert ("there are several" in logged.text) == (weight is not None)
+    if weight is None:
+        own = own_losses(loss)
+        torch.testing.assert_close(found, curvature_of(OPTIMIZERS[kind], heads, lambda o, y: own(Pair(*o), y)))
+
+
+class Pair(tuple):
+    """Two outputs that are cut together."""
+
+    def __new__(cls, *outputs: Tensor) -> Pair:
+        return super().__new__(cls, outputs)
+
+    def __len__(self) -> int:
+        return len(tuple.__getitem__(self, 0))
+
+    def __getitem__(self, key: Any) -> Any:
+        return Pair(*(x[key] for x in tuple(self))) if isinstance(key, slice) else tuple.__getitem__(self, key)
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_batches_before_one_step(kind: str, scale: float):
+    """One in which samples count alike, one in which they do not, one without samples that count, and a plain pass."""
+
+    def after(losses: list[Loss]) -> dict[str, Tensor]:
+        with seeded(3):
+            model, x, y = padded()
+        model, x, opt = model.double(), x.double(), None
+        opt = OPTIMIZERS[kind](model, inject=empirical(), damping=0.1)
+        opt.grad_scale = torch.tensor(scale)
+        for loss in losses:
+            (loss(model(x), y) * scale).backward()
+        model(x)
+        opt.step()
+        return {f"{pytree.keystr(k)}": v for k, v in pytree.tree_flatten_with_path(opt.store.state_dict())[0]}
+
+    run: list[Loss] = [lambda o, y: F.cross_entropy(o, y, weight=W), F.cross_entropy]
+    found, expected = after(run), after([own_losses(loss) for loss in run])
+    for name, x in expected.items():
+        if isinstance(x, Tensor):
+            torch.testing.assert_close(found[name], x)
+
+
+def test_a_graph_that_is_used_twice(logged: pytest.LogCaptureFixture):
+    """As sums of gradients; samples that count differently are told."""
+    for weight in (None, W):
+        with seeded(3):
+            model, x, y = rows()
+        opt = KFAC(model.double(), inject=empirical())
+        loss = F.cross_entropy(model(x.double()), y, weight=weight)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        opt.step()
+        assert ("assumed" in logged.text) == (weight is not None)
+
+
+def test_a_pass_that_waits_holds_no_graph():
+    class Marked(torch.autograd.Function):
+        contexts: ClassVar[list[Any]] = []
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            Marked.contexts.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g
+
+    model = Raw(lambda m, x: m.out(Marked.apply(m.inner(x))), inner=nn.Linear(4, 5), out=nn.Linear(5, C))
+    opt = KFAC(model, inject=empirical())
+    for _ in range(3):
+        model(torch.randn(N, 4))
+    gc.collect()
+    assert len(Marked.contexts) == 3 and not any(ref() for ref in Marked.contexts)
+    assert opt.steps == 0
 
 
 @pytest.mark.parametrize("is_there", [True, False])
