@@ -57,9 +57,9 @@ def clipped_gradient(
             `per_sample_gradients`: BatchNorm in training mode is refused by name.
 
     It takes one forward pass and one backward pass to the layers' outputs: from their backprops come the norms (ghost
-    clipping, arXiv:2110.05679) and then the weighted sum (arXiv:2210.00038). Only for parameters that no rule explains
-    are per-sample gradients built. In single precision norms are right to 3e-4,
-    and so is the bound. In training mode torch's random state moves on: dropout differs between calls and parts.
+    clipping, arXiv:2110.05679) and then the weighted sum (arXiv:2210.00038). Per-sample gradients are built only where
+    no rule explains a parameter. In single precision norms are right to 3e-4, and so is the bound. In training mode
+    torch's random state moves on: dropout differs between calls and parts.
     Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
     """
     if not max_norm > 0:
