@@ -59,8 +59,7 @@ def clipped_gradient(
     It takes one forward pass and one backward pass to the layers' outputs: from their backprops come the norms (ghost
     clipping, arXiv:2110.05679) and then the weighted sum (arXiv:2210.00038). Per-sample gradients are built only where
     no rule explains a parameter. In single precision norms are right to 3e-4, and so is the bound. In training mode
-    torch's random state moves on: dropout differs between calls and parts.
-    Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
+    torch's random state moves on. Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive norm, found {max_norm}")
