@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from curvature.recording import unwrap_compiled
+from curvature.recording import unwrap_compiled, warn_once
 from optimizers.arguments import check_numbers
 from optimizers.monitor import Monitor
 
 LOG = logging.getLogger(__name__)
+IN_TURN = (
+    "%s and %s step the same parameters in turn (%s, ...), and each takes the other's moves for its own; use one, or "
+    "give each parameters of its own"
+)
+ALIVE: WeakSet[ModelOptimizer] = WeakSet()  # all optimizers of models, which tell each other of their steps
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -44,6 +50,10 @@ class ModelOptimizer(torch.optim.Optimizer):
         chosen = {id(p) for group in groups for p in group["params"]}
         others = [p for p in model.parameters() if id(p) not in chosen]
         super().__init__([{"params": others}, *groups] if others else groups, options)
+        self._moved: dict[int, str] = {}  # parameters of the last step, while there were other optimizers
+        self._since: WeakSet[ModelOptimizer] = WeakSet()  # others that have stepped since
+        self._is_told = False  # whether others were found that move the same parameters
+        ALIVE.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model, as for any optimizer of torch.
@@ -97,6 +107,24 @@ class ModelOptimizer(torch.optim.Optimizer):
                 "last change of the model, or use add_param_group", type(self).__name__, ", ".join(new),
             )  # fmt: skip
             self._unknown |= found
+
+    def warn_of_others(self) -> None:
+        """After a step: log if another optimizer has moved the same parameters since the one before."""
+        if len(ALIVE) == 1 or self._is_told:
+            return
+        trained = {id(p): name for name, p in self.trained().items()}
+        moved = {id(p): self.name_of(p) for p in self.trained().values() if p.grad is not None} or trained
+        for other in self._since if self._moved else ():
+            if both := moved.keys() & other._moved.keys():
+                kinds = sorted((type(self).__name__, type(other).__name__))
+                first = next(name for k, name in moved.items() if k in both)
+                warn_once(IN_TURN, *kinds, first, logger="optimizers")
+                self._is_told = other._is_told = True
+        self._since.clear()
+        self._moved = moved
+        for other in ALIVE:
+            if other is not self:
+                other._since.add(self)
 
     def name_of(self, p: Tensor) -> str:
         return self._names[id(p)]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvature.gradients import clipped_gradient
+from curvature.gradients import Batch, clipped_gradient
+from curvature.losses import resolve
+from curvature.recording import warn_once
 from optimizers.arguments import check_range
 from optimizers.second_order import SecondOrderOptimizer
+
+WEIGHED = (
+    "Private: %s has class weights; a sample counts with its own, over the number of its terms: not divided by the "
+    "weights of the whole batch, as in the loss, which would tell who is there"
+)
 
 
 class Private:
@@ -23,7 +31,10 @@ class Private:
         optimizer: over all parameters of the model that require a gradient, and no others. Schedulers take this one.
         model: its samples must be independent: BatchNorm in training mode is refused by name at a step.
         loss: a torch loss module or ``loss(output, target) -> scalar``; steps are for its mean over samples, whatever
-            its reduction.
+            its reduction. Under class weights, and where tokens are ignored, a sample counts with ``(1/T) sum_t w_t
+            l_t`` over its T terms: as much beside the others as in the loss of the batch, but not divided by the
+            weights of all, which would tell who is there. Other losses that divide by such weights are logged: make
+            them ``(w * l).mean()``.
         max_norm: to which each sample's gradient is clipped, in units of loss / parameter.
         noise: the noise multiplier of the accountants: standard deviation of the noise on the clipped sum, in units of
             ``max_norm``.
@@ -64,6 +75,7 @@ class Private:
         self.max_norm, self.noise, self.expected_batch_size = max_norm, noise, expected_batch_size
         self.microbatch, self.generator, self.sample_dim = microbatch, generator, sample_dim
         self.steps = 0
+        self._summed: tuple[Any, Any] | None = None  # a loss over classes, and the same as a sum
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -78,15 +90,30 @@ class Private:
         Raises:
             ValueError: as for `curvature.clipped_gradient`; nothing is changed then.
         """
+        loss, terms = self._own_loss(x, y)
         found = clipped_gradient(
-            self.model, self.loss, x, y, self.max_norm, noise=self.noise, mask=mask, microbatch=self.microbatch,
+            self.model, loss, x, y, self.max_norm * terms, noise=self.noise, mask=mask, microbatch=self.microbatch,
             generator=self.generator, sample_dim=self.sample_dim,
         )  # fmt: skip
         named = dict(self.model.named_parameters())
         for name, total in found.items():
-            named[name].grad = total / self.expected_batch_size
+            named[name].grad = total / (self.expected_batch_size * terms)
         self.optimizer.step()
         self.steps += 1
+
+    def _own_loss(self, x: Any, y: Any) -> tuple[Any, float]:
+        """A loss that knows nothing of the other samples, and how many times it is what a sample counts."""
+        loss = resolve(self.loss)
+        has_classes = isinstance(y, Tensor) and not y.is_floating_point()
+        if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss.reduction != "mean" or not has_classes:
+            return self.loss, 1.0
+        if loss.weight is not None:
+            warn_once(WEIGHED, type(loss).__name__, logger="optimizers")
+        if self._summed is None or self._summed[0] is not loss:  # one for all steps: what is learnt of it is kept
+            self._summed = loss, copy.copy(loss)
+            self._summed[1].reduction = "sum"
+        count = Batch.of(self.model, loss, x, y, self.sample_dim).count
+        return self._summed[1], y.numel() / count if count else 1.0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """For loops that call it; no step needs it."""

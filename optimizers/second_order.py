@@ -69,7 +69,7 @@ class SecondOrderOptimizer(ModelOptimizer):
     def __init__(
         self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]], arguments: dict[str, Any],
         *, config: Distributed, store: CurvatureStore, rule: StepRule,
-        backprops: Callable[[Any, Passes, Teams, bool], LossBackprops],
+        backprops: Callable[[Any, Passes, Teams, Any], LossBackprops],
     ) -> None:  # fmt: skip
         super().__init__(model, options, groups)
         name = type(self).__name__
@@ -81,14 +81,13 @@ class SecondOrderOptimizer(ModelOptimizer):
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
         last = weakref.WeakMethod(self._last_displacement)
         schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
-        is_sum = getattr(arguments["loss"], "reduction", "mean") == "sum"
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes.pop_sums)
         self.recorder = Recorder(
             model, lambda: present()(),  # type: ignore[misc]  # the recorder does not outlive the optimizer
             lambda: last()(),  # type: ignore[misc]
             store, passes, inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]),
             schedule=schedule, monitor=self.monitor, teams=self.teams,
-            loss_backprops=backprops(store, passes, self.teams, is_sum), owner=name,
+            loss_backprops=backprops(store, passes, self.teams, arguments["loss"]), owner=name,
         )  # fmt: skip
         self.preconditioner = Preconditioner(
             store, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
@@ -195,6 +194,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         elif outcome.is_step:
             entry = self.monitor.note_step(outcome.entry or {})
             entry["seconds"] = time.perf_counter() - start
+            self.warn_of_others()
         self._note_emptiness(outcome)
         self.recorder.expect()
         return outcome

@@ -61,6 +61,7 @@ class Batch:
     parameters: dict[str, nn.Parameter]  # that require a gradient, or those of them that are asked for
     bags: Bags = ()  # of x, if its samples are bags: values with offsets
     takes_logits: bool = True  # whether the loss takes ``output.logits`` where the output has them
+    are_clipped: bool = False  # whether the samples' gradients are summed, each clipped, so that none may count more
 
     @staticmethod
     def of(

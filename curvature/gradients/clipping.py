@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def clipped_gradient(
     `per_sample_gradients`. One sample more or less changes the sum by ``max_norm`` at most, whatever the loss's
     reduction. Divide by the expected batch size, not by the number of samples drawn, to get the mean. ``model``,
     ``loss``, ``x``, ``y``, ``parameters`` and ``sample_dim`` are those of `per_sample_gradients`. A batch may be empty.
+    Where the loss divides by the weights of all (which tell who is there), own losses have none; that is logged.
 
     Args:
         max_norm: to which each g_n is clipped, in units of loss / parameter.
@@ -55,16 +57,15 @@ def clipped_gradient(
             `per_sample_gradients`: BatchNorm in training mode is refused by name.
 
     It takes one forward pass and one backward pass to the layers' outputs: from their backprops come the norms (ghost
-    clipping, Li et al. 2022, arXiv:2110.05679) and then the weighted sum (Bu et al. 2022, arXiv:2210.00038). Only for
-    parameters that no layer rule explains are per-sample gradients built. In single precision norms are right to 3e-4,
-    and so is the bound. In training mode torch's random state moves on: dropout differs between calls and parts.
-    Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
+    clipping, arXiv:2110.05679) and then the weighted sum (arXiv:2210.00038). Per-sample gradients are built only where
+    no rule explains a parameter. In single precision norms are right to 3e-4, and so is the bound. In training mode
+    torch's random state moves on. Source: Abadi et al. 2016, arXiv:1607.00133, algorithm 1.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm: expected a positive norm, found {max_norm}")
     if not noise >= 0:
         raise ValueError(f"noise: expected a standard deviation in units of max_norm, found {noise}")
-    batch = Batch.of(model, loss, x, y, sample_dim, parameters)
+    batch = replace(Batch.of(model, loss, x, y, sample_dim, parameters), are_clipped=True)
     device = next(iter(batch.parameters.values())).device
     counted = torch.ones(batch.count, dtype=torch.bool, device=device) if mask is None else mask
     if counted.shape != (batch.count,) or counted.dtype is not torch.bool:

@@ -18,9 +18,14 @@ from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import PLANS, Contraction, Plan, per_sample_terms, plan_key, record
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
 from curvature.linalg import full_precision, stack
-from curvature.losses import Loss, require_weighted_sum
-from curvature.recording import creates_graph, preserve_state, trained_alone
+from curvature.losses import Loss, count_alike, name_of, require_weighted_sum
+from curvature.recording import creates_graph, preserve_state, trained_alone, warn_once
 from curvature.terms import DenseGradients, contractions
+
+UNEQUAL = (
+    "clipped gradients: samples count differently in %s, which divides by the weights or tokens of the whole batch; "
+    "their own losses know nothing of that and count alike. A loss (w * l).mean() keeps weights, and is private"
+)
 
 
 @either_form
@@ -254,7 +259,10 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         require_apart(batch, tape)
         with RefuseDoubleBackward():
             losses = batch.losses(output)
-        require_weighted_sum(batch.loss, output, batch.y, batch.count, *batch.dims[1:])
+        where = output, batch.y, batch.count, *batch.dims[1:]
+        shares = require_weighted_sum(batch.loss, *where)
+        if batch.are_clipped and not count_alike(batch.loss, shares, *where):
+            warn_once(UNEQUAL, name_of(batch.loss))
         reference = single_sample_reference(batch, one_pass)
         general = lambda plan, names: general_path_terms(batch, plan, names, losses if one_pass else None)
         return per_sample_terms(batch.model, key, tape, losses, reference, general, contract=contract)

@@ -16,7 +16,7 @@ from curvature.losses.injections import (
     propagated,
     sampled,
 )
-from curvature.losses.masses import NoWeightedSum, SampleMasses, require_weighted_sum
+from curvature.losses.masses import NoWeightedSum, SampleMasses, count_alike, require_weighted_sum
 from curvature.losses.per_sample import (
     GaussianNLLLoss,
     Loss,
@@ -29,7 +29,7 @@ from curvature.losses.per_sample import (
 )
 
 __all__ = [
-    "Curved", "GaussianNLLLoss", "Injection", "Loss", "NoWeightedSum", "Random", "SEED", "SampleMasses", "empirical",
-    "exact", "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated", "reduction_of",
-    "require_weighted_sum", "resolve", "sampled",
+    "Curved", "GaussianNLLLoss", "Injection", "Loss", "NoWeightedSum", "Random", "SEED", "SampleMasses", "count_alike",
+    "empirical", "exact", "is_entrywise", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated",
+    "reduction_of", "require_weighted_sum", "resolve", "sampled",
 ]  # fmt: skip

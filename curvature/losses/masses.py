@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvature.losses.per_sample import (
     REDUCTIONS,
@@ -45,26 +45,47 @@ class NoWeightedSum(ValueError):
 
 def require_weighted_sum(
     loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
-) -> None:
+) -> Tensor | None:
     """Refuse a loss in which samples meet. Arguments as for `curvature.losses.per_sample_losses`.
+
+    Returns:
+        The samples' `shares`, where they had to be found; None for torch's losses.
 
     Raises:
         NoWeightedSum: the loss of the batch is no weighted sum of the samples' own.
     """
     loss = resolve(loss)
     if not is_in_closed_form(loss, output, target, output_dim, target_dim):
-        shares(loss, output, target, count, output_dim, target_dim)
-        return
+        return shares(loss, output, target, count, output_dim, target_dim)
     kind = reduction_of(loss), output.shape, output.dtype, target.shape, target.dtype, count, output_dim, target_dim
     checked = CHECKED.setdefault(loss, set())
     if kind in checked or count == 1:
-        return
+        return None
     found = shares(loss, output, target, count, output_dim, target_dim)
     masses = sample_masses(loss, output, target, count, output_dim, target_dim)
     expected = masses / masses.sum() if reduction_of(loss) == "mean" else masses
     if not _near(found, torch.where(found == 0, 0, expected).nan_to_num(0.0), found.amax()):
         raise NoWeightedSum(loss, f"shares {_some(found)} where its terms say {_some(expected)}")
     checked.add(kind)
+    return None
+
+
+def count_alike(
+    loss: Loss, found: Tensor | None, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
+) -> bool:
+    """Whether all samples have one share in the loss of the batch, those aside that have none.
+
+    Args:
+        found: what `require_weighted_sum` has returned.
+    """
+    loss = resolve(loss)
+    if found is None:
+        weighs = getattr(loss, "weight", None) is not None or isinstance(target, Tensor) and target.numel() > count
+        if not weighs or not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+            return True
+        found = sample_masses(loss, output, target, count, output_dim, target_dim)
+    some = found[found > 0]
+    return not len(some) or _near(some, some[0], some[0])
 
 
 def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0) -> Tensor:

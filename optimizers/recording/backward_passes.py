@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from torch._C._functorch import (
     is_gradtrackingtensor,
     is_legacy_batchedtensor,
 )
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvature.preconditioners import CurvatureStatistics
@@ -74,14 +75,21 @@ class Passes:
         self.is_old = False  # whether what has counted belongs to gradients that were zeroed
         self.leaf_hooks: list[RemovableHandle] = []  # of the passes since the last step
 
-    def wait(self, measured: Measured, outputs: Sequence[Tensor], discard: Callable[[], None]) -> None:
-        """Count a pass as soon as a gradient of its outputs arrives; `discard` as for `begin`."""
+    def wait(
+        self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor], discard: Callable[[], None]
+    ) -> None:
+        """Count a pass as soon as a gradient of its outputs arrives that goes on to `parameters`; see `begin`.
+
+        One with a graph counts in any case: the loss may be made of it.
+        """
         self.last = found = Pass(measured, self.step)
         me = weakref.ref(self)
 
         def arrive(gradient: Tensor) -> None:
             passes = me()
-            if passes is not None and found.step is passes.step and not is_batched(gradient):
+            if passes is None or found.step is not passes.step or is_batched(gradient):
+                return
+            if torch.is_grad_enabled() or is_training(parameters):
                 passes.begin(discard)
                 passes.total.add_(found.measured)
                 found.step = None
@@ -151,6 +159,17 @@ def is_transformed(model: nn.Module) -> bool:
 def is_batched(gradient: Tensor) -> bool:
     """Whether a gradient is one of many vectors that ``vmap`` sends back at once: a Jacobian, and no training pass."""
     return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
+
+
+def is_training(parameters: Iterable[Tensor]) -> bool:
+    """Whether the running backward pass goes on to a parameter, not only to inputs as in a Jacobian by these."""
+    for p in parameters:
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
+                return True
+        except RuntimeError:  # of a leaf that torch.autograd.grad was asked for
+            return True
+    return False
 
 
 def is_checkpointed(outputs: Sequence[Tensor]) -> bool:

@@ -10,20 +10,27 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from curvature import Tape
 from curvature.gradients import computed_weights
 from curvature.preconditioners import BlockDiagonalCurvature, FullCurvature
-from curvature.recording import ParameterNode
+from curvature.recording import ParameterNode, warn_once
 from optimizers.distributed.team import Teams
-from optimizers.recording.backward_passes import Measured, Passes, is_batched
+from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
+from optimizers.recording.loss_graph import Source, find_edges
+from optimizers.recording.loss_masses import SampleFactors
 from optimizers.recording.model_outputs import as_real, samples_first
 from optimizers.recording.output_scale import OutputScale, squares_along
 
+SEVERAL = (
+    "empirical(): samples count differently in what goes back from the model's outputs, and there are several: assumed "
+    "that all samples count alike; inject=isotropic() needs no loss"
+)
 SHARED_UNIT = 256.0  # of rows that several processes with batches of different sizes share
 
 
@@ -68,6 +75,8 @@ class Arrived:
     Attributes:
         backprops: at every use.
         squares: `squares_along` of the outputs, as the loss is scaled.
+        factor: of the samples (see `SampleFactors`), the same for all of them; None before a gradient is at an output.
+        is_measured: whether the gradient was sent back once more, with factors that differ.
         computed: sums over samples, each with a random sign, of the gradients of parameters from which a tensor was
             computed that data met; by that tensor.
         whole: gradients of the batch, of parameters that no function with a rule reads together with data.
@@ -78,6 +87,8 @@ class Arrived:
     squares: Tensor
     computed: dict[ParameterNode, Mapping[str, Tensor]] = field(default_factory=dict)
     whole: dict[str, Tensor] = field(default_factory=dict)
+    factor: float | Tensor | None = None
+    is_measured: bool = False
 
     def sums(self) -> dict[str, Tensor]:
         """`whole`, and what `computed` adds up to, by parameter."""
@@ -91,6 +102,7 @@ class Arrived:
         self.computed.clear()
         self.whole.clear()
         self.squares = torch.zeros_like(self.squares)
+        self.factor, self.is_measured = None, False
 
 
 class LayerBackprops:
@@ -100,12 +112,13 @@ class LayerBackprops:
         store: measures them.
         passes: takes the result.
         teams: the processes that train the model.
-        is_sum: whether the loss is a sum over the batch, not a mean.
+        loss: that the optimizer was given, or None.
     """
 
-    def __init__(self, store: BlockDiagonalCurvature, passes: Passes, teams: Teams, is_sum: bool) -> None:
-        self.store, self.passes, self.teams, self.is_sum = store, passes, teams, is_sum
+    def __init__(self, store: BlockDiagonalCurvature, passes: Passes, teams: Teams, loss: Any) -> None:
+        self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
         self.arrived: list[Arrived] = []
+        self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
         self.without_graph: list[Arrived] = []  # of passes whose outputs depend on no data
         self.is_measuring = False
 
@@ -127,19 +140,79 @@ class LayerBackprops:
             handle = tape.parameters[name].tensor.register_hook(self._whole_hook(me, name))
             weakref.finalize(arrival, handle.remove)
         held = {id(node.tensor) for use in tape.uses for node in use.results}
+        places = [None if use.edge is None else Source.of(use.edge) for use in tape.uses]
         for x in found.outputs:
             if x.is_leaf or id(x) in held:  # the tape would hold its own graph
                 self.without_graph.append(arrival)
             else:
-                x.register_hook(functools.partial(_add_squares, arrival, x.detach()))
+                own = [Source.of(x), *places] if len(found.outputs) == 1 else [Source.of(x)]
+                x.register_hook(self._output_hook(arrival, own, x.detach()))
         for use in tape.uses:
             if use.edge is not None and not use.results:  # the graph of a computed weight is held by the tape
                 use.edge.node.register_prehook(self._backprop_hook(arrival, use.index, use.edge.output_nr))
                 use.edge = use.edge._replace(node=None)  # type: ignore[arg-type]  # the node holds the tape by its hook
 
+    def _output_hook(
+        self, arrival: Arrived, places: Sequence[Source | None], output: Tensor
+    ) -> Callable[[Tensor], None]:
+        """Of an output, the first of the places; those of all uses follow, if there is no other output."""
+
+        def hook(gradient: Tensor) -> None:
+            if self.is_measuring or not _counts(gradient, arrival.found.tape):
+                return
+            factor = self.factors.of(places[0], output, gradient, arrival.found.count)
+            if isinstance(factor, Tensor) and factor.ndim and len(places) > 1 and not arrival.is_measured:
+                self._measure(arrival, find_edges(places), output, gradient, factor)
+                return
+            self._share(arrival, factor)
+            found = squares_along(as_real(output), as_real(gradient))
+            arrival.squares = arrival.squares + found.to(arrival.squares.device)
+
+        return hook
+
+    def _share(self, arrival: Arrived, factor: float | Tensor) -> None:
+        """Note the factor of all samples; what goes back from several outputs has one for all of them."""
+        before, plain = arrival.factor, float(arrival.found.count)
+        differ = isinstance(factor, Tensor) and factor.ndim or before is not None and bool(factor != before)
+        if differ:
+            warn_once(SEVERAL, logger="optimizers")
+        arrival.factor = plain if differ else factor
+
+    def _measure(
+        self, arrival: Arrived, edges: Sequence[GradientEdge | None], output: Tensor, gradient: Tensor, factor: Tensor
+    ) -> None:
+        """Send the gradient back once more, each sample's with a factor and a sign of its own.
+
+        Where the samples are in the backprop of a use is not known, so these cannot be multiplied.
+        """
+        found, processes, tape = arrival.found, self.teams.current().processes, arrival.found.tape
+        each = factor.to(gradient.device) * found.signs().to(gradient.device)
+        rows = each.repeat_interleave(len(gradient) // found.count).reshape(-1, *[1] * (gradient.ndim - 1))
+        vectors = (_widened(gradient) * rows).to(gradient.dtype)
+        self.is_measuring = True  # what goes back now passes the hooks, too
+        before = [use.edge for use in tape.uses]
+        for use, edge in zip(tape.uses, edges[1:], strict=True):
+            use.edge = edge
+        try:
+            with torch.autocast(gradient.device.type, enabled=False):
+                measured = self.store.measure(
+                    tape, cast("list[Tensor]", edges[:1]), [vectors[None]], found.count, processes.rank,
+                    processes.size, found.displacement,
+                )  # fmt: skip
+        finally:
+            self.is_measuring = False
+            for use, edge in zip(tape.uses, before, strict=True):
+                use.edge = edge
+        measured.secure()
+        both = (samples_first(as_real(x), found.count) for x in (output, vectors))
+        self.measured.append(Measured(measured, OutputScale.in_metric(squares_along(*both), found.count)))
+        arrival.is_measured = True
+
     def _backprop_hook(self, arrival: Arrived, index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
         def hook(gradients: Sequence[Tensor]) -> None:
-            if gradients[number] is not None and not is_batched(gradients[number]):
+            if self.is_measuring or arrival.is_measured:
+                return
+            if gradients[number] is not None and _counts(gradients[number], arrival.found.tape):
                 self._note(arrival)
                 b, before = _widened(gradients[number]), arrival.backprops[index]
                 b = b.reshape(arrival.found.tape.uses[index].shape)
@@ -153,7 +226,7 @@ class LayerBackprops:
         def hook(gradient: Tensor) -> None:
             """The readers of the tensor have got their backprops, and the graph behind it is still there."""
             own, read = arrival(), node()
-            if own is None or read is None or self.is_measuring or is_batched(gradient):
+            if own is None or read is None or own.is_measured or self.is_measuring or is_batched(gradient):
                 return
             self.is_measuring = True  # what goes back now passes here, too
             try:
@@ -166,7 +239,7 @@ class LayerBackprops:
     def _whole_hook(self, arrival: weakref.ref[Arrived], name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
             own = arrival()
-            if own is not None and not self.is_measuring and not is_batched(gradient):
+            if own is not None and not own.is_measured and not self.is_measuring and not is_batched(gradient):
                 g = _widened(gradient)
                 self._note(own)
                 own.whole[name] = own.whole[name] + g if name in own.whole else g
@@ -179,40 +252,50 @@ class LayerBackprops:
 
     def deliver(self, scale: Callable[[], float]) -> None:
         processes = self.teams.current().processes
+        # passes that were measured before the scale was known are rescaled, and others with them
+        unit = 1.0 if self.measured or not self.arrived else scale()
         for own in self.arrived:
-            each = (1 if self.is_sum else own.found.count) / scale()
+            each = (self.factors.usual(own.found.count) if own.factor is None else own.factor) / unit
+            times = functools.partial(_times, each)
             measured = self.store.measure_backprops(
                 own.found.tape,
-                [None if b is None else b * each for b in own.backprops],
+                [None if b is None else times(b) for b in own.backprops],
                 own.found.count,
-                {name: g * each for name, g in own.sums().items()},
+                {name: times(g) for name, g in own.sums().items()},
                 processes.rank,
                 processes.size,
                 own.found.displacement,
             )
-            sums = OutputScale.in_metric(own.squares * each**2, own.found.count)
+            sums = OutputScale.in_metric(times(times(own.squares)), own.found.count)
             self.passes.total.add_(Measured(measured, sums))
+        for sent in self.measured:
+            self.passes.total.add_(sent)
+        if self.measured and (rest := 1 / scale()) != 1:
+            self.passes.total.scale_vectors_(rest)
         self.discard()
 
     def zero(self) -> None:
         for own in self.arrived:
             own.clear()
+        self.measured.clear()
 
     def discard(self) -> None:
         self.arrived.clear()
         self.without_graph.clear()
+        self.measured.clear()
 
     @property
     def has_arrived(self) -> bool:
-        return bool(self.arrived)
+        return bool(self.arrived or self.measured)
 
 
-def _add_squares(arrival: Arrived, output: Tensor, gradient: Tensor) -> None:
-    """A hook that holds the arrival."""
-    if is_batched(gradient):
-        return
-    found = squares_along(as_real(output), as_real(gradient))
-    arrival.squares = arrival.squares + found.to(arrival.squares.device)
+def _counts(gradient: Tensor, tape: Tape) -> bool:
+    """Whether a gradient is of the loss, and not of outputs by inputs."""
+    return not is_batched(gradient) and is_training(node.tensor for node in tape.parameters.values())
+
+
+def _times(factor: float | Tensor, x: Tensor) -> Tensor:
+    return x * (factor.to(x) if isinstance(factor, Tensor) else factor)
 
 
 def _widened(gradient: Tensor) -> Tensor:
@@ -235,40 +318,46 @@ class LossRows:
         store: measures the rows.
         passes: takes the result.
         teams: the processes that train the model.
-        is_sum: whether the loss is a sum over the batch, not a mean.
+        loss: that the optimizer was given, or None.
     """
 
-    def __init__(self, store: FullCurvature, passes: Passes, teams: Teams, is_sum: bool) -> None:
-        self.store, self.passes, self.teams, self.is_sum = store, passes, teams, is_sum
+    def __init__(self, store: FullCurvature, passes: Passes, teams: Teams, loss: Any) -> None:
+        self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
         self.waiting: list[RecordedPass] = []
         self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
+        self.is_sum = False  # whether the loop's loss turned out to be a sum, which nobody has told the store
 
     def listen(self, found: RecordedPass) -> None:
-        each = 1.0 if self.is_sum else float(found.count)
+        each = self.factors.usual(found.count)
         unit = each if self.teams.current().processes.size == 1 else SHARED_UNIT
         self.waiting.append(found)  # until the next step; its own graph would hold it for ever
         waiting = weakref.ref(found)
 
         def sent(index: int) -> Callable[[Tensor], None]:
             def hook(gradient: Tensor | None) -> None:
-                if gradient is None or is_batched(gradient):
+                own = waiting()
+                if gradient is None or own is None or not _counts(gradient, own.tape):
                     return
                 handles[index].remove()  # what goes back now passes here too
-                own = waiting()
-                if own is not None:
-                    self._measure(own, index, gradient, each, unit)
+                factor = self.factors.of(sources[index], own.outputs[index], gradient, own.count)
+                self._measure(own, index, gradient, factor, unit)
 
             return hook
 
+        sources = [Source.of(x) for x in found.outputs]
         handles = [x.register_hook(sent(index)) for index, x in enumerate(found.outputs)]
 
-    def _measure(self, found: RecordedPass, index: int, gradient: Tensor, each: float, unit: float) -> None:
+    def _measure(self, found: RecordedPass, index: int, gradient: Tensor, factor: float | Tensor, unit: float) -> None:
         self.passes.begin(self.teams.discard)
         if self.unit is None:
             self.unit = unit
+        self.is_sum |= found.count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
         with torch.enable_grad():
             output = samples_first(as_real(found.outputs[index]), found.count)
-        vectors = samples_first(as_real(gradient) * (each / self.unit), found.count).detach()[None]
+        rows, each = samples_first(as_real(gradient), found.count), factor / self.unit
+        if isinstance(each, Tensor):
+            each = each.to(rows.device, rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
+        vectors = (rows * each).detach()[None]
         with torch.autocast(gradient.device.type, enabled=False):
             measured = self.store.measure(found.tape, [output], [vectors], found.count)
         sums = OutputScale.in_metric(squares_along(output, vectors[0]), found.count)
@@ -276,7 +365,9 @@ class LossRows:
 
     def deliver(self, scale: Callable[[], float]) -> None:
         if self.unit is not None:  # only now: times the scale of the loss it may be too much for float16
-            self.passes.total.scale_vectors_(self.unit / scale())
+            rows = self.passes.total.curvature.rows
+            samples = rows.samples if rows is not None and self.is_sum else 1
+            self.passes.total.scale_vectors_(samples**0.5 * self.unit / scale())
         self.discard()
 
     def zero(self) -> None:
@@ -284,7 +375,7 @@ class LossRows:
 
     def discard(self) -> None:
         self.waiting.clear()
-        self.unit = None
+        self.unit, self.is_sum = None, False
 
     @property
     def has_arrived(self) -> bool:

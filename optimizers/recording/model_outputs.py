@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from curvature import Tape
+from optimizers.recording.loss_graph import Reading, Source, Unknown, read_loss
 from optimizers.recording.loss_terms import gradients_at, loss_terms
 
 SUBSTITUTE = (
@@ -25,6 +26,7 @@ class ModelOutputs:
     Attributes:
         sources: the tensors to which the loop's backward pass comes: what `tensors` are views of, or the losses.
         gradients: of the losses at `tensors`, where the model returned no more than its losses; else empty.
+        readings: how the losses are made of `tensors`, likewise.
         scale: absolute value of the losses, if the model returned no more than these.
     """
 
@@ -33,6 +35,7 @@ class ModelOutputs:
     targets: Sequence[Any]
     count: int
     gradients: Sequence[Tensor] = ()
+    readings: Sequence[Reading] = ()
     scale: Tensor | None = None
 
 
@@ -70,7 +73,10 @@ def _of_losses(tape: Tape, losses: Sequence[Tensor], returned: Sequence[Tensor])
     rows = lambda x: samples_first(x, count) if x.ndim else x[None]
     scale = torch.stack([x.detach().float().abs() for x in losses]).sum()
     known = [None] * len(gradients)
-    return ModelOutputs([*map(rows, terms or losses)], returned, known, count, [*map(rows, gradients)], scale)
+    roots = [x.grad_fn for x in losses]
+    readings = [read_loss(Source.of(x), roots) for x in terms] or [Unknown("it is no sum or mean")] * len(losses)
+    tensors, gradients = [*map(rows, terms or losses)], [*map(rows, gradients)]
+    return ModelOutputs(tensors, returned, known, count, gradients, readings, scale)
 
 
 def as_real(x: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
+from optimizers.recording.loss_graph import Sum
+from optimizers.recording.loss_masses import SampleFactors
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
 from optimizers.recording.output_scale import OutputScale, Sums, squares_along
 from optimizers.schedule import Schedule
@@ -157,7 +159,8 @@ class Recorder:
         rank, size = team.processes.rank, team.processes.size
         with torch.autocast(outputs[0].device.type, enabled=False):
             measured = self.store.measure(tape, outputs, vectors, found.count, rank, size, self.displacement())
-        self.passes.wait(Measured(measured, sums), found.sources, team.statistics.discard)
+        trained = [node.tensor for node in tape.parameters.values()]
+        self.passes.wait(Measured(measured, sums), found.sources, trained, team.statistics.discard)
         if size > 1:
             for x in found.sources:
                 x.register_hook(lambda _: team.statistics.launch())
@@ -172,10 +175,13 @@ class Recorder:
 
     def _loss_vectors(self, found: ModelOutputs) -> list[Tensor]:
         """The gradient of each sample's own loss, with a sign of its own, so that sums over samples have no mean."""
-        each = 1 if getattr(self.loss, "reduction", "mean") == "sum" else found.count
-        signs = self._signs(found.count)
-        signed = lambda g: g * signs.to(g).reshape(-1, *[1] * (g.ndim - 1)) if len(g) == found.count else g
-        return [(each * signed(g.detach()))[None] for g in found.gradients]
+        signs, count = self._signs(found.count), found.count
+        signed = lambda g: g * signs.to(g).reshape(-1, *[1] * (g.ndim - 1)) if len(g) == count else g
+        read = SampleFactors(self.loss).read
+        # curvature of all parameters together has the unit of the loss; what is told to be no sum has that of a mean
+        unit = lambda reading: count**0.5 if isinstance(reading, Sum) and not getattr(self.store, "is_sum", True) else 1
+        each = zip(found.readings, found.tensors, found.gradients, strict=True)
+        return [(unit(reading) * read(reading, x, g, count) * signed(g.detach()))[None] for reading, x, g in each]
 
     def _signs(self, count: int) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(self._next_seed())

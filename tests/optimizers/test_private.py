@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import optimizers
+from curvature.recording import warn_once
 from support.cases.case import Raw, seeded
 
 LOSS = nn.CrossEntropyLoss()
@@ -71,6 +72,96 @@ def test_steps_are_those_with_the_clipped_sum(name: str) -> None:
     opt.step(x, y, mask=(every == 1) | (every == 2))
     assert opt.steps == 4
     torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
+
+
+W = torch.tensor([0.1, 1.0, 4.0]).double()
+
+
+def taken(model: nn.Module, x: Tensor, y: Tensor, loss: Any, max_norm: float, **options: Any) -> list[Tensor]:
+    """What one step left in ``.grad``."""
+    opt = torch.optim.SGD(model.parameters(), 0.0)
+    given = {"max_norm": max_norm, "noise": 0.0, "expected_batch_size": 4}
+    optimizers.Private(opt, model, loss, **given, **options).step(x, y)
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def words() -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3), nn.Tanh()).double()
+        x, y = torch.randint(9, (7, 5)), torch.randint(3, (7, 5))
+        y[torch.rand(7, 5) < 0.4] = -100
+        y[1] = -100
+    return model, x, y
+
+
+def folded(output: Tensor, y: Tensor, **options: Any) -> Tensor:
+    return nn.functional.cross_entropy(output.reshape(-1, 3), y.reshape(-1), **options)
+
+
+class OverClasses(nn.Module):
+    """Classes last, and as many rows of the target as tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).flatten(0, 1)
+
+
+# Losses with weights or tokens that count, and the contribution of a sample alone.
+def weighed() -> list[Any]:
+    model, x, y = made("GroupNorm")
+    alone = lambda model, x, y: nn.functional.cross_entropy(model(x), y, weight=W, reduction="sum")
+    by_hand = lambda o, y: (W[y] * nn.functional.cross_entropy(o, y, reduction="none")).mean()
+    tokens = words()
+    rows = OverClasses(tokens[0]), tokens[1], tokens[2].flatten()
+    places = lambda model, x, y: folded(model(x), y, weight=W, reduction="sum") / 5
+    return [
+        pytest.param((model, x, y), nn.CrossEntropyLoss(W), alone, 1, id="class weights"),
+        pytest.param((model, x, y), by_hand, alone, 1, id="class weights by hand"),
+        pytest.param((model, x, y), nn.CrossEntropyLoss(W, reduction="sum"), alone, 1, id="a sum"),
+        pytest.param(rows, nn.CrossEntropyLoss(W), places, 5, id="tokens"),
+    ]
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+@pytest.mark.parametrize("microbatch", [None, 3])
+@pytest.mark.parametrize(("batch", "loss", "alone", "each"), weighed())
+def test_weights_count_before_clipping(batch: Any, loss: Any, alone: Any, each: int, max_norm: float, microbatch: Any):
+    """Against a loop over samples, and without clipping along the gradient of the batch."""
+    model, x, y = batch
+    parameters, total = list(model.parameters()), [torch.zeros_like(p) for p in model.parameters()]
+    for n in range(len(x)):
+        found = torch.autograd.grad(alone(model, x[n : n + 1], y[n * each : (n + 1) * each]), parameters)
+        size = float(sum(g.square().sum() for g in found)) ** 0.5
+        total = [t + g * min(1.0, max_norm / max(size, 1e-30)) / 4 for t, g in zip(total, found, strict=True)]
+    found = taken(model, x, y, loss, max_norm, microbatch=microbatch)
+    torch.testing.assert_close(found, total)
+    if max_norm > 1:
+        whole = torch.autograd.grad(loss(model(x), y), parameters)
+        flat = [torch.cat([g.flatten() for g in side]) for side in (found, whole)]
+        torch.testing.assert_close(torch.cosine_similarity(*flat, dim=0), torch.ones(()).double())
+
+
+def test_weights_of_the_whole_batch_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    model, x, y = made("GroupNorm")
+    taken(model, x, y, LOSS, 1.0)
+    taken(model, x, y, lambda o, y: (W[y] * nn.functional.cross_entropy(o, y, reduction="none")).mean(), 1.0)
+    assert not caplog.records
+    tokens = words()
+    of_batch = (
+        (model, x, y, lambda o, y: nn.functional.cross_entropy(o, y, weight=W)),
+        (*tokens, lambda o, y: folded(o, y)),
+    )
+    for case in of_batch:
+        warn_once.cache_clear()
+        caplog.clear()
+        taken(*case, 1.0)
+        assert "clipped gradients: samples count differently in" in caplog.text
+    taken(model, x, y, nn.CrossEntropyLoss(W), 1.0)
+    assert "Private: CrossEntropyLoss has class weights" in caplog.text
 
 
 def test_a_step_without_samples_is_noise_of_the_size_that_the_accountant_is_told() -> None:

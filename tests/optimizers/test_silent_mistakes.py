@@ -146,3 +146,68 @@ def test_adaptive_steps_leave_no_empty_state(name: str) -> None:
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert resumed.steps == 3
+
+
+def in_turn(model: nn.Module, *optimizers: torch.optim.Optimizer, rounds: int = 3) -> None:
+    for _ in range(rounds):
+        for opt in optimizers:
+            train(model, opt, 1)
+
+
+@pytest.mark.parametrize("others", [["KFAC"], ["EKFAC"], ["NaturalGradient"], ["of a part"], ["SGD", "KFAC"]])
+def test_optimizers_that_step_the_same_parameters_in_turn(others: list[str], caplog: pytest.LogCaptureFixture):
+    warn_once.cache_clear()
+    caplog.set_level(logging.WARNING)
+    model = network()
+    kinds = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
+    make = {name: lambda name=name: kinds[name](model) for name in kinds} | {
+        "of a part": lambda: KFAC(model[0]), "SGD": lambda: torch.optim.SGD(model.parameters(), 1e-3),
+    }  # fmt: skip
+    first = KFAC(model)
+    in_turn(model, first)
+    in_turn(model, *(made := [make[name]() for name in others]))  # one after the other is no fault
+    assert not caplog.records
+    in_turn(model, first, *made)
+    (record,) = caplog.records
+    assert "step the same parameters in turn (" in record.message and "weight, ...)" in record.message
+
+
+def test_optimizers_in_turn_with_closures(caplog: pytest.LogCaptureFixture):
+    """Gradients come in the step itself."""
+    warn_once.cache_clear()
+    model = network()
+    both = [KFAC(model, adaptive=True), NaturalGradient(model, adaptive=True)]
+    for opt in both * 2:
+        opt.zero_grad()
+
+        def closure(opt: Any = opt) -> Tensor:
+            opt.zero_grad()
+            loss = F.mse_loss(model(X), Y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+    assert "step the same parameters in turn" in caplog.text
+
+
+def test_optimizers_of_other_parameters_and_former_ones_are_no_mistake(caplog: pytest.LogCaptureFixture):
+    warn_once.cache_clear()
+    caplog.set_level(logging.WARNING)
+    model = network()
+    in_turn(model, KFAC(model[0]), EKFAC(model[2]))
+    for _ in range(3):  # made anew
+        opt = KFAC(model)
+        train(model, opt, 3)
+        del opt
+    copied = copy.deepcopy(model)
+    one, other = KFAC(model), KFAC(copied)
+    for _ in range(3):
+        train(model, one, 1)
+        train(copied, other, 1)
+    halves = KFAC(model), KFAC(model)  # in turn, but each with one layer alone
+    for _ in range(3):
+        for opt, frozen in zip(halves, (model[0], model[2]), strict=True):
+            frozen.requires_grad_(False)
+            train(model, opt, 1)
+            frozen.requires_grad_(True)
+    assert not caplog.records

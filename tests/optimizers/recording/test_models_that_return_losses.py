@@ -299,3 +299,35 @@ def test_outputs_that_are_masked_do_not_count_in_their_size():
     assert scale.rms is not None and float(scale.rms) == pytest.approx(12.5**0.5) and scale.entries_per_sample == 1
     scale.update(OutputScale.of([torch.full((2, 3), torch.inf)]), {}, torch.device("cpu"))  # nothing to be learnt
     assert float(scale.rms) == pytest.approx(12.5**0.5) and scale.entries_per_sample == 1
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+def test_a_hand_written_sum_is_that_of_the_outputs(optimizer: Any, caplog: pytest.LogCaptureFixture):
+    """The gradient of each sample's own loss, not N times that."""
+    warn_once.cache_clear()
+    squares = lambda output, y: (output - 1).square().sum()
+    (model, loss), other = with_loss(network(), squares, "scalar"), network()
+    opt, same = (optimizer(each, inject=curvature.empirical()) for each in (model, other))
+    x, y = batch(0)
+    loss(x, y).backward()
+    squares(other(x), y).backward()
+    opt.step()
+    same.step()
+    assert not caplog.records
+    for one, two in zip(opt.store.blocks, same.store.blocks, strict=True):
+        torch.testing.assert_close(one.mean_eigenvalue, two.mean_eigenvalue)
+
+
+@pytest.mark.parametrize("form", ["norm", "logarithm", "sum over number"])
+def test_hand_written_losses_whose_shares_are_not_known_are_logged(form: str, caplog: pytest.LogCaptureFixture):
+    warn_once.cache_clear()
+    forms = {
+        "norm": lambda z, y: (z - 1).norm(), "logarithm": lambda z, y: terms_of(z, y).mean().log(),
+        "sum over number": lambda z, y: torch.sum(terms_of(z, y)) / len(y),
+    }  # fmt: skip
+    model, loss = with_loss(network(), forms[form], "scalar")
+    opt = KFAC(model, inject=curvature.empirical())
+    loss(*batch(0)).backward()
+    opt.step()
+    (record,) = caplog.records
+    assert "empirical()" in record.message and "mean" in record.message

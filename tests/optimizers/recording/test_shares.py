@@ -1,0 +1,384 @@
+"""`empirical()` takes each sample's own gradient, whatever its share in the loss of the batch.
+
+The oracle is the loop over samples: the mean of the losses of single samples, each computed from its slice of the
+output, is a mean in which all samples count alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from curvature import empirical
+from curvature.recording import warn_once
+from optimizers import EKFAC, KFAC, NaturalGradient
+from support.cases.case import Raw, seeded
+
+pytestmark = pytest.mark.fast
+
+N, T, C = 6, 5, 3
+OPTIMIZERS = {
+    "KFAC": KFAC,
+    "EKFAC": EKFAC,
+    "NaturalGradient": lambda model, **options: NaturalGradient(model, solver="dense", **options),
+}
+W = torch.tensor([0.2, 1.0, 3.0]).double()
+EACH = torch.tensor([0.1, 2.0, 1.0, 0.5, 0.0, 3.0]).double()
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    warn_once.cache_clear()
+    caplog.set_level(logging.WARNING)
+    yield caplog
+    warn_once.cache_clear()
+
+
+def rows() -> tuple[nn.Module, Tensor, Tensor]:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, C)), torch.randn(N, 4), torch.randint(C, (N,))
+
+
+def words() -> tuple[nn.Module, Tensor, Tensor]:
+    """The inner layer has places first, in which samples cannot be told by their sizes: there are as many of both."""
+    run = lambda m, x: m.out(m.inner(m.table(x).transpose(0, 1)).tanh().transpose(0, 1))
+    model = Raw(run, table=nn.Embedding(7, 4), inner=nn.Linear(4, N), out=nn.Linear(N, C))
+    y = torch.randint(C, (N, N))
+    y[torch.rand(N, N) < 0.4] = -100
+    y[:, 0] = 1
+    return model, torch.randint(7, (N, N)), y
+
+
+def pixels() -> tuple[nn.Module, Tensor, Tensor]:
+    y = torch.randint(C, (N, 3, 3))
+    y[:4, 1] = -100
+    return nn.Sequential(nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Conv2d(4, C, 1)), torch.randn(N, 2, 4, 4), y
+
+
+def padded() -> tuple[nn.Module, Tensor, Tensor]:
+    """Two samples are ignored."""
+    model, x, y = rows()
+    y[[1, 4]] = -100
+    return model, x, y
+
+
+def values() -> tuple[nn.Module, Tensor, Tensor]:
+    model, x, _ = rows()
+    return model, x, torch.randn(N, C)
+
+
+flat = lambda o, y: (o.reshape(-1, C), y.reshape(-1))
+counted = lambda y: (y != -100).to(W)
+
+
+def over_tokens(o: Tensor, y: Tensor) -> Tensor:
+    """As written by hand: the mean over tokens that are no padding."""
+    terms = F.cross_entropy(*flat(o, y), reduction="none")
+    return (terms * counted(y).flatten()).sum() / counted(y).sum()
+
+
+def by_weights(o: Tensor, y: Tensor) -> Tensor:
+    return (W[y] * F.cross_entropy(o, y, reduction="none")).sum() / W[y].sum()
+
+
+def shifted(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(*flat(o[:, :-1], y[:, :-1]), ignore_index=-100)
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+# Losses that tell the shares of their samples: the batch, the loss of the loop.
+KNOWN: dict[str, tuple[Callable[[], Any], Loss]] = {
+    "mean": (rows, F.cross_entropy),
+    "half a mean": (rows, lambda o, y: F.cross_entropy(o, y) / 2),
+    "class weights": (rows, lambda o, y: F.cross_entropy(o, y, weight=W)),
+    "twice with class weights": (rows, lambda o, y: 2 * F.cross_entropy(o, y, weight=W)),
+    "class weights by hand": (rows, by_weights),
+    "ignored samples": (padded, F.cross_entropy),
+    "ignored samples, weights": (padded, lambda o, y: F.cross_entropy(o, y, weight=W)),
+    "log-softmax": (rows, lambda o, y: F.nll_loss(o.log_softmax(1), y, weight=W)),
+    "temperature": (padded, lambda o, y: F.cross_entropy(o / 3, y)),
+    "tokens": (words, lambda o, y: F.cross_entropy(*flat(o, y))),
+    "tokens, classes second": (words, lambda o, y: F.cross_entropy(o.transpose(1, 2), y)),
+    "tokens, shifted": (words, shifted),
+    "tokens, weights": (words, lambda o, y: F.cross_entropy(*flat(o, y), weight=W)),
+    "tokens by hand": (words, over_tokens),
+    "tokens, a sum over their number": (
+        words, lambda o, y: F.cross_entropy(*flat(o, y), reduction="sum") / counted(y).sum(),
+    ),
+    "pixels": (pixels, F.cross_entropy),
+    "squares": (values, F.mse_loss),
+    "squares by hand": (values, lambda o, y: (o - y).square().sum(1).mean()),
+    "a penalty": (values, lambda o, y: F.mse_loss(o, y) + 0.1 * W.square().sum()),
+    "two terms": (values, lambda o, y: F.mse_loss(o, y) + 0.1 * o.square().mean()),
+    "entropy of probabilities": (rows, lambda o, y: F.cross_entropy(o, F.one_hot(y, C).to(o) * 0.8 + 0.2 / C)),
+    "Poisson": (values, lambda o, y: F.poisson_nll_loss(o, y.exp())),
+}  # fmt: skip
+
+
+def own_losses(loss: Loss) -> Loss:
+    """The mean of the losses of single samples; zero for those of which nothing counts."""
+
+    def mean(o: Tensor, y: Tensor) -> Tensor:
+        each = [loss(o[n : n + 1], y[n : n + 1]) for n in range(len(o))]
+        return torch.stack([x if x.isfinite() else 0 * o[0].sum() for x in each]).mean()
+
+    return mean
+
+
+def curvature_of(
+    kind: Any, make: Callable[[], Any], run: Loss, scale: float = 1.0, device: str = "cpu", **options: Any
+) -> dict[str, Any]:
+    """The running curvature after one step, and what the outputs were in its metric."""
+    with seeded(3):
+        model, x, y = make()
+        model = model.double().to(device)
+    x, y = (t.double() if t.is_floating_point() else t for t in (x, y))
+    opt = kind(model, inject=empirical(), damping=0.1, **options)
+    opt.grad_scale = None if scale == 1 else torch.tensor(scale)
+    value = run(model(x.to(device)), y)
+    (value if scale == 1 else value * scale).backward()
+    opt.step()
+    tensors = {k: x for k, x in pytree.tree_flatten_with_path(opt.store.state_dict())[0] if isinstance(x, Tensor)}
+    return {pytree.keystr(k): x for k, x in tensors.items()} | {"outputs": opt.recorder.outputs.rms}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_shares_that_the_loss_tells(kind: str, name: str, logged: pytest.LogCaptureFixture):
+    make, loss = KNOWN[name]
+    found = curvature_of(OPTIMIZERS[kind], make, loss)
+    assert not logged.records
+    expected = curvature_of(OPTIMIZERS[kind], make, own_losses(loss))
+    torch.testing.assert_close(found, expected)
+
+
+SUMS: dict[str, tuple[Callable[[], Any], Loss, Loss]] = {
+    "squares": (values, lambda o, y: F.mse_loss(o, y, reduction="sum"), lambda o, y: (o - y).square().sum()),
+    "by hand": (values, lambda o, y: (o - y).square().sum(), lambda o, y: (o - y).square().sum()),
+    "weighted classes": (
+        rows, lambda o, y: F.cross_entropy(o, y, weight=W, reduction="sum"),
+        lambda o, y: F.cross_entropy(o, y, weight=W, reduction="sum"),
+    ),
+    "two sums": (
+        values, lambda o, y: (o - y).square().sum() + o.exp().sum(), lambda o, y: ((o - y).square() + o.exp()).sum(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_sums(kind: str, name: str, logged: pytest.LogCaptureFixture):
+    """A sum that nobody has named. `NaturalGradient` has the matrix of the sum, the others that of one sample."""
+    make, loss, own = SUMS[name]
+    found = curvature_of(OPTIMIZERS[kind], make, loss)
+    assert not logged.records
+    # a mean of losses that are sqrt(N) times as large has N times the matrix
+    times = N**0.5 if kind == "NaturalGradient" else 1.0
+    expected = curvature_of(OPTIMIZERS[kind], make, own_losses(lambda o, y: times * own(o, y)))
+    outputs = found.pop("outputs"), expected.pop("outputs")
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_scaled_gradients(kind: str):
+    """A scaler's factor is not the loss's own."""
+    for name in ("class weights", "tokens by hand", "squares"):
+        make, loss = KNOWN[name]
+        named = {"loss": nn.CrossEntropyLoss(weight=None if make is words else W)} if name != "squares" else {}
+        found = curvature_of(OPTIMIZERS[kind], make, loss, scale=1024.0, **named)
+        expected = curvature_of(OPTIMIZERS[kind], make, own_losses(loss))
+        torch.testing.assert_close(found, expected)
+
+
+def smoothed(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(*flat(o, y), label_smoothing=0.1)
+
+
+# Losses of which a module has to tell what they are.
+NAMED: dict[str, tuple[Callable[[], Any], Loss, nn.Module]] = {
+    "label smoothing": (words, smoothed, nn.CrossEntropyLoss(label_smoothing=0.1)),
+    "a sum of squares over N": (values, lambda o, y: (o - y).square().sum() / (N * C), nn.MSELoss()),
+    "half a sum of squares": (values, lambda o, y: (o - y).square().sum() / 2, nn.MSELoss(reduction="sum")),
+    "indexed": (rows, lambda o, y: -(o.log_softmax(1)[range(len(o)), y]).mean(), nn.CrossEntropyLoss()),
+    "indexed, weights": (
+        rows, lambda o, y: -(W[y] * o.log_softmax(1)[range(len(o)), y]).sum() / W[y].sum(), nn.CrossEntropyLoss(W),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
+def test_shares_that_a_named_loss_tells(kind: str, name: str, logged: pytest.LogCaptureFixture):
+    make, loss, named = NAMED[name]
+    found = curvature_of(OPTIMIZERS[kind], make, loss, loss=named)
+    assert not logged.records
+    own = {  # a sum over N of a single sample is still over N
+        "a sum of squares over N": lambda o, y: (o - y).square().mean(),
+    }.get(name, loss)
+    torch.testing.assert_close(found, curvature_of(OPTIMIZERS[kind], make, own_losses(own)))
+
+
+def contrastive(o: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(o)
+    return F.cross_entropy(z @ z.T / 0.5, torch.arange(len(o)))
+
+
+def simclr(o: Tensor, y: Tensor) -> Tensor:
+    return -(o[: N // 2] * o[N // 2 :]).sum(1).mean()
+
+
+# Losses of which nothing tells how much samples count, or in which they meet.
+UNKNOWN: dict[str, tuple[Callable[[], Any], Loss]] = {
+    "weights of samples": (values, lambda o, y: (EACH * (o - y).square().mean(1)).sum() / EACH.sum()),
+    "masked error": (values, lambda o, y: F.mse_loss(o[EACH > 0.7], y[EACH > 0.7])),
+    "contrastive": (values, contrastive),
+    "halves": (values, simclr),
+    "root": (values, lambda o, y: F.mse_loss(o, y).sqrt()),
+    "logarithm": (values, lambda o, y: F.mse_loss(o, y).log()),
+    "norm": (values, lambda o, y: (o - y).norm()),
+    "centred": (values, lambda o, y: F.mse_loss(o - o.mean(0), y)),
+    "pairs": (values, lambda o, y: (o[:, None] - o[None]).square().mean()),
+    "variance": (values, lambda o, y: F.mse_loss(o, y) - o.var(0).mean()),
+    "product of losses": (values, lambda o, y: F.mse_loss(o, y) * F.l1_loss(o, y)),
+    "ratio of losses": (values, lambda o, y: F.mse_loss(o, y) / o.square().mean()),
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("kind", ["KFAC", "NaturalGradient"])
+def test_what_nothing_tells_is_logged(kind: str, name: str, named: bool, logged: pytest.LogCaptureFixture):
+    make, loss = UNKNOWN[name]
+    curvature_of(OPTIMIZERS[kind], make, loss, loss=loss if named else None)
+    (record,) = logged.records
+    assert "empirical()" in record.message and "mean" in record.message
+
+
+@pytest.mark.parametrize("name", ["root", "logarithm", "norm", "product of losses", "ratio of losses"])
+def test_samples_that_meet_are_logged_whatever_the_named_loss(name: str, logged: pytest.LogCaptureFixture):
+    make, loss = UNKNOWN[name]
+    curvature_of(KFAC, make, loss, loss=nn.MSELoss())
+    assert "samples meet in the loss" in logged.text
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(4, 5), nn.Linear(5, C), nn.Linear(5, C)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x).tanh()
+        return self.one(h), self.other(h)
+
+
+def heads() -> tuple[nn.Module, Tensor, Tensor]:
+    return Heads(), torch.randn(N, 4), torch.randint(C, (N,))
+
+
+@pytest.mark.parametrize("weight", [None, W])
+@pytest.mark.parametrize("kind", ["KFAC", "EKFAC"])
+def test_several_outputs(kind: str, weight: Tensor | None, logged: pytest.LogCaptureFixture):
+    """One factor for what comes from all of them, or none and a word about it."""
+    loss = lambda o, y: F.cross_entropy(o[0], y, weight=weight) + F.mse_loss(o[1], torch.ones_like(o[1]))
+    found = curvature_of(OPTIMIZERS[kind], heads, loss)
+    assert ("there are several" in logged.text) == (weight is not None)
+    if weight is None:
+        own = own_losses(loss)
+        torch.testing.assert_close(found, curvature_of(OPTIMIZERS[kind], heads, lambda o, y: own(Pair(*o), y)))
+
+
+class Pair(tuple):
+    """Two outputs that are cut together."""
+
+    def __new__(cls, *outputs: Tensor) -> Pair:
+        return super().__new__(cls, outputs)
+
+    def __len__(self) -> int:
+        return len(tuple.__getitem__(self, 0))
+
+    def __getitem__(self, key: Any) -> Any:
+        return Pair(*(x[key] for x in tuple(self))) if isinstance(key, slice) else tuple.__getitem__(self, key)
+
+
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_batches_before_one_step(kind: str, scale: float):
+    """One in which samples count alike, one in which they do not, one without samples that count, and a plain pass."""
+
+    def after(losses: list[Loss]) -> dict[str, Tensor]:
+        with seeded(3):
+            model, x, y = padded()
+        model, x, opt = model.double(), x.double(), None
+        opt = OPTIMIZERS[kind](model, inject=empirical(), damping=0.1)
+        opt.grad_scale = torch.tensor(scale)
+        for loss in losses:
+            (loss(model(x), y) * scale).backward()
+        model(x)
+        opt.step()
+        return {f"{pytree.keystr(k)}": v for k, v in pytree.tree_flatten_with_path(opt.store.state_dict())[0]}
+
+    run: list[Loss] = [lambda o, y: F.cross_entropy(o, y, weight=W), F.cross_entropy]
+    found, expected = after(run), after([own_losses(loss) for loss in run])
+    for name, x in expected.items():
+        if isinstance(x, Tensor):
+            torch.testing.assert_close(found[name], x)
+
+
+def test_a_graph_that_is_used_twice(logged: pytest.LogCaptureFixture):
+    """As sums of gradients; samples that count differently are told."""
+    for weight in (None, W):
+        with seeded(3):
+            model, x, y = rows()
+        opt = KFAC(model.double(), inject=empirical())
+        loss = F.cross_entropy(model(x.double()), y, weight=weight)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        opt.step()
+        assert ("assumed" in logged.text) == (weight is not None)
+
+
+def test_a_pass_that_waits_holds_no_graph():
+    class Marked(torch.autograd.Function):
+        contexts: ClassVar[list[Any]] = []
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            Marked.contexts.append(weakref.ref(ctx))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g
+
+    model = Raw(lambda m, x: m.out(Marked.apply(m.inner(x))), inner=nn.Linear(4, 5), out=nn.Linear(5, C))
+    opt = KFAC(model, inject=empirical())
+    for _ in range(3):
+        model(torch.randn(N, 4))
+    gc.collect()
+    assert len(Marked.contexts) == 3 and not any(ref() for ref in Marked.contexts)
+    assert opt.steps == 0
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("make", [rows, padded, words, pixels])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_devices(kind: str, make: Any, is_there: bool, device: str, logged: pytest.LogCaptureFixture):
+    """A backward pass on a device has a thread of its own, and the loss may be on the CPU."""
+    loss = lambda o, y: F.cross_entropy(o.flatten(0, -2) if make is words else o, y.flatten(), weight=W.to(o.device))
+    if make is pixels:
+        loss = lambda o, y: F.cross_entropy(o, y, weight=W.to(o.device))
+    found = curvature_of(
+        OPTIMIZERS[kind], make, lambda o, y: loss(o, y.to(o.device)) if is_there else loss(o.cpu(), y), device=device
+    )
+    assert not logged.records
+    expected = curvature_of(OPTIMIZERS[kind], make, own_losses(loss))
+    torch.testing.assert_close({k: x.cpu() for k, x in found.items()}, expected, rtol=1e-4, atol=1e-5)
