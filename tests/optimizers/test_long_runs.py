@@ -266,9 +266,11 @@ def test_a_step_into_the_void_is_taken_back() -> None:
 @pytest.mark.parametrize("ours, inject", [(KFAC, curvature.exact()), (EKFAC, curvature.empirical())], ids=repr)
 def test_fisher_matrices_near_zero_loss(ours: Any, inject: Any) -> None:
     """Steps were measured as if a matrix that vanishes with the loss knew how the outputs change: it rose to 22."""
-    (x, y), ends = digits(), []
+    (x, y), worst, ends = digits(), [], []
     for order in ORDERS:
         model = network()
         opt = ours(model, loss=nn.CrossEntropyLoss(), inject=inject)
-        ends.append(fmean(train(model, opt, classify(model, x, y, draws(len(x), 128, order)), 200)[-50:]))
-    assert median(ends) < 0.04, ends  # 0.006 and 0.00005; SGD(0.1, momentum=0.9) 0.047, AdamW 0.13
+        losses = train(model, opt, classify(model, x, y, draws(len(x), 128, order)), 200)
+        worst.append(max(losses[100:]))
+        ends.append(median(losses[-50:]))  # single batches may lose what the next ones regain: of six runs to 0.45
+    assert median(worst) < 1 and median(ends) < 0.02  # 0.3 and 0.0004; SGD(0.1, momentum=0.9) 0.2 and 0.04

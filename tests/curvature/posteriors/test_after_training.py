@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import curvature
 from optimizers import KFAC
 from support.cases.case import seeded
+from support.training import order_seed
 
-pytestmark = pytest.mark.fast
+pytestmark = [pytest.mark.fast, pytest.mark.training_run]
 
 LOSS = nn.MSELoss()
 Data = tuple[Tensor, Tensor]
@@ -22,7 +23,7 @@ Data = tuple[Tensor, Tensor]
 
 @functools.cache
 def trained(hidden: tuple[int, ...], seed: int = 0) -> tuple[nn.Module, Data]:
-    with seeded(seed):
+    with seeded(order_seed(seed)):
         x = torch.rand(60, 1) * 6 - 3
         y = (2 * x).sin() + 0.1 * torch.randn(60, 1)
         widths = [1, *hidden, 1]
