@@ -109,6 +109,7 @@ def test_batches_with_a_constant_output(optimizer: str):
     """Inputs of zero, and a layer that no input wakes: only the last bias has a gradient."""
     for asleep in (False, True):
         model, x, y = readme_example()
+        y = torch.cat([torch.arange(10), y[10:]])  # the best bias of a class that is missing would be infinite
         if asleep:
             nn.init.constant_(model[0].bias, -100.0)
         opt = OPTIMIZERS[optimizer](model)
