@@ -53,7 +53,7 @@ def test_error_bars_after_training_are_those_in_double_precision(
     hidden: tuple[int, ...], structure: str, per_layer: bool
 ) -> None:
     x, errors, of_samples = torch.linspace(-4, 4, 30)[:, None], [], []
-    for order in ORDERS:
+    for order in ORDERS if structure == "kfac" else ORDERS[:1]:
         model, data = trained(hidden, order)
         found = curvature.laplace(model, LOSS, data, structure).optimize_prior(per_layer=per_layer)
         wide_model, wide_data = in_double(model, data)
@@ -67,7 +67,8 @@ def test_error_bars_after_training_are_those_in_double_precision(
         variances = torch.cat([own.var(0).flatten() for own in draws.values()])
         of_samples.append(relative(variances, expected.covariance.diagonal()))
     # The eigenvalues of factors are known to 1e-7 of the largest, which is a few percent of the prior, and more where
-    # training has left a prior that is small. Of nine runs one had an error of 0.27; medians are below 0.06.
+    # training has left a prior that is small. Of nine runs one had an error of 0.27; medians are below 0.06. The other
+    # structures have errors below 0.02 in each run.
     assert median(errors) < 0.25 and median(of_samples) < 0.3, (errors, of_samples)
 
 
