@@ -1,4 +1,4 @@
-# make demo | check | test | test-device | mutants | bench | race | generality | lint | format | docs | package | clean
+# make demo | check | test | test-device | test-processors | mutants | bench | race | generality | lint | format | docs | package | clean
 #
 # Each target makes the virtual environment .venv, installs what it needs at the versions of constraints.txt and runs.
 # A second run installs nothing. Options: PYTHON=python3.12, DEVICE=cuda (tests, demo and benchmarks read it),
@@ -29,7 +29,11 @@ ON_DEVICE := $(addprefix tests/,repository/test_simulated_device.py curvature/la
 	optimizers/steps/test_launches_and_waits.py::test_the_host_waits_once)
 SIMULATED := DEVICE=sim SIM_DEVICES=2 SIM_TF32=1
 
-.PHONY: demo check fast test test-device kernels mutants bench race generality lint format docs package clean
+# What torch and its libraries may use of the processor: each rounds in another way.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+SSE := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
+
+.PHONY: demo check fast test test-device test-processors kernels mutants bench race generality lint format docs package clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -52,6 +56,19 @@ test: .venv/test.stamp
 # precision. The first run compiles it for about a minute; without a C++ compiler or Python's headers all is skipped.
 test-device: .venv/test.stamp
 	$(SIMULATED) $(PYTEST)
+
+# Tests that one rounding or one order of the data could decide: those of the optimizers and all training runs, as on
+# other processors; then the training runs with other batches.
+test-processors: .venv/test.stamp
+	@set -e; for processor in "$(SSE)" "$(AVX2)" ""; do \
+		echo "== $${processor:-this processor}"; \
+		env $$processor $(PYTEST) tests/optimizers; \
+		env $$processor $(PYTEST) -m training_run $$(grep -rl mark.training_run tests --include='test_*.py' --exclude-dir=optimizers); \
+	done; \
+	for order in 1 2; do \
+		echo "== order $$order of the data"; \
+		DATA_ORDER=$$order $(PYTEST) -m training_run $$(grep -rl mark.training_run tests --include='test_*.py'); \
+	done
 
 # The simulated device; where it cannot be compiled, its tests say why they are skipped.
 kernels: .venv/test.stamp

@@ -44,7 +44,6 @@ class Block:
     """
 
     structure = ""
-    drift: Tensor | None = None
     has_separate_rows = False  # whether M says nothing of one row of a parameter together with another
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:

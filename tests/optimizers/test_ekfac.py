@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
 import statistics
 from typing import Any
@@ -17,12 +18,13 @@ import curvature
 from curvature.preconditioners.block_diagonal import MAX_EIGEN_SIDE
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
-from support.training import TASKS, assert_same, closure_of, copied, digits, mlp, task, train
+from support.training import ORDERS, TASKS, assert_same, closure_of, copied, digits, draws, mlp, task, train
 from support.training import train_by_closure as train_adaptive
 
 INJECTIONS = [curvature.empirical(), curvature.sampled(2), curvature.exact(), curvature.propagated()]
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("name", TASKS)
 def test_lowers_the_loss(name: str, device):
     model, loss, x, y = task(name, device)
@@ -31,6 +33,7 @@ def test_lowers_the_loss(name: str, device):
     assert all(map(math.isfinite, values)) and sum(values[-3:]) / 3 < 0.8 * values[0], values
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("inject", INJECTIONS, ids=repr)
 def test_injections(inject: curvature.Injection, sharing: str):
@@ -97,16 +100,17 @@ def test_rescaling_changes_the_step():
     assert (ends[0][2] - ends[1][2]).norm() > 1e-3 * ends[0][2].norm()
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("optimizer, adaptive", [(KFAC, False), (EKFAC, True)])
 def test_batch_size_and_reduction_change_little(optimizer: type[KFAC], adaptive: bool):
     """The same settings, batches of 64 and of 1,024, means and sums: losses over all data after 40 steps are alike.
 
-    The median of seeds for small batches: where one run ends is chance, from 0.1 to 0.5.
+    The median of orders for small batches: where one run ends is chance, from 0.07 to 0.14.
     """
-    means = [trained_on_batches(optimizer, adaptive, 64, "mean", seed) for seed in range(3)]
+    means = [trained_on_batches(optimizer, adaptive, 64, "mean", seed) for seed in ORDERS]
     large = [trained_on_batches(optimizer, adaptive, 1024, reduction, 0) for reduction in ("mean", "sum")]
-    # 2.3 at the start; small noisy batches are what the exact model of one batch is not made for
-    assert statistics.median(means) < (0.5 if adaptive else 0.35) and max(large) < 0.02, (means, large)
+    # 2.3 at the start; SGD(0.1, momentum=0.9) leaves 0.34, and 0.32 with large batches
+    assert statistics.median(means) < 0.2 and max(large) < 0.02, (means, large)
     assert trained_on_batches(optimizer, adaptive, 64, "sum", 0) == pytest.approx(means[0], rel=0.05)
     assert large[1] == pytest.approx(large[0], rel=0.05)
 
@@ -119,8 +123,7 @@ def trained_on_batches(optimizer: type[KFAC], adaptive: bool, size: int, reducti
         model = mlp().double()
         opt = optimizer(model, adaptive=adaptive, seed=seed)
         loss = functools.partial(F.cross_entropy, reduction=reduction)
-        for _ in range(40):
-            rows = torch.randint(len(x), (size,))
+        for rows in itertools.islice(draws(len(x), size, seed), 40):
             closure = closure_of(model, opt, loss, x[rows], y[rows])
             if adaptive:
                 opt.step(closure)

@@ -48,6 +48,7 @@ def test_a_step_points_to_the_minimum_of_a_linear_regression(optimizer: str, dev
     assert direction > 1 - 1e-6
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if not name.endswith("dense")])
 def test_the_loss_falls(optimizer: str, device: str) -> None:
     model, loss, x, y = task("mlp", device)
@@ -55,6 +56,7 @@ def test_the_loss_falls(optimizer: str, device: str) -> None:
     assert max(values[-3:]) < 0.9 * values[0]
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("optimizer", ["KFAC", "EKFAC", "NaturalGradient-woodbury", "NaturalGradient-layerwise"])
 def test_the_loss_falls_with_steps_that_set_themselves(optimizer: str, device: str) -> None:
     model, loss, x, y = task("mlp", device)

@@ -229,6 +229,7 @@ def test_training_goes_on_with_what_there_was(name: str, fault: Fault, faulty, m
     assert sum("keeps the inverse" in record.message for record in caplog.records) == 1  # the first time only
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("fault", FAULTS[::2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_from_the_first_step_on_the_diagonal_stands_in(name: str, fault: Fault, faulty, monkeypatch):

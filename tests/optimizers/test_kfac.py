@@ -28,6 +28,7 @@ def trained(name: str = "mlp", steps: int = 3, **options: Any) -> tuple[nn.Modul
     return model, opt, (loss, x, y)
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("name", TASKS)
 def test_lowers_the_loss(name: str, device):
     model, loss, x, y = task(name, device)
@@ -39,6 +40,7 @@ def test_lowers_the_loss(name: str, device):
     assert all(moved.values()), moved
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("name", ["mlp", "autoencoder"])
 def test_ahead_of_sgd(name: str, steps: int = 200):
     """After the number of steps that the README speaks of; in the first dozens the trust region holds KFAC back."""
@@ -52,6 +54,7 @@ def test_ahead_of_sgd(name: str, steps: int = 200):
 EVERY = [curvature.empirical(), curvature.sampled(2), curvature.exact(), curvature.propagated(), curvature.isotropic(3)]
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("inject", EVERY, ids=repr)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "regression"])

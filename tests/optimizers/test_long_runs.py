@@ -1,7 +1,12 @@
-"""Long, noisy and odd runs with defaults: no blow-up, no step size that dies; AdamW at usual rates beside them."""
+"""Long, noisy and odd runs with defaults: no blow-up, no step size that dies; others at usual rates beside them.
+
+Where a single run ends one rounding may decide. Claims are of the median over some orders of the data, and numbers in
+comments are such medians.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -11,16 +16,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import curvature
 from optimizers import EKFAC, KFAC
+from support import training
+from support.training import ORDERS, data_order, draws, epochs
+
+pytestmark = pytest.mark.training_run
+
+Losses = Iterator[Callable[[], Tensor]]
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    images, labels = load_digits(return_X_y=True)
-    return torch.as_tensor(images, dtype=torch.float32) / 16, torch.as_tensor(labels).long()
+    x, y = training.digits()
+    return x.flatten(1), y
 
 
 def network() -> nn.Module:
@@ -28,18 +38,11 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def shuffled(count: int, size: int, seed: int = 0) -> Iterator[Tensor]:
-    """Batches without replacement, as a DataLoader makes them."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from torch.randperm(count, generator=generator).split(size)
-
-
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 1e-3)
 
 
-def train(model: nn.Module, opt: Any, losses: Iterator[Callable[[], Tensor]], steps: int) -> list[float]:
+def train(model: nn.Module, opt: Any, losses: Losses, steps: int) -> list[float]:
     found = []
     for loss_of in itertools.islice(losses, steps):
         opt.zero_grad()
@@ -51,7 +54,7 @@ def train(model: nn.Module, opt: Any, losses: Iterator[Callable[[], Tensor]], st
     return found
 
 
-def classify(model: nn.Module, x: Tensor, y: Tensor, batches: Iterator[Any]) -> Iterator[Callable[[], Tensor]]:
+def classify(model: nn.Module, x: Tensor, y: Tensor, batches: Iterator[Any]) -> Losses:
     for batch in batches:
         yield lambda batch=batch: F.cross_entropy(model(x[batch]), y[batch])
 
@@ -61,62 +64,79 @@ def classify(model: nn.Module, x: Tensor, y: Tensor, batches: Iterator[Any]) -> 
 
 def test_long_past_zero_loss() -> None:
     """The step size used to grow to 1e8 while gradients vanished; then one batch threw the model away for good."""
-    (x, y), model = digits(), network()
-    generator = torch.Generator().manual_seed(0)
-    batches = (torch.randint(len(x), (128,), generator=generator) for _ in itertools.count())
-    opt = KFAC(model)
-    losses = train(model, opt, classify(model, x, y, batches), 500)
-    assert max(losses[250:]) < 0.05 and fmean(losses[-100:]) < 1e-3
-    assert opt.stats()["step_size"] < 1e3  # 2e6 where flat losses make it grow, 0.4 where they do not
+    (x, y), worst, ends, sizes, growth = digits(), [], [], [], []
+    for order in ORDERS:
+        model = network()
+        opt, batches = KFAC(model), classify(model, x, y, draws(len(x), 128, order))
+        losses = train(model, opt, batches, 350)
+        before = opt.stats()["step_size"]
+        losses += train(model, opt, batches, 50)
+        worst.append(max(losses[200:]))
+        ends.append(fmean(losses[-50:]))
+        sizes.append(opt.stats()["step_size"])
+        growth.append(sizes[-1] / before)
+    assert median(sizes) < 1e3 and median(growth) < 2  # 80 and 1; where flat losses make it grow 1e3, 4, and soon 1e6
+    assert median(worst) < 0.05 and median(ends) < 1e-3  # 0.0004 and 3e-5; AdamW 0.16 and 0.06
 
 
 def test_full_batch_into_zero_loss() -> None:
     """It came back to a loss of 1.2 while the norm of the weights doubled."""
-    (x, y), model, norms = digits(), network(), []
-    opt, losses = EKFAC(model), classify(model, x, y, itertools.repeat(slice(600)))
-    for steps in (100, 300):
-        last = train(model, opt, losses, steps)
-        norms.append(torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item())
-    assert max(last) < 1e-3 and norms[1] == pytest.approx(norms[0], rel=0.05)
+    (x, y), worst, growth = digits(), [], []
+    for order in ORDERS:
+        model, norms = network(), []
+        opt, losses = EKFAC(model), classify(model, x, y, itertools.repeat(next(epochs(len(x), 600, order))))
+        for steps in (60, 100):
+            last = train(model, opt, losses, steps)
+            norms.append(torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item())
+        worst.append(max(last))
+        growth.append(norms[1] / norms[0])
+    assert median(worst) < 1e-3 and 0.95 < median(growth) < 1.05  # 0.0003 and 1.02; AdamW 0.29 and 1.24
 
 
 def test_signal_after_noise() -> None:
-    """400 steps of random labels, then 200 of the true ones, in epochs; AdamW beside it."""
+    """200 steps of random labels, then 100 of the true ones, in epochs; AdamW beside it."""
     x, y = digits()
 
-    def losses(model: nn.Module) -> Iterator[Callable[[], Tensor]]:
-        generator = torch.Generator().manual_seed(1)
-        for step, batch in enumerate(shuffled(len(x), 64)):
-            target = torch.randint(10, y[batch].shape, generator=generator) if step < 400 else y[batch]
+    def losses(model: nn.Module, order: int) -> Losses:
+        generator = data_order(len(ORDERS) + order)
+        for step, batch in enumerate(epochs(len(x), 64, order)):
+            target = torch.randint(10, y[batch].shape, generator=generator) if step < 200 else y[batch]
             yield lambda batch=batch, target=target: F.cross_entropy(model(x[batch]), target)
 
-    found = []
-    for make in (EKFAC, adamw):
-        model = network()
-        found.append(train(model, make(model), losses(model), 600))
-    assert fmean(found[0][300:400]) < 2.5  # chance: 2.3
-    assert fmean(found[0][-20:]) < fmean(found[1][-20:])
+    noise, ends = [], []
+    for order in ORDERS:
+        for make in (EKFAC, adamw):
+            model = network()
+            found = train(model, make(model), losses(model, order), 300)
+            noise.append(fmean(found[150:200]))
+            ends.append(fmean(found[-20:]))
+    assert median(noise[::2]) < 2.5  # 2.4, and of chance 2.3
+    assert median(ends[::2]) < median(ends[1::2]) / 2  # 0.005 and 0.33
 
 
 def test_small_shuffled_data_set_does_not_kill_the_step() -> None:
     """Eight batches an epoch: slopes along the last step are negative however short it is."""
-    (x, y), model = digits(), network()
-    x, y = x[:512], y[:512]
-    noisy = torch.where(torch.rand(512, generator=torch.Generator().manual_seed(2)) < 0.3, (y + 1) % 10, y)
-    opt = KFAC(model)
-    losses = train(model, opt, classify(model, x, noisy, shuffled(512, 64)), 300)
-    assert fmean(losses[-16:]) < 0.05
+    ends = []
+    for order in ORDERS:
+        x, y = (t[next(draws(len(t), 512, order))] for t in digits())
+        noisy = torch.where(torch.rand(512, generator=data_order(order)) < 0.3, (y + 1) % 10, y)
+        model = network()
+        ends.append(fmean(train(model, KFAC(model), classify(model, x, noisy, epochs(512, 64, order)), 150)[-16:]))
+    assert median(ends) < 0.05  # 0.006; AdamW 0.9, and 0.6 after 300 steps
 
 
 def test_learning_rate_restarts() -> None:
-    (x, y), model = digits(), network()
-    opt = KFAC(model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 100)
-    losses = []
-    for loss_of in itertools.islice(classify(model, x, y, shuffled(len(x), 64)), 400):
-        losses += train(model, opt, iter([loss_of]), 1)
-        schedule.step()
-    assert max(losses[120:]) < 0.5 and fmean(losses[-20:]) < 0.01
+    (x, y), worst, ends = digits(), [], []
+    for order in ORDERS:
+        model, losses = network(), []
+        opt = KFAC(model)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 50)
+        for loss_of in itertools.islice(classify(model, x, y, epochs(len(x), 64, order)), 200):
+            losses += train(model, opt, iter([loss_of]), 1)
+            schedule.step()
+        worst.append(max(losses[120:]))
+        ends.append(fmean(losses[-20:]))
+    assert median(worst) < 0.2 and median(ends) < 0.05  # 0.03 and 0.012; AdamW 0.6 and 0.3
 
 
 class VariationalAutoencoder(nn.Module):
@@ -142,46 +162,56 @@ def negative_bound(output: Tensor, x: Tensor) -> Tensor:
 
 def test_variational_autoencoder() -> None:
     """It was not finite at step 197."""
-    x, _ = digits()
-    found = []
-    for make in (KFAC, lambda model: torch.optim.AdamW(model.parameters(), 3e-3)):
-        torch.manual_seed(0)
+    (x, _), ends = digits(), []
+    for order, make in itertools.product(ORDERS, (KFAC, lambda model: torch.optim.AdamW(model.parameters(), 3e-3))):
+        torch.manual_seed(order)
         model = VariationalAutoencoder()
         losses = (
-            lambda model=model, batch=batch: negative_bound(model(x[batch]), x[batch]) for batch in shuffled(len(x), 64)
+            lambda model=model, batch=batch: negative_bound(model(x[batch]), x[batch])
+            for batch in epochs(len(x), 64, order)
         )
-        found.append(train(model, make(model), losses, 400))
-    assert fmean(found[0][-20:]) < fmean(found[1][-20:]) + 1
+        ends.append(fmean(train(model, make(model), losses, 220)[-20:]))
+    assert median(ends[::2]) < median(ends[1::2]) + 1  # 25 and 26
 
 
-def test_recurrent_language_model() -> None:
-    """Characters of Python's help: it was thrown back to where it started after 140 steps."""
+@functools.cache
+def characters() -> tuple[Tensor, int]:
+    """Of Python's help, as numbers, and how many there are."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics.values())[:100_000]
     index = {character: i for i, character in enumerate(sorted(set(text)))}
-    tokens = torch.tensor([index[character] for character in text])
+    return torch.tensor([index[character] for character in text]), len(index)
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.lstm = nn.Embedding(len(index), 48), nn.LSTM(48, 48, batch_first=True)
-            self.head = nn.Linear(48, len(index))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.lstm(self.embed(x))[0]).movedim(2, 1)
+class LanguageModel(nn.Module):
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(vocabulary, 48), nn.LSTM(48, 48, batch_first=True)
+        self.head = nn.Linear(48, vocabulary)
 
-    torch.manual_seed(0)
-    model, generator = Model(), torch.Generator().manual_seed(0)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embed(x))[0]).movedim(2, 1)
 
-    def losses() -> Iterator[Callable[[], Tensor]]:
+
+def test_recurrent_language_model() -> None:
+    """It was thrown back to where it started after 140 steps."""
+    tokens, vocabulary = characters()
+
+    def losses(model: nn.Module, generator: torch.Generator) -> Losses:
         while True:
             rows = tokens[torch.randint(len(tokens) - 25, (32, 1), generator=generator) + torch.arange(25)]
             yield lambda rows=rows: F.cross_entropy(model(rows[:, :-1]), rows[:, 1:])
 
-    found = train(model, KFAC(model), losses(), 250)
-    means = [fmean(found[start : start + 50]) for start in range(0, 250, 50)]
-    assert means[-1] < 1.9 and all(later < earlier + 0.1 for earlier, later in itertools.pairwise(means))
+    means = []
+    for order in ORDERS:
+        torch.manual_seed(0)
+        model = LanguageModel(vocabulary)
+        found = train(model, KFAC(model), losses(model, data_order(order)), 200)
+        means.append([fmean(found[start : start + 50]) for start in range(0, 200, 50)])
+    typical = [median(own) for own in zip(*means, strict=True)]
+    assert typical[-1] < 1.9  # 1.7; AdamW with a rate of 3e-3: 2.45
+    assert all(later < earlier + 0.1 for earlier, later in itertools.pairwise(typical))
 
 
 def distance_of_means(seed: int) -> float:
@@ -189,9 +219,10 @@ def distance_of_means(seed: int) -> float:
     torch.manual_seed(seed)
     generator = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
     critic = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
-    opts, distances = (KFAC(generator), KFAC(critic)), []
+    opts, distances, drawn = (KFAC(generator), KFAC(critic)), [], data_order(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=drawn)
     for _ in range(150):
-        real, noise = 1 + 0.3 * torch.randn(64, 2), torch.randn(64, 4)
+        real, noise = 1 + 0.3 * normal(64, 2), normal(64, 4)
         opts[1].zero_grad()
         rows = critic(torch.cat([real, generator(noise).detach()]))[:, 0]
         F.binary_cross_entropy_with_logits(rows, torch.cat([torch.ones(64), torch.zeros(64)])).backward()
@@ -200,14 +231,17 @@ def distance_of_means(seed: int) -> float:
         F.binary_cross_entropy_with_logits(critic(generator(noise))[:, 0], torch.ones(64)).backward()
         opts[0].step()
         with torch.no_grad():
-            distances.append((generator(torch.randn(256, 4)).mean(0) - 1).norm().item())
+            distances.append((generator(normal(256, 4)).mean(0) - 1).norm().item())
     return median(distances[-50:])
 
 
 def test_adversarial_networks() -> None:
-    """Two of four seeds, and no more runs than tell: in about one of eight the critic outgrows the generator."""
+    """Two of five seeds, and no more runs than tell.
+
+    In about one of eight the critic outgrows the generator: by chance alone five are not enough once in eight hundred.
+    """
     good = 0
-    for seed in range(1, 5):
+    for seed in range(1, 6):
         good += distance_of_means(seed) < 0.5
         if good == 2:
             break
@@ -218,7 +252,7 @@ def test_a_step_into_the_void_is_taken_back() -> None:
     """Two batches in a row that are not finite: the parameters that made them so are left."""
     (x, y), model = digits(), network()
     opt = KFAC(model)
-    batches = shuffled(len(x), 64)
+    batches = epochs(len(x), 64)
     train(model, opt, classify(model, x, y, batches), 30)
     before = [p.detach().clone() for p in model.parameters()]
     train(model, opt, classify(model, x, y, batches), 1)
@@ -229,13 +263,17 @@ def test_a_step_into_the_void_is_taken_back() -> None:
     for p, start in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(p, start)
     assert opt.stats()["skipped"] == 2
-    assert train(model, opt, classify(model, x, y, batches), 60)[-1] < 1
+    assert fmean(train(model, opt, classify(model, x, y, batches), 60)[-20:]) < 1
 
 
 @pytest.mark.parametrize("ours, inject", [(KFAC, curvature.exact()), (EKFAC, curvature.empirical())], ids=repr)
 def test_fisher_matrices_near_zero_loss(ours: Any, inject: Any) -> None:
     """Steps were measured as if a matrix that vanishes with the loss knew how the outputs change: it rose to 22."""
-    (x, y), model = digits(), network()
-    batches = (torch.randint(len(x), (128,), generator=torch.Generator().manual_seed(k)) for k in itertools.count())
-    opt = ours(model, loss=nn.CrossEntropyLoss(), inject=inject)
-    assert fmean(train(model, opt, classify(model, x, y, batches), 250)[-50:]) < 0.02
+    (x, y), worst, ends = digits(), [], []
+    for order in ORDERS:
+        model = network()
+        opt = ours(model, loss=nn.CrossEntropyLoss(), inject=inject)
+        losses = train(model, opt, classify(model, x, y, draws(len(x), 128, order)), 200)
+        worst.append(max(losses[100:]))
+        ends.append(median(losses[-50:]))  # single batches may lose what the next ones regain: of six runs to 0.45
+    assert median(worst) < 1 and median(ends) < 0.02  # 0.3 and 0.0004; SGD(0.1, momentum=0.9) 0.2 and 0.04

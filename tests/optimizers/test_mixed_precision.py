@@ -141,6 +141,7 @@ def test_closures_are_refused_with_a_scaler(device: str):
         scaler.step(opt, lambda: loss(model(x), y))
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("inject", INJECT)
 @pytest.mark.parametrize("name", KINDS)
@@ -161,6 +162,7 @@ def test_autocast(name: str, inject: str, low: torch.dtype, device: str):
     assert all(map(math.isfinite, values)) and values[-1] < values[0] and one.skipped == 0
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_parameters_of_other_precisions(name: str, dtype: torch.dtype, device: str):

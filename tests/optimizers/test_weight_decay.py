@@ -53,6 +53,7 @@ def test_parameters_without_gradient_shrink_as_with_adamw(maker: str) -> None:
     torch.testing.assert_close(*ends, rtol=1e-12, atol=0)
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("decay", [0.1, 1.0])
 def test_weights_of_a_run_shrink_about_as_much_as_with_adamw(maker: str, decay: float) -> None:

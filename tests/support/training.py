@@ -1,9 +1,13 @@
-"""Small models with their losses, to be trained on digits, and what compares the results."""
+"""Small models with their losses, to be trained on digits, and what compares the results.
+
+The environment variable DATA_ORDER, a whole number, gives every run other batches: `make test-processors` sets it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,14 +19,42 @@ from support.cases.models import GPT, ViT, autoencoder
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
+DATA_ORDER = int(os.environ.get("DATA_ORDER", "0"))
+ORDERS = range(3)  # seeds of the data order over which a claim about training is made
+
+
+def order_seed(seed: int) -> int:
+    """Where a run makes its data with torch's own random numbers, or a framework does."""
+    return 1000 * DATA_ORDER + seed
+
+
+def data_order(seed: int = 0) -> torch.Generator:
+    """What every other run draws its data from, on the CPU."""
+    return torch.Generator().manual_seed(order_seed(seed))
+
+
+def epochs(count: int, size: int, seed: int = 0) -> Iterator[Tensor]:
+    """Indices of batches without replacement, the last of an epoch smaller, as a DataLoader makes them; without end."""
+    generator = data_order(seed)
+    while True:
+        yield from torch.randperm(count, generator=generator).split(size)
+
+
+def draws(count: int, size: int, seed: int = 0) -> Iterator[Tensor]:
+    """Indices of batches, each drawn from all samples; without end."""
+    generator = data_order(seed)
+    while True:
+        yield torch.randperm(count, generator=generator)[:size]
+
 
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
-    """The 1797 real images of scikit-learn, (N, 1, 8, 8) in 0 to 1."""
+    """The 1797 real images of scikit-learn, (N, 1, 8, 8) in 0 to 1, their order that of the file unless DATA_ORDER."""
     from sklearn.datasets import load_digits
 
     images, classes = load_digits(return_X_y=True)
-    return torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8), torch.tensor(classes)
+    order = torch.randperm(len(images), generator=data_order()) if DATA_ORDER else slice(None)
+    return torch.tensor(images / 16, dtype=torch.float32).view(-1, 1, 8, 8)[order], torch.tensor(classes)[order]
 
 
 def cnn() -> nn.Module:

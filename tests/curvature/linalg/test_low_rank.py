@@ -127,6 +127,7 @@ def test_sides_of_an_inverse():
     assert first.condition() == pytest.approx(cond, rel=1e-6)
 
 
+@pytest.mark.training_run
 def test_in_training(monkeypatch: pytest.MonkeyPatch):
     """Wide layers: the loss falls as with whole inverses, and the report says what was done."""
     found, reports = [], []

@@ -141,6 +141,7 @@ def train(model: nn.Module, opt: torch.optim.Optimizer, first: int, last: int) -
 OPTIONS: list[tuple[type[KFAC], dict[str, Any]]] = [(KFAC, {}), (KFAC, {"damping": 1e-3}), (EKFAC, {})]
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize(("optimizer", "options"), OPTIONS)
 def test_training(monkeypatch: pytest.MonkeyPatch, optimizer: type[KFAC], options: dict[str, Any]):
     """With sketches the loss falls about as with KFAC's whole sides; runs resume bitwise."""

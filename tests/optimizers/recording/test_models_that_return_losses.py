@@ -170,6 +170,7 @@ def test_several_loss_functions_and_what_is_no_output():
 own = lambda output, y: (output.logsumexp(1) - output.gather(1, y[:, None])[:, 0]).mean()
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC], ids=lambda o: o.__name__)
 def test_without_a_loss_function_it_is_empirical(optimizer: Any, caplog: pytest.LogCaptureFixture):
     """As the model that returns its outputs, with empirical(), but for the unit of the first step."""

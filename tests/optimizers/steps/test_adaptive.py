@@ -106,6 +106,7 @@ def test_damping_follows_the_reduction_ratio():
 # -- training
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("name, optimizer", [*((name, KFAC) for name in TASKS), ("cnn", EKFAC), ("transformer", EKFAC)])
 def test_lowers_the_loss_at_every_step(name: str, optimizer: type[KFAC], device):
     model, loss, x, y = task(name, device)
@@ -118,6 +119,7 @@ def test_lowers_the_loss_at_every_step(name: str, optimizer: type[KFAC], device)
     assert all(entry["accepted"] for entry in opt.history)
 
 
+@pytest.mark.training_run
 def test_solves_a_linear_regression_in_a_few_steps():
     """Gauss-Newton is the Hessian, and one layer has one direction."""
     with seeded(0):
@@ -250,6 +252,7 @@ def test_a_schedule_that_starts_at_zero():
     assert losses[1] < losses[0] and opt.stats()["damping"] > 0
 
 
+@pytest.mark.training_run
 def test_several_outputs_and_calls():
     """A model that returns a dict, called twice in the closure."""
     model = Raw(lambda m, x: {"a": m.one(x).tanh(), "b": m.two(x)}, one=nn.Linear(4, 3), two=nn.Linear(4, 2))

@@ -18,16 +18,24 @@ from torch import Tensor, nn
 from optimizers import EKFAC, KFAC, NaturalGradient
 from optimizers.steps.adaptive import CONFIRMED_DECAY, PRIOR_BATCHES
 from support.cases.case import seeded
-from support.training import assert_same, closure_of, copied, digits, task, train_by_closure
+from support.training import (
+    ORDERS,
+    assert_same,
+    closure_of,
+    copied,
+    data_order,
+    digits,
+    draws,
+    task,
+    train_by_closure,
+)
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {"KFAC": KFAC, "EKFAC": EKFAC, "NaturalGradient": NaturalGradient}
 
 
 def batches(size: int, count: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     x, y = digits()
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        chosen = torch.randperm(len(x), generator=generator)[:size]
+    for chosen in itertools.islice(draws(len(x), size, seed), count):
         yield x[chosen].flatten(1), y[chosen]
 
 
@@ -50,17 +58,18 @@ def whole_loss(model: nn.Module) -> float:
 def noisy_losses(model: nn.Module, opt: Any, count: int) -> None:
     """Steps on labels at random, none of whose progress the next batch confirms."""
     for k, (x, y) in enumerate(batches(16, count)):
-        drawn = torch.randint(10, y.shape, generator=torch.Generator().manual_seed(k))
+        drawn = torch.randint(10, y.shape, generator=data_order(k))
         opt.step(closure_of(model, opt, F.cross_entropy, x, drawn))
 
 
 # -- when
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_small_batches_are_left_to_the_plain_step(optimizer: str, caplog: pytest.LogCaptureFixture):
     model = perceptron()
-    opt = OPTIMIZERS[optimizer](model, adaptive=True)
+    opt = OPTIMIZERS[optimizer](model, adaptive=True)  # of five orders KFAC went on for 5 to 6 steps, the last 3 to 10
     assert opt.stats()["plain_from"] is None and "adaptive" not in " ".join(opt.report().split())
     with caplog.at_level(logging.WARNING, "optimizers"):
         train(opt, model, 32, 40)
@@ -75,14 +84,16 @@ def test_small_batches_are_left_to_the_plain_step(optimizer: str, caplog: pytest
     assert "step_size" in opt.summary() and opt.stats()["damping"] is None
 
 
-@pytest.mark.parametrize(("size", "most", "seeds"), [(32, 0.2, 3), (128, 0.03, 1)])
-def test_small_batches_get_as_far_as_with_plain_steps(size: int, most: float, seeds: int):
-    """About: of 2.3 at the start plain steps leave 0.013 with batches of 128, adaptive 0.014.
+@pytest.mark.training_run
+@pytest.mark.parametrize(("size", "most"), [(32, 0.2), (128, 0.03)])
+def test_small_batches_get_as_far_as_with_plain_steps(size: int, most: float):
+    """About, by the median of some orders of the data: where one run ends is chance.
 
-    Of small batches it is the median of three orders: where one run ends is chance.
+    Of 2.3 at the start plain steps leave 0.2 with batches of 32, adaptive ones 0.1; with batches of 128 both 0.014.
+    SGD(0.1, momentum=0.9) leaves 0.28 and 0.21.
     """
     losses: dict[bool, list[float]] = {False: [], True: []}
-    for adaptive, seed in itertools.product(losses, range(seeds)):
+    for adaptive, seed in itertools.product(losses, ORDERS):
         model = perceptron()
         opt = KFAC(model, adaptive=adaptive)
         train(opt, model, size, 60, seed)
@@ -119,6 +130,7 @@ class Writer(nn.Module):
         return F.linear(self.norm(hidden), self.tokens.weight).movedim(2, 1)
 
 
+@pytest.mark.training_run
 def test_a_transformer_gets_as_far_as_with_plain_steps():
     """The first adaptive step moved layers by five times their norm, and plain steps never made up for it."""
     from pydoc_data.topics import topics
@@ -126,22 +138,24 @@ def test_a_transformer_gets_as_far_as_with_plain_steps():
     text = "\n".join(topics.values())
     index = {character: i for i, character in enumerate(sorted(set(text)))}
     tokens, ends, longest = torch.tensor([index[character] for character in text]), [], []
-    for adaptive in (False, True):
+    for order, adaptive in itertools.product(ORDERS, (False, True)):
         with seeded(0):
             model = Writer(len(index))
-        opt, generator = KFAC(model, adaptive=adaptive), torch.Generator().manual_seed(0)
+        opt, generator = KFAC(model, adaptive=adaptive), data_order(order)
         start, losses = copied(model), []
-        for _ in range(100):
+        for _ in range(60):
             rows = tokens[torch.randint(len(tokens) - 17, (16, 1), generator=generator) + torch.arange(17)]
             closure = closure_of(model, opt, F.cross_entropy, rows[:, :-1], rows[:, 1:])
             losses.append(float(opt.step(closure).detach()))
-            if len(losses) == 1:
+            if len(losses) == 1 and adaptive:
                 moves = {k: (p - start[k]).norm() / start[k].norm() for k, p in copied(model).items() if p.ndim == 2}
                 longest.append(float(max(moves.values())))
         ends.append(statistics.fmean(losses[-20:]))
-    assert longest[1] < 1 and ends[1] < 1.02 * ends[0]
+    plain, found = (statistics.median(ends[k::2]) for k in (0, 1))
+    assert statistics.median(longest) < 1 and found < 1.02 * plain  # 0.2; 2.7 and 2.84, AdamW 3.4
 
 
+@pytest.mark.training_run
 @pytest.mark.parametrize("name", ["mlp", "cnn", "vit", "lstm"])
 def test_full_batches_keep_adaptive_steps(name: str):
     """What one step brings the next one sees, to the last digit; also with BatchNorm."""
@@ -194,6 +208,7 @@ def test_the_intervals_are_those_of_plain_steps():
     assert found == [(None, None), (2, None), (None, 7)]
 
 
+@pytest.mark.training_run
 def test_a_closure_without_backward_still_does():
     model = perceptron()
     opt = KFAC(model, adaptive=True)
