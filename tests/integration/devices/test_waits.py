@@ -185,7 +185,7 @@ def test_norms_and_inner_products_of_gradients(simdev: Any, device: str) -> None
         assert found.count == 1 and not found.uploads, found.places("/curvature/")
 
 
-@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 8.5), (NaturalGradient, 6)])
+@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 8.5), (NaturalGradient, 7)])
 def test_waits_of_steps_on_residuals(kind: Any, bound: float, simdev: Any, device: str) -> None:
     """Losses are those of the CPU, although a line search tries several points before it reads their losses."""
 
