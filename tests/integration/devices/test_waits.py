@@ -16,8 +16,9 @@ from support.training import task
 
 pytestmark = pytest.mark.fast
 STEPS = 40
-# Waits in the first 40 steps, when curvature is renewed most often; a step that neither renews nor inverts has none.
-BOUNDS = {("KFAC", "mlp"): 20, ("KFAC", "cnn"): 20, ("EKFAC", "mlp"): 40, ("EKFAC", "cnn"): 40}
+# Waits in the first 40 steps, when curvature is renewed most often. Each step waits once for its facts; a renewal once
+# more for each of: gradients, statistics, drifts, decompositions of one kind, the size of the outputs.
+BOUNDS = {("KFAC", "mlp"): 150, ("KFAC", "cnn"): 150, ("EKFAC", "mlp"): 150, ("EKFAC", "cnn"): 150}
 
 
 @pytest.fixture
@@ -40,18 +41,21 @@ def test_waits_of_the_plain_loop(kind: str, name: str, simdev: Any, device: str)
         total += found.count
         if not entry["renewed"] and not entry["inverted"]:
             ordinary += 1
-            assert not found.count, found.places("/optimizers/", "/curvature/")
+            assert found.count == 1, found.places("/optimizers/", "/curvature/")
     assert ordinary and total <= BOUNDS[kind, name], total
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "bound"),
     [
-        (KFAC, {"adaptive": True}, 4),  # renewals among them
-        (EKFAC, {"adaptive": True}, 5),
-        (NaturalGradient, {"adaptive": True}, 4.2),
-        (NaturalGradient, {"solver": "cg"}, 3),
-        (NaturalGradient, {}, 1),
+        # Whether gradients are finite; of the second pass, whether its outputs and its loss are those of the first, and
+        # whether there is curvature; all products; the losses that were tried. The rest are renewals.
+        (KFAC, {"adaptive": True}, 8),
+        (EKFAC, {"adaptive": True}, 8),
+        (NaturalGradient, {"adaptive": True}, 9.5),
+        # Each step renews: gradients, rows, decompositions, outputs, the facts of the step, and dampings.
+        (NaturalGradient, {"solver": "cg"}, 7),
+        (NaturalGradient, {}, 6),
     ],
     ids=["adaptive", "adaptive, eigenvalues", "adaptive natural gradient", "conjugate gradients", "natural gradient"],
 )
@@ -91,7 +95,7 @@ def test_conjugate_gradients_over_sequences(simdev: Any, device: str) -> None:
             with simdev.syncs() as found:
                 opt.step()
         counts.append(found.count)
-    assert counts[0] == counts[1] <= 4, counts
+    assert counts[0] == counts[1] <= 8, counts
 
 
 def with_buffers() -> tuple[nn.Module, Any]:
@@ -129,7 +133,7 @@ def test_models_that_cost_no_waits(task: Any, simdev: Any, device: str) -> None:
         with simdev.syncs() as found:
             opt.step(closure)
         counts.append(found.count)
-    assert max(counts[1:]) <= 5, found.places("/optimizers/", "/curvature/")
+    assert max(counts[1:]) <= 9, found.places("/optimizers/", "/curvature/")
 
 
 class Experts(nn.Module):
@@ -148,8 +152,8 @@ class Experts(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
-def test_experts_that_are_chosen_by_index(kind: Any, simdev: Any, device: str) -> None:
+@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 8), (EKFAC, 8), (NaturalGradient, 11)])
+def test_experts_that_are_chosen_by_index(kind: Any, bound: float, simdev: Any, device: str) -> None:
     """Waits beyond the model's own for its indices, on average; it is learnt anew in each step."""
     torch.manual_seed(0)
     model, x, y = Experts().to(device), torch.randn(24, 6).to(device), torch.arange(24).remainder(3).to(device)
@@ -165,7 +169,7 @@ def test_experts_that_are_chosen_by_index(kind: Any, simdev: Any, device: str) -
         with simdev.syncs() as found:
             opt.step(closure)
         counts.append(sum(s.kind != "event" and s.operator != "aten::nonzero" for s in found.all))
-    assert sum(counts[4:]) <= 5 * len(counts[4:]), (counts, found.places("/optimizers/", "/curvature/"))
+    assert sum(counts[4:]) <= bound * len(counts[4:]), (counts, found.places("/optimizers/", "/curvature/"))
 
 
 def test_norms_and_inner_products_of_gradients(simdev: Any, device: str) -> None:
@@ -181,9 +185,12 @@ def test_norms_and_inner_products_of_gradients(simdev: Any, device: str) -> None
         assert found.count == 1 and not found.uploads, found.places("/curvature/")
 
 
-@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 4.2), (NaturalGradient, 5)])
+@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 6.5), (NaturalGradient, 7)])
 def test_waits_of_steps_on_residuals(kind: Any, bound: float, simdev: Any, device: str) -> None:
-    """Losses are those of the CPU, although a line search tries several points before it reads their losses."""
+    """Losses are those of the CPU, although a line search tries several points before it reads their losses.
+
+    Whether loss and Jacobian are finite is read first; then what each kind of decomposition says, and losses.
+    """
 
     def run(where: str) -> tuple[list[float], list[int]]:
         torch.manual_seed(0)
