@@ -19,8 +19,8 @@ from support.launches import Launches
 
 LAUNCHES = 30  # of an ordinary step, that do not depend on the model
 PER_FAMILY = {KFAC: 8, EKFAC: 11}  # for layers of one form: a basis takes two products more, and a scaling
-# Waits of a renewal: whether gradients are finite, and what was measured, how far averages have moved, whether decompositions have succeeded,
-# the size of the outputs; and for small matrices that the host decomposes for EKFAC.
+# Waits of a renewal: whether gradients are finite, and what was measured; how far averages have moved; whether
+# decompositions have succeeded, or the small matrices that the host decomposes for EKFAC; the size of the outputs.
 RENEWAL = {KFAC: 5, EKFAC: 5}
 
 
