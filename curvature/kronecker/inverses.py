@@ -292,7 +292,7 @@ def _spd_inverses(stacks: Sequence[Tensor]) -> list[tuple[Tensor]]:
 def _tried(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, Tensor]:
     """Damped inverses, or Cholesky roots of what is to be inverted, and a flag (): whether they can be used."""
     if sides.ndim == 2:
-        return _diagonally(sides, share), torch.ones((), dtype=torch.bool, device="cpu")
+        return _diagonally(sides, share), torch.ones((), dtype=torch.bool, device=sides.device)
     matrix, scale = _damped(sides, share)
     if as_roots:
         root, ok = try_cholesky(matrix)

@@ -26,7 +26,7 @@ from curvature.linalg.decompositions import (
     try_decompose,
     try_spd_inverse,
 )
-from curvature.linalg.devices import by_device, cat, copy_to_host_async, in_place, stack, to_device, widen, widest
+from curvature.linalg.devices import by_device, cat, copy_to_host_async, stack, to_device, widen, widest
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.outcomes import count_recovery, look, recovery_counts, to_host
 from curvature.linalg.precision import (
@@ -59,7 +59,7 @@ __all__ = [
     "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_",
     "average_moments", "by_device", "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter",
     "copy_to_host_async", "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of",
-    "fill_slot", "full_precision", "full_precision_products", "in_place", "is_sketch", "largest_eigenpairs", "look",
+    "fill_slot", "full_precision", "full_precision_products", "is_sketch", "largest_eigenpairs", "look",
     "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "own_precision", "precision_settings",
     "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite", "rounding_tolerance",
     "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "stacked", "sum_slots",

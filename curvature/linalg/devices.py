@@ -68,9 +68,3 @@ def widest(kind: str) -> torch.dtype:
 def widen(x: Tensor) -> Tensor:
     """The tensor in the widest precision of its device."""
     return x.to(widest(x.device.type))
-
-
-def in_place(old: Tensor | None, new: Tensor) -> Tensor:
-    """The new tensor, in the memory of the old one if it is of the same form."""
-    form = lambda x: (x.shape, x.dtype, x.device)
-    return new if old is None or form(old) != form(new) else old.copy_(new)

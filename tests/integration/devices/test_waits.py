@@ -16,12 +16,9 @@ from support.training import task
 
 pytestmark = pytest.mark.fast
 STEPS = 40
-# The host decides, and looks at what it decides by: whether gradients are finite, whether decompositions of each kind
-# have succeeded, how far averages have moved, how large outputs are, what a step does. Bounds were lower while the
-# device decided.
-#
-# Waits in the first 40 steps, when curvature is renewed most often; a step that renews nothing has one.
-BOUNDS = {("KFAC", "mlp"): 140, ("KFAC", "cnn"): 140, ("EKFAC", "mlp"): 140, ("EKFAC", "cnn"): 140}
+# Waits in the first 40 steps, when curvature is renewed most often. Each step waits once for its facts; a renewal once
+# more for each of: gradients, statistics, drifts, decompositions of one kind, the size of the outputs.
+BOUNDS = {("KFAC", "mlp"): 140, ("KFAC", "cnn"): 140, ("EKFAC", "mlp"): 140, ("EKFAC", "cnn"): 140}  # 40 + 20 * 5
 
 
 @pytest.fixture
@@ -51,9 +48,12 @@ def test_waits_of_the_plain_loop(kind: str, name: str, simdev: Any, device: str)
 @pytest.mark.parametrize(
     ("kind", "options", "bound"),
     [
-        (KFAC, {"adaptive": True}, 7.3),  # renewals among them
-        (EKFAC, {"adaptive": True}, 7.3),
-        (NaturalGradient, {"adaptive": True}, 9.2),
+        # Whether gradients are finite; of the second pass, whether its outputs and its loss are those of the first, and
+        # whether there is curvature; all products; the losses that were tried. The rest are renewals.
+        (KFAC, {"adaptive": True}, 8),
+        (EKFAC, {"adaptive": True}, 8),
+        (NaturalGradient, {"adaptive": True}, 9.5),
+        # Each step renews: gradients, rows, decompositions, outputs, the facts of the step, and dampings.
         (NaturalGradient, {"solver": "cg"}, 7),
         (NaturalGradient, {}, 6),
     ],
@@ -152,8 +152,8 @@ class Experts(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
-def test_experts_that_are_chosen_by_index(kind: Any, simdev: Any, device: str) -> None:
+@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 8), (EKFAC, 8), (NaturalGradient, 11)])
+def test_experts_that_are_chosen_by_index(kind: Any, bound: float, simdev: Any, device: str) -> None:
     """Waits beyond the model's own for its indices, on average; it is learnt anew in each step."""
     torch.manual_seed(0)
     model, x, y = Experts().to(device), torch.randn(24, 6).to(device), torch.arange(24).remainder(3).to(device)
@@ -169,7 +169,7 @@ def test_experts_that_are_chosen_by_index(kind: Any, simdev: Any, device: str) -
         with simdev.syncs() as found:
             opt.step(closure)
         counts.append(sum(s.kind != "event" and s.operator != "aten::nonzero" for s in found.all))
-    assert sum(counts[4:]) <= 11 * len(counts[4:]), (counts, found.places("/optimizers/", "/curvature/"))
+    assert sum(counts[4:]) <= bound * len(counts[4:]), (counts, found.places("/optimizers/", "/curvature/"))
 
 
 def test_norms_and_inner_products_of_gradients(simdev: Any, device: str) -> None:
@@ -185,9 +185,12 @@ def test_norms_and_inner_products_of_gradients(simdev: Any, device: str) -> None
         assert found.count == 1 and not found.uploads, found.places("/curvature/")
 
 
-@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 8.5), (NaturalGradient, 7)])
+@pytest.mark.parametrize(("kind", "bound"), [(KFAC, 6.5), (NaturalGradient, 7)])
 def test_waits_of_steps_on_residuals(kind: Any, bound: float, simdev: Any, device: str) -> None:
-    """Losses are those of the CPU, although a line search tries several points before it reads their losses."""
+    """Losses are those of the CPU, although a line search tries several points before it reads their losses.
+
+    Whether loss and Jacobian are finite is read first; then what each kind of decomposition says, and losses.
+    """
 
     def run(where: str) -> tuple[list[float], list[int]]:
         torch.manual_seed(0)

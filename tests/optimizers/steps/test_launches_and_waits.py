@@ -19,9 +19,9 @@ from support.launches import Launches
 
 LAUNCHES = 30  # of an ordinary step, that do not depend on the model
 PER_FAMILY = {KFAC: 8, EKFAC: 11}  # for layers of one form: a basis takes two products more, and a scaling
-# Waits of a renewal at most: whether gradients are finite, how far averages have moved, whether decompositions have
-# succeeded (one look for each kind of them), the size of the outputs.
-RENEWAL = {KFAC: 6, EKFAC: 5}
+# Waits of a renewal: whether gradients are finite, and what was measured; how far averages have moved; whether
+# decompositions have succeeded, or the small matrices that the host decomposes for EKFAC; the size of the outputs.
+RENEWAL = {KFAC: 5, EKFAC: 5}
 
 
 def perceptron(depth: int) -> tuple[nn.Module, Tensor, Tensor]:
