@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
     if recorded is not None:
         log.info("%s: one backward pass of the recorded graph for each sample", ", ".join(sorted(names)))
         return {name: [DenseGradients(g)] for name, g in by_recorded_pass(batch, names, recorded).items()}
+    batch = replace(batch, parameters={k: p for k, p in batch.parameters.items() if k in names})
     found, plan.loop = general_gradients(batch, names, plan.loop)
     if not plan.loop:
         alone = batch.sample(batch.count - 1).gradients()
