@@ -22,7 +22,7 @@ from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import Plan
 from curvature.gradients.verification import differences
 from curvature.linalg import full_precision
-from curvature.recording import call_model, map_tensors
+from curvature.recording import ModelState, call_model, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
@@ -44,7 +44,8 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
     batch = replace(batch, parameters={k: p for k, p in batch.parameters.items() if k in names})
     found, plan.loop = general_gradients(batch, names, plan.loop)
     if not plan.loop:
-        alone = batch.sample(batch.count - 1).gradients()
+        with ModelState(batch.model).again():
+            alone = batch.sample(batch.count - 1).gradients()
         if differences({k: g[-1] for k, g in found.items()}, alone):
             found, plan.loop = general_gradients(batch, names, loop=True)
     return {name: [DenseGradients(g)] for name, g in found.items()}
@@ -95,9 +96,11 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
     in_y = pytree.tree_map(lambda t: target_dim if isinstance(t, Tensor) else None, y)
     # nothing of autograd's beside the values: vmap has no batched form of some functions there
     held = {k: p.detach() for k, p in batch.model.named_parameters()}
-    held |= {k: b.detach().clone() for k, b in batch.model.named_buffers()}
+    buffers = dict(batch.model.named_buffers())
 
     def loss(values: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+        # each chunk begins from the same
+        held.update({k: b.detach().clone() for k, b in buffers.items()})
         batch_of_one = pytree.tree_map(lambda t, dim: t if dim is None else t.unsqueeze(dim), x, in_x)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -122,10 +125,11 @@ class RefuseNewData(TorchFunctionMode):
 
 def by_loop(batch: Batch, names: set[str]) -> dict[str, Tensor]:
     """(N, *shape) for each name, by N forward and backward passes of one sample."""
-    rows = []
+    rows, start = [], ModelState(batch.model)
     for n in range(batch.count):
         try:
-            found = batch.sample(n).gradients()
+            with start.again():
+                found = batch.sample(n).gradients()
         except Exception as error:
             raise RuntimeError(
                 f"{', '.join(sorted(names))}: no per-sample rule, and sample {n} alone does not run: {error}"
