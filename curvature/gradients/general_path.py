@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +19,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature.gradients.batch import Batch
+from curvature.gradients.jacobian_products import gradient_rows
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import Plan
 from curvature.gradients.verification import differences
 from curvature.linalg import full_precision
-from curvature.recording import ModelState, call_model, map_tensors
+from curvature.recording import ModelState, call_model, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+# of the functions of a graph, that vectors sent back together may compute anew: what a CPU's cache holds, and elsewhere
+CACHED_BYTES, BYTES = 1 << 25, 1 << 29
 VMAP_ELEMENTS = 1 << 27  # entries of the per-sample gradients above which vmap takes a part of the batch at a time
 
 
@@ -62,13 +66,20 @@ def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[s
 
 
 def by_recorded_pass(batch: Batch, names: set[str], losses: Tensor) -> dict[str, Tensor]:
-    """(N, *shape) for each name, by N backward passes of the graph of the samples' losses."""
+    """(N, *shape) for each name, by N backward passes of the graph of the samples' losses; of a small graph some at a
+    time, if the rows add up to what one more pass gives for all."""
     wanted = {k: p for k, p in batch.parameters.items() if k in names}
-    rows = [
-        torch.autograd.grad(own, list(wanted.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
-        for own in losses.unbind()
-    ]
-    return {k: torch.stack(column) for k, column in zip(wanted, zip(*rows, strict=True), strict=True)}
+    leaves, held = list(wanted.values()), max(1, graph_bytes([losses]))
+    at_once = (CACHED_BYTES if losses.device.type == "cpu" else BYTES) // held
+    eye = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
+    back = partial(gradient_rows, losses, leaves)
+    if at_once > 1:
+        parts = zip(*map(back, eye.split(at_once)), strict=True)
+        found = {k: torch.cat(own) for k, own in zip(wanted, parts, strict=True)}
+        total = dict(zip(wanted, back(torch.ones_like(losses)[None]), strict=True))
+        if not differences({k: rows.sum(0) for k, rows in found.items()}, {k: g[0] for k, g in total.items()}):
+            return found
+    return {k: torch.cat(own) for k, own in zip(wanted, zip(*map(back, eye.split(1)), strict=True), strict=True)}
 
 
 def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
