@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.functional.recurrent import RECURRENT
@@ -18,11 +19,38 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {**RECURRENT, torch._weight_norm: _weight_norm}
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *args: Any, **options: Any) -> Tensor:
+    """A learnt mask that samples share is expanded first: each sample's gradient arrives there, not the sum of all."""
+    mask = attn_mask.expand(_scores(query, key, options))
+    return F.scaled_dot_product_attention(query, key, value, mask, *args, **options)
 
 
-def plain_form(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
-    """The plain form of a fused function; None for other functions and for packed sequences.
+def _scores(query: Tensor, key: Tensor, options: Mapping[str, Any]) -> torch.Size:
+    """The shape of the scores; of grouped queries, keys have fewer heads."""
+    lead = query.shape[:-2] if options.get("enable_gqa") else torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    return torch.Size([*lead, query.shape[-2], key.shape[-2]])
+
+
+def _shares_learnt_mask(query: Tensor, key: Tensor, *args: Any, **options: Any) -> bool:
+    mask = args[1] if len(args) > 1 else options.get("attn_mask")
+    if mask is None or not mask.requires_grad or query.is_nested:
+        return False
+    scores = _scores(query, key, options)
+    return mask.shape != scores and torch.broadcast_shapes(mask.shape, scores) == scores
+
+
+PLAIN_FORMS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **RECURRENT,
+    torch._weight_norm: _weight_norm,
+    F.scaled_dot_product_attention: _attention,
+}
+
+
+def plain_form(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    """The plain form of a fused function; None for other functions, for packed sequences, and for attention without a
+    learnt mask that samples share.
 
     None under activation checkpointing as well: the backward pass calls the fused function again and would take its
     saved tensors for those of the plain form, without an error.
@@ -30,6 +58,8 @@ def plain_form(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..
     run = PLAIN_FORMS.get(function)
     if run is None or is_checkpointed():
         return None
+    if function is F.scaled_dot_product_attention:
+        return run if _shares_learnt_mask(*args, **kwargs) else None
     packed = len(args) == 9 and isinstance(args[3], tuple | list)
     return None if packed else run
 

@@ -11,7 +11,7 @@ from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.clipping import clipped_gradient
 from curvature.gradients.data import digests, kind_of, number_of_batches, pairs, require_order, require_pairs
-from curvature.gradients.general_path import general_path_terms, over_samples
+from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import batched_vjp, output_changes
 from curvature.gradients.meeting_samples import SamplesMeet, require_apart, where_samples_meet
@@ -38,12 +38,12 @@ from curvature.gradients.sample_axes import candidate_axes, sample_layouts
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
 
 __all__ = [
-    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "SamplesMeet", "Terms", "batched_vjp",
-    "candidate_axes", "check_gradients", "clipped_gradient", "computed_weights", "differences", "digests",
-    "either_form", "find_plan", "general_path_terms", "gradient_noise_scale", "joint_bias", "kind_of", "layers_of",
-    "learn_and_verify", "number_of_batches", "output_changes", "over_samples", "pairs", "per_sample_gradients",
-    "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "plan_key", "record", "require_apart",
-    "require_independent_samples", "require_order", "require_pairs", "residual_jacobian", "sample_layouts",
-    "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter", "validate_loss",
-    "weighted_gradients", "where_samples_meet",
+    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "Terms",
+    "batched_vjp", "candidate_axes", "check_gradients", "clipped_gradient", "computed_weights", "differences",
+    "digests", "either_form", "find_plan", "general_path_terms", "gradient_noise_scale", "joint_bias", "kind_of",
+    "layers_of", "learn_and_verify", "number_of_batches", "output_changes", "over_samples", "pairs",
+    "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "plan_key",
+    "record", "require_apart", "require_independent_samples", "require_order", "require_pairs", "residual_jacobian",
+    "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter",
+    "validate_loss", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +19,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature.gradients.batch import Batch
+from curvature.gradients.jacobian_products import gradient_rows
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import Plan
 from curvature.gradients.verification import differences
 from curvature.linalg import full_precision
-from curvature.recording import call_model, map_tensors
+from curvature.recording import ModelState, call_model, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+# of the functions of a graph, that vectors sent back together may compute anew: what a CPU's cache holds, and elsewhere
+CACHED_BYTES, BYTES = 1 << 25, 1 << 29
 VMAP_ELEMENTS = 1 << 27  # entries of the per-sample gradients above which vmap takes a part of the batch at a time
 
 
@@ -40,9 +45,11 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
     if recorded is not None:
         log.info("%s: one backward pass of the recorded graph for each sample", ", ".join(sorted(names)))
         return {name: [DenseGradients(g)] for name, g in by_recorded_pass(batch, names, recorded).items()}
+    batch = replace(batch, parameters={k: p for k, p in batch.parameters.items() if k in names})
     found, plan.loop = general_gradients(batch, names, plan.loop)
     if not plan.loop:
-        alone = batch.sample(batch.count - 1).gradients()
+        with ModelState(batch.model).again():
+            alone = batch.sample(batch.count - 1).gradients()
         if differences({k: g[-1] for k, g in found.items()}, alone):
             found, plan.loop = general_gradients(batch, names, loop=True)
     return {name: [DenseGradients(g)] for name, g in found.items()}
@@ -59,13 +66,20 @@ def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[s
 
 
 def by_recorded_pass(batch: Batch, names: set[str], losses: Tensor) -> dict[str, Tensor]:
-    """(N, *shape) for each name, by N backward passes of the graph of the samples' losses."""
+    """(N, *shape) for each name, by N backward passes of the graph of the samples' losses; of a small graph some at a
+    time, if the rows add up to what one more pass gives for all."""
     wanted = {k: p for k, p in batch.parameters.items() if k in names}
-    rows = [
-        torch.autograd.grad(own, list(wanted.values()), retain_graph=True, allow_unused=True, materialize_grads=True)
-        for own in losses.unbind()
-    ]
-    return {k: torch.stack(column) for k, column in zip(wanted, zip(*rows, strict=True), strict=True)}
+    leaves, held = list(wanted.values()), max(1, graph_bytes([losses]))
+    at_once = (CACHED_BYTES if losses.device.type == "cpu" else BYTES) // held
+    eye = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
+    back = partial(gradient_rows, losses, leaves)
+    if at_once > 1:
+        parts = zip(*map(back, eye.split(at_once)), strict=True)
+        found = {k: torch.cat(own) for k, own in zip(wanted, parts, strict=True)}
+        total = dict(zip(wanted, back(torch.ones_like(losses)[None]), strict=True))
+        if not differences({k: rows.sum(0) for k, rows in found.items()}, {k: g[0] for k, g in total.items()}):
+            return found
+    return {k: torch.cat(own) for k, own in zip(wanted, zip(*map(back, eye.split(1)), strict=True), strict=True)}
 
 
 def by_vmap(batch: Batch, names: set[str]) -> dict[str, Tensor]:
@@ -93,9 +107,11 @@ def over_samples(batch: Batch, transform: Callable[[Any], Any], values: Any, chu
     in_y = pytree.tree_map(lambda t: target_dim if isinstance(t, Tensor) else None, y)
     # nothing of autograd's beside the values: vmap has no batched form of some functions there
     held = {k: p.detach() for k, p in batch.model.named_parameters()}
-    held |= {k: b.detach().clone() for k, b in batch.model.named_buffers()}
+    buffers = dict(batch.model.named_buffers())
 
     def loss(values: dict[str, Tensor], x: Any, y: Any) -> Tensor:
+        # each chunk begins from the same
+        held.update({k: b.detach().clone() for k, b in buffers.items()})
         batch_of_one = pytree.tree_map(lambda t, dim: t if dim is None else t.unsqueeze(dim), x, in_x)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -120,10 +136,11 @@ class RefuseNewData(TorchFunctionMode):
 
 def by_loop(batch: Batch, names: set[str]) -> dict[str, Tensor]:
     """(N, *shape) for each name, by N forward and backward passes of one sample."""
-    rows = []
+    rows, start = [], ModelState(batch.model)
     for n in range(batch.count):
         try:
-            found = batch.sample(n).gradients()
+            with start.again():
+                found = batch.sample(n).gradients()
         except Exception as error:
             raise RuntimeError(
                 f"{', '.join(sorted(names))}: no per-sample rule, and sample {n} alone does not run: {error}"

@@ -30,7 +30,8 @@ def output_changes(
     Returns:
         For each direction one tensor for each output, of its shape.
     """
-    names = sorted({name for direction in directions for name in direction})
+    # torch cannot differentiate a look-up in a table without rows twice, and nothing without entries changes outputs
+    names = sorted({name for direction in directions for name in direction if parameters[name].numel()})
     vectors = [torch.zeros_like(out, requires_grad=True) for out in outputs]
     options: Any = {"allow_unused": True}
     with torch.enable_grad():

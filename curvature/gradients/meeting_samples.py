@@ -60,30 +60,50 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
 
 @full_precision()
 def _found(batch: Batch, start: ModelState | None) -> str:
-    n = batch.count // 2
+    n, start = batch.count // 2, start or ModelState(batch.model)
     others = _copies(batch, n)
-    state = ModelState(batch.model)
-    start = start or state
+    ends: list[RandomState] = []
 
     def rows(own: Batch) -> list[Tensor]:
-        start.restore()
-        with torch.no_grad():
+        with start.again(), torch.no_grad():
             output = own.output()
-        return [_row(t, n if own.count > 1 else 0, own.count, batch.dims[1]) for t in tensors_in(output)]
+            ends.append(RandomState(batch.model.modules()))
+        return _rows(output, n if own.count > 1 else 0, own)
 
     try:
         with _moved(batch.model):
             found = rows(batch)
-            drawn = RandomState(batch.model.modules())
-            differ = _differ(found, rows(others))
-            if not differ or drawn.has_moved():  # how many numbers it draws depends on the data: other draws
+            if not _differ(found, rows(others)):
                 return ""
+            if ends[0].differs(ends[1].states):  # how many numbers it draws depends on the data: other draws
+                return "model" if _depends_on_others(batch, n, start) else ""
             return _first_module(batch.model, n, batch.count, lambda: rows(batch), lambda: rows(others)) or "model"
     except Exception as error:  # whatever a model raises that does not run on such a batch
         log.info("not tried whether samples depend on one another: %s", str(error).split("\n")[0])
         return ""
-    finally:
-        state.restore()
+
+
+def _depends_on_others(batch: Batch, n: int, start: ModelState) -> bool:
+    """Whether the output of sample n has a gradient at another one's input, in one and the same pass."""
+    dim, inputs = batch.dims[0], list[Tensor]()
+
+    def leaf(t: Tensor) -> Tensor:
+        if batch.is_uneven or not t.is_floating_point() or t.ndim <= dim or t.shape[dim] != batch.count:
+            return t
+        inputs.append(t.detach().clone().requires_grad_())
+        return inputs[-1]
+
+    own = replace(batch, x=map_tensors(leaf, batch.x))
+    with start.again(), torch.enable_grad():
+        value = sum(row.square().sum() for row in _rows(own.output(), n, batch))
+    if not inputs or not isinstance(value, Tensor) or not value.requires_grad:
+        log.info("not tried whether samples depend on one another: the pass draws as many numbers as the data say")
+        return False
+    found = torch.autograd.grad(value, inputs, materialize_grads=True)
+    alone = [torch.zeros_like(g) for g in found]
+    for g, kept in zip(found, alone, strict=True):
+        kept.narrow(dim, n, 1).copy_(g.narrow(dim, n, 1))
+    return _differ(list(found), alone)
 
 
 def _copies(batch: Batch, n: int) -> Batch:
@@ -98,6 +118,10 @@ def _copies(batch: Batch, n: int) -> Batch:
         return t.index_select(dim, torch.full((count,), n, device=t.device))
 
     return replace(batch, x=map_tensors(copied, batch.x))
+
+
+def _rows(output: Any, n: int, batch: Batch) -> list[Tensor]:
+    return [_row(t, n, batch.count, batch.dims[1]) for t in tensors_in(output)]
 
 
 def _row(t: Tensor, n: int, count: int, dim: int) -> Tensor:

@@ -14,6 +14,7 @@ from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch
 from curvature.gradients.general_path import general_path_terms
 from curvature.gradients.meeting_samples import require_apart
+from curvature.gradients.object_outputs import losses_of_parts
 from curvature.gradients.parameter_terms import Terms
 from curvature.gradients.plans import PLANS, Contraction, Plan, per_sample_terms, plan_key, record
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
@@ -254,7 +255,9 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
             return {name: contract([DenseGradients(g[None])]) for name, g in batch.gradients(output).items()}
         if not isinstance(output, Tensor):  # the loss takes it, but nothing says where its samples are
             plan = PLANS.setdefault(batch.model, {}).setdefault(key, Plan([], [], set(batch.parameters)))
-            terms = general_path_terms(batch, plan, set(batch.parameters))
+            drawn = losses_of_parts(batch, output) if state.drew_random() else None
+            with state.again():
+                terms = general_path_terms(batch, plan, set(batch.parameters), drawn)
             return {name: contract(terms[name]) for name in batch.parameters}
         require_apart(batch, tape)
         with RefuseDoubleBackward():

@@ -8,7 +8,6 @@ flattened tokens, windows and sequence-first models come out right without being
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -53,7 +52,7 @@ def find_layouts(
     """
     count, floor = len(weights), noise_floor(weighted)
     tried: list[list[Layout]] = []
-    flags: list[Tensor] = []
+    asked: list[Tensor] = []
     for b, bw in zip(backprops, weighted, strict=True):
         if b is None or bw is None:
             tried.append([])
@@ -64,22 +63,37 @@ def find_layouts(
         if count == 1:
             sizes = sorted(enumerate(b.shape), key=lambda axis: axis[1] != 1)
             tried.append([Layout(dim, 1, 1, size) for dim, size in sizes])
-            flags.append(size > allowed)
+            asked.append(size > allowed)
             continue
         if b.device.type == "cpu":  # elsewhere the host would wait
             seem = _Entries(b, bw).consistent
             candidates = [layout for layout in candidates if seem(layout, weights, allowed)]
         tried.append(list(candidates))
-        limits = allowed, _allowed(size, b, torch.zeros_like(floor))
-        errors = [_error(layout, b, bw, weights) for layout in tried[-1]]
-        flags += [error <= limit for error in errors for limit in limits]
-    told = list(map(bool, to_host(flags)))
+        if tried[-1]:
+            limits = allowed, _allowed(size, b, torch.zeros_like(floor)), torch.finfo(b.dtype).eps * size
+            asked += [*limits, *(_error(layout, b, bw, weights) for layout in tried[-1])]
+    told = iter([float(x) for x in to_host(asked)])
     if count == 1:
         return tried, all(told)
-    answers = iter(told[::2]), iter(told[1::2])
-    both = [[list(itertools.compress(own, told)) for told in answers] for own in tried]
-    fits = [clearly or within_noise for within_noise, clearly in both]
+    fits = [_fitting(own, [next(told) for _ in range(3 + len(own))]) if own else [] for own in tried]
     return [own[:1] for own in fits], all(len(own) <= 1 for own in fits)
+
+
+def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:
+    """Those of a use's candidates that rounding allows, the likeliest first.
+
+    A sample that outweighs all others lets wrong ones pass; the right one differs by rounding alone.
+
+    Args:
+        told: limits with and without the noise floor, the rounding of the backprop, and the error of each candidate.
+    """
+    within_noise, clear, rounding, *errors = told
+    for limit in clear, within_noise:
+        good = [(error, layout) for error, layout in zip(errors, layouts, strict=True) if error <= limit]
+        if good:
+            near = 10 * min(error for error, _ in good) + rounding
+            return [layout for error, layout in sorted(good, key=lambda own: own[0] > near)]
+    return []
 
 
 def reproduce(

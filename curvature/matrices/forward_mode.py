@@ -22,10 +22,10 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 
 from curvature.functional import TwiceDifferentiable
-from curvature.gradients import Batch, plan_key, record
+from curvature.gradients import Batch, RefuseNewData, plan_key, record
 from curvature.linalg import full_precision
 from curvature.matrices.linearised import by_backward_passes, is_near, log, random_directions, stacked
-from curvature.recording import Tape, capture, graph_functions
+from curvature.recording import ModelState, Tape, capture, graph_functions
 
 SLOW_TWICE = "GroupNorm", "BatchNorm"  # in the names of their backward functions
 # entries of one layer's outputs, over the columns that a pass takes: what a CPU's cache holds, and elsewhere
@@ -62,7 +62,12 @@ class ForwardMode:
         case = plan_key(batch), functions, "columns"
         if case in self.refuted:
             return None
-        changes = lambda directions: _along_columns(batch, directions)
+        start = tape.start or ModelState(batch.model)
+
+        def changes(directions: Mapping[str, Tensor]) -> Tensor:
+            with start.again():
+                return _along_columns(batch, directions)
+
         try:
             directions = [] if case in self.proved else random_directions(batch, 2)
             if not directions or is_near(changes(stacked(directions)), by_backward_passes(batch, output, directions)):
@@ -74,7 +79,7 @@ class ForwardMode:
         return None
 
     def _along(self, batch: Batch, direction: Mapping[str, Tensor]) -> Recorded | None:
-        key = plan_key(batch)
+        key, start = plan_key(batch), ModelState(batch.model)
         if key in self.refuted:
             return None
         try:
@@ -83,12 +88,15 @@ class ForwardMode:
                 if (key, graph_functions(found[1])) in self.proved:
                     return found
                 del found  # the check takes as much memory again
-            functions = _functions_where_right(batch)
+                start.restore()
+            with start.again():
+                functions = _functions_where_right(batch)
             if functions is not None:
                 self.proved.add((key, functions))
                 return along(batch, direction)
         except Exception as error:  # the general way follows, and shows what is wrong with the model itself
             log.info(TWO_PASSES, str(error).split("\n")[0])
+            start.restore()
         self.refuted.add(key)
         return None
 
@@ -112,7 +120,7 @@ def _along_columns(batch: Batch, directions: Mapping[str, Tensor]) -> Tensor:
         return replace(batch, model=stand_in).output()
 
     one = lambda direction: jvp(output, (values,), (direction,))[1]
-    with torch.no_grad(), TwiceDifferentiable():
+    with torch.no_grad(), TwiceDifferentiable(), RefuseNewData():
         if len(next(iter(directions.values()))) == 1:
             return one({name: d[0] for name, d in directions.items()})[None]
         return vmap(one)(dict(directions))

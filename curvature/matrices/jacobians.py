@@ -95,12 +95,15 @@ def _with_graph(batch: Batch, expected: dict[str, Tensor]) -> dict[str, Tensor]:
             raise RuntimeError(f"{name}: its derivatives with a graph are not those without one")
         return found
 
-    with preserve_state(batch.model), sdpa_kernel(SDPBackend.MATH), ExactNorms(), torch.enable_grad():
+    with preserve_state(batch.model) as state, sdpa_kernel(SDPBackend.MATH), ExactNorms(), torch.enable_grad():
         try:
             return accepted(over_samples(replace(batch, loss=of_sample, y=None), jacrev, parameters))
         except Exception as error:  # of an operation without a batched form, or of the model itself, which recurs
             log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
-        samples = [_entry_by_entry(batch.sample(n), parameters) for n in range(batch.count)]
+        samples = []
+        for n in range(batch.count):
+            with state.again():
+                samples.append(_entry_by_entry(batch.sample(n), parameters))
         return accepted({name: torch.stack([rows[name] for rows in samples]) for name in parameters})
 
 

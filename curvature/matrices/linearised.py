@@ -39,7 +39,7 @@ class Linearised:
 
     def __init__(self, tape: Tape, output: Tensor, through: set[str]) -> None:
         self.uses = [(use, _slots(use, through)) for use in tape.uses if _slots(use, through)]
-        self.others = [name for name in tape.parameters if name not in through]
+        self.others = [name for name, p in tape.parameters.items() if name not in through and p.tensor.numel()]
         self.probe = torch.zeros_like(output, requires_grad=True)
         wanted: Any = [use.edge for use, _ in self.uses] + [tape.parameters[name].tensor for name in self.others]
         self.graphs: list[Tensor | None] = [None] * len(wanted)

@@ -260,7 +260,7 @@ def through_gradient(run: RecordedBatch, is_single: bool, passes: Repeated) -> B
     # the loss of a batch without terms is 0/0
     value = weight * run.batch.loss_of(run.output) if weight else run.output.sum() * 0
     gradients = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
-    live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad]
+    live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad and g.numel()]
 
     def put(part: Tensor, out: Tensor, add: bool) -> None:
         directions = _split(part, parameters)

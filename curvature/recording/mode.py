@@ -27,6 +27,7 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tenso
 
 PLAIN = {Tensor, nn.Parameter}
 REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
+CONVERSIONS = {Tensor.to, Tensor.type_as}  # what else they receive is an example of a type, and no data
 NOTED = {*LOSSES, F.batch_norm, torch.autograd.grad}  # what the tape knows of beside reads
 
 
@@ -52,6 +53,8 @@ class RecordingMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = tensors_in(*args, *kwargs.values())
+        if func in CONVERSIONS:
+            found = found[:1]
         if func in NOTED:
             self._note(func, args, kwargs, found)
         for x in found if self.sharded else ():
@@ -64,7 +67,7 @@ class RecordingMode(TorchFunctionMode):
                 if func in REDUCTIONS and out.requires_grad and not out.ndim:
                     self.tape.reductions.append((found[0], out))
             return out
-        plain = plain_form(func, args)
+        plain = plain_form(func, args, kwargs)
         if plain is not None and func in RECURRENT:
             inputs = tensors_in(*args[:2])  # and states
             if self._are_data(inputs) and not any(id(x) in self.nodes for x in inputs):

@@ -79,22 +79,25 @@ class RandomState:
         held = (kept.values() for m in modules for kept in (m._parameters, m._buffers) if kept)
         found = {t.device for tensors in held for t in tensors if t is not None}
         self.devices = sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
-        self.states = self._now()
+        self.states = self.now()
 
-    def _now(self) -> list[Tensor]:
+    def now(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(_of(d).get_rng_state(*_index(d)) for d in self.devices)]
 
     def has_moved(self) -> bool:
-        return any(not torch.equal(a, b) for a, b in zip(self.states, self._now(), strict=True))
+        return self.differs(self.now())
+
+    def differs(self, states: list[Tensor]) -> bool:
+        return any(not torch.equal(a, b) for a, b in zip(self.states, states, strict=True))
 
     def restore(self) -> None:
-        self._set(self.states)
+        self.set(self.states)
 
     def seed(self, seed: int) -> None:
         """Begin anew everywhere, until `restore`."""
-        self._set([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *self.devices)])
+        self.set([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *self.devices)])
 
-    def _set(self, states: list[Tensor]) -> None:
+    def set(self, states: list[Tensor]) -> None:
         torch.set_rng_state(states[0])
         for device, state in zip(self.devices, states[1:], strict=True):
             _of(device).set_rng_state(state, *_index(device))
@@ -184,6 +187,24 @@ class ModelState:
             return None
         both = [(own.buffer, own.value) for own in self.buffers]
         return [(buffer == value).all() for buffer, value in both if buffer is not None and value is not None]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A pass from this state, with the same random numbers; what there is now is there again afterwards.
+
+        It has copies of the buffers: the graph of an earlier pass may hold the buffers themselves.
+        """
+        now = [(own.module._buffers, own.name, own.module._buffers.get(own.name)) for own in self.buffers]
+        numbers = self.random.now()
+        try:
+            for own in self.buffers:
+                own.module._buffers[own.name] = None if own.value is None else own.value.clone()
+            self.random.restore()
+            yield
+        finally:
+            for buffers, name, buffer in now:
+                buffers[name] = buffer
+            self.random.set(numbers)
 
     def restore(self) -> None:
         self.restore_buffers()

@@ -33,6 +33,22 @@ def test_each_way_alone(way: Any) -> None:
     torch.testing.assert_close(found, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
 
 
+@pytest.mark.parametrize("cached_bytes", [0, 3000, 1 << 25])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_backward_passes_of_a_recorded_graph(
+    cached_bytes: int, is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some at a time where the graph is small, unless that is wrong."""
+    rows = general_path.gradient_rows
+    wrong = lambda *args: [g * (1 + (len(g) > 1)) for g in rows(*args)]
+    monkeypatch.setattr(general_path, "gradient_rows", wrong if is_wrong else rows)
+    monkeypatch.setattr(general_path, "CACHED_BYTES", cached_bytes)
+    model, x, y = problem()
+    batch = Batch.of(model, nn.MSELoss(), x, y)
+    found = general_path.by_recorded_pass(batch, {"p"}, batch.losses(batch.output()))
+    torch.testing.assert_close(found, oracle.per_sample_gradients(model, nn.MSELoss(), x, y))
+
+
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_the_loop_is_taken_where_vmap_is_wrong(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last sample is compared with itself alone."""

@@ -24,6 +24,10 @@ def attend(m, x):
     return m.b((h @ h.T).softmax(1) @ h)
 
 
+def centred(h):
+    return h - 0.5 * h.mean(0)
+
+
 def last_of_the_batch(m, x):
     h = m.a(x).tanh()
     return m.b(h + h[-1:])
@@ -46,6 +50,15 @@ MEETING = {
     "dropout, then centred": lambda: Raw(
         lambda m, x: m.b(F.dropout(m.a(x), 0.5) - F.dropout(m.a(x), 0.5).mean(0)), **layers()
     ),
+    "a number of draws that depends on the data, then centred": lambda: Raw(
+        lambda m, x: m.b(centred(F.rrelu(m.a(x), training=True))), **layers()
+    ),
+    "in a batch of which one sample alone draws": lambda: Raw(
+        lambda m, x: m.b(m.a(x).tanh().cumsum(0)) * (1 + torch.rand(int(x[0, 0] > 0), 3).to(x).sum(0)), **layers()
+    ),
+    "deterministic in evaluation": lambda: Raw(
+        lambda m, x: m.b(centred(F.rrelu(m.a(x), training=m.training))), **layers()
+    ).eval(),
     "batch first by mistake": lambda: Raw(
         lambda m, x: m.b(m.mix(*[m.a(x)[:, None]] * 3)[0][:, 0]), mix=nn.MultiheadAttention(5, 1), **layers()
     ),
@@ -55,6 +68,12 @@ APART = {
     "a number of draws that depends on the data": lambda: Raw(
         lambda m, x: m.b(F.rrelu(m.a(x), training=True)), **layers()
     ),
+    "as many draws as the data say, of integers": lambda: Raw(
+        lambda m, x: m.b(F.rrelu(m.a((3 * x).long().to(x)), training=True)), **layers()
+    ),
+    "deterministic in evaluation": lambda: Raw(
+        lambda m, x: m.b(F.rrelu(m.a(x), training=m.training)), **layers()
+    ).eval(),
     "tokens": lambda: Raw(lambda m, x: m.b(m.a(x).unflatten(1, (5, 1)).cumsum(1).flatten(1)), **layers()),
     "sorted": lambda: Raw(lambda m, x: m.b(m.a(x)[x[:, 0].argsort()][x[:, 0].argsort().argsort()]), **layers()),
     "position": lambda: Raw(lambda m, x: m.b(m.a(x) + m.p), p=(5,), **layers()),

@@ -114,3 +114,60 @@ def test_matrices_say_what_was_found_and_what_to_return(build: Any, name: str) -
     with pytest.raises(TypeError, match=rf"found a {kind}.*; return all .* as one tensor"):
         found = build(model, loss, (x, y))
         found @ torch.ones(found.shape[1], dtype=torch.float64)
+
+
+# of the outputs above those whose samples nobody can tell apart
+OPAQUE = {"normal", "independent", "multivariate", "mixture", "categorical", "bernoulli", "divergence", "object",
+          "one of each sample"}  # fmt: skip
+
+
+def noisy_problem(name: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
+    model, loss, x, y = problem(name)
+    noisy = Raw(lambda m, x: m.inner(F.dropout(x, 0.5)), inner=model).double()
+    return noisy, loss, x, y
+
+
+@pytest.mark.parametrize("name", [name for name in OUTPUTS if name not in OPAQUE])
+def test_rows_are_of_the_pass_of_the_same_seed(name: str) -> None:
+    model, loss, x, y = noisy_problem(name)
+    inner, named = model.inner, dict(model.named_parameters())
+    for _ in range(2):
+        with seeded(3):
+            rows = curvature.per_sample_gradients(model, loss, x, y)
+        with seeded(3):
+            h = F.dropout(x, 0.5)
+        for n in range(N):
+            value = loss(inner(h[n : n + 1]), y[n : n + 1])
+            own = torch.autograd.grad(value, list(named.values()), materialize_grads=True)
+            torch.testing.assert_close([rows[key][n] for key in named], list(own))
+
+
+@pytest.mark.parametrize("name", sorted(OPAQUE))
+def test_random_outputs_of_unknown_parts_are_refused(name: str) -> None:
+    model, loss, x, y = noisy_problem(name)
+    with pytest.raises(
+        ValueError, match=r"draws random numbers.*(Normal|Independent|Multi|Mixture|Cat|Bern|Bare|shape)"
+    ):
+        curvature.per_sample_gradients(model, loss, x, y)
+
+
+class Growing(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.scale.mul_(1.5)
+        return self.inner(x * self.scale.clone())
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_rows_are_from_the_buffers_that_there_are(name: str) -> None:
+    model, loss, x, y = problem(name)
+    expected = curvature.per_sample_gradients(model, loss, 1.5 * x, y)
+    growing = Growing(model).double()
+    for _ in range(2):
+        rows = curvature.per_sample_gradients(growing, loss, x, y)
+        torch.testing.assert_close({key.removeprefix("inner."): g for key, g in rows.items()}, expected)
+        assert float(growing.scale) == 1

@@ -123,3 +123,14 @@ def test_what_stands_in_for_parameters_is_not_the_models_own():
         assert not tape.uses
         model(torch.randn(4, 3))
     assert [use.shape for use in tape.uses] == [(4, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_sample_that_outweighs_all_others_hides_nothing(dtype):
+    """As where the gradient of a norm over two features vanishes, but for the sample whose features are near."""
+    weights = torch.tensor([0.5, 0.9, 1.4], dtype=dtype)
+    right = Layout(0, 5, 3, 1)
+    b = torch.randn(15, 4, generator=torch.Generator().manual_seed(0)).to(dtype) * 1e-4
+    b[0] = 10
+    layouts, certain = find_layout(b, b * weights.repeat(5)[:, None], weights)
+    assert layouts == [right] and not certain

@@ -37,6 +37,11 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
+class Sum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum(-1, keepdim=True)
+
+
 class Product(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +65,9 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
     "two layers": lambda: nn.Sequential(nn.Linear(4, 1), nn.Tanh(), nn.Linear(1, 1)),
     "norm of one feature": lambda: nn.Sequential(nn.Linear(4, 1), nn.LayerNorm(1), nn.Linear(1, 1)),
     "group norm": lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.Linear(4, 1)),
+    "norm of two groups": lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Linear(4, 1)),
+    "norm last": lambda: nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), Sum()),
+    "norms": lambda: nn.Sequential(nn.GroupNorm(4, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.Linear(4, 1)),
     "scale": Scaled,
     "product": Product,
     "convolution": Convolved,

@@ -38,6 +38,18 @@ MODELS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], dict[str, 
     "first and added up": (lambda m, x: m.layer(x) + m.none.sum(), lambda: {"none": empty(0)}),
     "not read": (plain, lambda: {"none": empty(0, 3)}),
     "tall": (lambda m, x: m.layer(x) + (x[:, :0] * m.none[0]).sum(1, keepdim=True), lambda: {"none": empty(4, 0)}),
+    "no row": (
+        lambda m, x: m.layer(x) + m.none(x[:, :0].long()).sum((1, 2))[:, None],
+        lambda: {"none": nn.Embedding(0, 3)},
+    ),
+    "no column": (
+        lambda m, x: torch.cat([m.layer(x), m.none((x[:, 0] > 0).long())], 1),
+        lambda: {"none": nn.Embedding(2, 0)},
+    ),
+    "no bag": (
+        lambda m, x: m.layer(x) + m.none(x[:0, 0].long(), torch.zeros(len(x)).long()).sum(1, keepdim=True),
+        lambda: {"none": nn.EmbeddingBag(0, 3)},
+    ),
     "computed": (lambda m, x: m.layer(x) + (x @ m.none.T.exp()).sum(1, keepdim=True), lambda: {"none": empty(0, 3)}),
 }
 

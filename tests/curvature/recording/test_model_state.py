@@ -47,3 +47,19 @@ def test_what_may_have_changed_unseen_is_asked() -> None:
     assert flags is not None and not all(flags)
     torch.rand(1)
     assert state.unchanged() is None
+
+
+def test_a_pass_from_an_earlier_state_leaves_no_trace() -> None:
+    """Not even in the graph of a pass that has saved the buffers themselves."""
+    model, x = Counting(), torch.randn(5, 3)
+    state = ModelState(model)
+    out, drawn = model(x) * model.count.sum(), torch.rand(2)
+    buffers, now = dict(model.named_buffers()), torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(KeyError), state.again():
+            assert torch.equal(model(x) * model.count.sum(), out)
+            assert torch.equal(torch.rand(2), drawn)
+            raise KeyError
+        assert all(own is buffers[name] for name, own in model.named_buffers())
+        assert torch.equal(torch.get_rng_state(), now)
+    out.square().sum().backward()

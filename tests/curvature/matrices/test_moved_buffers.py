@@ -1,0 +1,142 @@
+"""Models whose buffers move in each forward pass: every pass of ours begins from the buffers that there are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from support.cases.case import seeded
+from support.oracles import brute_force as oracle
+
+pytestmark = pytest.mark.fast
+LOSS = nn.MSELoss()
+
+
+class Moving(nn.Module):
+    """Its buffer grows at each pass, which reads it before it grows or after, a copy of it or itself."""
+
+    def __init__(self, after: bool, itself: bool = False) -> None:
+        super().__init__()
+        self.layer, self.after, self.itself = nn.Linear(3, 4), after, itself
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.scale.clone()
+        self.scale.mul_(1.5)
+        after = self.scale if self.itself else self.scale.clone()
+        out: Tensor = self.layer(x) * (after if self.after else before)
+        return out
+
+
+norm = lambda: [nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 4)]  # whose columns take forward mode
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "read before": lambda: nn.Sequential(Moving(after=False), nn.Tanh(), nn.Linear(4, 4)),
+    "read after": lambda: nn.Sequential(Moving(after=True), nn.Tanh(), nn.Linear(4, 4)),
+    "read itself": lambda: nn.Sequential(Moving(after=True, itself=True), nn.Tanh(), nn.Linear(4, 4)),
+    "before a norm": lambda: nn.Sequential(Moving(after=False), nn.Tanh(), *norm()),
+    "after a norm": lambda: nn.Sequential(Moving(after=True), nn.Tanh(), *norm()),
+    "spectral norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), *norm()),
+    "parametrization": lambda: nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 4)
+    ),
+}
+
+
+def problem(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    with seeded(0):
+        return MODELS[name]().double().train(), torch.randn(5, 3).double(), torch.randn(5, 4).double()
+
+
+def jacobians(model: nn.Module, x: Tensor) -> Tensor:
+    """(N, D, P), each sample's from the present buffers."""
+    start, rows = copy.deepcopy(model.state_dict()), []
+    for n in range(len(x)):
+        rows.append(oracle.jacobian(model, x[n : n + 1])[1])
+        model.load_state_dict(start)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("cached_entries", [1, 1 << 20])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_is_of_the_same_matrix(
+    name: str, cached_entries: int, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("curvature.matrices.kept.KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr("curvature.matrices.forward_mode.CACHED_ENTRIES", cached_entries)
+    model, x, y = problem(name)
+    J = jacobians(model, x).flatten(0, 1)
+    matrix, before = 2 * J.T @ J / len(J), copy.deepcopy(model.state_dict())
+    operator = curvature.gauss_newton(model, LOSS, (x, y))
+    V = operator.space.normal(3)
+    for _ in range(3):
+        torch.testing.assert_close(operator @ V[:, 0], matrix @ V[:, 0])
+        torch.testing.assert_close(operator @ V, matrix @ V)
+    torch.testing.assert_close(operator.to_dense(), matrix)
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by_vmap", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_jacobians_with_and_without_a_graph(name: str, by_vmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no batched form")
+
+    if not by_vmap:
+        monkeypatch.setattr("curvature.matrices.jacobians.over_samples", refuse)
+    model, x, _ = problem(name)
+    expected, before = jacobians(model, x), copy.deepcopy(model.state_dict())
+    for create_graph in (False, True):
+        found = curvature.per_sample_jacobians(model, x, create_graph=create_graph)
+        torch.testing.assert_close(torch.cat([rows.flatten(2) for rows in found.values()], 2), expected)
+        torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    squares = torch.stack([rows.square().sum() for rows in found.values()]).sum()
+    assert all(
+        g.isfinite().all()
+        for g in torch.autograd.grad(squares, list(model.parameters()), allow_unused=True)
+        if g is not None
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 2, None])
+def test_vmap_in_parts_begins_each_from_the_same_buffers(chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = problem("read before")
+    if chunk is not None:
+        entries = chunk * sum(p.numel() for p in model.parameters())
+        monkeypatch.setattr("curvature.matrices.per_sample_diagonals.PRODUCT_ELEMENTS", entries)
+    found = curvature.per_sample_hessian_diagonals(model, LOSS, x, y)
+    whole = curvature.hessian(model, LOSS, (x, y))
+    expected = whole.to_dict(whole.diagonal())
+    for name, rows in found.items():
+        torch.testing.assert_close(rows.mean(0), expected[name])
+
+
+@pytest.mark.parametrize("cast", [lambda layer: layer.float().double(), lambda layer: layer.to(torch.float64)])
+def test_products_and_jacobians_of_a_module_that_is_cast_in_the_forward_pass(cast: Any) -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = cast(self.b)(self.norm(self.a(x)).tanh())
+            return out
+
+    with seeded(0):
+        model, x, y = Casting().double(), torch.randn(5, 3).double(), torch.randn(5, 4).double()
+    cast(model.b)
+    expected = jacobians(model, x)
+    J = expected.flatten(0, 1)
+    operator = curvature.gauss_newton(model, LOSS, (x, y))
+    V = operator.space.normal(3)
+    for _ in range(2):
+        torch.testing.assert_close(operator @ V, 2 * J.T @ (J @ V) / len(J))
+        torch.testing.assert_close(operator @ V[:, 0], 2 * J.T @ (J @ V[:, 0]) / len(J))
+    found = curvature.per_sample_jacobians(model, x, create_graph=True)
+    torch.testing.assert_close(torch.cat([rows.flatten(2) for rows in found.values()], 2), expected)
