@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-OPTIONAL = "damping", "max_overhead"  # may be None
+OPTIONAL = "damping", "momentum"  # may be None
 RANGES = (
     ("lr", 0.0, math.inf, False),
     ("momentum", 0.0, 1.0, True),
     ("weight_decay", 0.0, math.inf, False),
     ("damping", 0.0, math.inf, False),
     ("factor_decay", 0.0, 1.0, True),
-    ("max_overhead", 0.01, math.inf, False),
 )
 
 

@@ -43,18 +43,9 @@ def pack(opt: ModelOptimizer, kind: State, parts: State, empty_state: Callable[[
     trained = [(k, p) for k, p in enumerate(parameters) if p.requires_grad]
     for k, p in trained:
         entries[k] = empty_state(p) | entries.get(k, {})
-    _weights_as_numbers(entries.values())
     first = trained[0][0] if trained else 0
     entries[first] = entries.get(first, {}) | {JOINT: (_without_dtypes(joint),)}
     return state | {"state": entries}
-
-
-def _weights_as_numbers(entries: Iterable[Any]) -> None:
-    """Replace the weights of running means, which are on the device."""
-    found = [own for own in entries if isinstance(own, dict) and isinstance(own.get("weight"), Tensor)]
-    numbers = torch.stack([own["weight"] for own in found]).tolist() if found else []
-    for own, number in zip(found, numbers, strict=True):
-        own["weight"] = number
 
 
 def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[State, State]:
@@ -72,6 +63,10 @@ def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[
     state, joint = _separated(given)
     _check_version(joint.get("version"))
     _check_keys({"kept", "kind", "shapes", *parts}, joint)
+    if joint["kind"].get("compact"):
+        raise ValueError(
+            "state_dict: of an optimizer with compact True, an option that was removed; 16 bits are no longer read"
+        )
     for key, here in kind.items():
         there = joint["kind"].get(key, here)
         if there != here:

@@ -27,7 +27,8 @@ def checked_model(
     """
     check_arguments(model, dict(arguments))
     for name in ("factor_every", "decompose_every"):
-        check_whole(name, arguments[name], 1, 10**9)
+        if arguments[name] is not None:
+            check_whole(name, arguments[name], 1, 10**9)
     check_whole("seed", arguments["seed"], -(2**63), 2**64 - 1)
     inject, loss, rule = arguments["inject"], arguments["loss"], arguments["step_rule"]
     if loss is not None and (isinstance(loss, type) or not callable(loss)):

@@ -15,18 +15,20 @@ from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.recording.loss_backprops import LayerBackprops
 from optimizers.second_order import SecondOrderOptimizer
-from optimizers.steps.descent import MomentumDescent
+from optimizers.steps.directions import Momentum
 from optimizers.steps.hand_over import HandOverStep
 from optimizers.steps.residuals import SubspaceSolver
 from optimizers.steps.rule import StepRule
 from optimizers.steps.trust_region import TrustRegionStep
 
-PLAIN_INTERVALS = 10, 10  # steps between renewals of the factors, and between inversions of a block
+PLAIN_INTERVALS = None, None  # steps between renewals of the factors, and between inversions of a block
 ADAPTIVE_INTERVALS = 3, 3  # the same with `adaptive`, whose steps are few and long
 ADAPTIVE_VECTORS = 2  # backpropagated at a renewal with `adaptive`
 
 
-def _intervals(given: tuple[int | None, int | None], usual: tuple[int, int]) -> tuple[int, int]:
+def _intervals(
+    given: tuple[int | None, int | None], usual: tuple[int | None, int | None]
+) -> tuple[int | None, int | None]:
     renewal, inversion = (one if other is None else other for one, other in zip(usual, given, strict=True))
     return renewal, inversion
 
@@ -81,7 +83,9 @@ class KFAC(SecondOrderOptimizer):
         lr: multiplies the step, without unit; for schedulers. Below one, the step size adapts proportionally slower.
         damping: added to the curvature, in units of loss / parameter^2 for a loss of ``1/2 ||f||^2`` (as in
             `curvature.isotropic`). None: factored, 0.05 of the mean eigenvalue of each Kronecker factor.
-        momentum: decay of the running mean of the gradients, 0 to 1; `adaptive` steps find their own.
+        momentum: decay of the running mean of the gradients, 0 to 1; `adaptive` steps find their own. None: it grows,
+            ``1 - 1 / (10 + t / 20)`` at step t and at most 0.99, and the step follows nine tenths of that mean and a
+            tenth of the present gradient.
         weight_decay: decoupled, in the units of recipes for AdamW: ``p -= 1e-3 * lr * weight_decay * p`` at each step,
             1e-3 being AdamW's usual rate. So 0.01 or 0.1 shrinks parameters as much as there, and follows schedules.
         loss: the loss module; only injections other than `isotropic` need it.
@@ -95,16 +99,13 @@ class KFAC(SecondOrderOptimizer):
             size are kept: four of them for the 4 d outputs of a transformer's MLP with ``block_size=d``. They are
             inverted in a fraction of the time. None: factors are whole. Those of more than 2,048 rows are sketches
             in either case.
-        compact: keep the running averages of the factors and the inverses in 16 bits, of symmetric matrices a triangle:
-            a quarter to a half of the memory, at the price of unpacking them in every step (docs/guides/optimizers.md).
         adaptive: find step size, momentum and damping; `step` then needs a closure.
         factor_decay: decay of the running averages of the factors, per renewal.
-        factor_every: steps from one renewal of the factors to the next; 10, or 3 with `adaptive`. Shorter at first,
-            growing by one step every ten steps.
-        decompose_every: steps from one inversion of a block to the next; likewise, but at least three where a side has
-            about 256 rows or more. Blocks take turns.
-        max_overhead: choose both intervals by timing, so that both together take at most this fraction of the rest of a
-            step, such as 0.3. Runs are then not reproducible to the last bit.
+        factor_every: steps from one renewal of the factors to the next, shorter at first, growing by one step every ten
+            steps. None: likewise up to ten, and up to fifty where a renewal changes the factors by less than 5 %; with
+            `adaptive` 3.
+        decompose_every: steps from one inversion of a block to the next, at steps that renew; likewise. None: once the
+            factors of the block have changed by 5 %, or by more where a block is large; with `adaptive` 3.
         seed: of the random vectors; the global random state is not touched.
         distributed: how the processes of torch.distributed share the work, if there are several.
         step_rule: a `StepRule` that makes the steps on a loss instead of the built-in rule, one instance for each
@@ -120,15 +121,14 @@ class KFAC(SecondOrderOptimizer):
     why_replicated: ClassVar[str] = ""
 
     def __init__(
-        self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float = 0.9,
+        self, model: nn.Module, lr: float = 1.0, *, damping: float | None = None, momentum: float | None = None,
         weight_decay: float = 0.0, loss: Any = None, inject: Injection | None = None, sharing: str = "expand",
-        block_size: int | None = None, compact: bool = False, adaptive: bool = False, factor_decay: float = 0.9,
-        factor_every: int | None = None, decompose_every: int | None = None, max_overhead: float | None = None,
+        block_size: int | None = None, adaptive: bool = False, factor_decay: float = 0.9,
+        factor_every: int | None = None, decompose_every: int | None = None,
         seed: int = 0, distributed: Distributed | None = None, step_rule: StepRule | None = None,
         groups: Iterable[dict[str, Any]] = (),
     ) -> None:  # fmt: skip
         check_flag("adaptive", adaptive)
-        check_flag("compact", compact)
         if block_size is not None:
             check_whole("block_size", block_size, 1, 10**9)
         if adaptive:
@@ -139,15 +139,15 @@ class KFAC(SecondOrderOptimizer):
         intervals = first if adaptive else plain
         arguments = {
             "loss": loss, "inject": isotropic(ADAPTIVE_VECTORS if adaptive else 1) if inject is None else inject,
-            "sharing": sharing, "block_size": block_size, "compact": compact, "adaptive": adaptive,
+            "sharing": sharing, "block_size": block_size, "adaptive": adaptive,
             "factor_decay": factor_decay, "factor_every": intervals[0], "decompose_every": intervals[1],
-            "max_overhead": max_overhead, "seed": seed, "distributed": distributed, "step_rule": step_rule,
+            "seed": seed, "distributed": distributed, "step_rule": step_rule,
         }  # fmt: skip
         own, config = checked_model(type(self).__name__, model, options | arguments, self.why_replicated)
-        rule = TrustRegionStep(MomentumDescent())
+        rule = TrustRegionStep(Momentum())
         super().__init__(
             own, options, groups, arguments, config=config,
-            store=BlockDiagonalCurvature(sharing, self.structure, block_size, compact),
+            store=BlockDiagonalCurvature(sharing, self.structure, block_size),
             rule=step_rule or (HandOverStep(rule, plain) if adaptive else rule), backprops=LayerBackprops,
         )  # fmt: skip
 
@@ -161,14 +161,12 @@ class KFAC(SecondOrderOptimizer):
             raise ValueError(f"inject: nothing is sent back but the residuals themselves, found {inject!r}")
         if self.arguments["block_size"] is not None:
             raise ValueError("block_size: factors of residuals are inverted whole; leave it out")
-        if self.arguments["compact"]:
-            raise ValueError("compact: nothing is kept of the factors of residuals; leave it out")
         if sharing != "expand":
             raise ValueError(f'sharing: expected "expand" for residuals, found {sharing!r}')
         return SubspaceSolver()
 
     def kind(self) -> dict[str, Any]:
-        own = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size", "compact")}
+        own = {name: self.arguments[name] for name in ("adaptive", "sharing", "block_size")}
         return {"curvature": self.structure, **own, "step_rule": type(self.rule).__name__}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from curvature.linalg import recovery_counts
 
 HISTORY_LENGTH = 10_000  # steps
-COUNTS = ("overshoots",)  # of the run, in the entries of steps as scalar tensors
+COUNTS = ("overshoots",)  # of the run, in the entries of steps
 LOG = logging.getLogger(__name__)
 
 # events that `curvature.linalg.recovery_counts` counts, and their log messages
@@ -25,123 +25,41 @@ EVENTS = {
 }
 
 
-Verdict = Callable[[], bool]  # whether the device has taken a step, its batch being good; waits for the device
-Numbering = Callable[[], tuple[dict[str, Any], Verdict]]  # of a step that was made
-
-
-class Late:
-    """Numbers of a step that are known once the device has made it; to be collected before the next one is made.
-
-    Attributes:
-        entry: of the step, in the history.
-    """
-
-    def __init__(self, numbers: Numbering, entry: dict[str, Any]) -> None:
-        self.numbers, self.entry = numbers, entry
-        self.verdict: Verdict | None = None
-
-    def collect(self) -> Verdict:
-        if self.verdict is None:
-            found, self.verdict = self.numbers()
-            self.entry |= found
-        return self.verdict
-
-    def was_taken(self) -> bool:
-        return self.collect()()
-
-
 class Monitor:
     """Counts steps and events, times the parts of a step, and keeps one entry for each of the last steps.
 
     Attributes:
-        started: number of steps, with those that are undecided.
-        left_out: number of skipped batches, without steps that are undecided.
-        undecided: the last steps, which the device has taken only if their batches were good, while the host did not
-            wait for its verdict: their entries and verdicts.
-        entries: the report of each step: numbers and scalar tensors by name.
-        late: numbers of the last step that are still to be collected.
+        steps: number of steps taken.
+        skipped: number of batches left out.
+        entries: the report of each step: plain numbers by name.
     """
 
     def __init__(self) -> None:
-        self.started = 0
-        self.left_out = 0
-        self.undecided: list[tuple[dict[str, Any], Verdict]] = []
+        self.steps = 0
+        self.skipped = 0
         self.failures_in_row = 0  # steps not taken since a decomposition failed
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self.entries: deque[dict[str, Any]] = deque(maxlen=HISTORY_LENGTH)
-        self.late: Late | None = None
 
     # -- steps
 
-    @property
-    def steps(self) -> int:
-        """Steps taken so far; waits for the device if some are undecided."""
-        return self.started - self._bad()
-
-    @property
-    def skipped(self) -> int:
-        """Batches skipped so far; waits for the device likewise."""
-        return self.left_out + self._bad()
-
-    def _bad(self) -> int:
-        return sum(not was_taken() for _, was_taken in self.undecided)
-
-    def _decided(self) -> list[dict[str, Any]]:
-        """The entries of undecided steps, as the verdicts say."""
-        bad, found = 0, []
-        for entry, was_taken in self.undecided:
-            taken, number = was_taken(), {"step": entry["step"] - bad}
-            found.append(entry | number if taken else number | {"accepted": False})
-            bad += not taken
-        return found
-
-    def settle(self) -> None:
-        """Wait for the verdicts; count steps whose batches were bad as skipped batches."""
-        found, bad = self._decided(), self._bad()
-        for (entry, _), decided in zip(self.undecided, found, strict=True):
-            entry.clear()
-            entry.update(decided)
-        self.started -= bad
-        self.left_out += bad
-        self.undecided.clear()
-
     def skip(self) -> None:
         """Count a skipped batch."""
-        self.left_out += 1
-        self.entries.append({"step": self.started, "accepted": False})
+        self.skipped += 1
+        self.entries.append({"step": self.steps, "accepted": False})
 
-    def note_step(
-        self, entry: Mapping[str, Any], numbers: Numbering | None = None, is_undecided: bool = False
-    ) -> dict[str, Any]:
-        """Count a step; ``accepted=False`` also counts as a failure.
-
-        Args:
-            numbers: what the device will say of the step.
-            is_undecided: whether its verdict decides that the step counts.
-
-        Returns:
-            The entry that is kept of it.
-        """
+    def note_step(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Count a step; ``accepted=False`` also counts as a failure. Returns the entry that is kept of it."""
         self.counts["failures"] += not entry.get("accepted", True)
-        kept = {"step": self.started, **entry}
+        kept = {"step": self.steps, **{k: v.item() if isinstance(v, Tensor) else v for k, v in entry.items()}}
         self.entries.append(kept)
-        self.started += 1
-        if numbers is not None:
-            self.late = Late(numbers, kept)
-            if is_undecided:
-                self.undecided.append((kept, self.late.was_taken))
+        self.steps += 1
         return kept
-
-    def collect(self) -> None:
-        """Take the numbers of the last step, before the next one changes them."""
-        if self.late is not None:
-            self.late.collect()
-            self.late = None
 
     @property
     def was_accepted(self) -> bool:
-        """Whether the last step, if all are settled, was taken; true before the first."""
+        """Whether the last step was taken; true before the first."""
         return not self.entries or self.entries[-1].get("accepted", True)
 
     # -- events and seconds
@@ -169,14 +87,12 @@ class Monitor:
     # -- reports
 
     def history(self) -> list[dict[str, Any]]:
-        """The entries as plain numbers; steps store tensors, so that they need not wait for the GPU."""
-        decided = self._decided()
-        return [_in_numbers(entry) for entry in [*list(self.entries)[: len(self.entries) - len(decided)], *decided]]
+        """The entries, copied."""
+        return [dict(entry) for entry in self.entries]
 
     def last(self) -> dict[str, Any]:
-        """The last entry as plain numbers; empty before the first step."""
-        found = self._decided()[-1:] or list(self.entries)[-1:]
-        return _in_numbers(found[0]) if found else {}
+        """The last entry; empty before the first step."""
+        return dict(self.entries[-1]) if self.entries else {}
 
     def stats(self) -> dict[str, Any]:
         """The last step's numbers, counts of events, seconds by part."""
@@ -195,15 +111,10 @@ class Monitor:
         return ", ".join(own) + (f"; seconds so far: {parts}" if parts else "")
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and seconds of a run whose steps are settled; without the history."""
-        counts = {"steps": self.started, "skipped": self.left_out}
+        """Counts and seconds of a run, without the history."""
+        counts = {"steps": self.steps, "skipped": self.skipped}
         return counts | {"counts": dict(self.counts), "seconds": dict(self.seconds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.started, self.left_out, self.undecided = state["steps"], state["skipped"], []
-        self.counts, self.seconds, self.late = Counter(state["counts"]), dict(state["seconds"]), None
-
-
-def _in_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
-    found = {k: v.item() if isinstance(v, Tensor) else v for k, v in entry.items()}
-    return found | {k: int(found[k]) for k in COUNTS if k in found}
+        self.steps, self.skipped = state["steps"], state["skipped"]
+        self.counts, self.seconds = Counter(state["counts"]), dict(state["seconds"])

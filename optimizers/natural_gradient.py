@@ -16,7 +16,7 @@ from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option
 from optimizers.recording.loss_backprops import LossRows
 from optimizers.second_order import SecondOrderOptimizer
-from optimizers.steps.descent import SpringDescent
+from optimizers.steps.directions import Spring
 from optimizers.steps.gauss_newton import GaussNewton
 from optimizers.steps.hand_over import HandOverStep
 from optimizers.steps.line_search import LineSearchStep
@@ -113,7 +113,7 @@ class NaturalGradient(SecondOrderOptimizer):
             "line_search": line_search, "factor_decay": factor_decay, "seed": seed, "distributed": distributed,
             "step_rule": step_rule,
         }  # fmt: skip
-        always = {"factor_every": 1, "decompose_every": 1, "max_overhead": None}
+        always = {"factor_every": 1, "decompose_every": 1}
         why = "solves for all parameters on every process"
         own, config = checked_model(type(self).__name__, model, options | arguments | always, why)
         is_sum = getattr(loss, "reduction", "mean") == "sum"
@@ -159,5 +159,5 @@ class NaturalGradient(SecondOrderOptimizer):
 
 def _step_rule(adaptive: bool, line_search: bool) -> StepRule:
     if adaptive:
-        return HandOverStep(TrustRegionStep(SpringDescent()))
-    return LineSearchStep(SpringDescent()) if line_search else TrustRegionStep(SpringDescent())
+        return HandOverStep(TrustRegionStep(Spring()))
+    return LineSearchStep(Spring()) if line_search else TrustRegionStep(Spring())

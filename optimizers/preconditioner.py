@@ -5,23 +5,22 @@ In: statistics of recorded passes, and gradients. Out: preconditioned gradients.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from curvature.linalg import full_precision, in_place, optimistically, stack
-from curvature.preconditioners import Block, CurvatureStore, InversePlaces, invert
+from curvature.linalg import full_precision, full_precision_products, stack, widen
+from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import ALONG, Measured, Passes
 from optimizers.schedule import Schedule
+from optimizers.solving import VectorSolver, mean_eigenvalue, solved_by_name
+from optimizers.steps.layer_vector import LayerVector
 
 WITHOUT_CURVATURE = (
     "no forward pass of the model was seen that shows any curvature, and parameters move along their gradients; call "
@@ -41,12 +40,10 @@ class Renewal:
     Attributes:
         renewed: whether this step renews the running averages.
         inverted: number of blocks that were inverted.
-        share: their fraction of the work of inverting all blocks.
     """
 
     renewed: bool = False
     inverted: int = 0
-    share: float = 0.0
 
 
 class Preconditioner:
@@ -66,15 +63,17 @@ class Preconditioner:
     ) -> None:
         self.store, self.schedule, self.teams, self.monitor = store, schedule, teams, monitor
         self.decay, self.owner = decay, owner
-        self.places: InversePlaces | None = None  # where a CUDA graph expects inverses
-        self.mean: Tensor | None = None  # eigenvalue, for parameters without curvature
-        self.known: list[Block] = []  # of which it is; none if it has changed
+        self.solver: VectorSolver | None = None  # with the inverses that there are now
         self.costs: tuple[list[tuple[int, int]], list[float]] | None = None  # of blocks, after as many updates
-        self.last: tuple[float, dict[str, float]] | None = None  # when the last step ended, seconds by part until then
 
     @property
     def blocks(self) -> Sequence[Block]:
         return self.store.blocks
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks that are more than diagonals."""
+        return sum(b.structure != "diagonal" for b in self.blocks)
 
     def gathered(self, step: int, passes: Passes, gradients: Named, trained: Named) -> Measured:
         """The statistics of all processes since the last step.
@@ -99,56 +98,48 @@ class Preconditioner:
             found.outputs = {key: x for (name, key), x in sums.items() if not name}
         return found
 
-    def renew(self, step: int, found: Measured, options: Options, good: Tensor | None = None) -> Renewal | None:
-        """Update the running averages by statistics, and invert the blocks that are due.
-
-        The host waits once, at the end, for all that may have gone wrong; then everything is done again with care.
-
-        Args:
-            good: a flag (): whether the batch counts. Several processes know already that it does.
-
-        Returns:
-            What was done; None, and nothing has changed, if the batch does not count.
-        """
-        run, restore = partial(self._renewed, step, found, options), self.store.snapshot()
-        if self.teams.current().processes.size > 1:
-            renewal: Renewal | None = run()
-        else:
-            renewal = optimistically(run, [] if good is None else [good])
-            if renewal is None:
-                restore()
-                renewal = run() if good is None or bool(good) else None
-        if self.places is not None:
-            self.places.return_to()
-        self.known = []
-        return renewal
-
-    def _renewed(self, step: int, found: Measured, options: Options) -> Renewal:
+    def renew(self, step: int, found: Measured, options: Options) -> Renewal:
+        """Update the running averages by statistics, and invert the blocks that are due; returns what was done."""
+        self.solver = None
         with self.monitor.timed("factors"):
             self.store.update_average(found.curvature, self.decay)
+            is_renewal = self.schedule.renews(step)
+            self.schedule.note_renewal(step, self._drifts(found))
         with self.monitor.timed("inverses"):
-            inverted, share = self.invert_due(step, options)
-        return Renewal(self.schedule.renews(step), inverted, share)
+            inverted = self.invert_due(step, options)
+        return Renewal(is_renewal, inverted)
 
-    def invert_due(self, step: int, options: Options) -> tuple[int, float]:
-        """Invert the blocks that are due; returns their number and their share of the work for all blocks."""
+    def _drifts(self, found: Measured) -> dict[str, float]:
+        """How far running averages have just moved, by block; the same on all processes. The host waits once."""
+        moved = [
+            b
+            for b in self.blocks
+            if b.drift is not None and any(k.names[0] in found.curvature.blocks for k in b.leaves)
+        ]
+        if not moved or None not in (self.schedule.factor_every, self.schedule.decompose_every):
+            return {}
+        drifts = self.teams.current().processes.agreed(stack(widen(b.drift) for b in moved if b.drift is not None))
+        return dict(zip([b.names[0] for b in moved], drifts.tolist(), strict=True))
+
+    def invert_due(self, step: int, options: Options) -> int:
+        """Invert the blocks that are due; returns their number."""
         workers = self.teams.current().workers
-        blocks, due = self._due(step)
+        blocks = [b for b in self.blocks if b.updates]
+        workers.assign(blocks)
+        due = [
+            b
+            for b, cost in zip(blocks, self._costs(blocks), strict=True)
+            if not workers.is_ready(b) or self.schedule.inverts(step, b.names[0], cost)
+        ]
         own = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
         for damping in dict.fromkeys(dampings):
             alike = [b for b, other in zip(own, dampings, strict=True) if other == damping]
             invert(alike, DAMPING_SHARE, damping)
         workers.exchange(due)
-        return len(due), sum(b.cost for b in due) / (sum(self._costs(blocks)) or 1)
-
-    def _due(self, step: int) -> tuple[list[Block], list[Block]]:
-        """All blocks with statistics, and those of them that are due for inversion."""
-        blocks = [b for b in self.blocks if b.updates]
-        workers = self.teams.current().workers
-        workers.assign(blocks)
-        turns = self.schedule.inverts(step, self._costs(blocks))
-        return blocks, [b for b, turn in zip(blocks, turns, strict=True) if turn or not workers.is_ready(b)]
+        for b in due:
+            self.schedule.note_inversion(step, b.names[0])
+        return len(due)
 
     def _costs(self, blocks: Sequence[Block]) -> list[float]:
         """Of inverting each block; they change when averages are renewed."""
@@ -159,7 +150,7 @@ class Preconditioner:
 
     def is_idle(self, step: int) -> bool:
         """Whether this step neither renews averages nor inverts blocks."""
-        return not self.schedule.renews(step) and bool(self.blocks) and not self._due(step)[1]
+        return not self.schedule.renews(step) and bool(self.blocks)
 
     def knows_nothing(self, was_empty: bool) -> bool:
         """Whether all batches so far were empty on all processes; `was_empty`: the last one on this process."""
@@ -179,56 +170,21 @@ class Preconditioner:
         is_spread = any(map(is_sharded, trained.values()))
         whole = {k: to_full(g, trained[k]) for k, g in gradients.items()} if is_spread else gradients
         right = self.store.right_hand_sides(whole, trained)
-        found: dict[str, Tensor] = {}
         ready = [b for b in self.blocks if workers.is_ready(b) and all(name in right for name in b.names)]
-        kept = [b for b in ready if workers.keeps(b)]
-        for kind in dict.fromkeys(type(b) for b in kept):
-            alike = [b for b in kept if type(b) is kind]
-            solutions = kind.solve_all(alike, [[right[name] for name in b.names] for b in alike])
-            found |= {k: u for b, own in zip(alike, solutions, strict=True) for k, u in zip(b.names, own, strict=True)}
+        found = solved_by_name([b for b in ready if workers.keeps(b)], right)
         workers.gathered(ready, found, right)
         left = [name for name in gradients if name not in found]
         if left:
-            mean = self._mean(ready)
+            mean = mean_eigenvalue(ready)
             found |= {name: right[name] / mean.to(right[name]) for name in left}
         return {k: to_shard(u, trained[k]) if is_spread else u for k, u in found.items() if k in gradients}
 
-    def _mean(self, ready: list[Block]) -> Tensor:
-        """`mean_eigenvalue`, which changes when curvature is renewed."""
-        if self.mean is None or self.known != ready:
-            self.mean, self.known = in_place(self.mean, mean_eigenvalue(ready)), ready
-        assert self.mean is not None
-        return self.mean
-
-    def kept(self) -> Iterator[Tensor]:
-        """All tensors that solving reads."""
-        for leaf in (leaf for block in self.blocks for leaf in block.leaves):
-            yield from leaf.inverse_tensors
-        if self.mean is not None:
-            yield self.mean
-
-    def note_seconds(self, renewal: Renewal) -> None:
-        """Tell the schedule how long renewal, inversion and the rest of this step took; it may adjust its intervals."""
-        if self.schedule.max_overhead is None:
-            return
-        now, spent = time.perf_counter(), dict(self.monitor.seconds)
-        if self.last is not None:
-            end, before = self.last
-            of = lambda name: spent.get(name, 0.0) - before.get(name, 0.0)
-            renewing, inverting = of("capture") + of("factors"), of("inverses")
-            self.schedule.note("rest", now - end - renewing - inverting)
-            if renewal.renewed:
-                self.schedule.note("renewal", renewing)
-            if renewal.share:
-                self.schedule.note("all", inverting / renewal.share)
-            if renewal.renewed:
-                self.schedule.adjust(self.teams.current().processes.all_reduce_mean)
-        self.last = now, spent
-
-
-def mean_eigenvalue(blocks: Sequence[Block]) -> Tensor:
-    """The mean eigenvalue over all blocks, a scalar; 1 without blocks."""
-    if not blocks:
-        return torch.ones((), device="cpu")
-    traces = stack(b.mean_eigenvalue.float() * b.dimension for b in blocks)
-    return (traces.sum() / sum(b.dimension for b in blocks)).clamp(min=torch.finfo(torch.float32).tiny)
+    def solve_vector(self, vector: LayerVector, trained: Named) -> LayerVector:
+        """`solve` for all layers of a vector at once."""
+        is_plain = type(self.store).right_hand_sides is CurvatureStore.right_hand_sides
+        if not is_plain or self.teams.current().processes.size > 1 or any(map(is_sharded, trained.values())):
+            return LayerVector.of(vector.layout, self.solve(vector, trained))
+        if self.solver is None or self.solver.layout is not vector.layout:
+            self.solver = VectorSolver(vector.layout, self.blocks)
+        with full_precision_products():
+            return self.solver(vector)

@@ -69,7 +69,8 @@ def curvature_stats(blocks: Sequence[Block], schedule: Schedule) -> dict[str, An
     """Intervals, samples left out of the averages, and condition numbers of blocks, by their first parameters."""
     found = ((block.names[0], block.condition()) for block in blocks if block.is_ready)
     conditions = {name: condition for name, condition in found if not math.isnan(condition)}
-    intervals = {"factor_every": schedule.factor_every, "decompose_every": schedule.decompose_every}
+    every = schedule.factor_every or round(schedule.interval)
+    intervals = {"factor_every": every, "decompose_every": schedule.decompose_every or every}
     return intervals | {"outliers": sum(block.outliers for block in blocks), "conditions": conditions}
 
 

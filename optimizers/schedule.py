@@ -1,74 +1,73 @@
-"""When to renew factors and invert blocks: often at first, then rarely, and never all blocks at once.
-
-To renew or invert even more rarely in the first hundred steps costs more than it saves: the loss stays behind for good.
-"""
+"""When to renew factors and invert blocks: as often as the curvature changes, and less and less often otherwise."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-import torch
-from torch import Tensor
-
-STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by at most one step every so many steps
-LONGEST_INTERVAL = 200  # that timing may choose
-LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model ...
-FIRST_OF_LARGE = 3  # ... and waits so many steps from the first
-LEAST_WORK = 1e8  # operations of one step: blocks that are inverted together share calls
-MOST_TURNS = 3  # of an interval: at each turn the host waits for the device
+STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by one step every so many steps ...
+USUAL_INTERVAL = 10  # ... up to so many, and further only where the curvature changes little
+LONGEST_INTERVAL = 50
+DRIFT = 0.05  # relative change of a running average (Frobenius norm) at which it is renewed, and its block inverted
+SHORTER, LONGER = 0.5, 1.5  # bounds on the change of an interval from one renewal to the next
+LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model, and may wait
 
 
 @dataclass
 class Schedule:
-    """Intervals in steps.
+    """Steps from one renewal of the running averages to the next, and from one inversion of a block to the next.
 
     Args:
-        factor_every: from one renewal of the factors to the next.
-        decompose_every: from one inversion of a block to the next.
-        max_overhead: if given, timing chooses the intervals, so that renewals and inversions take on average at most
-            this fraction of the rest of a step. Runs are then not reproducible to the last bit.
+        factor_every, decompose_every: these, after the first hundred steps; None: as the running averages change.
+
+    Attributes:
+        interval: in steps, as the last renewals suggest.
+        renewed: the step of the last renewal.
+        inverted: the step of the last inversion of each block, by its first parameter.
+        drifts: how far each block's running average has moved since, as a sum of relative changes.
     """
 
-    factor_every: int
-    decompose_every: int
-    max_overhead: float | None = None
-    seconds: dict[str, float] = field(default_factory=dict)  # running means
+    factor_every: int | None
+    decompose_every: int | None
+    interval: float = 1.0
+    renewed: int | None = None
+    inverted: dict[str, int] = field(default_factory=dict)
+    drifts: dict[str, float] = field(default_factory=dict)
 
     def renews(self, step: int) -> bool:
-        return step % min(self.factor_every, 1 + step // STEPS_PER_INTERVAL) == 0
+        return self.renewed is None or step >= self.renewed + self._every(step, self.factor_every)
 
-    def inverts(self, step: int, costs: Sequence[float]) -> list[bool]:
-        """Which blocks to invert at this step, given their costs; much work is spread over a few steps."""
+    def _every(self, step: int, given: int | None) -> int:
         usual = 1 + step // STEPS_PER_INTERVAL
-        small, large = (min(self.decompose_every, x) for x in (usual, max(usual, FIRST_OF_LARGE)))
-        intervals = [large if cost > LARGE_COST else small for cost in costs]
-        totals, before, found = dict.fromkeys(intervals, 0.0), dict.fromkeys(intervals, 0.0), []
-        for interval, cost in zip(intervals, costs, strict=True):
-            totals[interval] += cost
-        for interval, cost in zip(intervals, costs, strict=True):
-            turns = min(interval, MOST_TURNS)
-            turn = math.floor(before[interval] / max(totals[interval] / turns, LEAST_WORK))
-            found.append(step % interval == min(turn, turns - 1) * (interval // turns))
-            before[interval] += cost
-        return found
+        if given is not None:
+            return min(given, usual)
+        return max(min(usual, USUAL_INTERVAL), round(self.interval))
 
-    def note(self, what: str, seconds: float) -> None:
-        """Update a running mean of seconds: of a "renewal", an inversion of "all" blocks, or the "rest" of a step."""
-        self.seconds[what] = seconds if what not in self.seconds else 0.8 * self.seconds[what] + 0.2 * seconds
+    def note_renewal(self, step: int, drifts: Mapping[str, float]) -> None:
+        """Note a renewal, and how far the running average of each block has moved by it."""
+        used = self._every(step, self.factor_every)
+        self.renewed = step
+        for name, drift in drifts.items():
+            self.drifts[name] = self.drifts.get(name, 0.0) + drift
+        if drifts:
+            drift = max(statistics.median(drifts.values()), DRIFT / LONGER)
+            self.interval = min(used * max(DRIFT / drift, SHORTER), LONGEST_INTERVAL)
 
-    def adjust(self, mean: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        """Choose both intervals from the measured seconds; each may take half of the allowed overhead.
+    def inverts(self, step: int, name: str, cost: float) -> bool:
+        """Whether to invert a block, at a step that renews: one that costs more waits for a larger change."""
+        if name not in self.inverted:
+            return True
+        if self.decompose_every is not None:
+            return step >= self.inverted[name] + self._every(step, self.decompose_every)
+        return self.drifts.get(name, 0.0) >= DRIFT * max(cost / LARGE_COST, 1.0) ** (1 / 3)
 
-        Args:
-            mean: averages over processes, so that all choose the same intervals.
-        """
-        if self.max_overhead is None or not {"renewal", "all", "rest"} <= self.seconds.keys():
-            return
-        found = mean(torch.tensor(list(self.seconds.values()), dtype=torch.float64, device="cpu")).tolist()
-        self.seconds = dict(zip(self.seconds, found, strict=True))
-        allowed = self.max_overhead * self.seconds["rest"] / 2
-        self.factor_every, self.decompose_every = (
-            max(1, min(LONGEST_INTERVAL, math.ceil(self.seconds[what] / allowed))) for what in ("renewal", "all")
-        )
+    def note_inversion(self, step: int, name: str) -> None:
+        self.inverted[name], self.drifts[name] = step, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(Schedule(**state).__dict__)

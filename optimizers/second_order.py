@@ -4,7 +4,7 @@ The recorder has measured the forward and backward passes before ``step`` is cal
 
     step -> _prepare -> _run -> rule.evaluate   call the closure, if there is one
                              -> rule.step       renew the curvature, solve, decide on the displacement: an `Outcome`
-         -> make(step)                          move the parameters, where the rule has not moved them itself
+                             -> move            add the displacement to the parameters
 
 `steps.choice` has the rule: a closure that returns residuals switches to one of its own, for good.
 """
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from curvature.linalg import by_device
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import force_eager, is_sharded, warn_once
 from optimizers.arguments import check_numbers, require_one_device
-from optimizers.capturing import Capture, is_capturing
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.construction import rebuild
 from optimizers.distributed.processes import Distributed
@@ -38,10 +38,8 @@ from optimizers.recording.recorder import Recorder
 from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule
 from optimizers.steps.choice import RuleChoice
-from optimizers.steps.numbers import Numbers
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
 from optimizers.steps.rule import Outcome, Scaling, StepContext, StepRule
-from optimizers.steps.updates import Step, make
 
 RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 EMPTY = (
@@ -79,11 +77,10 @@ class SecondOrderOptimizer(ModelOptimizer):
         solver = weakref.WeakMethod(self.residual_solver)
         self.choice = RuleChoice(rule, lambda: solver()())  # type: ignore[misc]
         self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
-        self.forms, self.numbers, self.capture = self._forms(), Numbers(), Capture()
+        self.forms = self._forms()
         present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
         last = weakref.WeakMethod(self._last_displacement)
-        intervals = int(arguments["factor_every"]), int(arguments["decompose_every"])
-        schedule = Schedule(*intervals, arguments["max_overhead"])
+        schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes.pop_sums)
         self.recorder = Recorder(
             model, lambda: present()(),  # type: ignore[misc]  # the recorder does not outlive the optimizer
@@ -105,6 +102,7 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     # -- a step
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient.
@@ -125,11 +123,15 @@ class SecondOrderOptimizer(ModelOptimizer):
                 or the other way round; its loss differentiates the model.
             ValueError: residuals, and an argument that has no meaning for them.
         """
-        value, prepared = self._prepare(closure)
-        if prepared is not None:
-            make(prepared)  # this is what torch.compile(opt.step) compiles
-            self._conclude()
-        return value
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure: expected a function that computes the loss, found {type(closure).__name__}")
+        for group in self.param_groups:
+            check_numbers(group)
+        if closure is None and self._is_at_rest():
+            return None
+        loss = self._run(closure).loss
+        self._gather_displacement()
+        return loss
 
     def step_residuals(self, closure: Callable[[], Any]) -> Any:
         """One update for residuals r (M,), the loss being ``1/2 ||r||^2``.
@@ -163,20 +165,6 @@ class SecondOrderOptimizer(ModelOptimizer):
         """
         raise NotImplementedError
 
-    @torch._disable_dynamo
-    def _prepare(self, closure: Callable[[], Any] | None) -> tuple[Any, Step | None]:
-        """A whole step, except for what `torch.compile` may compile; returns the loss and that."""
-        if is_capturing():
-            return None, self.capture.begin(self.choice.current, self._context(closure))
-        if closure is not None and not callable(closure):
-            raise TypeError(f"closure: expected a function that computes the loss, found {type(closure).__name__}")
-        for group in self.param_groups:
-            check_numbers(group)
-        if closure is None and self._is_at_rest():
-            return None, None
-        outcome = self._run(closure)
-        return outcome.loss, outcome.move
-
     def _is_at_rest(self) -> bool:
         """Whether no parameter could move: `torch.distributed.checkpoint` takes such a step to create the state."""
         is_unable = self.rule.needs_closure or not self.store.blocks
@@ -190,16 +178,13 @@ class SecondOrderOptimizer(ModelOptimizer):
             raise RuntimeError(
                 f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
             )
-        self.monitor.collect()
         start, context = time.perf_counter(), self._context(closure)
-        context.tell_numbers()
         is_differentiated = closure is not None and self.choice.may_differentiate
         with self.monitor.watching(), force_eager() if is_differentiated else nullcontext():
             outcome = self.choice.step(context, self._context)
-        if outcome.displacement and not outcome.is_skipped:
-            trained = self.trained()  # by the names that the closure may have given them
-            for name, displacement in outcome.displacement.items():
-                to_local(trained[name]).add_(displacement)
+        if outcome.displacement:
+            trained = context.trained if closure is None else self.trained()  # the closure may have renamed them
+            move({name: to_local(trained[name]) for name in outcome.displacement}, outcome.displacement)
         self.monitor.counts["rollbacks"] += outcome.rollbacks
         if outcome.renewal.renewed:
             self.warn_of_unknown_parameters()
@@ -207,11 +192,9 @@ class SecondOrderOptimizer(ModelOptimizer):
             self.monitor.skip()
             self.recorder.discard()
         elif outcome.is_step:
-            entry = self.monitor.note_step(outcome.entry or {}, outcome.numbers, outcome.is_undecided)
+            entry = self.monitor.note_step(outcome.entry or {})
             entry["seconds"] = time.perf_counter() - start
             self.warn_of_others()
-            if self.residual_rule is None:
-                self.preconditioner.note_seconds(outcome.renewal)
         self._note_emptiness(outcome)
         self.recorder.expect()
         return outcome
@@ -221,7 +204,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.empty_steps = 0 if outcome.is_step or outcome.is_skipped else self.empty_steps + 1
         if self.empty_steps == MOST_EMPTY:
             warn_once(EMPTY, type(self).__name__, logger="optimizers")
-        for p in [p for p, own in self.state.items() if not own] if outcome.move is None else ():  # a move fills it
+        for p in [p for p, own in self.state.items() if not own]:
             del self.state[p]
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
@@ -229,57 +212,16 @@ class SecondOrderOptimizer(ModelOptimizer):
         if self.teams.current().processes.size > 1:
             require_one_device(type(self).__name__, trained)
         return StepContext(
-            model=self.model, closure=closure, trained=trained, options=self.options(), numbers=self.numbers,
+            model=self.model, closure=closure, trained=trained, options=self.options(),
             states={name: self.state[p] for name, p in trained.items()}, recorder=self.recorder,
             preconditioner=self.preconditioner, monitor=self.monitor, owner=type(self).__name__,
             scaling=Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)),
         )  # fmt: skip
 
-    @torch._disable_dynamo
-    def _conclude(self) -> None:
-        if is_capturing():
-            return self.capture.end()
-        self.monitor.collect()
-        self._gather_displacement()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As for any optimizer. New gradients then make the recorded passes of the old ones void."""
         super().zero_grad(set_to_none)
         self.recorder.zero()
-
-    # -- steps from a CUDA graph
-
-    def records_next_pass(self) -> bool:
-        """Whether the next step renews the curvature from its passes, which then cannot come from a CUDA graph."""
-        return self.recorder.is_due()
-
-    def can_replay(self) -> bool:
-        """Whether the next step, with its passes, may come from a CUDA graph: it neither renews nor inverts.
-
-        Never with several processes or devices, with closures, nor for `NaturalGradient`; nor at the first step after
-        `load_state_dict`, or after parameters were frozen or thawed. Waits for the device only where the verdict on the
-        last batches may change the answer.
-        """
-        self.monitor.collect()
-        return self.capture.can_replay(self.choice.current, self._context(None))
-
-    def needs_capture(self) -> bool:
-        """Whether ``opt.step()`` has to be captured (again): what a graph reads or changes has moved.
-
-        So at first, after `load_state_dict`, where a large inverse has got another rank, where parameters have other
-        gradients than before or are in other groups, and where groups that had the same options have so no more, or the
-        other way round.
-        """
-        return self.capture.is_needed(self.choice.current, self._context(None))
-
-    def before_replay(self) -> None:
-        """The host's part of a step, before a graph replays the rest: counts it, and sends new rates to the device.
-
-        Raises:
-            RuntimeError: the next step cannot be replayed, or the graph is no longer right.
-        """
-        self.monitor.collect()
-        self.capture.before_replay(self.choice.current, self._context(None))
 
     # -- reports and checkpoints
 
@@ -290,7 +232,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         """
         if self.residual_rule is not None:
             return "\n".join(table(self.residual_rule.solver.report(self.model)))
-        rows = rows_of(self.store.blocks, self.model, self.trained(), self.param_groups, bool(self.monitor.started))
+        rows = rows_of(self.store.blocks, self.model, self.trained(), self.param_groups, bool(self.monitor.steps))
         return "\n".join([*table(rows), *noted(self.recorder.substitute), *noted(self.rule.report())])
 
     def stats(self) -> dict[str, Any]:
@@ -309,7 +251,6 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for any optimizer: tensors, numbers and strings; see `optimizers.checkpoints` for the form."""
-        self.monitor.settle()
         return pack(self, self.kind(), self._parts(), lambda p: self.rule.empty_state(p, self.param_groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -318,7 +259,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         Raises:
             TypeError: not a dict.
             ValueError: it belongs to another optimizer, model, version, or choice of `adaptive`, `sharing`,
-                `block_size`, `compact` or `solver`, or is damaged; says what was found, and changes nothing.
+                `block_size` or `solver`, or is damaged; says what was found, and changes nothing.
         """
         state, parts = unpack(self, state_dict, self.kind(), self._parts())
         super().load_state_dict(state)
@@ -328,20 +269,19 @@ class SecondOrderOptimizer(ModelOptimizer):
     def _load_parts(self, parts: Mapping[str, Any]) -> None:
         """Load the `_parts` of a state; moves tensors to the device of the parameters."""
         self.teams.forget_inverses()
-        self.capture.forget()
-        self.preconditioner.places = None
+        self.preconditioner.solver = None
         home, trained = next(self.model.parameters()).device, self.trained()
         parts = dict(parts) | pytree.tree_map_only(Tensor, lambda x: x.to(home), {k: parts[k] for k in RULES})
         devices = {name: p.device for name, p in self.model.named_parameters()}
         schedule, residual = self.preconditioner.schedule, parts["residual_rule"]
         self.monitor.load_state_dict(parts["monitor"])
-        schedule.factor_every, schedule.decompose_every = parts["intervals"]
+        schedule.load_state_dict(parts["intervals"])
         self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
         self.rule.load_state_dict(parts["rule"], trained)
         self.choice.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
-        self.recorder.load_state_dict(parts["recorder"], home, is_stopped=residual is not None)
+        self.recorder.load_state_dict(parts["recorder"], is_stopped=residual is not None)
         self.recorder.expect()
         self._gather_displacement()
 
@@ -350,7 +290,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         schedule, residual = self.preconditioner.schedule, self.residual_rule
         return {
             "monitor": self.monitor.state_dict(),
-            "intervals": [schedule.factor_every, schedule.decompose_every],
+            "intervals": schedule.state_dict(),
             "recorder": self.recorder.state_dict(),
             "rule": self.rule.state_dict(),
             "residual_rule": None if residual is None else residual.state_dict(),
@@ -386,7 +326,6 @@ class SecondOrderOptimizer(ModelOptimizer):
         before, self.forms = self.forms, self._forms()
         if all(before.get(k, form) == form for k, form in self.forms.items()):
             return
-        self.monitor.settle()
         parts = self._parts()
         self._load_parts(parts | {"curvature": curvature_of(self, parts["curvature"])})
         for p, state in self.state.items():
@@ -398,3 +337,10 @@ class SecondOrderOptimizer(ModelOptimizer):
         """A copy or pickle trains a copy of the model; copy or pickle both together for them to share it."""
         groups = [dict(group) for group in self.param_groups]
         return rebuild, (type(self), self.model, self.arguments, groups, self.defaults, self.state_dict())
+
+
+def move(parameters: Mapping[str, Tensor], displacement: Mapping[str, Tensor]) -> None:
+    """Add a displacement to parameters, in one call for each device."""
+    names = iter(parameters)
+    for own in by_device(list(parameters.values())):
+        torch._foreach_add_(own, [displacement[next(names)] for _ in own])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvature.layers import Layout
-from curvature.linalg import full_precision, noise_floor, on_host, rounding_tolerance, widest
+from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_host, widest
 from curvature.recording import Tape
 
 ENTRIES = 512  # of a backprop, that are looked at first
@@ -73,7 +73,7 @@ def find_layouts(
         limits = allowed, _allowed(size, b, torch.zeros_like(floor))
         errors = [_error(layout, b, bw, weights) for layout in tried[-1]]
         flags += [error <= limit for error in errors for limit in limits]
-    told = list(map(bool, on_host(flags)))
+    told = list(map(bool, to_host(flags)))
     if count == 1:
         return tried, all(told)
     answers = iter(told[::2]), iter(told[1::2])
@@ -94,7 +94,7 @@ def reproduce(
         for layout in own
         if b is not None and bw is not None
     ]
-    return all(map(bool, on_host(flags)))
+    return all(map(bool, to_host(flags)))
 
 
 def _allowed(size: Tensor, b: Tensor, floor: Tensor) -> Tensor:

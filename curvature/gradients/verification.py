@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvature.gradients.batch import Batch
 from curvature.gradients.parameter_terms import Terms
-from curvature.linalg import noise_floor, on_host, rounding_tolerance
+from curvature.linalg import noise_floor, rounding_tolerance, to_host
 from curvature.recording import Tape, warn_once
 from curvature.terms import Term, contractions
 
@@ -72,7 +72,7 @@ def failures(
         one = {name: [t.samples(n.to(t.device)) for t in own] for name, own in terms.items() if own}
         rows = {name: contractions.gradients(own)[0] for name, own in one.items()}
         flags += agreements(rows, alone, low)
-    good = on_host(flags)
+    good = to_host(flags)
     failed = {name for name, flag in zip(rows, good[len(summed) :], strict=True) if not flag}
     doubtful = [name for name, flag in zip(summed, good, strict=False) if not flag]
     return failed | {name for name in doubtful if not sums_to(name, contractions.norms_squared)}
@@ -97,7 +97,7 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor], low: floa
 
     `low` is the root of the coarsest rounding inside the model, under autocast.
     """
-    return [name for name, same in zip(found, on_host(agreements(found, expected, low)), strict=True) if not same]
+    return [name for name, same in zip(found, to_host(agreements(found, expected, low)), strict=True) if not same]
 
 
 def agreements(found: dict[str, Tensor], expected: dict[str, Tensor], low: float) -> list[Tensor]:

@@ -5,7 +5,6 @@ per-sample gradients in the factors' eigenbasis (`Basis`), damped inverses of pr
 of products (`invert_kronecker_sum`); symmetric sides in half the memory (`pack`). Nothing here averages over batches.
 """
 
-from curvature.kronecker.compact import compacted, kept_bytes, owned
 from curvature.kronecker.diagonal_blocks import cuts_of
 from curvature.kronecker.eigenbasis import Basis
 from curvature.kronecker.factors import Affine, Reading, Scheme, at_least_float32
@@ -18,7 +17,7 @@ from curvature.kronecker.inverses import (
     inverses_in_blocks,
     nonzero_or_one,
 )
-from curvature.kronecker.packing import Packed, Side, as_packed, diagonal_of, entries_of, halve, pack, whole
+from curvature.kronecker.packing import Packed, Side, as_packed, diagonal_of, entries_of, pack, whole
 from curvature.kronecker.statistics import KroneckerStatistics, merge_products
 from curvature.kronecker.subsampling import subsample_samples
 from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum, invert_kronecker_sums
@@ -26,8 +25,8 @@ from curvature.kronecker.waiting import kept_activations
 
 __all__ = [
     "Affine", "Basis", "KroneckerInverse", "KroneckerStatistics", "KroneckerSumInverse", "Packed", "Pair", "Reading",
-    "Scheme", "Side", "as_packed", "at_least_float32", "carry_diagonal", "compacted", "cuts_of", "diagonal_of",
-    "eigen_inverses", "eigenbases", "entries_of", "factored_inverses", "halve", "inverses_in_blocks",
-    "invert_kronecker_sum", "invert_kronecker_sums", "kept_activations", "kept_bytes", "merge_products",
-    "nonzero_or_one", "owned", "pack", "subsample_samples", "whole",
+    "Scheme", "Side", "as_packed", "at_least_float32", "carry_diagonal", "cuts_of", "diagonal_of",
+    "eigen_inverses", "eigenbases", "entries_of", "factored_inverses", "inverses_in_blocks",
+    "invert_kronecker_sum", "invert_kronecker_sums", "kept_activations", "merge_products",
+    "nonzero_or_one", "pack", "subsample_samples", "whole",
 ]  # fmt: skip

@@ -65,7 +65,6 @@ class Scheme:
         sketched: whether the side is kept as a `curvature.linalg.sketch`.
         block_size: a dense side with more rows than that, a bias aside, is zero outside of diagonal blocks of that
             size; None: no side is.
-        compact: whether averages and inverses are in 16 bits.
         dtype: of the moments.
         sharing: "expand": each place counts as a sample; "reduce": activations are averaged, backprops added first.
     """
@@ -76,7 +75,6 @@ class Scheme:
     sharing: str
     sketched: tuple[bool, bool] = (False, False)
     block_size: int | None = None
-    compact: bool = False
 
     @staticmethod
     def of(

@@ -14,22 +14,23 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker.diagonal_blocks import Cuts, joined, parts_of
-from curvature.kronecker.packing import Packed, Side, as_packed, diagonal_of, whole
+from curvature.kronecker.packing import Packed, Side, diagonal_of, whole
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
     Lazily,
+    careful_spd_inverse,
     count_recovery,
     eigenvalues_of,
     is_sketch,
+    look,
     low_rank_inverses,
     matmul,
     own_precision,
     psd_eigh,
+    psd_eighs,
     sketch_spectrum,
-    small_on_host,
-    spd_inverse,
-    to_device,
     try_cholesky,
+    try_spd_inverse,
 )
 
 JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
@@ -45,7 +46,6 @@ class KroneckerInverse:
     `shifts` has a number c where a side is V of ``c (I - V V^T)``, V (g, d, r) with orthogonal columns.
     Where `values` (1, r + 1, s + 1) are given for partial bases rows (1, o, r) and columns (1, i, s), the last of each
     axis belongs to all directions outside of them. `cuts` are those of both sides (`curvature.kronecker.cuts_of`).
-    `packed` says of either side whether it is a triangle in 16 bits (`compacted`); `cuts` are then given.
     """
 
     rows: Tensor
@@ -54,39 +54,35 @@ class KroneckerInverse:
     roots: tuple[bool, bool] = (False, False)
     shifts: tuple[Tensor | None, Tensor | None] = (None, None)
     cuts: Cuts = ((), ())
-    packed: tuple[bool, bool] = (False, False)
-
-    def opened(self, k: int, dtype: torch.dtype) -> Tensor:
-        """The rows (k = 0) or columns (1), not packed, in this precision."""
-        side = (self.rows, self.columns)[k]
-        if not self.packed[k]:
-            return side.to(dtype)
-        found = whole(as_packed(side, self.cuts[k], dtype))
-        return found.tril_() if self.roots[k] else found
 
     def __call__(self, x: Tensor, own: bool = False) -> Tensor:
         """The product with x, in place if x is our own: allocating memory costs more than arithmetic."""
         cut, other = self.cuts
         with own_precision(x):
             if self.values is None:
-                x = _solved(self.opened(0, x.dtype), self.roots[0], self.shifts[0], x, left=True, own=own, cut=cut)
-                side = self.opened(1, x.dtype)
-                return _solved(side, self.roots[1], self.shifts[1], x, left=False, own=True, cut=other)
-            rows, columns = self.opened(0, x.dtype), self.opened(1, x.dtype)
+                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own, cut=cut)
+                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False, own=True, cut=other)
             if self.is_partial:
-                return _partial(rows, columns, self.values, x)
-            inner = _right(columns, _left(_transposed(rows), x, cut), other).mul_(self.values)
-            return _right(_transposed(columns), _left(rows, inner, cut), other)
+                return _partial(self.rows, self.columns, self.values, x)
+            inner = _right(self.columns, _left(_transposed(self.rows), x, cut), other).mul_(self.values)
+            return _right(_transposed(self.columns), _left(self.rows, inner, cut), other)
+
+    def owned(self) -> KroneckerInverse:
+        """The same; sides that were made together with others, and would keep these in memory, as copies."""
+        rows, columns = (
+            side.clone() if side.untyped_storage().nbytes() > side.nbytes else side
+            for side in (self.rows, self.columns)
+        )
+        return replace(self, rows=rows, columns=columns)
 
     @property
     def form(self) -> Any:
         """Equal for inverses that can be stacked; None if this one cannot, or is so large that it does not pay."""
         sides = (self.rows, self.columns) if self.values is None else (self.rows, self.columns, self.values)
         is_plain = not any(self.roots) and self.shifts == (None, None) and not self.is_partial
-        both = zip((self.rows, self.columns), self.cuts, self.packed, strict=True)
-        is_small = max(sum(cut) if packed else side.shape[-1] for side, cut, packed in both) <= STACKED_MAX_SIDE
+        is_small = max(self.rows.shape[-1], self.columns.shape[-1]) <= STACKED_MAX_SIDE
         cuts = tuple(map(tuple, self.cuts))
-        return (self.rows.device, cuts, self.packed, *(side.shape for side in sides)) if is_plain and is_small else None
+        return (self.rows.device, cuts, *(side.shape for side in sides)) if is_plain and is_small else None
 
     @staticmethod
     def stacked(inverses: Sequence[KroneckerInverse]) -> KroneckerInverse:
@@ -109,11 +105,10 @@ class KroneckerInverse:
     def condition(self) -> float:
         """Largest over smallest nonzero eigenvalue, the maximum over groups."""
         if self.values is not None:
-            spread = self.values.flatten(1).to(torch.promote_types(self.values.dtype, torch.float32))
+            spread = self.values.flatten(1)
             least = torch.where(spread > 0, spread, torch.inf).amin(1)
             return float((spread.amax(1) / least).max())
-        both = (self.opened(k, torch.promote_types(self.rows.dtype, torch.float32)) for k in (0, 1))
-        sides = [_spectrum(*side) for side in zip(both, self.roots, self.shifts, strict=True)]
+        sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.roots, self.shifts, strict=True)]
         one, other = (s.amax(1) / s.amin(1) for s in sides)
         return float((one * other).max())
 
@@ -162,10 +157,14 @@ def factored_inverses(
     kinds = {
         k: (are_thin[k], alone[k], type(sides[k]), sides[k].shape[1:], sides[k].dtype, sides[k].device) for k in left
     }
-    for kind, alike in _grouped(kinds):
-        together, are_roots = _damped(_stacked([sides[k] for k in alike]), share, kind[0])
-        for k, own in zip(alike, together.split([len(sides[k]) for k in alike]), strict=True):
-            found[k] = own, are_roots, None
+    groups = [(as_roots, [sides[k] for k in alike], alike) for (as_roots, *_), alike in _grouped(kinds)]
+    tried = [_tried(_stacked(own), share, as_roots) for as_roots, own, _ in groups]
+    fine = look([ok for _, ok in tried])
+    for (as_roots, some, alike), (together, _), is_fine in zip(groups, tried, fine, strict=True):
+        if not is_fine:
+            together = _carefully(_stacked(some), share)
+        for k, own in zip(alike, together.split([len(side) for side in some]), strict=True):
+            found[k] = own, as_roots and is_fine, None
     both = [(*found[k], *found[k + 1]) for k in range(0, len(sides), 2)]
     return [KroneckerInverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
 
@@ -180,13 +179,13 @@ def inverses_in_blocks(pairs: Sequence[Sequence[Side]], share: float, cuts: Cuts
     found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
         k: _of_sketch(whole(side), share) for k, side in enumerate(sides) if _is_sketch(side)
     }
-    found |= {k: (*_damped(whole(side), share, False), None) for k, side in enumerate(sides) if side.ndim == 2}
+    found |= {k: (_diagonally(whole(side), share), False, None) for k, side in enumerate(sides) if side.ndim == 2}
     left = [k for k in range(len(sides)) if k not in found]
     scaled = [whole(sides[k]) / _mean(sides[k])[:, None, None] for k in left]
     for matrix in scaled:
         matrix.diagonal(dim1=1, dim2=2).add_(share)
     parts = parts_of(scaled, [cuts[k] for k in left])
-    inverted = _by_shape(parts, parts, lambda stack: (spd_inverse(stack),))
+    inverted = _by_shape(parts, _spd_inverses)
     for k, (own,) in zip(left, joined(inverted, [cuts[k] for k in left]), strict=True):
         found[k] = own.div_(_mean(sides[k])[:, None, None]), False, None
     both = [(found[k], found[k + 1], cuts[k : k + 2]) for k in range(0, len(sides), 2)]
@@ -236,7 +235,7 @@ def eigenbases(sides: Sequence[Side], cuts: Cuts | None = None) -> list[tuple[Te
     dense = [k for k in range(len(sides)) if k not in found]
     own = [(sides[k].shape[-1],) if cuts is None else cuts[k] for k in dense]
     parts = parts_of([whole(sides[k]) for k in dense], own)
-    made = _by_shape(parts, small_on_host(parts), eigenbasis)
+    made = _by_shape(parts, psd_eighs)
     found |= {k: (values, vectors) for k, (values, vectors) in zip(dense, joined(made, own), strict=True)}
     return [found[k] for k in range(len(sides))]
 
@@ -270,30 +269,54 @@ def _grouped(kinds: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
 
 
 def _by_shape(
-    parts: Sequence[Tensor], here: Sequence[Tensor], run: Callable[[Tensor], tuple[Tensor, ...]]
+    parts: Sequence[Tensor], run: Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, ...]]]
 ) -> list[tuple[Tensor, ...]]:
-    """What `run` makes of what is `here` in place of parts, those of one shape together; on the parts' own devices."""
+    """What `run` makes of stacks of parts, those of one shape together."""
     found: dict[int, tuple[Tensor, ...]] = {}
-    for (*_, device), alike in _grouped({k: (part.shape[1:], part.dtype, part.device) for k, part in enumerate(parts)}):
-        sizes = [len(parts[k]) for k in alike]
-        made = [to_device(x, device).split(sizes) for x in run(_stacked([here[k] for k in alike]))]
-        found |= dict(zip(alike, zip(*made, strict=True), strict=True))
+    groups = _grouped({k: (part.shape[1:], part.dtype, part.device) for k, part in enumerate(parts)})
+    made = run([_stacked([parts[k] for k in alike]) for _, alike in groups])
+    for (_, alike), own in zip(groups, made, strict=True):
+        pieces = [x.split([len(parts[k]) for k in alike]) for x in own]
+        found |= dict(zip(alike, zip(*pieces, strict=True), strict=True))
     return [found[k] for k in range(len(parts))]
 
 
-def _damped(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, bool]:
-    """Inverses, or Cholesky roots if asked for and possible; and whether they are roots.
+def _spd_inverses(stacks: Sequence[Tensor]) -> list[tuple[Tensor]]:
+    """Inverses of stacks of matrices; the host asks once whether all have succeeded."""
+    tried = [try_spd_inverse(stack) for stack in stacks]
+    fine = look([ok for _, ok in tried])
+    both = zip(tried, fine, stacks, strict=True)
+    return [(own if is_fine else careful_spd_inverse(stack),) for (own, _), is_fine, stack in both]
 
-    In units of the mean eigenvalue, so that no product of small numbers underflows.
-    """
-    mean = _mean(sides)
+
+def _tried(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, Tensor]:
+    """Damped inverses, or Cholesky roots of what is to be inverted, and a flag (): whether they can be used."""
     if sides.ndim == 2:
-        return 1 / (sides + share * mean[:, None]), False
-    scale = mean[:, None, None]
+        return _diagonally(sides, share), torch.ones((), dtype=torch.bool, device="cpu")
+    matrix, scale = _damped(sides, share)
+    if as_roots:
+        root, ok = try_cholesky(matrix)
+        return root.mul_(scale.sqrt()), ok
+    found, ok = try_spd_inverse(matrix)
+    return found.div_(scale), ok
+
+
+def _carefully(sides: Tensor, share: float) -> Tensor:
+    """Damped inverses after a first failure."""
+    matrix, scale = _damped(sides, share)
+    return careful_spd_inverse(matrix).div_(scale)
+
+
+def _damped(sides: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """In units of the mean eigenvalue, so that no product of small numbers underflows; and these units (g, 1, 1)."""
+    scale = _mean(sides)[:, None, None]
     matrix = sides / scale
     matrix.diagonal(dim1=1, dim2=2).add_(share)
-    root = try_cholesky(matrix) if as_roots else None
-    return (spd_inverse(matrix).div_(scale), False) if root is None else (root.mul_(scale.sqrt()), True)
+    return matrix, scale
+
+
+def _diagonally(side: Tensor, share: float) -> Tensor:
+    return 1 / (side + share * _mean(side)[:, None])
 
 
 def _outlined(side: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,6 @@ A symmetric side (g, d, d) is kept as its distinct entries (g, d (d + 1) / 2), i
 LAPACK (Gustavson, Wasniewski, Dongarra and Langou, 2010, ACM Trans. Math. Softw. 37): the left half of the lower
 triangle as it is, and the rest of it transposed into the corner above. Of a side that is zero outside of diagonal
 blocks, each block is kept so, one after the other.
-
-In 16 bits (`halve`) entries are float16 in units of a power of two, whose exponent follows them: each is right to 2^-12
-of itself, or to 2^-25 of the largest.
 """
 
 from __future__ import annotations
@@ -30,14 +27,10 @@ class Packed:
     Attributes:
         entries: of the lower triangles of its diagonal blocks, (g, length).
         cut: the numbers of rows of these.
-        exponents: of the powers of two (g, 1) by which entries of 16 bits have to be multiplied; None: of one.
-        wide: precision of the side, if it is not that of the entries.
     """
 
     entries: Tensor
     cut: tuple[int, ...]
-    exponents: Tensor | None = None
-    wide: torch.dtype | None = None
 
     @staticmethod
     def of(side: Tensor, cut: Sequence[int]) -> Packed:
@@ -53,7 +46,7 @@ class Packed:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.wide or self.entries.dtype
+        return self.entries.dtype
 
     @property
     def device(self) -> torch.device:
@@ -64,9 +57,6 @@ class Packed:
 
     def whole(self) -> Tensor:
         """The side, in memory of its own."""
-        return self._scaled(self._whole())
-
-    def _whole(self) -> Tensor:
         parts = self.entries.split([_length(n) for n in self.cut], 1)
         if len(self.cut) == 1:
             return _unpacked(parts[0], self.cut[0])
@@ -78,26 +68,12 @@ class Packed:
     def diagonal(self) -> Tensor:
         """(g, d)."""
         parts = self.entries.split([_length(n) for n in self.cut], 1)
-        found = torch.cat([x for part, n in zip(parts, self.cut, strict=True) for x in _diagonals(part, n)], 1)
-        return self._scaled(found)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        """Entries (g, ...) of our own in units of one."""
-        if self.exponents is None:
-            return x
-        wide = x.to(self.dtype)
-        return wide.mul_(torch.exp2(self.exponents.to(wide)).view(-1, *[1] * (x.ndim - 1)))
-
-    def unscaled(self) -> Tensor:
-        """The entries in units of one."""
-        return self.entries if self.exponents is None else self._scaled(self.entries)
+        return torch.cat([x for part, n in zip(parts, self.cut, strict=True) for x in _diagonals(part, n)], 1)
 
     @staticmethod
     def stacked(sides: Sequence[Packed]) -> Packed:
         """Sides of one form, their groups one after the other."""
-        first, exponents = sides[0], [side.exponents for side in sides if side.exponents is not None]
-        entries = torch.cat([side.entries for side in sides])
-        return Packed(entries, first.cut, torch.cat(exponents) if exponents else None, first.wide)
+        return Packed(torch.cat([side.entries for side in sides]), sides[0].cut)
 
 
 Side = Tensor | Packed  # (g, d, d), a diagonal (g, d), or a sketch
@@ -122,35 +98,9 @@ def pack(side: Tensor, cut: Sequence[int]) -> Tensor:
     return side if len(cut) == 1 else Packed.of(side, cut).whole()  # zeros outside of the blocks
 
 
-def as_packed(side: Tensor, cut: Sequence[int], dtype: torch.dtype | None = None) -> Side:
-    """What `pack`, and perhaps `halve`, has made of a side.
-
-    Args:
-        dtype: that it had.
-    """
-    if is_halved(side, cut):
-        return Packed(side[:, :-1], tuple(cut), side[:, -1:], dtype)
-    return Packed(side, tuple(cut)) if _is_triangle(side, cut) else side
-
-
-def halve(side: Tensor, cut: Sequence[int]) -> Tensor:
-    """What `pack` has made of a side, in 16 bits if that is a triangle; so is one whose 16 bits were copied to more."""
-    if not _is_triangle(side, cut):
-        return side
-    if is_halved(side, cut):
-        return side.half()
-    largest = torch.linalg.vector_norm(side, torch.inf, 1, keepdim=True).clamp(min=torch.finfo(side.dtype).tiny)
-    exponents = torch.frexp(largest).exponent - 1
-    return torch.cat([(side * torch.exp2(-exponents.to(side))).half(), exponents.half()], 1)
-
-
-def is_halved(side: Tensor, cut: Sequence[int]) -> bool:
-    """Whether `halve` has changed it, whatever precision it was copied to since."""
-    return _is_triangle(side, cut) and side.shape[1] == 1 + sum(map(_length, cut))
-
-
-def _is_triangle(side: Tensor, cut: Sequence[int]) -> bool:
-    return side.ndim == 2 and side.shape[1] != sum(cut)
+def as_packed(side: Tensor, cut: Sequence[int]) -> Side:
+    """What `pack` has made of a side: a diagonal has as many entries as rows, a triangle has more."""
+    return Packed(side, tuple(cut)) if side.ndim == 2 and side.shape[1] != sum(cut) else side
 
 
 def entries_of(cut: Sequence[int]) -> int:

@@ -119,9 +119,10 @@ class KroneckerStatistics:
         ]
 
     def tensors(self) -> list[Tensor]:
-        self._complete()
+        """All sums; of activations that wait, a bound of theirs."""
         numbers = [number for _, number in self.activations.values() if isinstance(number, Tensor)]
-        return [*(moment for moment, _ in self.activations.values()), *numbers, *self.backprops.values()]
+        bounds = [own.bound() for own in self.waiting.values()]
+        return [*(moment for moment, _ in self.activations.values()), *numbers, *self.backprops.values(), *bounds]
 
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         """Tensors that add up over `size` processes, this one being `rank`."""

@@ -19,10 +19,9 @@ from curvature.linalg import (
     cholesky_with_jitter,
     eigenvalue_rounding,
     full_precision,
+    look,
     matmul,
-    small_on_host,
-    symmetric_eigh,
-    to_device,
+    symmetric_eighs,
     try_cholesky,
 )
 
@@ -105,17 +104,18 @@ def _two(pairs: Sequence[Pair]) -> list[Pair]:
 @full_precision()
 def _diagonalised(sums: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """For one or two sides each, W with ``W^T sum(sides) W = I`` and the diagonal of ``W^T sides[0] W``, 0 to 1."""
-    roots, wholes = [], []
-    for sides in sums:
-        total = sides[0] if len(sides) == 1 else sides[0] + sides[1]
-        root = try_cholesky(total)
-        if root is None:
-            root = cholesky_with_jitter(total, "a factor")
+    totals = [sides[0] if len(sides) == 1 else sides[0] + sides[1] for sides in sums]
+    tried = [try_cholesky(total) for total in totals]
+    fine = look([ok for _, ok in tried])
+    roots = [
+        root if is_fine else cholesky_with_jitter(total, "a factor")
+        for (root, _), is_fine, total in zip(tried, fine, totals, strict=True)
+    ]
+    wholes = []
+    for root, sides in zip(roots, sums, strict=True):
         half = torch.linalg.solve_triangular(root, sides[0], upper=False)
-        roots.append(root)
         wholes.append(torch.linalg.solve_triangular(root, half.mT, upper=False))
     found = []
-    for root, whole in zip(roots, small_on_host(wholes), strict=True):
-        values, vectors = (to_device(x, root.device) for x in symmetric_eigh(whole))
+    for root, (values, vectors) in zip(roots, symmetric_eighs(wholes), strict=True):
         found.append((torch.linalg.solve_triangular(root.mT, vectors, upper=True), values.clamp(0, 1)))
     return found

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from curvature.kronecker.diagonal_blocks import cuts_of
-from curvature.kronecker.factors import Affine, Scheme
+from curvature.kronecker.factors import Affine, Scheme, at_least_float32
 from curvature.kronecker.packing import entries_of
 from curvature.terms import Convolution, OuterProduct
 
@@ -42,6 +44,18 @@ class Waiting:
     def copied(self) -> Waiting:
         """Copies of the inputs: once the backward pass is over, the loop may change the layer's own."""
         return self if self.versions is None else Waiting([_with(t, _inputs(t).clone()) for t in self.checked()], None)
+
+    def bound(self) -> Tensor:
+        """A number () no less than the trace of the moment, bias aside: not finite where the moment is not.
+
+        An entry of a convolution's input is in as many patches as the kernel has entries, at most.
+        """
+        parts = [
+            torch.linalg.vector_norm(x := _inputs(term), dtype=at_least_float32(x.dtype)).square()
+            * math.prod(term.shape[2:])
+            for term in self.terms
+        ]
+        return torch.stack(parts).sum()
 
 
 def kept_activations(scheme: Scheme, terms: Sequence[Affine]) -> Waiting | None:

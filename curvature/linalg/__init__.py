@@ -8,26 +8,30 @@ moments that are too large to store; tolerances for rounding errors. Nothing her
 from curvature.linalg.block_lanczos import largest_eigenpairs
 from curvature.linalg.decompositions import (
     NotDefinite,
+    careful_spd_inverse,
     cholesky,
     cholesky_with_jitter,
     damp_eigenvalues,
     eigenvalue_rounding,
     eigenvalues_of,
     psd_eigh,
+    psd_eighs,
     qr,
     require_finite,
-    small_on_host,
     spd_inverse,
     symmetric_eigh,
+    symmetric_eighs,
     symmetrize,
     try_cholesky,
     try_decompose,
+    try_spd_inverse,
 )
 from curvature.linalg.devices import by_device, cat, copy_to_host_async, in_place, stack, to_device, widen, widest
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
-from curvature.linalg.outcomes import are_true, count_recovery, on_host, optimistically, recovery_counts, soon
+from curvature.linalg.outcomes import count_recovery, look, recovery_counts, to_host
 from curvature.linalg.precision import (
     full_precision,
+    full_precision_products,
     matmul,
     own_precision,
     precision_settings,
@@ -53,12 +57,12 @@ from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
     "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_",
-    "are_true", "average_moments", "by_device", "cat", "cholesky", "cholesky_with_jitter", "copy_to_host_async",
-    "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of", "fill_slot", "full_precision",
-    "in_place", "is_sketch", "largest_eigenpairs", "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor",
-    "on_host", "optimistically", "own_precision", "precision_settings", "product_rounding", "psd_eigh", "qr",
-    "recovery_counts",
-    "require_finite", "rounding_tolerance", "scale_moment", "sketch_rows", "sketch_spectrum", "small_on_host", "soon",
-    "spd_inverse", "stack", "stacked", "sum_slots", "symmetric_eigh", "symmetrize", "to_device", "try_cholesky",
-    "try_decompose", "widen", "widest", "without_autocast",
+    "average_moments", "by_device", "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter",
+    "copy_to_host_async", "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of",
+    "fill_slot", "full_precision", "full_precision_products", "in_place", "is_sketch", "largest_eigenpairs", "look",
+    "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "own_precision", "precision_settings",
+    "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite", "rounding_tolerance",
+    "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "stacked", "sum_slots",
+    "symmetric_eigh", "symmetric_eighs", "symmetrize", "to_device", "to_host", "try_cholesky", "try_decompose",
+    "try_spd_inverse", "widen", "widest", "without_autocast",
 ]  # fmt: skip

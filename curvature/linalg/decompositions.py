@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvature.linalg.devices import SHARED_MEMORY, to_device, widen
-from curvature.linalg.outcomes import are_true, count_recovery, on_host, refute
+from curvature.linalg.outcomes import count_recovery, look, to_host
 from curvature.linalg.precision import full_precision, matmul
 
 # Computed eigenvalues of singular matrices reach about 4 eps times the largest, at every size that we tried.
@@ -47,25 +47,39 @@ class NotDefinite(ValueError):
         )
 
 
-def try_decompose(decompose: Callable[[], Any]) -> Any:
-    """The result, one tensor or several; None if the decomposition fails or a result is not finite.
+def try_decompose(decompose: Callable[[], Any]) -> tuple[Any, Tensor]:
+    """The result, one tensor or several, and a flag (): whether it is finite; None, and false, if the library raises.
 
-    Integers among the results are error codes, and have to be zero.
+    Integers among the results are error codes, and have to be zero. The flag is on the device of the result: callers
+    collect flags, and `look` at them once.
     """
     try:
         found = decompose()
     except RuntimeError as error:
         if not _is_of_a_library(error):
             raise
-        refute()
-        return None
+        return None, torch.zeros((), dtype=torch.bool, device="cpu")
     tensors = [found] if isinstance(found, Tensor) else list(found)
-    # sums are quick, but those of finite entries may overflow
-    for total in (torch.sum, lambda x: torch.sum(0 * x)):
-        fine = [total(x).isfinite() if x.is_floating_point() else ~x.any() for x in tensors]
-        if all(are_true(torch.stack(fine))):
-            return found
-    return None
+    # sums are quick; where those of finite entries overflow, the next attempt is looked at entry by entry
+    fine = [x.sum().isfinite() if x.is_floating_point() else ~x.any() for x in tensors]
+    return found, torch.stack(fine).all()
+
+
+def _first_good(decompose: Callable[[Tensor], Any], attempts: Iterable[Tensor]) -> tuple[int, Any]:
+    """The ladder: the number of the first attempt whose result is finite, and this result; -1 and None without one."""
+    for k, attempt in enumerate(attempts):
+        found, ok = try_decompose(partial(decompose, attempt))
+        if found is not None and (bool(ok) or all(bool(x.isfinite().all()) for x in found)):
+            return k, found
+    return -1, None
+
+
+def _with_jitter(matrix: Tensor) -> Iterator[Tensor]:
+    """A matrix (d, d) in float64 on the CPU, without and with ever more on the diagonal."""
+    here = matrix.cpu().double()
+    here = (here + here.mT) / 2
+    jitter = here.diagonal().mean().abs() * torch.eye(len(here), device="cpu")
+    return (here + share * jitter for share in (0.0, *RELATIVE_JITTERS))
 
 
 def _is_of_a_library(error: RuntimeError) -> bool:
@@ -74,7 +88,7 @@ def _is_of_a_library(error: RuntimeError) -> bool:
     return known or any(library in str(error).lower() for library in LIBRARIES)
 
 
-def small_on_host(matrices: Sequence[Tensor]) -> list[Tensor]:
+def _small_on_host(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Matrices (..., d, d), those of accelerators that are small as copies on the host, by one transfer.
 
     `torch.linalg.eigh` on an accelerator waits at each call, for its error code.
@@ -84,54 +98,61 @@ def small_on_host(matrices: Sequence[Tensor]) -> list[Tensor]:
         for k, matrix in enumerate(matrices)
         if matrix.device.type not in SHARED_MEMORY and matrix.shape[-1] <= HOST_MAX_SIDE
     }
-    copies = dict(zip(away, on_host(list(away.values())), strict=True)) if away else {}
+    copies = dict(zip(away, to_host(list(away.values())), strict=True))
     return [copies[k].to(matrix.dtype) if k in copies else matrix for k, matrix in enumerate(matrices)]
 
 
-@full_precision()
 def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, ascending, and eigenvectors (columns) of symmetric matrices (..., d, d).
 
-    If that fails or is not finite, each matrix is retried alone: as given, in float64, on the CPU, then with growing
-    jitter on the diagonal.
+    If that fails or is not finite, each matrix is retried alone: as given, in float64 on the CPU, then with more and
+    more on the diagonal.
 
     Raises:
         torch.linalg.LinAlgError: every attempt failed.
     """
-    (here,) = small_on_host([matrix])
-    symmetric = (here + here.mT) / 2
-    symmetric = symmetric if symmetric.dtype in (torch.float32, torch.float64) else symmetric.float()
-    found = try_decompose(partial(torch.linalg.eigh, symmetric))
-    if found is None:
-        shape, size = symmetric.shape, symmetric.shape[-1]
-        some, more = zip(*map(_eigh_with_retries, symmetric.reshape(-1, size, size)), strict=True)
-        found = torch.stack(some).reshape(shape[:-1]), torch.stack(more).reshape(shape)
-    values, vectors = (to_device(x.to(matrix.dtype), matrix.device) for x in found)
-    return values, vectors
+    return symmetric_eighs([matrix])[0]
+
+
+@full_precision()
+def symmetric_eighs(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """`symmetric_eigh` of several; the host asks once whether all have succeeded."""
+    given = [_symmetric(here) for here in _small_on_host(matrices)]
+    tried = [try_decompose(partial(torch.linalg.eigh, x)) for x in given]
+    fine = look([ok for _, ok in tried])
+    pairs = [own if is_fine else _careful_eigh(x) for (own, _), is_fine, x in zip(tried, fine, given, strict=True)]
+    back = lambda x, matrix: to_device(x.to(matrix.dtype), matrix.device)
+    return [(back(own[0], m), back(own[1], m)) for own, m in zip(pairs, matrices, strict=True)]
+
+
+def _symmetric(matrix: Tensor) -> Tensor:
+    symmetric = (matrix + matrix.mT) / 2
+    return symmetric if symmetric.dtype in (torch.float32, torch.float64) else symmetric.float()
 
 
 @full_precision()
 def eigenvalues_of(matrix: Tensor) -> Tensor:
     """The eigenvalues alone, ascending: `symmetric_eigh` where the quicker way fails."""
-    found = try_decompose(partial(torch.linalg.eigvalsh, matrix))
-    return symmetric_eigh(matrix)[0] if found is None else found
+    found, ok = try_decompose(partial(torch.linalg.eigvalsh, matrix))
+    return found if bool(ok) else symmetric_eigh(matrix)[0]
 
 
-def _eigh_with_retries(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """`symmetric_eigh` of one matrix (d, d) after a first failure."""
-    double = widen(matrix)
-    on_cpu = matrix.cpu().double()
-    jitter = on_cpu.diagonal().mean().abs() * torch.eye(len(on_cpu), device="cpu")
-    attempts = [matrix, double, on_cpu, *(on_cpu + share * jitter for share in RELATIVE_JITTERS)]
-    if bool(on_cpu.isfinite().all()):
-        for k, attempt in enumerate(attempts):
-            found = try_decompose(partial(torch.linalg.eigh, attempt))
-            if found is not None:
-                if k:
-                    count_recovery("retried")
-                return found[0].to(matrix), found[1].to(matrix)
-    state = "also in float64, on the CPU and with jitter" if bool(on_cpu.isfinite().all()) else "for it is not finite"
-    raise torch.linalg.LinAlgError(f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, {state}")
+def _careful_eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """`symmetric_eigh` of matrices (..., d, d) after a first failure."""
+    shape, size = matrices.shape, matrices.shape[-1]
+    values, vectors = zip(*map(_careful_eigh_of_one, matrices.reshape(-1, size, size)), strict=True)
+    return torch.stack(values).reshape(shape[:-1]), torch.stack(vectors).reshape(shape)
+
+
+def _careful_eigh_of_one(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    is_finite = bool(matrix.isfinite().all())
+    k, found = _first_good(torch.linalg.eigh, [matrix, *_with_jitter(matrix)] if is_finite else [])
+    if found is None:
+        state = "also in float64, on the CPU and with jitter" if is_finite else "for it is not finite"
+        raise torch.linalg.LinAlgError(f"eigendecomposition of a {tuple(matrix.shape)} matrix failed, {state}")
+    if k:
+        count_recovery("retried")
+    return found[0].to(matrix), found[1].to(matrix)
 
 
 @full_precision()
@@ -141,47 +162,83 @@ def qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         torch.linalg.LinAlgError: every attempt failed.
     """
-    attempts: list[Callable[[Tensor], Tensor]] = [lambda x: x, widen, lambda x: x.cpu().double()]
-    for k, attempt in enumerate(attempts):
-        found = try_decompose(partial(torch.linalg.qr, attempt(matrix)))
-        if found is not None:
-            if k:
-                count_recovery("retried")
-            return found[0].to(matrix), found[1].to(matrix)
-    raise torch.linalg.LinAlgError(f"QR of a {tuple(matrix.shape)} matrix failed, also in float64 and on the CPU")
+    k, found = _first_good(torch.linalg.qr, (make(matrix) for make in (_as_it_is, widen, _double_on_cpu)))
+    if found is None:
+        raise torch.linalg.LinAlgError(f"QR of a {tuple(matrix.shape)} matrix failed, also in float64 and on the CPU")
+    if k:
+        count_recovery("retried")
+    return found[0].to(matrix), found[1].to(matrix)
+
+
+def _as_it_is(matrix: Tensor) -> Tensor:
+    return matrix
+
+
+def _double_on_cpu(matrix: Tensor) -> Tensor:
+    return matrix.cpu().double()
 
 
 def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """`symmetric_eigh` of positive semi-definite matrices: eigenvalues are clamped at zero."""
-    values, vectors = symmetric_eigh(matrix)
-    return values.clamp(min=0), vectors
+    return psd_eighs([matrix])[0]
+
+
+def psd_eighs(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """`psd_eigh` of several; the host asks once whether all have succeeded."""
+    return [(values.clamp(min=0), vectors) for values, vectors in symmetric_eighs(matrices)]
 
 
 @full_precision()
-def try_cholesky(matrix: Tensor) -> Tensor | None:
-    """Cholesky factors of symmetric matrices (g, d, d); None if one of them is not positive definite."""
-    found = try_decompose(partial(torch.linalg.cholesky_ex, matrix))
-    return None if found is None else found[0]
+def try_orthonormal(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Q of a QR decomposition (m, n), m >= n, and a flag () as for `try_cholesky`."""
+    found, ok = try_decompose(partial(torch.linalg.qr, matrix))
+    return torch.full_like(matrix, math.nan) if found is None else found[0], ok
 
 
 @full_precision()
+def try_cholesky(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Cholesky factors of symmetric matrices (..., d, d), and a flag (): whether all are positive definite.
+
+    Where the flag is false, the factors are of no use, and may not be numbers.
+    """
+    found, ok = try_decompose(partial(torch.linalg.cholesky_ex, matrix))
+    return torch.full_like(matrix, math.nan) if found is None else found[0], ok
+
+
+@full_precision()
+def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverses of symmetric matrices (g, d, d), row by row in memory, and a flag () as for `try_cholesky`."""
+    root, ok = try_cholesky(matrix)
+    found, is_finite = try_decompose(partial(torch.cholesky_inverse, root))
+    return torch.full_like(matrix, math.nan) if found is None else found.mT, ok & is_finite
+
+
 def spd_inverse(matrix: Tensor) -> Tensor:
-    """Inverse of symmetric positive definite matrices (g, d, d): by Cholesky, else in float64, else by eigenvalues.
+    """Inverse of symmetric positive definite matrices (g, d, d): by Cholesky, else `careful_spd_inverse`.
 
     Raises:
         torch.linalg.LinAlgError: every attempt failed.
     """
-    root = try_cholesky(matrix)
-    if root is None:
-        count_recovery("retried")
-        double = try_cholesky(widen(matrix + matrix.mT) / 2)
-        if double is not None:
-            return torch.cholesky_inverse(double).to(matrix.dtype)
-        values, vectors = psd_eigh(matrix)
-        largest = values.amax(-1, keepdim=True)
-        floor = eigenvalue_rounding(largest).clamp(min=torch.finfo(values.dtype).tiny)
-        return (vectors / torch.maximum(values, floor)[:, None, :]) @ vectors.mT
-    return torch.cholesky_inverse(root).mT  # the same numbers, row by row in memory
+    found, ok = try_spd_inverse(matrix)
+    return found if bool(ok) else careful_spd_inverse(matrix)
+
+
+@full_precision()
+def careful_spd_inverse(matrix: Tensor) -> Tensor:
+    """`spd_inverse` after a first failure: by Cholesky in float64 on the CPU, else by eigenvalues above rounding.
+
+    Raises:
+        torch.linalg.LinAlgError: every attempt failed.
+    """
+    count_recovery("retried")
+    double = _double_on_cpu(matrix)
+    found, ok = try_spd_inverse((double + double.mT) / 2)
+    if bool(ok):
+        return found.to(matrix)
+    values, vectors = psd_eigh(matrix)
+    largest = values.amax(-1, keepdim=True)
+    floor = eigenvalue_rounding(largest).clamp(min=torch.finfo(values.dtype).tiny)
+    return (vectors / torch.maximum(values, floor)[:, None, :]) @ vectors.mT
 
 
 def eigenvalue_rounding(largest: Tensor) -> Tensor:
@@ -223,8 +280,8 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
     """
     damped = matrix.clone()
     damped.diagonal().add_(damping)
-    root = try_cholesky(damped)
-    if root is None:
+    root, ok = try_cholesky(damped)
+    if not bool(ok):
         values = symmetric_eigh(matrix)[0]
         rounding = eigenvalue_rounding(values.abs().max())
         if not bool((values + damping > rounding / ROUNDING_FACTOR).all()):
@@ -238,11 +295,8 @@ def cholesky(matrix: Tensor, damping: float, what: str) -> Tensor:
 def cholesky_with_jitter(matrix: Tensor, what: str) -> Tensor:
     """The Cholesky factor of one positive definite matrix (d, d) after a first failure."""
     count_recovery("retried")
-    here = matrix.cpu().double()
-    here = (here + here.mT) / 2
-    jitter = here.diagonal().mean() * torch.eye(len(here), device="cpu")
-    roots = (try_cholesky(here + share * jitter) for share in (0.0, *RELATIVE_JITTERS))
-    root = next((root for root in roots if root is not None), None)
+    tried = map(try_cholesky, _with_jitter(matrix))
+    root = next((root for root, ok in tried if bool(ok)), None)
     if root is None:
         raise torch.linalg.LinAlgError(f"{what}: Cholesky's algorithm failed, also with jitter")
     return root.to(matrix)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from curvature.linalg.decompositions import matmul, psd_eigh, qr, small_on_host
-from curvature.linalg.devices import to_device, widen
+from curvature.linalg.decompositions import matmul, psd_eighs, qr, try_orthonormal
+from curvature.linalg.devices import widen
+from curvature.linalg.outcomes import look
 from curvature.linalg.stacks import Lazily
 
 LOW_RANK_MIN_SIZE = 256  # rows from which it pays off
@@ -26,15 +27,15 @@ def low_rank_inverses(
     """V (d, r) and c with ``c (I - V V^T)`` close to ``(M + damping I)^-1`` for each M; None where r is large.
 
     Eigenvalues of M far above the rest are kept; the mean replaces all others. The rank follows from the trace and the
-    Frobenius norm of the remainder, so directions that the subspace missed are accounted for. The host waits once for
-    the ranks of all.
+    Frobenius norm of the remainder, so directions that the subspace missed are accounted for. The host waits for all
+    together: for the bases, the eigenvalues, and the ranks.
 
     Args:
         matrices: M, symmetric (d, d), on one device. Each is looked at three times, and not kept.
         damping: in the units of M.
         starts: V of similar matrices, to start from.
     """
-    bases = [_basis(matrix, start) for matrix, start in zip(matrices, starts, strict=True)]
+    bases = _bases(matrices, starts)
     pairs = _ritz_pairs(matrices, bases)
     kept = [_truncated(matrix, damping, *pair) for matrix, pair in zip(matrices, pairs, strict=True)]
     ranks = torch.stack([rank for *_, rank in kept]).tolist() if kept else []
@@ -50,7 +51,30 @@ def low_rank_inverses(
     return found
 
 
-def _basis(matrix: Tensor, start: Tensor | None) -> Tensor:
+Orthonormalize = Callable[[Tensor], Tensor]
+
+
+def _bases(matrices: Sequence[Tensor], starts: Sequence[Tensor | None]) -> list[Tensor]:
+    """`_basis` of each; the host asks once whether all have succeeded."""
+    flags: list[Tensor] = []
+
+    def tried(x: Tensor) -> Tensor:
+        found, ok = try_orthonormal(x)
+        flags.append(ok)
+        return found
+
+    bases, ends = [], []
+    for matrix, start in zip(matrices, starts, strict=True):
+        bases.append(_basis(matrix, start, tried))
+        ends.append(len(flags))
+    fine = look(flags)
+    for k, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if not all(fine[begin:end]):
+            bases[k] = _basis(matrices[k], starts[k], lambda x: qr(x)[0])
+    return bases
+
+
+def _basis(matrix: Tensor, start: Tensor | None, orthonormal: Orthonormalize) -> Tensor:
     """An orthonormal basis (d, width) close to the dominant subspace, by subspace iteration."""
     limit = len(matrix) // MAX_RANK_DIVISOR
     width = limit if start is None else min(limit, start.shape[1] * 5 // 4 + EXTRA_DIRECTIONS)
@@ -59,7 +83,7 @@ def _basis(matrix: Tensor, start: Tensor | None) -> Tensor:
     fresh = matrix.new_empty(len(matrix), width - known).normal_(generator=generator)
     found = fresh if start is None else torch.cat([start, fresh], 1)
     for _ in range(2 if start is None else 1):
-        found = qr(matmul(matrix, found))[0]
+        found = orthonormal(matmul(matrix, found))
     return found
 
 
@@ -73,9 +97,8 @@ def _ritz_pairs(matrices: Sequence[Tensor], bases: Sequence[Tensor]) -> list[tup
         size: torch.stack([_padded(x, size) for x, own in zip(inner, sizes, strict=True) if own == size])
         for size in dict.fromkeys(sizes)
     }
-    for size, here in zip(padded, small_on_host(list(padded.values())), strict=True):
+    for size, (values, turns) in zip(padded, psd_eighs(list(padded.values())), strict=True):
         alike = [k for k, own in enumerate(sizes) if own == size]
-        values, turns = (to_device(x, bases[0].device) for x in psd_eigh(here))
         for k, own, turn in zip(alike, values.flip(1), turns.flip(2), strict=True):
             width = bases[k].shape[1]
             found[k] = own[:width], matmul(bases[k], turn[:width, :width])

@@ -18,6 +18,8 @@ INSIDE: ContextVar[bool] = ContextVar("inside_full_precision", default=False)  #
 CUDNN: Any = torch.backends.cudnn
 MKLDNN: Any = torch.backends.mkldnn
 # torch's switches, one for each operator and library
+PRODUCTS = ("cuda", "matmul"), ("mkldnn", "matmul")
+EXACT = "none", "ieee"
 OPERATORS = (torch.backends.cuda.matmul, CUDNN.conv, CUDNN.rnn, MKLDNN.matmul, MKLDNN.conv, MKLDNN.rnn)
 
 
@@ -102,6 +104,20 @@ def full_precision() -> Iterator[None]:
     finally:
         INSIDE.reset(token)
         SWITCH.leave()
+
+
+@contextmanager
+def full_precision_products() -> Iterator[None]:
+    """`full_precision` for matrix products alone: nothing is switched where none would be rounded."""
+    if INSIDE.get() or any(torch._C._get_fp32_precision_getter(*one) not in EXACT for one in PRODUCTS):
+        with full_precision():
+            yield
+        return
+    token = INSIDE.set(True)
+    try:
+        yield
+    finally:
+        INSIDE.reset(token)
 
 
 def product_rounding(device: torch.device) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.kronecker import Basis, KroneckerStatistics, Reading, Scheme
-from curvature.linalg import on_host
+from curvature.linalg import to_host
 from curvature.matrices import accumulators
 from curvature.matrices.accumulators import Accumulator
 from curvature.operators import Operator, Space, restore
@@ -204,7 +204,7 @@ def _continue_making(restored: Accumulator, fresh: Accumulator) -> None:
 
 def _norms(accumulator: Accumulator) -> list[float]:
     tensors = [x for x in pytree.tree_leaves(_packed(accumulator)) if isinstance(x, Tensor)]
-    return [float(norm) for norm in on_host([x.norm() for x in tensors if x.is_floating_point()])]
+    return [float(norm) for norm in to_host([x.norm() for x in tensors if x.is_floating_point()])]
 
 
 def _require_near(path: Path, known: list[float], found: list[float]) -> None:

@@ -17,11 +17,12 @@ from curvature.linalg import (
     damp_eigenvalues,
     eigenvalue_rounding,
     full_precision,
+    look,
     matmul,
     require_finite,
     symmetric_eigh,
     symmetrize,
-    try_cholesky,
+    try_spd_inverse,
 )
 from curvature.operators.base import Operator
 from curvature.operators.costs import require_dense_size
@@ -364,10 +365,7 @@ def _inverted(side: Tensor) -> Tensor | None:
     """The inverse of a factor; None if it may not be positive definite to working precision."""
     if side.ndim == 2:
         return 1 / side if bool((side > 0).all()) else None
-    root = try_cholesky(side)
-    if root is None:
-        return None
-    found = torch.cholesky_inverse(root)
+    found, ok = try_spd_inverse(side)
     # the product of the traces is no less than the condition number
     worst = eigenvalue_rounding(_diagonal(side).sum(1)) * _diagonal(found).sum(1)
-    return (found + found.mT) / 2 if bool((worst < 1).all()) else None
+    return (found.mT + found) / 2 if all(look([ok, (worst < 1).all()])) else None

@@ -165,8 +165,8 @@ class LayeredCurvature:
                 values, vectors = psd_eigh(widen(block.to_dense()))
                 self._semidefinite[number] = matmul(vectors * values, vectors.mT)
             matrix = factor * self._semidefinite[number] + own.diag()
-            root = try_cholesky(matrix)
-            if root is None:
+            root, ok = try_cholesky(matrix)
+            if not bool(ok):
                 root = cholesky_with_jitter(matrix, f"the precision of {', '.join(block.space.names)}")
             return 2 * root.diagonal().log().sum()
         if number not in self._spectra:

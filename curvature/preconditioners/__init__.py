@@ -9,12 +9,12 @@ from curvature.preconditioners.block import Block
 from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature, CurvatureStore
 from curvature.preconditioners.full_curvature import FullCurvature
 from curvature.preconditioners.inversion import invert
+from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.least_squares import LeastSquares
-from curvature.preconditioners.places import InversePlaces
 from curvature.preconditioners.residual_blocks import ResidualBlock, residual_blocks, residual_inverses
 from curvature.preconditioners.statistics import CurvatureStatistics
 
 __all__ = [
     "Block", "CurvatureStore", "CurvatureStatistics", "LeastSquares", "ResidualBlock", "BlockDiagonalCurvature",
-    "FullCurvature", "InversePlaces", "invert", "residual_blocks", "residual_inverses",
+    "FullCurvature", "KroneckerBlock", "invert", "residual_blocks", "residual_inverses",
 ]  # fmt: skip

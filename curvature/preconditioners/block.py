@@ -40,17 +40,17 @@ class Block:
         names: of the parameters.
         reason: why the block is no better approximation; "" where it is the best there is.
         updates: how often the average was updated.
-        energies: decayed sums (2,) of the energy ``u^T M u`` of steps u, as measured and as M says; None before any.
+        drift: relative change () of the average by its last update, in the Frobenius norm; None if it is not known.
     """
 
     structure = ""
     has_separate_rows = False  # whether M says nothing of one row of a parameter together with another
-    energies: Tensor | None = None
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
         self.names = tuple(names)
         self.reason = reason
         self.updates = 0
+        self.drift: Tensor | None = None
         self.gate = OutlierFilter()
 
     def debiased_weight(self, decay: float, updates: int | None = None) -> float:
@@ -60,7 +60,11 @@ class Block:
     def average(self, old: Tensor | None, new: Tensor, decay: float) -> Tensor:
         """The running average of nonnegative tensors, updated; `old` where `new` is an outlier."""
         w = self.debiased_weight(decay)
-        return new if old is None else old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
+        if old is None:
+            return new
+        found = old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
+        self.drift = relative_change([old], [found])
+        return found
 
     @property
     def leaves(self) -> list[Block]:
@@ -136,7 +140,7 @@ class Block:
     @property
     def bytes(self) -> int:
         """Memory of the tensors of `state`."""
-        found = pytree.tree_leaves({k: value for k, value in self.state().items() if k not in ("gate", "energies")})
+        found = pytree.tree_leaves({k: value for k, value in self.state().items() if k != "gate"})
         return sum(t.numel() * t.element_size() for t in found if isinstance(t, Tensor))
 
     @property
@@ -200,7 +204,7 @@ class Block:
     def state(self) -> dict[str, Any]:
         """The checkpoint: plain tensors, numbers and names."""
         fields = (*SHARED_FIELDS, *self.layout_fields, *self.state_fields)
-        own = {"structure": self.structure, "gate": self.gate.state(), "energies": self.energies}
+        own = {"structure": self.structure, "gate": self.gate.state()}
         return own | {k: getattr(self, k) for k in fields}
 
     @staticmethod
@@ -213,7 +217,7 @@ class Block:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
-        declared = {"structure", "gate", "energies", *SHARED_FIELDS, *cls.layout_fields, *cls.state_fields}
+        declared = {"structure", "gate", *SHARED_FIELDS, *cls.layout_fields, *cls.state_fields}
         if foreign := sorted(set(state) - declared):
             raise ValueError(f"a block of structure {cls.structure!r} has no {', '.join(map(repr, foreign))}")
         block = cls.__new__(cls)
@@ -226,6 +230,12 @@ class Block:
 
     def after_restore(self) -> None:
         """Rebuild what is not plain in `state`."""
+
+
+def relative_change(olds: Sequence[Tensor], news: Sequence[Tensor]) -> Tensor:
+    """The largest of the relative changes (), in the Frobenius norm, of several tensors; 0 / 0 is 0."""
+    moved = torch._foreach_norm(torch._foreach_sub(list(news), list(olds)))
+    return (torch.stack(moved) / torch.stack(torch._foreach_norm(list(olds)))).nan_to_num(0.0).amax()
 
 
 def _subclasses(kind: type[Block]) -> Iterator[type[Block]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from torch import Tensor
 from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import KroneckerStatistics, Scheme, cuts_of
 from curvature.layers import Layout
-from curvature.linalg import are_true, full_precision, stack, widen
+from curvature.linalg import full_precision, look, stack, widen
 from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -53,7 +52,6 @@ def blocks_by_layer(
     sharing: str,
     kind: str = "kronecker",
     block_size: int | None = None,
-    compact: bool = False,
 ) -> list[Block]:
     """New blocks for the parameters that have terms and are not `taken`."""
     blocks: list[Block] = []
@@ -63,14 +61,7 @@ def blocks_by_layer(
         bias = joint_bias(tape, name)
         names = [name] if bias is None or bias in taken else [name, bias]
         shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
-        make = partial(
-            _kronecker_block,
-            dtype=node.tensor.dtype,
-            sharing=sharing,
-            kind=kind,
-            block_size=block_size,
-            compact=compact,
-        )
+        make = partial(_kronecker_block, dtype=node.tensor.dtype, sharing=sharing, kind=kind, block_size=block_size)
         found = make(names, terms[name], shapes) or _row_range_block(names, terms[name], shapes, make)
         if found is not None:
             blocks.append(found)
@@ -93,14 +84,13 @@ def _kronecker_block(
     sharing: str,
     kind: str,
     block_size: int | None,
-    compact: bool,
 ) -> Block | None:
     scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE, block_size)
     if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
         return None
     dense = [max(cut) for cut, flat in zip(cuts_of(scheme), scheme.diagonal, strict=True) if not flat]
     is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
-    block = LAYERS["kronecker" if is_large else kind](names, replace(scheme, compact=compact))
+    block = LAYERS["kronecker" if is_large else kind](names, scheme)
     block.reason = "too large for an eigenbasis; Kronecker factors are used" if is_large and kind == "eigen" else ""
     return block
 
@@ -183,18 +173,6 @@ class CurvatureStore:
         make = lambda state: own.get(state["names"][0]) or Block.restore(dict(state), device)
         self.blocks = [make(state) for state in states]
 
-    def snapshot(self) -> Callable[[], None]:
-        """A function that restores all blocks as they are now. Updates and inversions change no tensor in place."""
-        blocks = dict.fromkeys(leaf for block in (*self.blocks, *self.summed_blocks()) for leaf in block.leaves)
-        before = [(part, dict(vars(part))) for block in blocks for part in (block, block.gate)]
-
-        def restore() -> None:
-            for part, attributes in before:
-                vars(part).clear()
-                vars(part).update(attributes)
-
-        return restore
-
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Plain tensors, numbers and names, by the first parameter of each block."""
         return {block.names[0]: block.state() for block in self.blocks}
@@ -212,18 +190,15 @@ class BlockDiagonalCurvature(CurvatureStore):
             and adds backprops over the places of a sample first (arXiv:2311.00636, equations 17 and 21).
         kind: structure of the blocks, "kronecker" or "eigen" (rescaled in the eigenbasis).
         block_size: larger sides of factors are replaced by their diagonal blocks of that size; None: none is.
-        compact: keep averages and inverses in 16 bits.
     """
 
-    def __init__(
-        self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None, compact: bool = False
-    ) -> None:
+    def __init__(self, sharing: str = "expand", kind: str = "kronecker", block_size: int | None = None) -> None:
         if sharing not in ("expand", "reduce"):
             raise ValueError(f'sharing: expected "expand" or "reduce", found {sharing!r}')
         if kind not in ("kronecker", "eigen"):
             raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
         super().__init__()
-        self.sharing, self.kind, self.block_size, self.compact = sharing, kind, block_size, compact
+        self.sharing, self.kind, self.block_size = sharing, kind, block_size
 
     def measure(
         self,
@@ -323,7 +298,7 @@ class BlockDiagonalCurvature(CurvatureStore):
     ) -> CurvatureStatistics:
         """Statistics from the terms of one vector."""
         taken = {name for block in self.blocks for name in block.names}
-        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind, self.block_size, self.compact)
+        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind, self.block_size)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
         with full_precision():
@@ -336,8 +311,10 @@ class BlockDiagonalCurvature(CurvatureStore):
         """Update the running averages, but for those of leaves whose statistics are not finite."""
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
         found = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
-        _update([pair for pair in found if not _is_waiting(pair[1])], decay)
-        for leaf, own in found:
+        fine = look([_is_finite(own) for _, own in found])
+        good = list(itertools.compress(found, fine))
+        _update([pair for pair in good if not _is_waiting(pair[1])], decay)
+        for leaf, own in good:
             if isinstance(own, KroneckerStatistics) and own.waiting:  # one of the large sums at a time
                 _update([(leaf, own.completed())], decay)
 
@@ -346,10 +323,13 @@ def _is_waiting(statistics: BlockStatistics) -> bool:
     return isinstance(statistics, KroneckerStatistics) and bool(statistics.waiting)
 
 
-def _update(found: Sequence[tuple[Block, BlockStatistics]], decay: float) -> None:
-    """Update the averages of leaves whose statistics are finite, those of one class together."""
-    are_finite = _are_finite([own.tensors() for _, own in found])
-    pairs = list(itertools.compress(found, are_finite))
+def _is_finite(statistics: BlockStatistics) -> Tensor:
+    """A flag (): whether all sums are finite, and will be where activations wait to be summed up."""
+    return stack(widen(x.sum()) for x in statistics.tensors()).sum().isfinite()
+
+
+def _update(pairs: Sequence[tuple[Block, BlockStatistics]], decay: float) -> None:
+    """Update the averages of leaves, those of one class together."""
     for kind in dict.fromkeys(type(leaf) for leaf, _ in pairs):
         alike = [pair for pair in pairs if type(pair[0]) is kind]
         kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
@@ -371,12 +351,6 @@ def _measured(
         leaves, terms = [split[k][0] for k in alike], [split[k][1] for k in alike]
         found |= dict(zip(alike, kind.measure_all(leaves, terms, count, rank, world_size), strict=True))
     return [found[k] for k in range(len(split))]
-
-
-def _are_finite(groups: Sequence[Sequence[Tensor]]) -> list[bool]:
-    """Whether all tensors of each group are finite."""
-    sums = [stack(widen(t.sum()) for t in group).sum() for group in groups]
-    return are_true(stack(sums).isfinite()) if sums else []
 
 
 def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:

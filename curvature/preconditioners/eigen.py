@@ -43,18 +43,13 @@ def _some_squares(basis: Basis, count: int, terms: Sequence[Any], rank: int, wor
     return basis.products(one_vector, one_vector, weights)
 
 
-def narrow(values: Tensor, scheme: Scheme) -> Tensor:
-    """Values in the form in which they are stored: in 16 bits with the range of 32 if the scheme is compact."""
-    return values.bfloat16() if scheme.compact else values
-
-
 @dataclass
 class EigenStatistics(KroneckerStatistics):
     """Moments, and squared per-sample gradients in the eigenbasis in which they were measured.
 
     Attributes:
         basis: None if there was none yet.
-        squares: sum of the squared gradients in the basis, (g, o, i), `narrow` where the scheme is compact.
+        squares: sum of the squared gradients in the basis, (g, o, i).
         squares_samples: number of samples in that sum: those before the first basis do not count.
     """
 
@@ -65,7 +60,7 @@ class EigenStatistics(KroneckerStatistics):
     def add_(self, other: EigenStatistics) -> None:
         super().add_(other)
         if self.squares is not None and other.basis is not None:
-            self.squares = self.squares_in(other.basis).to(self.squares.dtype)
+            self.squares = self.squares_in(other.basis)
         if other.squares is not None:
             self.squares = other.squares if self.squares is None else self.squares.add_(other.squares)
             self.basis, self.squares_samples = other.basis, self.squares_samples + other.squares_samples
@@ -74,8 +69,7 @@ class EigenStatistics(KroneckerStatistics):
         """The squares in another basis."""
         assert self.squares is not None and self.basis is not None
         is_same = all(own is other for own, other in zip(self.basis, basis, strict=True))
-        wide = self.squares.to(self.scheme.dtype)
-        return wide if is_same else carry_diagonal(wide, self.basis, basis)
+        return self.squares if is_same else carry_diagonal(self.squares, self.basis, basis)
 
     def scale_vectors_(self, times: float) -> None:
         super().scale_vectors_(times)
@@ -94,8 +88,7 @@ class EigenStatistics(KroneckerStatistics):
     def sums(self, rank: int, size: int) -> dict[str, Tensor]:
         found = super().sums(rank, size)
         if self.squares is not None:
-            wide = self.squares.to(self.scheme.dtype)
-            found |= {"squares": wide, "squares_samples": wide.new_tensor(self.squares_samples)}
+            found |= {"squares": self.squares, "squares_samples": self.squares.new_tensor(self.squares_samples)}
         return found
 
     def load_sums(self, sums: Mapping[str, Tensor]) -> None:
@@ -133,7 +126,7 @@ class EigenBlock(KroneckerBlock):
             return None
         found = EigenStatistics(self.scheme, samples, found.activations, found.backprops, found.waiting)
         if self.basis is not None:
-            found.squares = narrow(self._squares(terms, self.basis, rank, world_size), self.scheme)
+            found.squares = self._squares(terms, self.basis, rank, world_size)
             found.basis, found.squares_samples = self.basis, samples
         return found
 
@@ -159,7 +152,7 @@ class EigenBlock(KroneckerBlock):
 
     def _squares(self, terms: Sequence[Term], sides: Sides, rank: int, world_size: int) -> Tensor:
         """Sum over the batch's samples; terms with the same number of samples belong together."""
-        basis = Basis(self.scheme, *(side.to(self.scheme.dtype) if side.ndim == 3 else None for side in sides))
+        basis = Basis(self.scheme, *(side if side.ndim == 3 else None for side in sides))
         found: dict[int, list[Any]] = {}
         for term in terms:
             found.setdefault(len(term), []).append(term)
@@ -174,12 +167,7 @@ class EigenBlock(KroneckerBlock):
     def expected_bytes(self) -> int:
         here = self.scheme.arrangement
         values = here.groups * here.outputs + here.dimension // here.outputs  # of the factors
-        wide = self.scheme.dtype.itemsize
-        return super().expected_bytes + values * wide + 2 * self.dimension * (2 if self.scheme.compact else wide)
-
-    def _bytes_of_inverse(self, side: int) -> int:
-        is_halved = self.scheme.compact and not self.scheme.diagonal[side]
-        return self.scheme.sides[side] * (2 if is_halved else self.scheme.dtype.itemsize)
+        return super().expected_bytes + (values + 2 * self.dimension) * self.scheme.dtype.itemsize
 
     @staticmethod
     def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
@@ -192,7 +180,7 @@ class EigenBlock(KroneckerBlock):
         if statistics.squares is not None and self.values is not None and basis is not None and count:
             w = self.gate.masked(self.debiased_weight(decay, self.seen), statistics.squares.dtype)
             new = self._evened(statistics.squares_in(basis), basis) / count
-            self.values = narrow(self.values.to(new.dtype).lerp(new, w), self.scheme)
+            self.values = self.values.lerp(new, w)
             self.seen += 1
 
     @staticmethod
@@ -212,11 +200,11 @@ class EigenBlock(KroneckerBlock):
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
         if self.basis is not None and self.values is not None:
-            carried = carry_diagonal(self.values.to(self.scheme.dtype), self.basis, (rows, columns))
-            self.values = narrow(self._evened(carried, (rows, columns)), self.scheme)
+            carried = carry_diagonal(self.values, self.basis, (rows, columns))
+            self.values = self._evened(carried, (rows, columns))
         if not self.seen:
-            self.values = narrow(self.row_values[:, :, None] * self.column_values[:, None, :], self.scheme)
-        self.inverse = self.kept(KroneckerInverse(rows, columns, self._inverted(damping, share), cuts=self.cuts))
+            self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
+        self.inverse = KroneckerInverse(rows, columns, self._inverted(damping, share), cuts=self.cuts).owned()
 
     def _evened(self, values: Tensor, basis: Sides) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it.
@@ -245,8 +233,4 @@ class EigenBlock(KroneckerBlock):
 
     @property
     def mean_eigenvalue(self) -> Tensor:
-        return super().mean_eigenvalue if self.values is None else self.values.mean(dtype=self.scheme.dtype)
-
-    def after_restore(self) -> None:
-        super().after_restore()
-        self.values = None if self.values is None else narrow(self.values, self.scheme)
+        return super().mean_eigenvalue if self.values is None else self.values.mean()

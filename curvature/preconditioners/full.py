@@ -7,6 +7,7 @@ P) rows ``v_nk^T J_n`` are stored as activations and backprops.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,10 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.kronecker import at_least_float32
-from curvature.linalg import are_true, cat, cholesky, full_precision, on_host, try_decompose, widen
+from curvature.linalg import cat, cholesky, full_precision, look, try_decompose, widen
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.least_squares import Damping, at
-from curvature.preconditioners.statistics import CurvatureStatistics
+from curvature.preconditioners.statistics import CurvatureStatistics, RowStatistics
 
 Named = Mapping[str, Tensor]
 MAX_DENSE_PARAMETERS = 1 << 15  # up to which the matrix is built
@@ -29,7 +30,7 @@ MAX_DENSE_PARAMETERS = 1 << 15  # up to which the matrix is built
 
 def as_number(damping: Damping) -> float:
     """A damping on the host."""
-    return float(on_host([damping])[0]) if isinstance(damping, Tensor) else damping
+    return float(damping)
 
 
 class FullBlock(Block):
@@ -46,17 +47,27 @@ class FullBlock(Block):
         self.count = 1.0  # divisor of the sum over the last rows
         self.damping: Damping | None = None
 
+    @staticmethod
+    def update_all(blocks: Sequence[Any], statistics: Sequence[CurvatureStatistics], decay: float) -> None:
+        """The host asks once for all blocks whether what they see is finite."""
+        found = [(block, own.rows, block.summarized(own.rows)) for block, own in zip(blocks, statistics, strict=True)]
+        seen = [(block, rows, *summary) for block, rows, summary in found if summary is not None]
+        fine = look([trace.isfinite() for *_, trace in seen])
+        for block, rows, jacobian, new, trace in itertools.compress(seen, fine):
+            block.count = (1 if block.is_sum else rows.samples) / rows.times**2
+            block.trace, block.rank = widen(trace) / block.count, min(jacobian.shape)
+            block.absorb(new, decay)  # a running average has a trace of its own
+            block.updates += 1
+
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
-        rows = statistics.rows
+        self.update_all([self], [statistics], decay)
+
+    def summarized(self, rows: RowStatistics | None) -> tuple[Jacobian, Any, Tensor] | None:
+        """The rows of the block's parameters, and what `summarize` says of them; None if they are not there."""
         if rows is None or any(rows.shapes.get(name) != shape for name, shape in self.shapes.items()):
-            return
+            return None
         jacobian = rows.jacobian.restricted(self.names)
-        new, trace = self.summarize(jacobian)
-        if are_true(trace.isfinite()[None])[0]:
-            self.count = (1 if self.is_sum else rows.samples) / rows.times**2
-            self.trace, self.rank = widen(trace) / self.count, min(jacobian.shape)
-            self.absorb(new, decay)  # a running average has a trace of its own
-            self.updates += 1
+        return jacobian, *self.summarize(jacobian)
 
     def summarize(self, jacobian: Jacobian) -> tuple[Any, Tensor]:
         """What to keep of a batch, and the trace of ``J^T J``."""
@@ -82,10 +93,20 @@ class FullBlock(Block):
         self.damping = damping
 
     @staticmethod
+    def decompose_each(blocks: Sequence[Any], dampings: Sequence[Damping]) -> None:
+        """`decompose` each block for a damping of its own."""
+        for block, damping in zip(blocks, dampings, strict=True):
+            block.decompose(damping)
+
+    @staticmethod
+    def decompose_all(blocks: Sequence[Any], damping: float) -> None:
+        blocks[0].decompose_each(blocks, [damping] * len(blocks))
+
+    @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
-        for block in blocks:
-            damping = share * block.trace / block.rank
-            block.decompose(torch.where(damping != 0, damping, 1.0))  # without curvature: along the gradient
+        dampings = [share * block.trace / block.rank for block in blocks]
+        # without curvature: along the gradient
+        blocks[0].decompose_each(blocks, [torch.where(damping != 0, damping, 1.0) for damping in dampings])
 
     @property
     def is_ready(self) -> bool:
@@ -181,8 +202,8 @@ class DenseFullBlock(FullBlock):
     def condition(self) -> float:
         if self.matrix is None or self.damping is None:
             return math.nan
-        values = try_decompose(partial(torch.linalg.eigvalsh, self.matrix))
-        if values is None:
+        values, ok = try_decompose(partial(torch.linalg.eigvalsh, self.matrix))
+        if not bool(ok):
             return math.nan
         values = values.clamp(min=0) + self.damping
         return float(values[-1] / values[0])

@@ -81,8 +81,7 @@ class FullCurvature(CurvatureStore):
 
     @full_precision()
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
-        for block in self.blocks:
-            block.update_average(statistics, decay)
+        self.kind.update_all(self.blocks, [statistics] * len(self.blocks), decay)
 
     def right_hand_sides(self, gradients: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Parameters that the batch did not use have a gradient of zero.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from curvature.linalg import are_true, count_recovery, full_precision, stack, widen
+from curvature.linalg import count_recovery, full_precision
 from curvature.preconditioners.block import Block
 
 MAX_FAILURES = 3  # consecutive failures of a block that raise
@@ -31,35 +31,28 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None) 
     with full_precision():
         for kind in dict.fromkeys(type(b) for b in seen):
             alike = [b for b in seen if type(b) is kind]
-            failed = _failing(kind, alike, share, damping)
-            if len(alike) > 1:
-                failed = [b for b in failed if _failing(kind, [b], share, damping)]
+            failed: list[Block] = []
+            if not _succeeds(kind, alike, share, damping):
+                failed = [b for b in alike if len(alike) == 1 or not _succeeds(kind, [b], share, damping)]
             for block in alike:
                 block.failures = block.failures + 1 if block in failed else 0
             for block in failed:
                 _rescue(kind, block, share, damping)
 
 
-def _failing(kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None) -> list[Block]:
-    """Prepare blocks of one class together. Those for which this fails are returned, unchanged."""
+def _succeeds(kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None) -> bool:
+    """Prepare blocks of one class together; where a decomposition fails, they stay as they were."""
     before = [dict(vars(b)) for b in blocks]
     try:
         if damping is None:
             kind.invert(blocks, share)
         else:
             kind.decompose_all(blocks, damping)
-        used = [(k, t) for k, b in enumerate(blocks) for t in b.inverse_tensors]
-        fine = (
-            are_true(stack(widen(t.sum(dtype=torch.promote_types(t.dtype, torch.float32))) for _, t in used).isfinite())
-            if used
-            else []
-        )
-        failed = {k for (k, _), is_fine in zip(used, fine, strict=True) if not is_fine}
     except torch.linalg.LinAlgError:
-        failed = set(range(len(blocks)))
-    for k in failed:
-        vars(blocks[k]).update(before[k])
-    return [blocks[k] for k in sorted(failed)]
+        for block, own in zip(blocks, before, strict=True):
+            vars(block).update(own)
+        return False
+    return True
 
 
 def _rescue(kind: type[Block], block: Block, share: float, damping: float | None) -> None:
@@ -73,6 +66,6 @@ def _rescue(kind: type[Block], block: Block, share: float, damping: float | None
         return
     count_recovery("diagonal")
     with block.without_correlations():
-        left = _failing(kind, [block], share, damping)
-    if left:
+        is_ready = _succeeds(kind, [block], share, damping)
+    if not is_ready:
         raise torch.linalg.LinAlgError(f"{', '.join(block.names)}: the diagonal of the curvature cannot be inverted")

@@ -29,21 +29,18 @@ from curvature.kronecker import (
     Scheme,
     Side,
     as_packed,
-    compacted,
     cuts_of,
     diagonal_of,
     eigen_inverses,
+    entries_of,
     factored_inverses,
-    halve,
     inverses_in_blocks,
     kept_activations,
-    kept_bytes,
-    owned,
     subsample_samples,
     whole,
 )
 from curvature.linalg import average_moments, stacked
-from curvature.preconditioners.block import Block
+from curvature.preconditioners.block import Block, relative_change
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
 
@@ -80,16 +77,13 @@ class KroneckerBlock(Block):
     def after_restore(self) -> None:
         place = None if self.row_side is None else self.row_side.device
         parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
+        parts.pop("packed", None)  # of a checkpoint that could be in 16 bits
         self.inverse = KroneckerInverse(**parts) if parts else None
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
+        if form.pop("compact", False):
+            raise ValueError("in 16 bits, which compact=True made before that option was removed")
         changed = {"arrangement": AffineLayout(**form["arrangement"]), "sketched": form.pop("few")}
         self.scheme = Scheme(**form | changed)
-        if self.scheme.compact:  # a checkpoint is loaded in the parameters' precision, which loses nothing
-            self.row_side, self.column_side = (
-                None if side is None else halve(side, cut)
-                for side, cut in zip((self.row_side, self.column_side), self.cuts, strict=True)
-            )
-            self.inverse = None if self.inverse is None else self.kept(self.inverse)
 
     @property
     def sides(self) -> list[Side] | None:
@@ -97,7 +91,7 @@ class KroneckerBlock(Block):
         if self.row_side is None or self.column_side is None:
             return None
         both = zip((self.row_side, self.column_side), self.cuts, strict=True)
-        return [as_packed(side, cut, self.scheme.dtype) for side, cut in both]
+        return [as_packed(side, cut) for side, cut in both]
 
     @property
     def rows(self) -> Tensor | None:
@@ -187,15 +181,16 @@ class KroneckerBlock(Block):
         pairs = [b._diagonals(*sides) for (b, _), sides in zip(seen, news, strict=True)]
         weights = OutlierFilter.weights([b.gate for b, _ in seen], pairs, [b.debiased_weight(decay) for b, _ in seen])
         for (block, _), sides, w in zip(seen, news, weights, strict=True):
-            olds = block.sides or (None, None)
+            olds, before = block.sides or (None, None), [block.row_side, block.column_side]
             block.row_side, block.column_side = (
-                block._averaged(old, new, w, cut) for old, new, cut in zip(olds, sides, block.cuts, strict=True)
+                average_moments(old.entries if isinstance(old, Packed) else old, new, w)
+                for old, new in zip(olds, sides, strict=True)
             )
+            kept = [k for k in (0, 1) if not block.scheme.sketched[k]]  # a sketch turns without a change
+            after = [block.row_side, block.column_side]
+            if before[0] is not None and kept:
+                block.drift = relative_change([before[k] for k in kept], [after[k] for k in kept])
             block.updates += 1
-
-    def _averaged(self, old: Side | None, new: Tensor, weight: float | Tensor, cut: Sequence[int]) -> Tensor:
-        found = average_moments(old.unscaled() if isinstance(old, Packed) else old, new, weight)
-        return halve(found, cut) if self.scheme.compact else found
 
     def _diagonals(self, *news: Tensor) -> list[tuple[Tensor | None, Tensor]]:
         """Of both sides, old and new."""
@@ -215,25 +210,21 @@ class KroneckerBlock(Block):
         cuts = [cut for block in blocks for cut in block.cuts]
         inverses = eigen_inverses([b.sides for b in blocks], damping, cuts)
         for block, found in zip(blocks, inverses, strict=True):
-            block.inverse = block.kept(found)
-
-    def kept(self, inverse: KroneckerInverse) -> KroneckerInverse:
-        """An inverse in the form in which the block keeps it, in memory that no other block's inverse shares."""
-        return compacted(inverse, self.cuts) if self.scheme.compact else owned(inverse)
+            block.inverse = found.owned()
 
     @staticmethod
     def invert(blocks: Sequence[Any], share: float) -> None:
         cut = [b for b in blocks if b.is_cut]
         parts = inverses_in_blocks([b.sides for b in cut], share, [c for b in cut for c in b.cuts])
         for block, found in zip(cut, parts, strict=True):
-            block.inverse = block.kept(found)
+            block.inverse = found.owned()
         blocks = [b for b in blocks if not b.is_cut]
         pairs, before = [b.sides for b in blocks], [b.inverse for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         for block in itertools.compress(blocks, anew):
             block.tried = block.updates
         for block, found in zip(blocks, factored_inverses(pairs, share, before, anew), strict=True):
-            block.inverse = block.kept(found)
+            block.inverse = found.owned()
 
     @property
     def inverse_tensors(self) -> list[Tensor]:
@@ -269,6 +260,14 @@ class KroneckerBlock(Block):
             found |= dict(zip(alike, map(list, zip(*solved, strict=True)), strict=True))
         return [found[k] for k in range(len(blocks))]
 
+    @staticmethod
+    def joint_inverse(blocks: Sequence[Any]) -> KroneckerInverse:
+        """The inverses of blocks of one form as one, of which those of the blocks are parts from then on."""
+        whole = KroneckerInverse.stacked([block.inverse for block in blocks])
+        for block, part in zip(blocks, whole.parts(len(blocks)), strict=True):
+            block.inverse = part
+        return whole
+
     def _solved(self, inverse: KroneckerInverse, gradients: Sequence[Tensor]) -> list[Tensor]:
         """An inverse times gradients of shapes (*batch, *shape), the groups of all in the order of the batch."""
         arrangement = self.scheme.arrangement
@@ -298,13 +297,12 @@ class KroneckerBlock(Block):
 
     @property
     def expected_bytes(self) -> int:
-        return sum(kept_bytes(self.scheme, k) + self._bytes_of_inverse(k) for k in (0, 1))
-
-    def _bytes_of_inverse(self, side: int) -> int:
-        here = self.scheme
-        if here.compact and not here.sketched[side]:
-            return kept_bytes(here, side)
-        return here.sides[side] * here.dtype.itemsize
+        here, cuts = self.scheme, self.cuts
+        averages = (
+            here.sides[k] if here.diagonal[k] or here.sketched[k] else here.arrangement.groups * entries_of(cuts[k])
+            for k in (0, 1)
+        )
+        return (sum(averages) + sum(here.sides)) * here.dtype.itemsize
 
     @property
     def cost(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from curvature.gradients import Jacobian
 from curvature.linalg import (
-    are_true,
     count_recovery,
     eigenvalue_rounding,
     full_precision,
-    on_host,
+    look,
     symmetric_eigh,
     try_cholesky,
 )
@@ -31,12 +30,7 @@ class LeastSquares:
     damping)^-1 b`` (Woodbury's identity), by Cholesky. Without damping, or with less than the rounding error, by
     eigenvalues, leaving out those below 50 eps of the largest: this gives the shortest of all solutions.
 
-    Attributes:
-        was_large: whether the last damping exceeded the rounding error; the host need not wait for the answer if it is
-            the same for the next one.
     """
-
-    was_large = True
 
     @full_precision()
     def __init__(self, jacobian: Jacobian) -> None:
@@ -97,7 +91,7 @@ class LeastSquares:
     @property
     def largest(self) -> float:
         """The largest eigenvalue of ``J^T J``."""
-        return float(on_host([self.spectrum[0][-1]])[0])
+        return float(self.spectrum[0][-1])
 
     def prepare(self, damping: Damping) -> None:
         """Decompose for a damping, ahead of the first solution with it.
@@ -105,25 +99,32 @@ class LeastSquares:
         Raises:
             torch.linalg.LinAlgError: every way to decompose failed.
         """
-        if not _is_same(self._last, damping):
-            root = None
-            if self._spectrum is None and self._answer(damping):
-                damped = self.matrix.clone()
-                damped.diagonal().add_(damping)
-                root = try_cholesky(damped)
-                if root is None:
-                    count_recovery("retried")
-            self._last, self._root = damping, root
-        if self._root is None:
-            _ = self.spectrum
+        LeastSquares.prepare_all([self], [damping])
 
-    def _answer(self, damping: Damping) -> bool:
-        """`_is_large` on the host, which waits if `was_large` is wrong."""
-        if not isinstance(damping, Tensor) and damping <= 0:
-            return False
-        is_same = are_true((self._is_large(damping) == self.was_large)[None])[0]
-        self.was_large = self.was_large if is_same else not self.was_large
-        return self.was_large
+    @staticmethod
+    def prepare_all(problems: Sequence[LeastSquares], dampings: Sequence[Damping]) -> None:
+        """`prepare` several; the host asks once whether dampings exceed rounding, and whether all have succeeded."""
+        new = [(own, d) for own, d in zip(problems, dampings, strict=True) if not _is_same(own._last, d)]
+        tried = [(own, d, *own._tried(d)) for own, d in new if own._may_have_root(d)]
+        told = look([flag for own, d, _, ok in tried for flag in (own._is_large(d), ok)])
+        for own, d in new:
+            own._last, own._root = d, None
+        for (own, _, root, _), is_large, is_fine in zip(tried, told[::2], told[1::2], strict=True):
+            own._root = root if is_large and is_fine else None
+            if is_large and not is_fine:
+                count_recovery("retried")
+        for own in problems:
+            if own._root is None:
+                _ = own.spectrum
+
+    def _may_have_root(self, damping: Damping) -> bool:
+        return self._spectrum is None and (isinstance(damping, Tensor) or damping > 0)
+
+    def _tried(self, damping: Damping) -> tuple[Tensor, Tensor]:
+        """The Cholesky root for a damping, and whether that has succeeded."""
+        damped = self.matrix.clone()
+        damped.diagonal().add_(damping)
+        return try_cholesky(damped)
 
     def _solved(self, right: Tensor, damping: Damping, cut: float = 0.0) -> Tensor:
         right = right.to(self.matrix)  # its precision may differ from that of the parameters

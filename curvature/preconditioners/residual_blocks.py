@@ -31,7 +31,7 @@ from curvature.kronecker import (
     invert_kronecker_sum,
     invert_kronecker_sums,
 )
-from curvature.linalg import full_precision, on_host
+from curvature.linalg import full_precision, to_host
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
 
 Named = Mapping[str, Tensor]
@@ -195,7 +195,7 @@ def _places_and_sizes(
                 for read, own in zip(reads[name], rows, strict=True)
             ]
     sizes = [torch.stack([alpha * beta, beta]) for own in reads.values() for alpha, beta in map(_squares, own)]
-    numbers = iter(on_host([*flags, *sizes]))
+    numbers = iter(to_host([*flags, *sizes]))
     found: Places = {}
     for name, other in pairs:
         at = [next(numbers).bool().tolist() for _ in parts]

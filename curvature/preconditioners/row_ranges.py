@@ -33,6 +33,15 @@ class RowRangeBlock(Block):
         return list(self.parts.values())
 
     @property
+    def drift(self) -> Tensor | None:
+        known = [part.drift for part in self.leaves if part.drift is not None]
+        return torch.stack(known).amax() if known else None
+
+    @drift.setter
+    def drift(self, value: Tensor | None) -> None:
+        """That of its parts."""
+
+    @property
     def updates(self) -> int:  # type: ignore[override]
         return max(part.updates for part in self.leaves)
 
@@ -96,7 +105,7 @@ class RowRangeBlock(Block):
 
     def state(self) -> dict[str, Any]:
         parts = {part.names[0]: part.state() for part in self.leaves}
-        own = {"structure": self.structure, "names": self.names, "energies": self.energies}
+        own = {"structure": self.structure, "names": self.names}
         return own | {"ranges": tuple(self.parts), "parts": parts}
 
     @classmethod
@@ -104,5 +113,4 @@ class RowRangeBlock(Block):
         parts = [Block.restore(part, device) for part in state["parts"].values()]
         ranges = [(start, stop) for start, stop in state["ranges"]]
         block = cls(state["names"], dict(zip(ranges, parts, strict=True)))
-        block.energies = None if state["energies"] is None else state["energies"].to(device, copy=True)
         return block

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,13 @@ class ConjugateGradientBlock(FullBlock):
         super().__init__(shapes, is_sum)
         self.factors = BlockDiagonalCurvature()
 
-    def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
-        before = self.updates
-        super().update_average(statistics, decay)
-        if self.updates > before:
-            self.factors.update_average(statistics, decay)
+    @staticmethod
+    def update_all(blocks: Sequence[Any], statistics: Sequence[CurvatureStatistics], decay: float) -> None:
+        before = [block.updates for block in blocks]
+        FullBlock.update_all(blocks, statistics, decay)
+        for block, own, updates in zip(blocks, statistics, before, strict=True):
+            if block.updates > updates:
+                block.factors.update_average(own, decay)
 
     def summarize(self, jacobian: Jacobian) -> tuple[Jacobian, Tensor]:
         return jacobian, jacobian.norms().sum()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -20,24 +21,28 @@ class WoodburyBlock(FullBlock):
     problem: LeastSquares | None = None  # of the last batch whose decomposition succeeded
     divisor = 1.0  # its `count`
     scaled: Damping = 0.0  # its damping
-    was_large = True  # see `LeastSquares`
     squares: Named | None = None  # the diagonal, if no decomposition has succeeded
 
     def summarize(self, jacobian: Jacobian) -> tuple[LeastSquares, Tensor]:
-        problem = LeastSquares(jacobian)
-        problem.was_large = self.was_large
-        return problem, problem.trace
+        found = LeastSquares(jacobian)
+        return found, found.trace
 
     def absorb(self, new: LeastSquares, decay: float) -> None:
         self.fresh = new
 
     def decompose(self, damping: Damping) -> None:
-        self.damping = damping
-        if self.fresh is not None:
-            self.scaled = damping * self.count
-            self.fresh.prepare(self.scaled)
-            self.problem, self.divisor, self.fresh = self.fresh, self.count, None
-            self.was_large = self.problem.was_large
+        self.decompose_each([self], [damping])
+
+    @staticmethod
+    def decompose_each(blocks: Sequence[Any], dampings: Sequence[Damping]) -> None:
+        """The host asks once for all blocks whether decompositions have succeeded."""
+        for block, damping in zip(blocks, dampings, strict=True):
+            block.damping = damping
+        new = [block for block in blocks if block.fresh is not None]
+        scaled = [block.damping * block.count for block in new]
+        LeastSquares.prepare_all([block.fresh for block in new], scaled)
+        for block, own in zip(new, scaled, strict=True):
+            block.scaled, block.problem, block.divisor, block.fresh = own, block.fresh, block.count, None
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:

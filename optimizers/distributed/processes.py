@@ -103,6 +103,13 @@ class Processes:
         dist.all_reduce(total, group=self.group)
         return (total / self.size).to(x.device)
 
+    def agreed(self, x: Tensor) -> Tensor:
+        """That of the first process, on all."""
+        if self.size > 1:
+            x = x.to(self.device, copy=True)
+            dist.broadcast(x, self.ranks[0], group=self.group)
+        return x
+
     def concatenated(self, x: Tensor) -> Tensor:
         """The tensors of all processes, concatenated along the first axis in the order of ranks."""
         return x if self.size == 1 else torch.cat([own.to(self.device) for own in self.all_gather_objects(x.cpu())])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import in_place, stack
+from curvature.linalg import stack, widen
 
 Sums = Mapping[str, Tensor]
 
@@ -20,15 +21,15 @@ class OutputScale:
     samples of ``f^T H f``, with H the matrix at the output and f the output.
 
     Attributes:
-        rms: the size.
+        rms: the size; zero while no outputs are known.
         entries_per_sample: number of output entries that an energy is a sum over; 1 but for isotropic curvature.
         along: `CurvatureStatistics.along` of the last renewal, means over samples; empty if nothing was measured.
     """
 
     def __init__(self) -> None:
-        self.rms: Tensor | None = None
-        self.entries_per_sample: Tensor | float = 1.0
-        self.along: Sums = {}
+        self.rms = 0.0
+        self.entries_per_sample = 1.0
+        self.along: Mapping[str, float] = {}
 
     @staticmethod
     @torch.no_grad()
@@ -45,21 +46,19 @@ class OutputScale:
         """The sums of one pass over `count` samples for other curvature, given the sum of ``f^T H f`` over them."""
         return {"squares": squares, "numbers": torch.full_like(squares, count).expand(2)}
 
-    def update(self, sums: Sums, along: Sums, home: torch.device) -> None:
-        """Replace all by those of a step's passes, if it had any; all numbers are on the device `home`."""
+    def update(self, sums: Sums, along: Sums) -> None:
+        """Replace all by those of a step's passes, if it had any. The host reads them at once."""
         self.along = {}
-        if sums:
-            count, entries = sums["numbers"].to(home).unbind()
-            scale = (sums["squares"].to(home) / entries.clamp(min=1)).sqrt()
-            known = scale if self.rms is None else self.rms
-            before = (
-                torch.full_like(entries, self.entries_per_sample)
-                if isinstance(self.entries_per_sample, float)
-                else self.entries_per_sample
-            )
-            self.rms = in_place(self.rms, torch.where(scale.isfinite() & (entries > 0), scale, known))
-            self.entries_per_sample = in_place(before, torch.where(entries > 0, entries / count, before))
-            self.along = {name: square.to(home) / count for name, square in along.items()}
+        if not sums:
+            return
+        first = sums["squares"]
+        numbers = [widen(x.reshape(-1).to(first.device)) for x in (first, sums["numbers"], *along.values())]
+        squares, count, entries, *found = torch.cat(numbers).tolist()
+        if entries > 0 and math.isfinite(squares):
+            self.rms = math.sqrt(squares / entries)
+        if entries > 0:
+            self.entries_per_sample = entries / count
+        self.along = {name: square / count for name, square in zip(along, found, strict=True)}
 
 
 def squares_along(output: Tensor, vectors: Tensor) -> Tensor:

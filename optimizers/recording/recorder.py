@@ -81,14 +81,11 @@ class Recorder:
 
     def is_due(self) -> bool:
         """Whether a forward pass now is recorded."""
-        if not torch.is_grad_enabled() or not self.may_be_due() or is_transformed(self.model):
-            return False
-        # `steps` waits for the device's verdict on the last batch: ask only if this pass would renew the factors
-        return self.schedule.renews(self.monitor.steps)
+        return torch.is_grad_enabled() and self.may_be_due() and not is_transformed(self.model)
 
     def may_be_due(self) -> bool:
-        """Whether the next forward pass is recorded if the last batch was good."""
-        return not self.is_paused and self.schedule.renews(self.monitor.started)
+        """Whether the next step renews the curvature, by its number."""
+        return not self.is_paused and self.schedule.renews(self.monitor.steps)
 
     def expect(self) -> None:
         """Make compiled models run eagerly until the next step, if that step may renew the curvature."""
@@ -106,7 +103,7 @@ class Recorder:
     def stop(self) -> None:
         """Stop recording for good: the curvature comes from a Jacobian of residuals."""
         self.discard()
-        self.generator = self.outputs.rms = None
+        self.generator, self.outputs = None, OutputScale()
         self.is_paused = True
 
     # -- a recorded pass
@@ -240,10 +237,9 @@ class Recorder:
             "generator": generator,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device, is_stopped: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], is_stopped: bool) -> None:
         self.is_paused = is_stopped
-        there = lambda x: x.to(device) if isinstance(x, Tensor) else x
-        self.outputs.rms, self.outputs.entries_per_sample = there(state["output_scale"]), there(state["output_size"])
+        self.outputs.rms, self.outputs.entries_per_sample = state["output_scale"], state["output_size"]
         generator = state["generator"]
         self.generator = None if generator is None else torch.Generator("cpu")
         if self.generator is not None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import on_host, optimistically, stack, widen
+from curvature.linalg import stack, to_host, widen
 from curvature.preconditioners import Block
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Outcome, Renewal, StepContext, StepRule
-from optimizers.steps.updates import all_finite, inner, kept_by_decay
+from optimizers.steps.updates import are_finite, inner, kept_by_decay
 
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
 SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
@@ -156,9 +156,9 @@ class AdaptiveStep(StepRule):
         groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()}) for d in groups]
         last = {name: d for name, d in self.last.items() if name in gradients and rates[name] > 0}
         directions = [*groups, last] if last else list(groups)
-        curvatures = lambda: replay.curvatures(directions, SAMPLE_STRIDE)
-        known = lambda: on_host([*_products(directions, len(groups), gradients), curvatures(), before, loss])
-        slopes, norms, curvature, earlier, value = optimistically(known) or known()
+        curvatures = replay.curvatures(directions, SAMPLE_STRIDE)
+        known = [*_products(directions, len(groups), gradients), curvatures, before, loss]
+        slopes, norms, curvature, earlier, value = to_host(known)
         model, entry["loss"] = Quadratic(slopes, curvature, norms), float(value)
         if len(earlier) and self.progress >= RESOLVED * abs(entry["loss"]):
             self._confirm(float(earlier), entry["loss"])
@@ -227,9 +227,9 @@ class AdaptiveStep(StepRule):
 
 
 def _renewed_if_finite(context: StepContext, loss: Tensor) -> Renewal | None:
-    """What `StepContext.renew_if` renews if loss and gradients are finite."""
+    """What `StepContext.renew` renews if loss and gradients are finite."""
     gradients = context.gradients()
-    return context.renew_if(gradients, all_finite([loss, *gradients.values()]).to(context.home))
+    return context.renew(gradients) if are_finite([loss, *gradients.values()]) else None
 
 
 def grouped_by_layer(directions: Named, blocks: Sequence[Block]) -> list[dict[str, Tensor]]:

@@ -99,7 +99,6 @@ class RuleChoice:
 
     def _residual_step(self, context: StepContext) -> Outcome:
         assert self.residual_rule is not None
-        context.monitor.settle()
         with context.recorder.paused():
             outcome = self.residual_rule.step(context, self.residual_rule.evaluate(context))
         context.recorder.stop()

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from curvature import output_changes
 from curvature.functional import TwiceDifferentiable
-from curvature.linalg import are_true, product_rounding, stack, widen
+from curvature.linalg import look, product_rounding, widen
 from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.recording.backward_passes import is_transformed
 from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
@@ -64,7 +64,7 @@ class Call:
         counts = {len(x) if x.ndim else 0 for x in _tensors((self.args, self.kwargs, self.output))}
         if stride == 1 or self.apart is None or self.is_changed or len(counts) != 1 or counts == {0}:
             return None
-        if self.apart and not all(are_true(stack(self.apart))):
+        if self.apart and not all(look(self.apart)):
             return None
         some = lambda x: x[::stride].contiguous() if isinstance(x, Tensor) else x
         return pytree.tree_map(some, self.args), pytree.tree_map(some, self.kwargs)
@@ -199,7 +199,7 @@ class Replay:
             are_real = all(_floats(call.output) and not _has_complex(call.output) for call in self.calls)
             if are_real and not self.has_transformed:
                 found = self._gauss_newton(directions, stride)
-                if found is not None and are_true(found.any()[None])[0]:
+                if found is not None and bool(found.any()):
                     return found
             return self._hessian(directions)
         except RuntimeError as error:
@@ -324,7 +324,7 @@ def _close(one: Tensor, other: Tensor, relative: float) -> bool:
     largest = one.abs().amax() if one.numel() else 0.0
     other = other.to(one.dtype)
     is_near = (other - one).abs() <= relative * (one.abs() + largest)
-    return are_true((is_near | (other == one) | (other.isnan() & one.isnan())).all()[None])[0]
+    return bool((is_near | (other == one) | (other.isnan() & one.isnan())).all())
 
 
 def _leaf(x: Tensor) -> Tensor:

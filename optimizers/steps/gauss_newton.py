@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from curvature import Jacobian
-from curvature.linalg import soon
 from curvature.preconditioners import LeastSquares
 from optimizers.model_optimizer import shared_option
 from optimizers.report import FROZEN, Row
 from optimizers.steps.line_search import LinePoint, LineSearch, accept, times_lr
 from optimizers.steps.quadratic_model import first_accepted, next_damping
-from optimizers.steps.residuals import Late, ResidualReplay, aligned, loss_of
+from optimizers.steps.residuals import ResidualReplay, aligned, loss_of
 from optimizers.steps.rule import StepContext
 
 FIRST_DAMPING = 1e-3  # relative to the largest eigenvalue
@@ -45,18 +44,15 @@ class GaussNewton:
         self.damping = -1.0
         self.moves: list[dict[str, Tensor]] = []
         self.wait, self.pause = 0, 1
-        self._was_large = True  # see `LeastSquares`
         self._counts: dict[str, int] = {}  # of a `LineSearch`
 
-    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Late) -> dict[str, Any]:
+    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
         """See `ResidualSolver`."""
         if not any(group["lr"] for group in context.options.values()):  # a schedule that begins at zero
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
         with context.monitor.timed("gram"):
             problem = LeastSquares(jacobian)
-            problem.was_large = self._was_large
             problem.prepare(0.0 if self._by_damping else shared_option(context.options, "damping") or 0.0)
-        self._was_large = problem.was_large
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
 
@@ -64,7 +60,7 @@ class GaussNewton:
             found = replay.residuals()
             return found.square().sum() / 2, found
 
-        search = LineSearch(own, loss(), evaluate, self._counts)
+        search = LineSearch(own, loss, evaluate, self._counts)
         step = _Step(self, problem, replay.values, search, context)
         with search.restoring():
             entry, found = step.levenberg_marquardt() if self._by_damping else step.line_search()
@@ -95,14 +91,14 @@ class _Step:
         damping = shared_option(self.options, "damping") or 0.0
         best, count = self.search.origin, 0
         d = self._direction(damping)
-        left = soon(self._promised(d))
+        left = self._promised(d)
         memory.wait = max(0, memory.wait - 1)
         for cutoff in CUTOFFS if damping == 0 and not memory.wait else CUTOFFS[:1]:
             if cutoff:
                 d = self._direction(damping, cutoff)
             with self.timed("trials"):
                 found = self.search.straight(d)
-                promised = loss - left()
+                promised = loss - float(left)
                 if promised >= NEAR_MINIMUM * loss:
                     found = self._bent(d, found, damping, cutoff)
             best = min(best, found, key=lambda point: point.loss)
@@ -141,7 +137,7 @@ class _Step:
         with self.timed("solve"):
             if not memory.moves:
                 return times_lr(problem.solve(-self.values, damping, cutoff), self.options)
-            momentum = shared_option(self.options, "momentum")
+            momentum = shared_option(self.options, "momentum") or 0.0
             carried = {name: momentum * d for name, d in memory.moves[-1].items()}
             rest = problem.solve(-self.values - problem.times(carried), damping, cutoff)
             return times_lr({name: d + carried[name] for name, d in rest.items()}, self.options)

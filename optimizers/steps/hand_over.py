@@ -34,7 +34,7 @@ class HandOverStep(StepRule):
     needs_closure = True
     differentiates_model = True
 
-    def __init__(self, then: TrustRegionStep, intervals: tuple[int, int] | None = None) -> None:
+    def __init__(self, then: TrustRegionStep, intervals: tuple[int | None, int | None] | None = None) -> None:
         self.first, self.then, self.intervals = AdaptiveStep(), then, intervals
         self.step_of_change = -1
 
@@ -56,7 +56,7 @@ class HandOverStep(StepRule):
         return outcome
 
     def _hand_over(self, context: StepContext) -> None:
-        self.step_of_change = self.then.begin = context.monitor.started + 1
+        self.step_of_change = self.then.begin = context.monitor.steps + 1
         if self.intervals is not None:
             schedule = context.preconditioner.schedule
             schedule.factor_every, schedule.decompose_every = self.intervals

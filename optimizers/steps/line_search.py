@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import cat, on_host, widen
+from curvature.linalg import cat, to_host, widen
 from optimizers.steps.closure_checks import checked_value
-from optimizers.steps.descent import DescentRule
+from optimizers.steps.directions import DirectionRule
+from optimizers.steps.layer_vector import LayerVector
 from optimizers.steps.quadratic_model import tried_together
 from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule
-from optimizers.steps.stacks import Stack
 from optimizers.steps.updates import are_finite, kept_by_decay
 
 MOST_HALVINGS = 30  # of a step
@@ -70,7 +70,7 @@ class LineSearch:
         halvings = [0.5**k for k in range(MOST_HALVINGS + 1)]
         for some in tried_together(halvings, start.displacement.device, self.counts.get(kind, FIRST_AT_ONCE)):
             points = [self.evaluated(curve(t)) for t in some]
-            losses = map(float, on_host([loss for loss, _ in points]))
+            losses = map(float, to_host([loss for loss, _ in points]))
             for t, loss, (_, residuals) in zip(some, losses, points, strict=True):
                 seen += 1
                 self.counts[kind] = seen + 1
@@ -98,14 +98,14 @@ class LineSearchStep(StepRule):
     """Halves the step along a direction until the loss of the batch stops falling; needs a closure of the loss.
 
     Args:
-        descent: makes the direction.
+        direction: computes the directions.
     """
 
     needs_closure = True
     differentiates_model = True
 
-    def __init__(self, descent: DescentRule) -> None:
-        self.descent = descent
+    def __init__(self, direction: DirectionRule) -> None:
+        self.direction = direction
         self.counts: dict[str, int] = {}  # of a `LineSearch`
 
     def evaluate(self, context: StepContext) -> Evaluation:
@@ -126,8 +126,11 @@ class LineSearchStep(StepRule):
             return Outcome(loss, is_skipped=True)
         renewal = context.renew(gradients)
         with context.monitor.timed("solve"):
-            good = context.unscale_and_check_finite(gradients)
-            directions = self.descent(context, Stack.of(context.layout(gradients), gradients), good, good).directions
+            context.unscale(gradients)
+            g = LayerVector.of(context.layout(gradients), gradients)
+            direction = self.direction(context, g, torch.ones((), device=context.home))
+            direction.keep()
+            directions = direction.u
         own = {name: context.trained[name] for name in directions}
         search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
         step = -times_lr(directions, context.options)
@@ -139,7 +142,7 @@ class LineSearchStep(StepRule):
         return Outcome(loss, entry=entry, renewal=renewal)
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return self.descent.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
+        return self.direction.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
 
     def state_dict(self) -> dict[str, Any]:
         return {}

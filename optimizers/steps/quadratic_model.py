@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvature.linalg import on_host, symmetric_eigh, try_cholesky
+from curvature.linalg import symmetric_eigh, to_host, try_cholesky
 
 FIRST_DAMPING = 1e-3  # relative to the curvature along the first directions
 GOOD, POOR = 0.75, 0.25  # reduction ratios between which the damping stays
@@ -50,16 +50,12 @@ class Quadratic:
         inverse = torch.where(kept, 1 / values, torch.zeros_like(values))
         return -scale * (vectors @ (inverse * (vectors.T @ (scale * self.slopes))))
 
-    def minimum_nearby(self, damping: float, least: float = SINGLE_PRECISION) -> Tensor:
-        """About `minimum`, of a positive semi-definite model on an accelerator, which need not wait for eigenvalues."""
-        if self.curvature.device.type == "cpu":
-            return self.minimum(damping, least)
+    def minimum_nearby(self, damping: float, least: float = SINGLE_PRECISION) -> tuple[Tensor, Tensor]:
+        """About `minimum`, of a positive semi-definite model, without eigenvalues; a flag () says if it can be used."""
         matrix, scale = self._scaled(damping)
         matrix.diagonal().add_(least * len(matrix))
-        root = try_cholesky(matrix)
-        if root is None:
-            return self.minimum(damping, least)
-        return -scale * torch.cholesky_solve((scale * self.slopes)[:, None], root)[:, 0]
+        root, ok = try_cholesky(matrix)
+        return -scale * torch.cholesky_solve((scale * self.slopes)[:, None], root)[:, 0], ok
 
     def _scaled(self, damping: float) -> tuple[Tensor, Tensor]:
         """The damped matrix for directions that have a curvature of one, and what these are multiplied by."""
@@ -159,7 +155,7 @@ def first_accepted(
     count = 0
     for some in tried_together(dampings, device, first):
         made = [attempt(damping) for damping in some]
-        ratios = on_host([x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x, _ in made])
+        ratios = to_host([x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") for x, _ in made])
         for ratio, tried, (_, step) in zip(map(float, ratios), some, made, strict=True):
             is_last = count + 1 == MOST_TRIES
             if math.isfinite(ratio) and ratio > (0 if is_last else least_ratio):

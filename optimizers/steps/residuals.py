@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from curvature import Jacobian
 from curvature.functional import ExactNorms
-from curvature.linalg import on_host, optimistically, soon, stack, widen
+from curvature.linalg import stack, to_host, widen
 from curvature.preconditioners import ResidualBlock, residual_blocks, residual_inverses
 from curvature.recording import ModelState, warn_once
 from optimizers.distributed.processes import Processes
@@ -38,9 +38,6 @@ SINGLE_PRECISION = (
     "steps may soon stop helping: take double precision, model.double() and inputs of torch.float64"
 )
 SHRINK = 0.5  # of the damping after a good step: no noise in the batch calls for caution
-
-
-Late = Callable[[], float]  # a number, which the host may have to wait for
 
 
 def call_residuals(closure: Callable[[], Any]) -> Tensor:
@@ -107,7 +104,7 @@ class ResidualSolver(Protocol):
 
     moves: list[dict[str, Tensor]]  # the last displacements
 
-    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Late) -> dict[str, Any]:
+    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
         """Take the step, or leave the parameters as they are; the entry for the history.
 
         Args:
@@ -167,26 +164,11 @@ class ResidualStep(StepRule):
     def _moved(
         self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Tensor
     ) -> dict[str, Any] | None:
-        """The entry for the history; None, and nothing has changed, where loss or Jacobian are not finite.
-
-        The host learns that, and whether decompositions succeeded, with the numbers that it reads anyway.
-        """
+        """The entry for the history; None, and nothing has changed, where loss or Jacobian are not finite."""
         good = all_finite([loss, *jacobian.transposed(replay.values).values()])  # a root of zero has no derivative
-        before = dict(vars(self.solver))
-
-        def move() -> dict[str, Any]:
-            value = soon(loss)
-            found = self.solver.move(jacobian, replay, context, value)
-            return {"loss": value()} | found
-
-        def either() -> dict[str, Any] | None:
-            found = optimistically(move, [good])
-            if found is None:
-                vars(self.solver).update(before)
-                found = move() if bool(good) else None
-            return found
-
-        return context.attempt(either)
+        is_good, value = map(float, to_host([good, loss]))
+        move = lambda: {"loss": value} | self.solver.move(jacobian, replay, context, value) if is_good else None
+        return context.attempt(move)
 
     def state_dict(self) -> dict[str, Any]:
         own = {k: v for k, v in vars(self.solver).items() if not k.startswith("_")}
@@ -203,8 +185,11 @@ class Subspace:
     The model is in float64, and on the host in the end: it is small, and each choice in it would make the host wait.
     """
 
-    def __init__(self, jacobian: Jacobian, values: Tensor, groups: Sequence[Sequence[str]]) -> None:
-        self.jacobian, self.values, self.groups = jacobian, values, groups
+    def __init__(
+        self, jacobian: Jacobian, values: Tensor, groups: Sequence[Sequence[str]], is_careful: bool = False
+    ) -> None:
+        self.jacobian, self.values, self.groups, self.is_careful = jacobian, values, groups, is_careful
+        self.flags: list[Tensor] = []  # whether minima on an accelerator are right
         self.directions: list[Named] = []
         self.residuals = widen(values)
         self.columns = self.residuals.new_zeros(jacobian.shape[0], 0)
@@ -231,15 +216,21 @@ class Subspace:
         found = stack(stack(widen(inner(one[k], other[k])) for k in group).sum() for group in self.groups)
         return found.to(self.residuals.device)
 
-    def bring_to_host(self) -> None:
-        """The model from now on is on the host, which waits once."""
+    def bring_to_host(self) -> bool:
+        """The model from now on is on the host, which waits once; returns whether the minima so far can be used."""
         mine = [self.residuals, self.columns, self.curvature, self.norms]
-        self.residuals, self.columns, self.curvature, self.norms = on_host(mine)
+        self.residuals, self.columns, self.curvature, self.norms, *flags = to_host([*mine, *self.flags])
+        return all(flags)
 
     def minimum(self, damping: float) -> Tensor:
-        """The coefficients of the damped minimum; on an accelerator about those."""
+        """The coefficients of the damped minimum; on an accelerator about those, as long as nothing has failed."""
         model = Quadratic(self.columns.mT @ self.residuals, self.curvature, self.norms)
-        return model.minimum_nearby(damping, least=4 * torch.finfo(self.dtype).eps)
+        least = 4 * torch.finfo(self.dtype).eps
+        if self.is_careful or model.curvature.device.type == "cpu":
+            return model.minimum(damping, least)
+        alpha, ok = model.minimum_nearby(damping, least)
+        self.flags.append(ok)
+        return alpha
 
     def loss(self, alpha: Tensor) -> float:
         """``1/2 ||r + J d||^2`` of a combination, on the host."""
@@ -276,14 +267,14 @@ class SubspaceSolver:
         self._blocks: list[ResidualBlock] = []  # of the last step, for reports
         self._tries = 1  # of dampings, at the last step
 
-    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: Late) -> dict[str, Any]:
+    def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
         """See `ResidualSolver`. The largest lr shortens the step, the others, relative to it, the directions."""
         jacobian, values, options = jacobian.merged(), replay.values, context.options
         own = {name: context.trained[name] for name in jacobian.shapes}
         self.moves = aligned(self.moves, own)
         rates = {name: float(options[name]["lr"]) for name in own}
         lr, blocks = max(rates.values()), residual_blocks(jacobian)
-        if lr == 0 or loss() == 0:  # a schedule that starts at zero, or nothing left to do
+        if lr == 0 or loss == 0:  # a schedule that starts at zero, or nothing left to do
             entry = {"accepted": True, "rollbacks": 0}
             return entry | {"step_size": 0.0, "damping": self.damping, "ratio": math.nan}
         given = next(iter(options.values()))["damping"]
@@ -292,13 +283,24 @@ class SubspaceSolver:
             self.damping = float(given)
         elif self.damping < 0:
             self.damping = FIRST_DAMPING * _curvature_along(jacobian, gradient)
-        space = self._spanned(jacobian, values, gradient, {name: rate / lr for name, rate in rates.items()})
-        return self._first_accepted(space, replay, context, lr, loss())
+        scales = {name: rate / lr for name, rate in rates.items()}
+        space = self._spanned(jacobian, values, gradient, scales)
+        if not space.bring_to_host():
+            space = self._spanned(jacobian, values, gradient, scales, is_careful=True)
+            space.bring_to_host()
+        return self._first_accepted(space, replay, context, lr, loss)
 
-    def _spanned(self, jacobian: Jacobian, values: Tensor, gradient: Named, scales: Mapping[str, float]) -> Subspace:
+    def _spanned(
+        self,
+        jacobian: Jacobian,
+        values: Tensor,
+        gradient: Named,
+        scales: Mapping[str, float],
+        is_careful: bool = False,
+    ) -> Subspace:
         """The last displacements, and what the factors make of what is left of the gradient, again and again."""
         layers = [{name: gradient[name] for name in block.names} for block in self._blocks]
-        space = Subspace(jacobian, values, [list(group) for group in grouped(layers)])
+        space = Subspace(jacobian, values, [list(group) for group in grouped(layers)], is_careful)
         space.add(*self.moves)
         inverses = residual_inverses(self._blocks, self.damping)
         left: Named = gradient
@@ -312,7 +314,6 @@ class SubspaceSolver:
             for block, inverse in zip(self._blocks, inverses, strict=True):
                 solved |= block.solve(inverse, left)
             space.add({name: d * -scales[name] for name, d in solved.items()})
-        space.bring_to_host()
         return space
 
     def _first_accepted(
@@ -348,7 +349,7 @@ class SubspaceSolver:
             return entry | {"step_size": 0.0, "damping": trial.damping}
         alpha, move = trial.step
         place(move)  # another one may have been tried since
-        kept = REMEMBERED if options[next(iter(move))]["momentum"] else 0
+        kept = 0 if options[next(iter(move))]["momentum"] == 0 else REMEMBERED
         self.moves = [*self.moves, move][-kept:] if kept else []
         if not is_fixed:
             self.damping = next_damping(trial.damping, trial.ratio, largest, SHRINK)

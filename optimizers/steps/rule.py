@@ -14,16 +14,14 @@ from curvature.preconditioners import Block
 from curvature.recording import is_sharded
 from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.distributed.team import Team
-from optimizers.monitor import Monitor, Verdict
+from optimizers.monitor import Monitor
 from optimizers.preconditioner import Options, Preconditioner, Renewal
 from optimizers.recording.output_scale import OutputScale
 from optimizers.recording.recorder import Recorder
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
-from optimizers.steps.finite_check import unscale_and_check_finite
-from optimizers.steps.numbers import Numbers
-from optimizers.steps.stacks import Layer, Layout, at_least_single, layout_of
-from optimizers.steps.updates import Step
+from optimizers.steps.layer_vector import LayerVector, Layout, layout_of
+from optimizers.steps.updates import are_finite
 
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
 
@@ -53,7 +51,6 @@ class StepContext:
         closure: the closure passed to `step`, if any.
         trained: parameters that require a gradient now, by name.
         options: lr, damping, momentum and weight_decay of each parameter, by name.
-        numbers: the same on the device.
         states: the optimizer's state of each parameter, by name; for tensors of the parameter's shape.
         recorder: its forward and backward passes since the last step.
         preconditioner: the running curvature and its inverses.
@@ -67,7 +64,6 @@ class StepContext:
     closure: Callable[[], Any] | None
     trained: dict[str, Tensor]
     options: dict[str, dict[str, Any]]
-    numbers: Numbers
     states: Mapping[str, dict[str, Any]]
     recorder: Recorder
     preconditioner: Preconditioner
@@ -83,10 +79,6 @@ class StepContext:
     def team(self) -> Team:
         return self.preconditioner.teams.current()
 
-    def tell_numbers(self) -> None:
-        """Take over the options in `numbers`, in the precision of the parameters, single at least."""
-        self.numbers.tell(self.options, self.home, at_least_single(self.trained.values()))
-
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that the loop left in ``.grad``, by name; of sharded parameters, the local shard."""
         found = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
@@ -96,16 +88,16 @@ class StepContext:
     @functools.cached_property
     def home(self) -> torch.device:
         """Where the numbers of a step are, if layers are on several devices."""
-        return next(self.model.parameters()).device
+        return next(iter(self.trained.values())).device
 
     @functools.cached_property
     def is_spread(self) -> bool:
         """Whether a parameter is spread over processes: decided once for all."""
         return any(map(is_sharded, self.trained.values()))
 
-    def over_shards(self, numbers: Tensor, layers: Sequence[Layer]) -> Tensor:
-        """Numbers, one for each layer's local shards, summed over the processes that have its other shards."""
-        return sum_over_shards(numbers, [self.trained[layer[0]] for layer in layers]) if self.is_spread else numbers
+    def over_shards(self, numbers: Tensor, names: Sequence[str]) -> Tensor:
+        """Numbers, one for the local shard of each parameter, summed over the processes that have its other shards."""
+        return sum_over_shards(numbers, [self.trained[name] for name in names]) if self.is_spread else numbers
 
     def block_of(self, name: str) -> Block | None:
         """The block of a parameter, if it has one."""
@@ -129,15 +121,28 @@ class StepContext:
         weight = id(weight) if isinstance(weight, Tensor) else weight
         return options["lr"], options.get("momentum"), options.get("damping"), weight, shards
 
-    def unscale_and_check_finite(self, gradients: Named) -> Tensor:
-        """Divide gradients in place by the scale of the loss; returns a flag (): all are finite."""
-        good = unscale_and_check_finite(gradients.values(), self.scaling.scale).to(self.home)
+    def unscale(self, gradients: Named) -> None:
+        """Divide gradients in place by the scale of a `torch.amp.GradScaler`, if there is one."""
+        if self.scaling.scale is not None:
+            for g in gradients.values():
+                g.mul_(
+                    self.scaling.scale.to(g.device)
+                    .double()
+                    .reciprocal()
+                    .to(torch.promote_types(g.dtype, torch.float32))
+                )
+
+    def unscale_and_check_finite(self, gradients: Named) -> bool:
+        """Divide gradients in place by the scale of the loss; returns whether all are finite. The host waits once."""
+        self.unscale(gradients)
+        good = are_finite(gradients.values())
         if self.scaling.found_inf is not None:
-            good = good & (self.scaling.found_inf.to(good.device) == 0)
+            good = good and not float(self.scaling.found_inf)
         if not self.is_spread:
             return good
         trained = list(self.trained.values())
-        return sum_over_shards((~good).float().expand(len(trained)), trained).sum() == 0  # on all shards
+        bad = torch.full((len(trained),), float(not good), device=self.home)
+        return float(sum_over_shards(bad, trained).sum()) == 0  # on all shards
 
     def _loss_scale(self) -> float:
         if self.scaling.scale is None and self.scaling.found_inf is not None:
@@ -150,8 +155,8 @@ class StepContext:
     # -- the preconditioner
 
     def is_idle(self) -> bool:
-        """Whether this step has nothing to renew and nothing to invert; if not, all steps before are settled."""
-        return is_ordinary(self.recorder, self.preconditioner)
+        """Whether this step has nothing to renew and nothing to invert."""
+        return not self.recorder.has_measured and self.preconditioner.is_idle(self.monitor.steps)
 
     def knows_nothing(self) -> bool:
         """Whether all batches so far were empty."""
@@ -163,28 +168,21 @@ class StepContext:
         Raises:
             torch.linalg.LinAlgError: a block could not be inverted, three times in a row.
         """
-        renewal = self.renew_if(gradients, None)
-        assert renewal is not None
-        return renewal
-
-    def renew_if(self, gradients: Named, good: Tensor | None) -> Renewal | None:
-        """`renew`, and None, with nothing changed, where the flag `good` () is false; asks the device once for all."""
-        step, part = self.monitor.started, self.preconditioner
-        if good is not None and self.team.processes.size > 1 and not bool(good):
-            return None  # processes wait for each other anyway
+        step, part = self.monitor.steps, self.preconditioner
         with self.monitor.timed("factors"):
             self.recorder.settle(self._loss_scale)
             found = part.gathered(step, self.recorder.passes, gradients, self.trained)
-        renewal = part.renew(step, found, self.options, good)
-        if renewal is not None:
-            self.outputs.update(found.outputs, found.curvature.along, self.home)
-            if self.outputs.rms is None:  # no outputs are known
-                self.outputs.rms = torch.zeros((), device=self.home)
+        renewal = part.renew(step, found, self.options)
+        self.outputs.update(found.outputs, found.curvature.along)
         return renewal
 
     def solve(self, gradients: Named) -> dict[str, Tensor]:
         """``(M + damping I)^-1 gradients``, by name."""
         return self.preconditioner.solve(gradients, self.trained)
+
+    def solve_vector(self, vector: LayerVector) -> LayerVector:
+        """`solve` for all layers of a vector at once."""
+        return self.preconditioner.solve_vector(vector, self.trained)
 
     # -- closures
 
@@ -210,21 +208,6 @@ class StepContext:
         return Replay(self.model, self.closure, self.team.processes.all_reduce_mean, self.recorder.paused)
 
 
-def is_ordinary(recorder: Recorder, preconditioner: Preconditioner) -> bool:
-    """Whether the next step has nothing to renew and nothing to invert; if not, all steps before are settled.
-
-    A step is undecided only if it was ordinary, so its number, were it taken once more, is an ordinary step's.
-    """
-    monitor = preconditioner.monitor
-    is_idle = lambda: not recorder.has_measured and preconditioner.is_idle(monitor.started)
-    if is_idle():
-        return True
-    if not monitor.undecided:
-        return False
-    monitor.settle()
-    return is_idle()
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """The value of the closure, a loss or residuals (M,); `replay` can call the closure again."""
@@ -245,24 +228,18 @@ class Outcome:
         loss: the value that `step` returns.
         displacement: by name, of sharded parameters the local shard; the optimizer adds it to the parameters. None if
             the rule has moved them itself.
-        move: a step that `torch.compile` can compile; the built-in `TrustRegionStep` uses it.
         entry: numbers for the history; may be left out.
         renewal: returned by ``context.renew``.
         is_skipped: whether to count the batch as skipped.
         rollbacks: number of steps that were tried and rolled back.
-        is_undecided: whether the device has yet to decide whether the batch was good.
-        numbers: what the device says of the `move` once it is made: more for the entry, and the verdict on the batch.
     """
 
     loss: Any = None
     displacement: Mapping[str, Tensor] | None = None
-    move: Step | None = None
     entry: Mapping[str, Any] | None = None
     renewal: Renewal = Renewal()
     is_skipped: bool = False
     rollbacks: int = 0
-    is_undecided: bool = False
-    numbers: Callable[[], tuple[dict[str, Any], Verdict]] | None = None
 
     @property
     def is_step(self) -> bool:

@@ -1,279 +1,540 @@
-"""The step of a plain training loop: slopes set its size, inside a trust region."""
+"""The step of a plain training loop: the slope along the last step sets the size of the next one, within bounds.
+
+`TrustRegionStep.step` is the algorithm. All decisions are plain Python on numbers of the host. They come by one read of
+one vector (`Facts`), which is queued with the direction.
+
+Along the last step the loss falls with one slope at its start and with another at its end. Their ratio says, at no
+extra cost, whether the step was too short or too long: 1 where it could have gone on for ever, 0 at the minimum along
+the line, negative beyond. Bounds on the predicted change of the outputs, and on the change of each layer's parameters,
+cut the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvature.linalg import copy_to_host_async, in_place
-from curvature.preconditioners import Block
+from curvature.linalg import by_device
 from optimizers.distributed.sharding import to_local
-from optimizers.monitor import Verdict
-from optimizers.steps.calibration import calibrate, underestimate
-from optimizers.steps.descent import Descent, DescentRule
-from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.stacks import Stack, StateStack, at_least_single, products, row_norms, total
-from optimizers.steps.step_size import (
-    FIRST_TRUST,
-    Look,
-    StepSize,
-    is_overshoot,
-    longest_gradient,
-    slope_ratio,
-    started,
-    undone,
-)
-from optimizers.steps.updates import Move, Step, tensor_norms
+from optimizers.steps.directions import Direction, DirectionRule
+from optimizers.steps.layer_vector import LayerVector, Layout, at_least_single, joined, of_states, to_states
+from optimizers.steps.rule import Evaluation, Named, Outcome, Renewal, StepContext, StepRule
+from optimizers.steps.updates import kept_by_decay
 
-ORDINARY: dict[str, Any] = {"renewed": False, "inverted": 0, "accepted": True}  # what the history has of a step
-UNSAVED = "steps", "was_bad"  # what the monitor says of a state that was loaded
+
+@dataclass(frozen=True)
+class TrustRegionConstants:
+    """The numbers of the algorithm. Those without a source were chosen by ablation (docs/benchmarks.md)."""
+
+    first_output_change: float = 0.3  # root mean square change of an output entry that the first step aims at
+    # how the step size follows the slopes
+    rate: float = 0.3  # of growth per step in the first steps, where the loss falls as steeply as before
+    late_rate: float = 0.05  # of growth, later: the slopes of a loss that others change are positive at any step size
+    shrink: float = 1.0  # over the number of steps: batches without replacement have negative slopes at any step size
+    slope_decay: float = 0.9  # of the running means of slopes
+    lowest_ratio: float = -20.0  # that enters them
+    straight: float = 0.9  # a larger ratio of slopes says that the loss falls as steeply as before
+    start: float = 40.0  # steps in which the step size may grow faster; after them `rate` has halved
+    start_rate: float = 0.4  # by how much faster at the first of them
+    flat: float = 1e-5  # of the steepest slope: below, the loss is zero or slopes are rounding, and say nothing
+    lr_growth: float = 1.1  # per step, of the learning rate that is taken for the usual one
+    lowered: float = (
+        1.5  # times less than it: a schedule has lowered the learning rate, and the step size does not grow
+    )
+    # overshoots
+    overshoot: float = 2.0  # a ratio of slopes below minus this, with a long gradient: the step is undone
+    least_shrink: float = 0.2  # of the step size after an overshoot
+    # bounds
+    first_trust: float = 0.15  # longest step of a layer, as a share of its norm, over the root of the number of layers
+    largest_trust: float = 0.2  # after many steps that could have been longer
+    wider: float = 1.1  # the bound on layers at each step after which the loss falls as steeply as before ...
+    narrower: float = 0.8  # ... and at each other step
+    slack: float = 2.0  # how far the step size may stay above the steps that the bounds on the layers allow
+    change_factor: float = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
+    change_decay: float = 0.95  # of that running mean
+    largest_output_change: float = 0.2  # of the outputs' size, for the gradient of the step
+    least_output_change: float = 0.06  # of the outputs' size, for the largest gradient: no step is shorter ...
+    less: float = 0.9  # ... but for this factor at each sign of instability
+    memory: float = 0.999  # decay of the steepest slope and of the largest change
+    longest_gradient: float = 2.0  # gradients are clipped to this multiple of the running mean of their norms
+    long_gradient: float = 1.5  # a longer one is taken for a sign of instability ...
+    spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
+    norm_decay: float = 0.97  # of that mean, which must not follow an instability that builds up over some steps
+    # curvature that is measured along steps
+    energy_decay: float = 0.3  # of sums of energies, per renewal: where steps go changes fast
+    largest_scale: float = 4.0  # by how much the direction of a layer is made longer or shorter
+
+
+class TrustState(NamedTuple):
+    """What is known of how far to go.
+
+    Attributes:
+        size: multiplies the direction.
+        trust: longest step of a layer, relative to the norm of its parameters.
+        slope: of the loss along the last step, at its start; zero if there is none.
+        uncut: what the slope would be without the bounds on the layers.
+        starts, ends: running means of the slopes at the start and at the end of steps.
+        steepest: the largest absolute slope, slowly forgotten.
+        change: running root mean square of the outputs' predicted change for step size one.
+        largest_change: its largest value, slowly forgotten.
+        least_output_change: of the outputs' size, for the largest change: the step size shrinks no further.
+        norm, spread: running mean and standard deviation of the gradients' norms, each clipped.
+        lr: about the largest learning rate so far; one that is large for a few steps does not count.
+        overshoots: how many steps were undone.
+        measured, predicted: decayed sums of the energies of steps, of all layers together.
+    """
+
+    size: float
+    trust: float
+    change: float
+    largest_change: float
+    least_output_change: float
+    norm: float
+    slope: float = 0.0
+    uncut: float = 0.0
+    starts: float = 0.0
+    ends: float = 0.0
+    steepest: float = 0.0
+    spread: float = 0.0
+    lr: float = 0.0
+    overshoots: float = 0.0
+    measured: float = 0.0
+    predicted: float = 0.0
+
+    @property
+    def made(self) -> float:
+        """The step size that the bounds on the layers have left of the last step."""
+        return self.size * (self.slope / self.uncut if self.uncut else 1.0)
+
+
+@dataclass
+class LayerEnergies:
+    """Energies ``u^T M u`` of the steps of a layer.
+
+    Attributes:
+        last: predicted for the last step.
+        measured, predicted: decayed sums over renewals of ``(v^T J u)^2``, and of what was predicted of these.
+    """
+
+    last: float = 0.0
+    measured: float = 0.0
+    predicted: float = 0.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the host learns of a step, by one read.
+
+    Attributes:
+        norm: of the gradient; not finite if an entry is not.
+        along_last: inner product of gradient and last step.
+        energies, slopes, lengths: ``u^T right``, the slope along u and its norm, for each layer.
+        sizes: norm of each parameter.
+    """
+
+    norm: float
+    along_last: float
+    energies: list[float]
+    slopes: list[float]
+    lengths: list[float]
+    sizes: list[float]
 
 
 class TrustRegionStep(StepRule):
-    """Adapts the step size by the slope along the last displacement; needs no closure.
-
-    The step size grows while the loss still falls along the last displacement, and shrinks when it rises; a
-    displacement that went far too far is undone. Bounds on the predicted change of the outputs, and on the change of
-    each layer's parameters, cut the step.
+    """Adapts the step size by the slope along the last step; needs no closure.
 
     Args:
-        descent: computes the directions.
+        direction: computes the directions.
+        constants: of the algorithm.
 
     Attributes:
         begin: number of the first step that it makes.
+        state: what is known of how far to go; None before the first step.
+        layers: energies of each layer, by its first parameter.
     """
 
-    def __init__(self, descent: DescentRule) -> None:
-        self.descent, self.last, self.begin = descent, StateStack("displacement"), 0
-        self.trained: set[str] = set()  # the names of all parameters at the last step
-        self.values: Tensor | None = None  # the fields of `state`, always in the same memory
-        self.state: StepSize | None = None  # what is known of how far to go, as views; None before the first step
-        self.energies: dict[str, Tensor] = {}  # predicted for the last displacement, by the first parameter of a layer
-        self.joint_energies = torch.zeros(0, device="cpu")  # of which those are views, if they are of all layers
-        self.gain: Tensor | None = None  # `output_gain`, as of the last renewal
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What it keeps from step to step beside the states of parameters."""
-        return [*self.descent.tensors, self.joint_energies, *(x for x in (self.values, self.gain) if x is not None)]
-
-    def is_in_place(self, context: StepContext) -> bool:
-        """Whether the next step finds all that it keeps where the last one has left it."""
-        if self.last.stack is None or context.trained.keys() != self.trained:
-            return False
-        layout = self.last.stack.layout
-        return context.layout({name: context.trained[name] for name in layout.names}) is layout
+    def __init__(self, direction: DirectionRule, constants: TrustRegionConstants = TrustRegionConstants()) -> None:
+        self.direction, self.constants = direction, constants
+        self.begin = 0
+        self.state: TrustState | None = None
+        self.layers: dict[str, LayerEnergies] = {}
+        self.last: LayerVector | None = None  # step, as the states of parameters have it
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
-        gradients, loss = context.gradients(), evaluation.value
+        c, loss, gradients, renewal = self.constants, evaluation.value, context.gradients(), Renewal()
         if not gradients:
             return Outcome(loss)
-        is_idle = context.is_idle()
-        if self.state is not None and self.last.stack is None:  # it was loaded, and knows nothing of counts
-            self.state.steps.fill_(context.monitor.started - self.begin)
-            self.state.was_bad.fill_(not context.monitor.was_accepted)
-        if is_idle and self.state is not None:
-            step = self.ordinary(context, gradients)
-            return Outcome(loss, move=step, entry=ORDINARY, numbers=self.numbers, is_undecided=True)
-        good, renewal = context.unscale_and_check_finite(gradients), None
-        if not context.knows_nothing():
-            renewal = context.renew_if(gradients, good)
-        if renewal is None:
-            was_bad = not context.monitor.was_accepted and context.scaling.scale is None
-            if was_bad and not bool(good):
-                self._go_back(context)
-            if self.state is not None:
-                self.state.was_bad.fill_(1)
-            return Outcome(loss, is_skipped=True)
-        self._calibrate(context)
-        self.gain = in_place(self.gain, output_gain(context, self.state))
+
+        # 1. where it is due, renew the curvature's running average, and the inverses of blocks
+        if context.is_idle():
+            context.unscale(gradients)
+        elif context.knows_nothing() or not context.unscale_and_check_finite(gradients):
+            return self._left_out(context, loss, gradients)
+        else:
+            renewal = context.renew(gradients)
+            self._compare_energies(context)
+
+        # 2. the direction u = (M + damping)^-1 m, m being about the running mean of the clipped gradients; one read
         with context.monitor.timed("direction"):
-            move = self._found(context, Stack.of(context.layout(gradients), gradients), good)
-        entry = {"renewed": renewal.renewed, "inverted": renewal.inverted}
-        return Outcome(loss, move=move, entry=ORDINARY | entry, renewal=renewal, numbers=self.numbers)
+            g = LayerVector.of(context.layout(gradients), gradients)
+            last, squares = self._last(context, g.layout), joined(g.dot(g), context.home)
+            found = self.direction(context, g, _clip(context, g, squares, self.state, c))
+            facts = _read(context, g, squares, last, found)
+        if not math.isfinite(facts.norm):
+            return self._left_out(context, loss, gradients)
 
-    def ordinary(self, context: StepContext, gradients: Mapping[str, Tensor]) -> Step:
-        """The next move, of a step that neither renews nor inverts; all of it is done by the device.
+        # 3. the last step, seen from its end; one that went far too far is undone
+        state, ratio = self.state, 0.0
+        if state is not None:
+            ratio = slope_ratio(facts.along_last, state.slope)
+            if ratio < -c.overshoot and facts.norm > c.long_gradient * state.norm:
+                self.state = undone(state, ratio, c)
+                return Outcome(loss, self._undo(context, last), self._entry(renewal), renewal)
 
-        If the batch is bad, nothing changes; at the second in a row the last displacement is undone.
+        # 4. each layer's direction on the scale of its measured curvature; the outputs' change for step size one
+        layout, scales = g.layout, self._scales(g.layout)
+        slopes = [_or_zero(scale * slope) for scale, slope in zip(scales, facts.slopes, strict=True)]
+        each = zip(scales, facts.energies, found.dampings, facts.lengths, strict=True)
+        energies = [scale**2 * _energy(product, damping, length) for scale, product, damping, length in each]
+        change = math.sqrt(sum(energies) * self._output_gain(context))
+
+        # 5. the step size follows the slopes, within bounds on the change of the outputs
+        steps, lr = context.monitor.steps - self.begin, max(own["lr"] for own in context.options.values())
+        least_trust = c.first_trust / math.sqrt(max(context.preconditioner.layers, 1))
+        if state is None:
+            state = started(change, facts.norm, least_trust, c)
+        else:
+            state = adapted(state, ratio, facts.norm, steps, lr, least_trust, c)
+        state, size = bounded(state, change, context.outputs.rms, c)
+
+        # 6. no layer moves by more than a share of its norm
+        lrs = [context.options[first]["lr"] for first, *_ in layout.layers]
+        lengths = [scale * length for scale, length in zip(scales, facts.lengths, strict=True)]
+        rates = within_trust(context, layout, size, state.trust, lengths, facts.sizes, lrs)
+
+        # 7. the step, and what is to be known of it at the next one
+        found.keep()
+        found.u.multiply_layers_([-rate * scale for rate, scale in zip(rates, scales, strict=True)])
+        _bound_rows(context, found.u, state.trust, facts.sizes)
+        decay_weights(context, layout)
+        self._keep(context, found.u)
+        for (first, *_), rate, energy in zip(layout.layers, rates, energies, strict=True):
+            self.layers.setdefault(first, LayerEnergies()).last = rate**2 * energy
+        slope = -sum(rate * slope for rate, slope in zip(rates, slopes, strict=True))
+        uncut = -size * sum(lr * slope for lr, slope in zip(lrs, slopes, strict=True))
+        self.state = state._replace(slope=slope, uncut=uncut)
+        return Outcome(loss, found.u, self._entry(renewal), renewal)
+
+    def _entry(self, renewal: Renewal) -> dict[str, Any]:
+        """For the history."""
+        assert self.state is not None
+        own = {"step_size": self.state.size, "overshoots": int(self.state.overshoots)}
+        return {"renewed": renewal.renewed, "inverted": renewal.inverted, "accepted": True} | own
+
+    # -- the parts that read or write what is kept
+
+    def _left_out(self, context: StepContext, loss: Any, gradients: Named) -> Outcome:
+        """Nothing changes after a batch that is not finite; at the second in a row the last step is undone.
+
+        Not with a GradScaler: it has bad batches until it has found its scale.
         """
-        good = context.unscale_and_check_finite(gradients)
-        with context.monitor.timed("direction"):
-            return self._found(context, Stack.of(context.layout(gradients), gradients), good)
+        undoes = self.state is not None and not context.monitor.was_accepted and context.scaling.scale is None
+        if not undoes or context.knows_nothing():
+            return Outcome(loss, is_skipped=True)
+        assert self.state is not None
+        last = self._last(context, context.layout(gradients))
+        self.state = undone(self.state, -math.inf, self.constants)
+        return Outcome(loss, self._undo(context, last), is_skipped=True)
 
-    def numbers(self) -> tuple[dict[str, Any], Verdict]:
-        """Of the step that was made last: for the history, and whether its batch was good."""
-        assert self.values is not None
-        now = StepSize(*self.values.clone().unbind())
-        return {"step_size": now.size, "overshoots": now.overshoots}, copy_to_host_async(now.was_bad == 0)
+    def _last(self, context: StepContext, layout: Layout) -> LayerVector:
+        """The last step, zeros where there was none; parameters that do not move now have none any more."""
+        moving = set(layout.names)
+        for name in context.trained.keys() - moving:
+            context.states[name].pop("displacement", None)
+        return of_states(layout, "displacement", context.states, context.trained, self.last)
+
+    def _keep(self, context: StepContext, d: LayerVector) -> None:
+        self.last = d
+        to_states(d, "displacement", context.states, context.trained)
+
+    def _undo(self, context: StepContext, last: LayerVector) -> dict[str, Tensor]:
+        """The displacement that undoes the last step, of which nothing is kept."""
+        back = {name: x.neg() for name, x in last.items()}
+        for x in last.vectors:
+            x.zero_()
+        self._keep(context, last)  # which may be a copy of what the states have
+        return back
+
+    def _compare_energies(self, context: StepContext) -> None:
+        """Note what a renewal has measured along the last step beside what was predicted.
+
+        A block knows its layer alone, and as a product of two factors. The energy ``u^T M u`` that it predicts for a
+        step u may be a hundredth of what the step does to the outputs, where the positions of a sample, or several
+        layers, pull in one direction. Renewals measure that: ``(v^T J u)^2`` for the random vectors v that they send
+        back anyway.
+        """
+        along, whole = context.outputs.along, 0.0
+        for block in context.preconditioner.blocks if self.state is not None else ():
+            own = [self.layers[name] for name in block.names if name in self.layers]
+            if block.names[0] in along and own:
+                predicted = sum(layer.last for layer in own)
+                sums = _noted(own[0].measured, own[0].predicted, along[block.names[0]], predicted, self.constants)
+                for layer in own:
+                    layer.measured, layer.predicted = sums
+                whole += predicted
+        if self.state is not None and whole:
+            sums = _noted(self.state.measured, self.state.predicted, along[""], whole, self.constants)
+            self.state = self.state._replace(measured=sums[0], predicted=sums[1])
+
+    def _scales(self, layout: Layout) -> list[float]:
+        """What directions are multiplied by: less in layers whose curvature is underestimated more than elsewhere."""
+        own = [self.layers.get(first, LayerEnergies()) for first, *_ in layout.layers]
+        measured, predicted = (sum(getattr(layer, name) for layer in own) for name in ("measured", "predicted"))
+        most = self.constants.largest_scale
+        return [
+            min(max(measured / predicted * layer.predicted / layer.measured, 1 / most), most) if layer.measured else 1.0
+            for layer in own
+        ]
+
+    def _output_gain(self, context: StepContext) -> float:
+        """Mean square change of an output entry that is predicted for a step of energy one."""
+        known = self.state is not None and self.state.predicted
+        underestimate = self.state.measured / self.state.predicted if self.state is not None and known else 1.0
+        return underestimate / context.outputs.entries_per_sample
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
-        found = {name: state.get("displacement") for name, state in states.items()} if self.energies else {}
+        found = {name: state.get("displacement") for name, state in states.items()} if self.layers else {}
         return {name: d for name, d in found.items() if d is not None}
-
-    def _calibrate(self, context: StepContext) -> None:
-        """Compare what a renewal measured along the last displacement with what was predicted."""
-        along = context.outputs.along
-        if self.state is not None and along:
-            joint = torch.stack([self.state.measured, self.state.predicted])
-            measured, predicted = calibrate(context.preconditioner.blocks, along, self.energies, joint).unbind()
-            self.state.measured.copy_(measured)
-            self.state.predicted.copy_(predicted)
-
-    def _go_back(self, context: StepContext) -> None:
-        """Undo the last displacement: no batch since has been finite."""
-        last = self._last(context, context.trained)
-        if last and self.state is not None:
-            for name, displacement in last.items():
-                to_local(context.trained[name]).sub_(displacement)
-                displacement.zero_()
-            self._keep(undone(self.state, self.state.made, torch.full_like(self.state.size, -torch.inf)))
-
-    def _keep(self, state: StepSize) -> None:
-        before, self.values = self.values, in_place(self.values, torch.stack(state))
-        if self.values is not before and self.values is not None:
-            self.state = StepSize(*self.values.unbind())
-
-    def _found(self, context: StepContext, gradients: Stack, good: Tensor) -> Step:
-        """The next step."""
-        least, outputs, before = first_trust(context.preconditioner.blocks), context.outputs, self.state
-        last, self.trained = self._last_displacements(context, gradients), set(context.trained)
-        ratio, norm = self._slope_ratio(context, gradients, last), _norm(context, gradients)
-        counted = longest_gradient(norm, norm if before is None else before.norm)
-        is_far = is_overshoot(ratio, norm, norm if before is None else before.norm)
-        # one batch far out of scale must not dominate the running mean
-        factor = (counted / norm).nan_to_num(1.0)
-        for g in gradients.vectors:
-            g.mul_(factor.to(g.device))
-        found = self.descent(context, gradients, good, good > is_far)  # good, and not too far
-        energies, rms = found.energies, outputs.rms
-        assert rms is not None
-        if self.gain is None:
-            self.gain = output_gain(context, before)
-        change = (total(energies) * self.gain).sqrt()
-        if before is None:
-            self._keep(started(change, norm, least, context.monitor.started - self.begin))
-        assert self.values is not None
-        rates = context.numbers.of_all("lr", [layer[0] for layer in found.directions.layout.layers])
-        rates = rates.to(found.slopes.dtype)
-        look = Look(
-            values=self.values, is_first=before is None, ratio=ratio, norm=norm, counted=counted, is_far=is_far,
-            good=good, undoes=context.scaling.scale is None,  # a scaler has bad batches until it has found its scale
-            change=change, output_rms=rms, slope=total(found.slopes * rates),
-            lr=context.numbers.lr, least_trust=least,
-        )  # fmt: skip
-        predicted = self._predicted(found)
-        return Step(look, self._move(context, found, last, rates), predicted, self.joint_energies)
-
-    def _predicted(self, found: Descent) -> Tensor | None:
-        """The energies of the directions; None, if they are not known layer by layer."""
-        names = [layer[0] for layer in found.directions.layout.layers]
-        if found.energies.numel() != len(names):
-            self.energies = {}
-            return None
-        if list(self.energies) != names or self.joint_energies.numel() != len(names):
-            zero = torch.zeros_like(found.energies[0])
-            self.joint_energies = torch.stack([self.energies.get(name, zero) for name in names])
-            self.energies = dict(zip(names, self.joint_energies.unbind(), strict=True))
-        return found.energies
-
-    def _last(self, context: StepContext, names: Iterable[str]) -> dict[str, Tensor]:
-        """The last displacements, by name."""
-        kept = {name: context.states[name].get("displacement") for name in names if name in context.trained}
-        return {name: to_local(d) for name, d in kept.items() if d is not None}
-
-    def _last_displacements(self, context: StepContext, gradients: Stack) -> Stack:
-        """The last displacements, zeros where there were none; parameters that do not move now have none any more."""
-        for name in context.trained.keys() - gradients.keys():
-            context.states[name].pop("displacement", None)
-        return self.last.of(gradients.layout, context.states, context.trained)
-
-    def _slope_ratio(self, context: StepContext, gradients: Stack, last: Stack) -> Tensor:
-        """Ratio of the slope along the last displacement now to that at its start; 0 without a displacement."""
-        now = _inner(context, last, gradients)
-        return torch.zeros_like(now) if self.state is None else slope_ratio(now, self.state.slope)
-
-    def _move(self, context: StepContext, found: Descent, last: Stack, rates: Tensor) -> Move:
-        """The `Move`, whose directions become the displacements, in the memory of the last ones."""
-        options, numbers, directions = context.options, context.numbers, found.directions
-        own = {name: to_local(context.trained[name]) for name in directions}
-        decayed: dict[int, list[str]] = {}
-        for name in own:
-            if options[name]["weight_decay"]:
-                decayed.setdefault(numbers.places[name], []).append(name)
-        norms = None
-        if context.is_spread:
-            over = lambda found, layers: context.over_shards(found.square(), layers).sqrt()
-            lengths = over(row_norms(directions.rows, context.home), directions.layout.layers)
-            norms = lengths, over(tensor_norms(list(own.values()), context.home), [(name,) for name in own])
-        return Move(
-            parameters=list(own.values()),
-            directions=directions.vectors,
-            last=last.vectors,
-            forms=directions.layout.forms,
-            scales=found.scales,
-            norms=norms,
-            slopes=found.slopes,
-            rates=rates,
-            decayed=[(numbers.of("kept", names[0]), [own[name] for name in names]) for names in decayed.values()],
-            tables=[
-                (k, len(context.trained[name]))
-                for k, name in enumerate(directions)
-                if (block := context.block_of(name)) is not None and block.has_separate_rows
-            ],
-            blocks=self._blocks(context, directions),
-        )
-
-    @staticmethod
-    def _blocks(context: StepContext, directions: Stack) -> Tensor | None:
-        """`Move.blocks`."""
-        owners = [context.block_of(layer[0]) or layer for layer in directions.layout.layers]
-        numbers = {id(owner): k for k, owner in enumerate(dict.fromkeys(owners))}
-        if len(numbers) == len(owners):
-            return None
-        return context.numbers.index(tuple(numbers[id(owner)] for owner in owners))
 
     # -- checkpoints
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        return self.descent.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
+        return self.direction.empty_state(p, options) | {"displacement": torch.zeros_like(p)}
 
     def state_dict(self) -> dict[str, Any]:
-        own = dict.fromkeys(StepSize._fields) if self.values is None else StepSize(*self.values.clone())._asdict()
-        own = {name: value for name, value in own.items() if name not in UNSAVED}
-        return own | {"energies": {name: energy.clone() for name, energy in self.energies.items()}}
+        own = dict.fromkeys(TrustState._fields) if self.state is None else self.state._asdict()
+        return own | {"energies": {name: asdict(layer) for name, layer in self.layers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
-        dtype = at_least_single(trained.values())
-        own = {name: state[name].to(dtype) for name in StepSize._fields if state.get(name) is not None}
-        self.values = self.state = self.gain = None
-        if own:
-            self._keep(StepSize(**own | dict.fromkeys(UNSAVED, torch.zeros_like(own["size"]))))
-        self.energies, self.joint_energies = dict(state["energies"]), torch.zeros(0, device="cpu")
-        self.last = StateStack("displacement")
+        own = {name: float(state[name]) for name in TrustState._fields if state.get(name) is not None}
+        self.state = TrustState(**own) if own else None
+        self.layers = {name: LayerEnergies(**layer) for name, layer in state["energies"].items()}
+        self.last = None
 
 
-def _norm(context: StepContext, gradients: Stack) -> Tensor:
-    """The norm of all gradients together."""
-    return _inner(context, gradients, gradients).sqrt()
+# -- one read
 
 
-def _inner(context: StepContext, ones: Stack, others: Stack) -> Tensor:
-    """The inner product of all tensors together."""
-    found = products(ones.vectors, others.vectors, context.home)
-    return total(context.over_shards(found, ones.layout.first_layers))
+def _clip(
+    context: StepContext, g: LayerVector, squares: Tensor, state: TrustState | None, c: TrustRegionConstants
+) -> Tensor:
+    """What the gradient is multiplied by: one batch far out of scale must not dominate the running mean."""
+    if state is None or not state.norm:
+        return torch.ones((), device=context.home)
+    square = context.over_shards(squares, [layer[0] for layer in g.layout.first_layers]).sum()
+    return square.rsqrt_().mul_(c.longest_gradient * state.norm).clamp_(max=1.0)
 
 
-def output_gain(context: StepContext, known: StepSize | None) -> Tensor:
-    """Mean square change of the output entries that is predicted for a step of energy one, for isotropic curvature."""
-    entries = context.outputs.entries_per_sample
-    factor = 1.0 if known is None else underestimate(known.measured, known.predicted).square()
-    return context.numbers.values.new_ones(()) * factor / entries
+def _read(context: StepContext, g: LayerVector, squares: Tensor, last: LayerVector, found: Direction) -> Facts:
+    """Ask for all numbers at once; all processes go by those of the first."""
+    layout, home = g.layout, context.home
+    parameters = [to_local(context.trained[name]) for name in layout.names]
+    runs, firsts = [layer[0] for layer in layout.first_layers], [layer[0] for layer in layout.layers]
+    energies = found.u.layer_dots(found.right)
+    slopes = energies if found.slope_of is found.right else found.u.layer_dots(found.slope_of)
+    products = [squares, *g.dot(last), *energies, *slopes]
+    norms = [*found.u.layer_norms(), *tensor_norms(parameters)]
+    numbers = joined([*products, *norms], home)
+    if context.is_spread:
+        count = 2 * len(runs) + 2 * len(firsts)
+        squares = torch.cat([numbers[:count], numbers[count:].square()])
+        numbers = context.over_shards(squares, [*runs, *runs, *firsts, *firsts, *firsts, *layout.names])
+        numbers[count:].sqrt_()
+    if context.scaling.found_inf is not None:
+        numbers = torch.cat([numbers, joined([context.scaling.found_inf], home)])
+    values = iter(context.team.processes.agreed(numbers).tolist())
+    take = lambda count: list(itertools.islice(values, count))
+    square, along = sum(take(len(runs))), sum(take(len(runs)))
+    facts = take(len(firsts)), take(len(firsts)), take(len(firsts)), take(len(layout.names))
+    is_bad = any(values)  # as a GradScaler has found
+    return Facts(math.nan if is_bad or square < 0 else math.sqrt(square), along, *facts)
 
 
-def first_trust(blocks: Sequence[Block]) -> float:
-    layers = sum(b.structure != "diagonal" for b in blocks)
-    return FIRST_TRUST / max(layers, 1) ** 0.5
+def tensor_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_norm(list(tensors), 2, at_least_single(tensors)))
+
+
+def _or_zero(number: float) -> float:
+    return number if math.isfinite(number) else 0.0
+
+
+def _energy(product: float, damping: float, length: float) -> float:
+    """``u^T M u`` of ``u^T (M + damping) u``; rounding may leave less than nothing."""
+    return _or_zero(max(product - damping * length * length, 1e-6 * product))
+
+
+# -- how far to go
+
+
+def started(change: float, norm: float, least_trust: float, c: TrustRegionConstants) -> TrustState:
+    """The state before the first step.
+
+    Args:
+        change: predicted root mean square change of an output entry for step size one.
+        norm: of the gradient.
+        least_trust: the first bound on layers.
+    """
+    size = c.first_output_change / max(change, torch.finfo(torch.float32).tiny)
+    return TrustState(size, least_trust, change, change, c.least_output_change, norm)
+
+
+def slope_ratio(slope: float, predicted: float) -> float:
+    """What is left of the slope along the last step at its end, at most 1; 0 where nothing was predicted."""
+    if not predicted or math.isnan(slope):
+        return 0.0
+    return min(slope / predicted, 1.0)
+
+
+def adapted(
+    state: TrustState, ratio: float, norm: float, steps: int, lr: float, least_trust: float, c: TrustRegionConstants
+) -> TrustState:
+    """The step size and the bound on layers after a look at the last step.
+
+    Args:
+        ratio: of slopes.
+        norm: of the gradient.
+        steps: number of steps before.
+        lr: the largest of all groups. Below one the step size adapts proportionally slower; where a scheduler has
+            lowered it, short steps say nothing about long ones, and the step size does not grow.
+        least_trust: the bound on layers to fall back to.
+    """
+    starts = c.slope_decay * state.starts + (1 - c.slope_decay) * state.slope
+    ends = c.slope_decay * state.ends + (1 - c.slope_decay) * max(ratio, c.lowest_ratio) * state.slope
+    mean, steepness = slope_ratio(ends, starts), abs(state.slope)
+    is_long = norm > max(c.long_gradient * state.norm, state.norm + c.spreads * state.spread)
+    is_unstable, is_straight = ratio < 0 and is_long, ratio > c.straight
+
+    rate = max(c.rate * c.start / (c.start + steps), c.late_rate)
+    growth = max(min(rate * mean, c.rate * mean), -c.shrink / (1 + steps))
+    if is_unstable:
+        growth = c.rate * max(ratio, -1.0)
+    if is_straight:
+        growth += c.start_rate * max(1 - steps / c.start, 0.0)
+    if state.lr > c.lowered * lr:
+        growth = min(growth, 0.0)
+    growth *= min(lr, 1.0)
+    if steepness < c.flat * c.memory * state.steepest:
+        growth = 0.0
+    # far above the steps that the bounds on the layers allow, the step size would shrink without effect
+    size = min(state.size, c.slack * state.made) if growth < 0 else state.size
+
+    counted = min(norm, c.longest_gradient * state.norm) if state.norm else norm
+    weight = max(1 / (1 + steps), 1 - c.norm_decay)
+    off = counted - state.norm
+    trust = state.trust * (c.wider if is_straight else c.narrower)
+    return state._replace(
+        size=size * math.exp(growth),
+        trust=min(max(trust, least_trust), c.largest_trust),
+        starts=starts,
+        ends=ends,
+        steepest=max(steepness, c.memory * state.steepest),
+        norm=state.norm + weight * off,
+        spread=math.sqrt((1 - weight) * state.spread**2 + weight * off * off),
+        least_output_change=state.least_output_change * (c.less if is_unstable else 1.0),
+        lr=max(state.lr, min(lr, c.lr_growth * state.lr or lr)),
+    )
+
+
+def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
+    """The state after the last step was undone: the secant's step size for its ratio of slopes."""
+    size = state.made * min(max(1 / (1 - ratio), c.least_shrink), 1.0)
+    least = c.less * state.least_output_change
+    overshoots = state.overshoots + 1
+    return state._replace(size=size, slope=0.0, uncut=0.0, least_output_change=least, overshoots=overshoots)
+
+
+def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionConstants) -> tuple[TrustState, float]:
+    """The step size within bounds, and that of this step, which a gradient out of scale does not make long.
+
+    Args:
+        change: predicted root mean square change of an output entry for step size one.
+        output_rms: root mean square of the output entries.
+    """
+    tiny, reach = torch.finfo(torch.float32).tiny, 1 + output_rms
+    counted = min(change, c.change_factor * state.change) if state.change else change
+    mean = math.sqrt(c.change_decay * state.change**2 + (1 - c.change_decay) * counted**2)
+    largest = max(mean, c.memory * state.largest_change)
+    least, most = (
+        state.least_output_change * reach / max(largest, tiny),
+        c.largest_output_change * reach / max(counted, tiny),
+    )
+    size = min(max(state.size, least), most)
+    return state._replace(size=size, change=mean, largest_change=largest), size * (counted / change if change else 1.0)
+
+
+def within_trust(
+    context: StepContext, layout: Layout, size: float, trust: float, lengths: Sequence[float], sizes: Sequence[float],
+    lrs: Sequence[float],
+) -> list[float]:  # fmt: skip
+    """The rate of each layer: no layer moves by more than `trust` times its norm.
+
+    Args:
+        lengths: of the layers' directions.
+        sizes: norms of the parameters.
+    """
+    norms, parts = iter(sizes), [len(layer) for layer in layout.layers]
+    # at least 1, so that tensors that start at zero can leave it
+    whole = [math.sqrt(sum(max(x, 1.0) ** 2 for x in itertools.islice(norms, count))) for count in parts]
+    owners = [id(context.block_of(layer[0]) or layer) for layer in layout.layers]
+    if len(set(owners)) < len(owners):  # parts of one block have options of their own, and are cut together
+        lengths, whole = (_together(x, owners) for x in (lengths, whole))
+    bound = lambda length, norm: min(size, trust * norm / length) if length else size
+    return [
+        lr * bound(length, norm) if math.isfinite(length) else 0.0
+        for length, norm, lr in zip(lengths, whole, lrs, strict=True)
+    ]
+
+
+def _together(norms: Sequence[float], owners: Sequence[int]) -> list[float]:
+    """For each of the norms that of all with the same owner."""
+    squares: dict[int, float] = {}
+    for x, owner in zip(norms, owners, strict=True):
+        squares[owner] = squares.get(owner, 0.0) + x * x
+    return [math.sqrt(squares[owner]) for owner in owners]
+
+
+# -- the step
+
+
+def _bound_rows(context: StepContext, d: LayerVector, trust: float, sizes: Sequence[float]) -> None:
+    """Bound the rows of tables (embeddings), which are layers of their own; of short ones the mean of all counts."""
+    for name, size in zip(d.layout.names, sizes, strict=True):
+        block = context.block_of(name)
+        if block is not None and block.has_separate_rows:
+            table, own = to_local(context.trained[name]), d[name]
+            norm = lambda x: torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x]))
+            longest = trust * norm(table).clamp(min=size / len(context.trained[name]) ** 0.5)
+            own.mul_((longest / norm(own).clamp(min=torch.finfo(longest.dtype).tiny)).clamp(max=1)[:, None])
+
+
+def decay_weights(context: StepContext, layout: Layout) -> None:
+    """Decoupled weight decay, before the step, in one call for each device."""
+    decayed = [name for name in layout.names if context.options[name]["weight_decay"]]
+    kept = iter([kept_by_decay(context.options[name]) for name in decayed])
+    for own in by_device([to_local(context.trained[name]) for name in decayed]):
+        torch._foreach_mul_(own, [next(kept) for _ in own])
+
+
+def _noted(
+    measured: float, predicted: float, new: float, expected: float, c: TrustRegionConstants
+) -> tuple[float, float]:
+    """Decayed sums of energies measured and predicted, with new ones that are finite and not zero."""
+    if not (0 < new < math.inf and 0 < expected < math.inf):
+        return measured, predicted
+    return c.energy_decay * measured + new, c.energy_decay * predicted + expected

@@ -63,8 +63,6 @@ CONTESTANTS: dict[str, Callable[..., Any]] = {
     "SOAP": soap,
     "KFAC": lambda model, problem, lr: KFAC(model),
     "EKFAC": lambda model, problem, lr: EKFAC(model),
-    "KFAC compact": lambda model, problem, lr: KFAC(model, compact=True),
-    "EKFAC compact": lambda model, problem, lr: EKFAC(model, compact=True),
 }
 
 

@@ -44,7 +44,6 @@ LAYERS = {
     "sharing": [None, 3, "both", ["expand"], True],
     "factor_every": [*NO_WHOLE, 0, -1],
     "decompose_every": [*NO_WHOLE, 0, -1],
-    "max_overhead": [*NO_NUMBERS, *NO_RANGE, 0],
 }
 WHOLE = {"solver": [None, 3, "lu", ["cg"], True], "line_search": NO_FLAG}
 OWN = {"KFAC": BAD | LAYERS, "EKFAC": BAD | LAYERS, "NaturalGradient": BAD | WHOLE}

@@ -226,6 +226,8 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "unknown structure": (lambda s: of(s, "3.weight").update(structure="round"), "the curvature of 3.weight is"),
     "a method": (lambda s: of(s, "0.weight").update(solve=0), "the curvature of 0.weight is .*has no 'solve'"),
     "foreign flag": (lambda s: of(s, "0.weight")["gate"].update(weight=X[0]), "of 0.weight is .*has no 'weight'"),
+    "16 bits": (lambda s: whole_of(s)["kind"].update(compact=True), "of an optimizer with compact True"),
+    "a block in 16 bits": (lambda s: of(s, "0.weight")["scheme"].update(compact=True), "of 0.weight is .*16 bits"),
     "other names": (lambda s: of(s, "3.weight").update(names=("3.weight", "x")), "the curvature of 3.weight is"),
     "nan in a factor": (lambda s: of(s, "3.weight")["row_side"].fill_(NAN), "curvature of 3.weight is not finite"),
     "nan in a mean": (lambda s: s["state"][4][mean].fill_(NAN), "momentum_buffer of 3.weight is not finite"),
@@ -252,6 +254,24 @@ def test_damaged_states(kind: type[KFAC], damage: str):
     with pytest.raises(ValueError, match=text):
         other.load_state_dict(state)
     assert str(other.state_dict()) == before
+
+
+@pytest.mark.parametrize("name", ["KFAC", "EKFAC"])
+def test_states_that_could_have_been_in_16_bits(name: str):
+    """Those of versions with the option `compact`, which was off."""
+    model, opt = made(name)
+    train(name, model, opt, 3)
+    state = copy.deepcopy(opt.state_dict())
+    whole_of(state)["kind"]["compact"] = False
+    for block in whole_of(state)["curvature"].values():
+        if "scheme" in block:
+            block["scheme"]["compact"], block["inverse"]["packed"] = False, (False, False)
+    again, other = made(name)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    for one in ((model, opt), (again, other)):
+        train(name, *one, 3)
+    assert torch.equal(weights(model), weights(again))
 
 
 def test_no_state_at_all():

@@ -40,10 +40,8 @@ class Stepping:
     [
         (KFAC, 5.2, 0.6, 8.0),  # of 6 averages as triangles, inverses by few eigenvalues
         (EKFAC, 10.6, 1.8, 10.5),  # and of squares in the basis; 0.5 or 1.5 in a pass, see below
-        (lambda model: KFAC(model, compact=True), 2.3, 0.6, 7.0),
-        (lambda model: EKFAC(model, compact=True), 5.7, 3.0, 9.0),
     ],
-    ids=["KFAC", "EKFAC", "KFAC_compact", "EKFAC_compact"],
+    ids=["KFAC", "EKFAC"],
 )
 def test_renewals(make: Any, kept: float, forward: float, finish: float):
     """In sides: what stays, what a recorded pass takes (statistics of all layers at once were 4.7), and a step.

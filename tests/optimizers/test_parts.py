@@ -21,32 +21,30 @@ from optimizers.schedule import Schedule
 
 pytestmark = pytest.mark.fast
 
-ENTRY = {"accepted": True, "step_size": torch.tensor(0.5)}
 
-
-def test_a_good_batch_is_counted_as_a_step() -> None:
+def test_entries_are_plain_numbers() -> None:
+    """What a rule of one's own leaves in tensors among them."""
     monitor = Monitor()
-    monitor.note_step(ENTRY, lambda: ({}, lambda: True), is_undecided=True)
-    monitor.settle()
-    assert (monitor.steps, monitor.skipped, monitor.undecided) == (1, 0, [])
-    assert monitor.history() == [{"step": 0, "accepted": True, "step_size": 0.5}]
+    kept = monitor.note_step({"accepted": True, "step_size": torch.tensor(0.5), "damping": None})
+    kept["seconds"] = 2.0  # as the optimizer adds
+    assert monitor.history() == [{"step": 0, "accepted": True, "step_size": 0.5, "damping": None, "seconds": 2.0}]
+    assert type(monitor.last()["step_size"]) is float and (monitor.steps, monitor.skipped) == (1, 0)
+    monitor.history()[0]["step"] = 9  # a copy
+    assert monitor.last()["step"] == 0
 
 
-def test_bad_batches_are_counted_once() -> None:
-    """Of four steps whose verdicts are late, the second and the third."""
+def test_bad_batches_are_counted_apart() -> None:
     monitor = Monitor()
-    monitor.note_step(ENTRY)
+    assert monitor.was_accepted and monitor.last() == {}
     for good in (True, False, False, True):
-        monitor.note_step(ENTRY, lambda good=good: ({}, lambda: good), is_undecided=True)
-    expected = [(0, True), (1, True), (2, False), (2, False), (2, True)]
-    for started in 5, 3:  # to look changes nothing
-        for _ in range(2):
-            assert (monitor.started, monitor.left_out) == (started, 5 - started)
-            assert (monitor.steps, monitor.skipped) == (3, 2)
-            assert [(entry["step"], entry["accepted"]) for entry in monitor.history()] == expected
-            assert monitor.history()[2] == {"step": 2, "accepted": False} and monitor.last()["step_size"] == 0.5
-            assert (monitor.stats()["steps"], monitor.stats()["skipped"]) == (3, 2)
-        monitor.settle()
+        if good:
+            monitor.note_step({"accepted": True})
+        else:
+            monitor.skip()
+        assert monitor.was_accepted is good
+    expected = [(0, True), (1, False), (1, False), (1, True)]
+    assert [(entry["step"], entry["accepted"]) for entry in monitor.history()] == expected
+    assert (monitor.stats()["steps"], monitor.stats()["skipped"]) == (2, 2)
 
 
 def test_failures_and_skipped_batches_are_counted() -> None:
@@ -77,7 +75,7 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
     gradients = {name: torch.randn_like(p) for name, p in trained.items()}
     measured = part.gathered(0, passes, gradients, trained)
     assert not passes.total.curvature  # it is taken once
-    assert part.renew(0, measured, dict.fromkeys(trained, {"damping": 0.1})) == Renewal(True, 1, 1.0)
+    assert part.renew(0, measured, dict.fromkeys(trained, {"damping": 0.1})) == Renewal(True, 1)
     found = part.solve(gradients, trained)
 
     inputs = torch.cat([x, torch.ones(5, 1, dtype=torch.float64)], 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+from collections.abc import Callable
 
 import matplotlib.pyplot as plt
 import pytest
@@ -17,69 +18,96 @@ from support.training import TASKS, closure_of, task, train, train_by_closure
 pytestmark = pytest.mark.fast
 
 
-def test_intervals_grow_to_those_given():
-    schedule = Schedule(factor_every=4, decompose_every=4)
-    renewed = [step for step in range(60) if schedule.renews(step)]
-    assert renewed[:16] == [*range(10), 10, 12, 14, 16, 18, 21] and renewed[-3:] == [48, 52, 56]
-
-
-@pytest.mark.parametrize("every", [1, 3, 10])
-def test_every_block_has_its_turn_and_no_step_all_work(every: int):
-    schedule = Schedule(10, every)
-    costs = [5e9, 1e9, 1e9, 3e9, 2e9]
-    turns = torch.tensor([schedule.inverts(step, costs) for step in range(200, 200 + every)]).double()
-    assert torch.equal(turns.sum(0), torch.ones(5).double())
-    work = turns @ torch.tensor(costs).double()
-    assert work.max() <= sum(costs) / min(every, 3) + max(costs)
-
-
-def test_little_work_is_done_at_once():
-    """Many calls for small blocks cost more than one for all."""
-    schedule = Schedule(10, 10)
-    for step in (0, 1, 100):
-        assert all(schedule.inverts(step, [1e6] * 50))
-    assert not any(schedule.inverts(101, [1e6] * 50))
-    turns = [sum(schedule.inverts(step, [1e6] * 250)) for step in range(100, 110)]
-    assert turns == [100, 0, 0, 100, 0, 0, 50, 0, 0, 0]
-
-
-def test_most_steps_of_an_interval_invert_nothing():
-    """At each turn the host waits for the device: there are three at most."""
-    schedule = Schedule(10, 20)
-    turns = [sum(schedule.inverts(step, [5e9] * 24)) for step in range(400, 420)]
-    assert sum(turns) == 24 and max(turns) == 8 and turns.count(0) == 17
-
-
-def test_large_blocks_wait_for_some_steps_at_first():
-    """One after the other. Small ones have their turn at every step, and later all take turns."""
-    schedule, costs = Schedule(10, 10), [1e3, 1e8, 1e8, 1e8, 1e3]
-    for step in range(9):
-        assert schedule.inverts(step, costs) == [True, *(step % 3 == k for k in range(3)), True]
-    turns = torch.tensor([schedule.inverts(step, costs) for step in range(100, 110)])
-    assert turns.sum(0).tolist() == [1] * 5 and turns.sum(1).max() <= 2
-
-
-def test_overhead_is_what_was_asked_for():
-    schedule = Schedule(10, 10, max_overhead=0.3)
-    for what, seconds in (("renewal", 0.03), ("all", 0.09), ("rest", 0.1)):
-        schedule.adjust()
-        assert (schedule.factor_every, schedule.decompose_every) == (10, 10)  # until all is known
-        schedule.note(what, seconds)
-    schedule.adjust()
-    assert (schedule.factor_every, schedule.decompose_every) == (2, 6)
-    assert 0.03 / 2 + 0.09 / 6 <= 0.3 * 0.1 + 1e-12
-
-
-def test_overhead_of_an_optimizer():
-    """A model that is slow by itself can afford more renewals than one that is not."""
+def renewals(schedule: Schedule, steps: int, drift: Callable[[int], float]) -> list[int]:
+    """The steps that renew, where each changes the averages of three layers by about as much."""
     found = []
-    for pause in (0.0, 0.05):
-        model, loss, x, y = task("mlp")
-        model.register_forward_hook(lambda *_, pause=pause: time.sleep(pause))
-        opt = KFAC(model, max_overhead=0.1)
-        train(model, opt, loss, x, y, 12)
-        found.append(opt.stats()["factor_every"])
-    assert found[1] < found[0]
+    for step in range(steps):
+        if schedule.renews(step):
+            found.append(step)
+            schedule.note_renewal(step, {"a": drift(step) / 2, "b": drift(step), "c": 3 * drift(step)})
+    return found
+
+
+def intervals(steps: list[int]) -> list[int]:
+    return [b - a for a, b in itertools.pairwise(steps)]
+
+
+def test_intervals_grow_to_the_one_given():
+    found = renewals(Schedule(4, 4), 60, lambda _: 0.0)
+    assert found[:10] == list(range(10)) and intervals(found)[9:] == [2] * 5 + [3] * 4 + [4] * 7
+
+
+@pytest.mark.parametrize("drift", [0.06, 0.5])
+def test_curvature_that_changes_is_renewed_every_ten_steps(drift: float):
+    found = renewals(Schedule(None, None), 300, lambda _: drift)
+    assert intervals(found)[-5:] == [10] * 5 and max(intervals(found)) == 10
+
+
+def test_curvature_that_rests_is_renewed_every_fifty_steps():
+    found = renewals(Schedule(None, None), 600, lambda _: 0.001)
+    assert intervals(found)[-3:] == [50] * 3 and len(found) < 35
+    every = intervals(found)
+    assert all(b <= 1.5 * a + 1 for a, b in itertools.pairwise(every))
+
+
+def test_intervals_shrink_again_where_the_curvature_begins_to_move():
+    found = renewals(Schedule(None, None), 900, lambda step: 0.001 if step < 500 else 0.2)
+    assert max(intervals(found)) == 50 and intervals(found)[-3:] == [10] * 3
+
+
+def test_a_batch_that_is_left_out_leaves_the_renewal_due():
+    schedule = Schedule(5, 5)
+    schedule.note_renewal(0, {})
+    assert not schedule.renews(0) and schedule.renews(1) and schedule.renews(2)
+
+
+def test_blocks_are_inverted_once_their_averages_have_changed():
+    """Where inversions are dear, by more."""
+    schedule = Schedule(None, None)
+    assert schedule.inverts(0, "a", 1e3)  # it has no inverse yet
+    schedule.note_inversion(0, "a")
+    for _ in range(2):
+        assert not schedule.inverts(0, "a", 1e3)
+        schedule.note_renewal(0, {"a": 0.03})
+    assert schedule.inverts(0, "a", 1e3) and not schedule.inverts(0, "a", 1e9)
+    for _ in range(5):
+        schedule.note_renewal(0, {"a": 0.03})
+    assert schedule.inverts(0, "a", 1e9)
+    schedule.note_inversion(0, "a")
+    assert not schedule.inverts(0, "a", 1e3)
+
+
+def test_blocks_are_inverted_as_often_as_given():
+    schedule, found = Schedule(1, 3), []
+    for step in range(200, 212):
+        assert schedule.renews(step)
+        schedule.note_renewal(step, {"a": 0.9})
+        if schedule.inverts(step, "a", 1e3):
+            found.append(step)
+            schedule.note_inversion(step, "a")
+    assert found == [200, 203, 206, 209]
+
+
+def test_a_schedule_goes_on_from_its_state():
+    schedule = Schedule(None, None)
+    renewals(schedule, 200, lambda step: 0.02)
+    schedule.note_inversion(3, "a")
+    other = Schedule(7, None)
+    other.load_state_dict(schedule.state_dict())
+    assert other == schedule
+
+
+def test_the_change_of_an_average_is_measured():
+    """By the running averages before and after, in the Frobenius norm."""
+    model, loss, x, y = task("mlp")
+    opt = KFAC(model, factor_every=1)
+    train(model, opt, loss, x, y, 2)
+    block = opt.store.blocks[0]
+    before = block.rows, block.columns
+    train(model, opt, loss, x[: len(x) // 3], y[: len(y) // 3], 1)
+    after = block.rows, block.columns
+    changes = [float((new - old).norm() / old.norm()) for old, new in zip(before, after, strict=True)]
+    assert float(block.drift) == pytest.approx(max(changes), rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", [KFAC, EKFAC])

@@ -32,7 +32,6 @@ WRONG: dict[str, list[Any]] = {
     "distributed": [2],
     "sharing": ["both"],
     "factor_every": [0],
-    "max_overhead": [0.0],
     "solver": ["lu"],
     "line_search": [1],
 }

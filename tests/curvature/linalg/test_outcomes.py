@@ -1,107 +1,93 @@
-"""Questions to the device that are asked together, at the end of what was done in good faith."""
+"""Flags and numbers that come to the host together, and failures that are counted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from curvature.linalg import are_true, count_recovery, on_host, optimistically, recovery_counts, soon
-from curvature.linalg.decompositions import spd_inverse, symmetric_eigh, try_cholesky
+from curvature.linalg import count_recovery, look, recovery_counts, to_host
+from curvature.linalg.decompositions import (
+    spd_inverse,
+    symmetric_eigh,
+    symmetric_eighs,
+    try_cholesky,
+    try_orthonormal,
+    try_spd_inverse,
+)
 from support.cases.case import seeded
 from support.host_waits import Waits
 
 pytestmark = pytest.mark.fast
 
-YES, NO = torch.tensor([True]), torch.tensor([False])
+YES, NO = torch.tensor(True), torch.tensor(False)
+BAD = {"indefinite": -torch.eye(3)[None], "nan": torch.full((1, 3, 3), torch.nan), "zero": torch.zeros(1, 3, 3)}
 
 
-def spd() -> Tensor:
+def spd(size: int = 5) -> Tensor:
     with seeded(0):
-        rows = torch.randn(2, 5, 9)
+        rows = torch.randn(2, size, 9)
     return rows @ rows.mT
 
 
-def test_all_is_asked_at_the_end() -> None:
-    mixed = torch.tensor([True, False])
-    assert optimistically(lambda: are_true(mixed)) is None
-    assert optimistically(lambda: 7, [YES, NO]) is None and optimistically(lambda: 7, [YES, torch.tensor(True)]) == 7
-    assert optimistically(lambda: are_true(torch.tensor([True, True])), [YES]) == [True, True]
-    assert optimistically(lambda: are_true(mixed[:0])) == []
-    assert are_true(mixed) == [True, False]
+def test_flags_are_looked_at_together(device: str) -> None:
+    assert look([]) == [] and look([YES, NO]) == [True, False]
+    assert look([NO, YES.to(device), NO.to(device)]) == [False, True, False]
 
 
-def test_decompositions_do_not_make_the_host_wait() -> None:
-    matrix = spd()
+def test_numbers_come_in_double_precision(device: str) -> None:
+    numbers = [torch.arange(6).reshape(2, 3), torch.ones((), dtype=torch.float32, device=device), YES.to(device)]
+    for own, x in zip(to_host(numbers), numbers, strict=True):
+        assert own.dtype == torch.float64 and own.device.type == "cpu" and torch.equal(own, x.cpu().double())
+    assert to_host([]) == []
+
+
+@pytest.mark.parametrize("attempt", [try_cholesky, try_spd_inverse, try_orthonormal])
+def test_an_attempt_does_not_make_the_host_wait(attempt: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
     with Waits() as waits:
-        found = optimistically(lambda: (waits.count, spd_inverse(matrix), symmetric_eigh(matrix), waits.count))
-    assert found is not None and found[0] == found[3] == 0
-    torch.testing.assert_close(found[1], spd_inverse(matrix))
-    torch.testing.assert_close(found[2], symmetric_eigh(matrix))
+        found, ok = attempt(spd())
+    assert not waits.count and bool(ok) and found.isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [-torch.eye(3)[None], torch.full((1, 3, 3), torch.nan)], ids=["indefinite", "nan"])
-def test_a_decomposition_that_has_failed(bad: Tensor) -> None:
-    assert try_cholesky(bad) is None
-    assert optimistically(lambda: spd_inverse(bad)) is None
-    assert optimistically(lambda: symmetric_eigh(bad)) is None or bad.isfinite().all()
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("attempt", [try_cholesky, try_spd_inverse])
+def test_an_attempt_that_fails_says_so(attempt: Callable[[Tensor], tuple[Tensor, Tensor]], bad: str) -> None:
+    found, ok = attempt(BAD[bad])
+    assert not bool(ok) and found.shape == BAD[bad].shape
 
 
-def test_an_error_that_comes_of_a_failure_is_none() -> None:
-    def fail(flag: Tensor) -> None:
-        are_true(flag)
-        raise ValueError("mine")
-
-    assert optimistically(lambda: fail(NO)) is None
-    with pytest.raises(ValueError, match="mine"):
-        optimistically(lambda: fail(YES))
-
-
-def test_events_count_once_it_is_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attempt", [try_cholesky, try_spd_inverse, try_orthonormal])
+def test_a_library_that_raises_has_failed(
+    attempt: Callable[[Tensor], tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def failing(matrix: Tensor) -> Any:
         raise torch.linalg.LinAlgError("injected")
 
+    for name in ("cholesky_ex", "qr"):
+        monkeypatch.setattr(torch.linalg, name, failing)
+    found, ok = attempt(spd())
+    assert not bool(ok) and found.shape == spd().shape
+
+
+def test_several_are_what_each_is_alone() -> None:
+    matrices = [spd(), spd(4)[0], spd(3).double()]
+    for found, matrix in zip(symmetric_eighs(matrices), matrices, strict=True):
+        for one, other in zip(found, symmetric_eigh(matrix), strict=True):
+            assert torch.equal(one, other) and one.dtype == matrix.dtype
+
+
+def test_events_count_in_the_innermost_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(matrix: Tensor) -> Any:
+        raise torch.linalg.LinAlgError("injected")
+
+    count_recovery("kept")  # nobody counts
     with recovery_counts() as counts:
-        assert optimistically(lambda: count_recovery("kept"), [NO]) is None
-        assert not counts
-        optimistically(lambda: count_recovery("kept"), [YES])
-        assert counts == {"kept": 1}
+        count_recovery("kept")
         monkeypatch.setattr(torch.linalg, "cholesky_ex", failing)
-        assert optimistically(lambda: spd_inverse(spd())) is None
-        assert counts == {"kept": 1}
         spd_inverse(spd())
-        assert counts == {"kept": 1, "retried": 1}
-
-
-def test_numbers_that_the_host_reads_bring_the_answers() -> None:
-    numbers = [torch.arange(6).reshape(2, 3), torch.ones((), dtype=torch.float32)]
-
-    def run(flag: Tensor) -> list[Tensor]:
-        are_true(flag)
-        found = on_host(numbers)
-        reached.append(flag)
-        return found
-
-    reached: list[Tensor] = []
-    assert optimistically(lambda: run(NO)) is None and not reached
-    found = optimistically(lambda: run(YES))
-    assert found is not None and len(reached) == 1
-    for own, x in zip(found, numbers, strict=True):
-        assert own.dtype == torch.float64 and torch.equal(own, x.double())
-    assert on_host([]) == [] and optimistically(lambda: on_host([])) == []
-
-
-def test_a_number_comes_with_the_next_transfer() -> None:
-    x = torch.tensor(2.5)
-
-    def run() -> tuple[float, int, float]:
-        sooner, later = soon(x), soon(x + 1)
-        on_host([x])
-        before = waits.count
-        return sooner(), waits.count - before, later()
-
-    with Waits() as waits:
-        assert optimistically(run) == (2.5, 0, 3.5)
-    assert soon(x)() == 2.5 and optimistically(lambda: soon(x)()) == 2.5
+        with recovery_counts() as inner:
+            count_recovery("diagonal")
+    assert counts == {"kept": 1, "retried": 1} and inner == {"diagonal": 1}

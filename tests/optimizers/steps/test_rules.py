@@ -5,24 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepContext, StepRule
-from optimizers.preconditioner import Renewal
-from optimizers.steps.descent import Descent
-from optimizers.steps.numbers import Numbers
 from optimizers.steps.quadratic_model import GROW, MOST_TRIES, Trial, first_accepted
-from optimizers.steps.rule import Evaluation, Scaling
-from optimizers.steps.stacks import layout_of, row_norms
-from optimizers.steps.step_size import RATE, START, START_RATE
-from optimizers.steps.trust_region import TrustRegionStep
-from optimizers.steps.updates import make
+from optimizers.steps.rule import Evaluation
 from support.cases.case import seeded
 
 pytestmark = pytest.mark.fast
@@ -60,49 +50,6 @@ def test_a_loss_that_does_not_change_at_all_ends_the_ladder() -> None:
     ratios = iter([-1.0, 0.0])
     trial = first_accepted(lambda damping: (next(ratios), None), 1.0)
     assert trial == Trial(1.0, GROW, 0.0, 2, False, None)
-
-
-# -- the trust region
-
-
-def descend(rule: TrustRegionStep, slopes: list[float], rms: float = 10.0) -> list[float]:
-    """Step sizes of a rule with the identity as preconditioner, along gradients that point one way or back."""
-    p, states = torch.full((100,), 100.0, dtype=torch.float64), {"p": {}}
-    sizes, numbers, options = [], Numbers(), {"p": {"lr": 1.0, "weight_decay": 0.0}}
-    numbers.tell(options, p.device, p.dtype)
-    for slope in slopes:
-        context: Any = SimpleNamespace(
-            gradients=lambda slope=slope: {"p": torch.full_like(p, slope)},
-            unscale_and_check_finite=lambda gradients: torch.tensor(True),
-            is_idle=lambda: False, knows_nothing=lambda: False, renew_if=lambda gradients, good: Renewal(True, 1, 1.0),
-            monitor=SimpleNamespace(timed=lambda part: nullcontext(), was_accepted=True, started=len(sizes)),
-            trained={"p": p}, states=states,
-            options=options, numbers=numbers, scaling=Scaling(), preconditioner=SimpleNamespace(blocks=[]),
-            outputs=SimpleNamespace(rms=torch.tensor(rms), entries_per_sample=100.0, along={}), is_spread=False,
-            home=p.device,
-            block_of=lambda name: None,
-            layout=lambda found: layout_of([("p",)], found, lambda name: None),
-            over_shards=lambda numbers, layers: numbers,
-        )  # fmt: skip
-        outcome = rule.step(context, Evaluation())
-        assert outcome.move is not None and outcome.entry is not None
-        make(outcome.move)
-        sizes.append(float(rule.numbers()[0]["step_size"]))
-    return sizes
-
-
-def plain(context: StepContext, gradients: Any, good: Tensor, taken: Tensor) -> Descent:
-    """The gradient itself."""
-    found = gradients.like({name: g.clone() for name, g in gradients.items()})
-    squares = row_norms(found.rows, torch.device("cpu")).square()
-    return Descent(found, squares, squares)
-
-
-def test_the_step_size_follows_the_slopes() -> None:
-    straight, back = descend(TrustRegionStep(plain), [1.0, 1.0]), descend(TrustRegionStep(plain), [1.0, -1.0], 1.0)
-    grown = math.exp(RATE / (1 + 1 / START) + START_RATE * (1 - 1 / START))
-    assert straight[1] / straight[0] == pytest.approx(grown)
-    assert back[1] / back[0] == pytest.approx(math.exp(-RATE))
 
 
 # -- rules of one's own

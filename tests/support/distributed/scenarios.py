@@ -276,13 +276,12 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "adaptive EKFAC": run(by_closure, kind=EKFAC, adaptive=True),
     "line search": run(by_closure, kind=NaturalGradient, line_search=True),
     "residuals": by_residuals,
-    "intervals by timing": run(parallel, make=convolutional, steps=40, max_overhead=0.5),
     # without damping the least eigenvalues are rounding, and so is what their inverses make of it
     "residuals natural": run(by_residuals, kind=NaturalGradient, damping=1e-4),
 }
 # rounding grows: a condition of 1e5, and iterations that end early
 ILL = {"residuals natural", "natural cg", "layerwise cg"}
-BY_CHANCE = {"intervals by timing", "own inverses, reloaded"}  # not the same in two runs; inverses are made anew
+BY_CHANCE = {"own inverses, reloaded"}  # inverses are made anew
 OF = {2: list(SAME), 3: ["EKFAC", "uneven"], 4: ["half of the inverses"]}
 
 

@@ -34,6 +34,7 @@ MUTANTS = [
         ("root = (1 - (rest + damping) / (values + damping))", "root = ((rest + damping) / (values + damping))"),
         ("values[:, :-1, :-1] - row - column + outside", "values[:, :-1, :-1] - row - column"),
         ("(n.mT @ o).square()", "(n.mT @ o).abs()"),
+        ("side.clone() if side.untyped", "side if side.untyped"),
     ),
     *broken(
         "curvature/kronecker/packing.py",

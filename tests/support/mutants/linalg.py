@@ -12,9 +12,7 @@ MUTANTS = [
     *broken(
         "curvature/linalg/outcomes.py",
         "curvature/linalg/test_outcomes.py",
-        ("for x in own]).all()", "for x in own]).any()"),
-        ("get() is not None:\n        raise Refuted", "get() is not None:\n        return"),
-        ("found[end:]):\n        raise Refuted", "found[end:]):\n        pass"),
+        ("[flag.to(place) for flag in flags]", "[flag.to(place) for flag in flags[::-1]]"),
     ),
     *broken(
         "curvature/linalg/sketch.py",

@@ -72,7 +72,6 @@ MUTANTS = [
         ("/ turns, LEAST_WORK)", "/ turns, 1.0)"),
         ("* (interval // turns)", "* 1"),
         ("max(usual, FIRST_OF_LARGE)", "usual"),
-        ('self.max_overhead * self.seconds["rest"] / 2', 'self.max_overhead * self.seconds["rest"]'),
     ),
     *broken(
         "optimizers/steps/updates.py",

@@ -17,7 +17,6 @@ MUTANTS = [
         ),
         ("(block.scheme, form, *own)", "(form, *own)"),
         ("b.updates >= 2 * b.tried", "b.updates == 2 * b.tried"),
-        ("else owned(inverse)", "else inverse"),
     ),
     *broken(
         "curvature/preconditioners/diagonal.py",

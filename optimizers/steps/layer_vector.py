@@ -1,4 +1,4 @@
-"""Tensors of many layers as one vector, in which layers of one form are rows of a matrix: a step takes few calls."""
+"""Tensors of all layers as one vector, in which layers of one form are rows of a matrix: a step takes few calls."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from curvature.linalg import by_device, widen
+from curvature.recording import is_sharded
 from optimizers.distributed.sharding import to_local, to_sharded
 
 Named = Mapping[str, Tensor]
@@ -111,8 +113,8 @@ def rows_of(vector: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     return [x.view(form.layers, -1) for x, form in zip(parts, forms, strict=True)]
 
 
-class Stack(Mapping[str, Tensor]):
-    """Tensors by name, as views of vectors.
+class LayerVector(Mapping[str, Tensor]):
+    """Tensors by name, as views of flat vectors. Only this class knows that parameters have devices and precisions.
 
     Attributes:
         vectors: for each run of the layout.
@@ -120,24 +122,26 @@ class Stack(Mapping[str, Tensor]):
 
     def __init__(self, layout: Layout, vectors: Sequence[Tensor]) -> None:
         self.layout, self.vectors = layout, list(vectors)
+        self._views: dict[str, Tensor] | None = None
+        self._rows: list[Tensor] | None = None
 
     @staticmethod
-    def of(layout: Layout, tensors: Named) -> Stack:
+    def of(layout: Layout, tensors: Named) -> LayerVector:
         """Copies of tensors."""
-        return Stack(layout, layout.vectors(tensors))
+        return LayerVector(layout, layout.vectors(tensors))
 
-    def like(self, tensors: Named) -> Stack:
-        """Copies of other tensors of the same names."""
-        return Stack.of(self.layout, tensors)
-
-    @functools.cached_property
+    @property
     def views(self) -> dict[str, Tensor]:
-        return self.layout.views(self.vectors)
+        if self._views is None:
+            self._views = self.layout.views(self.vectors)
+        return self._views
 
-    @functools.cached_property
+    @property
     def rows(self) -> list[Tensor]:
         """For each family, one row (n, d) for each layer."""
-        return [x for pair in zip(self.vectors, self.layout.forms, strict=True) for x in rows_of(*pair)]
+        if self._rows is None:
+            self._rows = [x for pair in zip(self.vectors, self.layout.forms, strict=True) for x in rows_of(*pair)]
+        return self._rows
 
     def __getitem__(self, name: str) -> Tensor:
         return self.views[name]
@@ -148,30 +152,69 @@ class Stack(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.layout.names)
 
+    def stacked(self, family: int, layers: slice) -> list[Tensor]:
+        """Tensors (n, *shape) of some layers of a family, in the memory of the vector."""
+        rows, form = self.rows[family][layers], self.layout.families[family]
+        sizes = [math.prod(shape) for shape in form.shapes]
+        parts = rows.split_with_sizes(sizes, 1) if len(sizes) > 1 else [rows]
+        return [x.view(len(rows), *shape) for x, shape in zip(parts, form.shapes, strict=True)]
 
-class StateStack:
-    """Entries of the states of parameters as a `Stack`, in one memory from step to step.
+    def mixed(self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Tensor) -> LayerVector:
+        """``own * self + others * times * other``, with numbers for each run, and `times` a scalar on any device."""
+        pairs = zip(self.vectors, other.vectors, own, others, strict=True)
+        return LayerVector(self.layout, [_mixed(x, y, a, b, times) for x, y, a, b in pairs])
+
+    def dot(self, other: LayerVector) -> list[Tensor]:
+        """The inner product of each run, a scalar where it is, in single precision at least."""
+        return [_product(*pair) for pair in zip(self.vectors, other.vectors, strict=True)]
+
+    def layer_dots(self, other: LayerVector) -> list[Tensor]:
+        """The inner products of layers, (n,) for each family."""
+        return [torch.linalg.vecdot(*_wide(*pair)) for pair in zip(self.rows, other.rows, strict=True)]
+
+    def layer_norms(self) -> list[Tensor]:
+        """The norms of layers, (n,) for each family."""
+        return [torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x])) for x in self.rows]
+
+    def multiply_layers_(self, factors: Sequence[float]) -> None:
+        """Multiply each layer by a number; by zero it is zero, whatever it was."""
+        layers = [x for rows in self.rows for x in rows.unbind()]
+        zero = [x for x, factor in zip(layers, factors, strict=True) if not factor]
+        for x in zero:
+            x.zero_()
+        for own in by_device(layers):
+            torch._foreach_mul_(own, [f for x, f in zip(layers, factors, strict=True) if x.device == own[0].device])
+
+
+def _mixed(x: Tensor, y: Tensor, own: float, others: float, times: Tensor) -> Tensor:
+    """One pass over memory: an outer product with a vector of one entry takes a factor that is on the device."""
+    return torch.addr(x[:, None], y, times.to(y)[None], beta=own, alpha=others).squeeze(1)
+
+
+def of_states(
+    layout: Layout, key: str, states: Mapping[str, dict[str, Any]], trained: Named, kept: LayerVector | None
+) -> LayerVector:
+    """Entries of the states of parameters, zeros where there are none.
 
     Args:
-        key: of the entries.
+        kept: what the states were given at the last step. A user, a checkpoint or another layout may have replaced it.
     """
+    known = [states[name].get(key) for name in layout.names]
+    if kept is not None and kept.layout is layout and all(map(_is_view, known, kept.views.values())):
+        return kept
+    own = [trained[name] for name in layout.names]
+    found = [to_local(torch.zeros_like(p) if x is None else x) for x, p in zip(known, own, strict=True)]
+    return LayerVector.of(layout, dict(zip(layout.names, found, strict=True)))
 
-    def __init__(self, key: str) -> None:
-        self.key = key
-        self.stack: Stack | None = None
-        self.given: list[Any] = []  # what the states were given
 
-    def of(self, layout: Layout, states: Mapping[str, dict[str, Any]], trained: Named) -> Stack:
-        """The entries, zeros where there are none; the states refer to the memory of the stack from then on."""
-        known = [states[name].get(self.key) for name in layout.names]
-        if self.stack is None or self.stack.layout is not layout or any(map(operator.is_not, known, self.given)):
-            own = [trained[name] for name in layout.names]
-            found = [to_local(torch.zeros_like(p) if x is None else x) for x, p in zip(known, own, strict=True)]
-            self.stack = Stack.of(layout, dict(zip(layout.names, found, strict=True)))
-            self.given = [to_sharded(view, p) for view, p in zip(self.stack.views.values(), own, strict=True)]
-            for name, given in zip(layout.names, self.given, strict=True):
-                states[name][self.key] = given
-        return self.stack
+def to_states(vector: LayerVector, key: str, states: Mapping[str, dict[str, Any]], trained: Named) -> None:
+    """Put a vector in the states of its parameters."""
+    for name, view in vector.views.items():
+        states[name][key] = to_sharded(view, trained[name])
+
+
+def _is_view(known: Any, view: Tensor) -> bool:
+    return known is view or (known is not None and is_sharded(known) and known.to_local().data_ptr() == view.data_ptr())
 
 
 def layout_of(layers: Iterable[Layer], tensors: Named, kind: Callable[[str], Hashable]) -> Layout:
@@ -199,45 +242,22 @@ def _layout(layers: tuple[tuple[Any, ...], ...]) -> Layout:
     return Layout(tuple(runs[own] for own in sorted(runs, key=lambda own: devices.index(own[0]))))
 
 
-# -- what a step asks of rows: one number for each, on the device `home`
-
-
-def row_norms(rows: Sequence[Tensor], home: torch.device) -> Tensor:
-    """The norm of each row, in single precision."""
-    return joined([torch.linalg.vector_norm(x, dim=1, dtype=at_least_single([x])) for x in rows], home).float()
-
-
-def row_products(ones: Sequence[Tensor], others: Sequence[Tensor], home: torch.device) -> Tensor:
-    """The inner product of each row of one with that of the other, in single precision."""
-    found = [torch.linalg.vecdot(*_wide(*pair)) for pair in zip(ones, others, strict=True)]
-    return joined(found, home).float()
-
-
-def products(ones: Sequence[Tensor], others: Sequence[Tensor], home: torch.device) -> Tensor:
-    """The inner products (n,) of vectors, in single precision."""
-    return joined([_product(*pair)[None] for pair in zip(ones, others, strict=True)], home).float()
+def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
+    """Numbers (n,) or () one after the other, on one device and in its widest precision."""
+    return widen(torch.cat([x.reshape(-1) if x.device == home else x.reshape(-1).to(home) for x in numbers]))
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
     """Of two vectors, some entries at a time: BLAS counts to 2^31, and copies in single precision are large."""
+    if len(one) <= MOST_ENTRIES:
+        return torch.dot(*_wide(one, other))
     parts = zip(one.split(MOST_ENTRIES), other.split(MOST_ENTRIES), strict=True)
-    found = [torch.dot(*_wide(*pair)) for pair in parts]
-    return found[0] if len(found) == 1 else torch.stack(found).sum()
+    return torch.stack([torch.dot(*_wide(*pair)) for pair in parts]).sum()
 
 
-def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
-    """Numbers (n,) one after the other, on one device."""
-    own = [x.to(home) for x in numbers]
-    return own[0] if len(own) == 1 else torch.cat(own)
-
-
-def total(numbers: Tensor) -> Tensor:
-    """The sum of numbers (n,)."""
-    return numbers.squeeze(0) if numbers.numel() == 1 else numbers.sum()
-
-
-def _wide(one: Tensor, other: Tensor) -> list[Tensor]:
-    return [x.to(at_least_single([one])) for x in (one, other)]
+def _wide(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = at_least_single([one])
+    return (one, other) if one.dtype == other.dtype == dtype else (one.to(dtype), other.to(dtype))
 
 
 def at_least_single(tensors: Iterable[Tensor]) -> torch.dtype:
