@@ -147,7 +147,7 @@ def curvature_of(
     (value if scale == 1 else value * scale).backward()
     opt.step()
     tensors = {k: x for k, x in pytree.tree_flatten_with_path(opt.store.state_dict())[0] if isinstance(x, Tensor)}
-    return {pytree.keystr(k): x for k, x in tensors.items()} | {"outputs": opt.recorder.outputs.rms}
+    return {pytree.keystr(k): x for k, x in tensors.items()} | {"outputs": torch.as_tensor(opt.recorder.outputs.rms)}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -240,6 +240,8 @@ def simclr(o: Tensor, y: Tensor) -> Tensor:
 UNKNOWN: dict[str, tuple[Callable[[], Any], Loss]] = {
     "weights of samples": (values, lambda o, y: (EACH * (o - y).square().mean(1)).sum() / EACH.sum()),
     "masked error": (values, lambda o, y: F.mse_loss(o[EACH > 0.7], y[EACH > 0.7])),
+    "class weights over N": (rows, lambda o, y: (W[y] * F.cross_entropy(o, y, reduction="none")).sum() / N),
+    "every value with every target": (values, lambda o, y: (o[:, :1] - y[:, 0]).square().mean()),
     "contrastive": (values, contrastive),
     "halves": (values, simclr),
     "root": (values, lambda o, y: F.mse_loss(o, y).sqrt()),
