@@ -145,6 +145,15 @@ class Facts:
     lengths: list[float]
     sizes: list[float]
 
+    def scaled(
+        self, scales: Sequence[float], dampings: Sequence[float]
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Slopes, energies ``u^T M u`` and lengths of the layers' directions, multiplied by these scales."""
+        slopes = [_or_zero(scale * slope) for scale, slope in zip(scales, self.slopes, strict=True)]
+        each = zip(scales, self.energies, dampings, self.lengths, strict=True)
+        energies = [scale**2 * _energy(product, damping, length) for scale, product, damping, length in each]
+        return slopes, energies, [scale * length for scale, length in zip(scales, self.lengths, strict=True)]
+
 
 class TrustRegionStep(StepRule):
     """Adapts the step size by the slope along the last step; needs no closure.
@@ -199,9 +208,7 @@ class TrustRegionStep(StepRule):
 
         # 4. each layer's direction on the scale of its measured curvature; the outputs' change for step size one
         layout, scales = g.layout, self._scales(g.layout)
-        slopes = [_or_zero(scale * slope) for scale, slope in zip(scales, facts.slopes, strict=True)]
-        each = zip(scales, facts.energies, found.dampings, facts.lengths, strict=True)
-        energies = [scale**2 * _energy(product, damping, length) for scale, product, damping, length in each]
+        slopes, energies, lengths = facts.scaled(scales, found.dampings)
         change = math.sqrt(sum(energies) * self._output_gain(context))
 
         # 5. the step size follows the slopes, within bounds on the change of the outputs
@@ -215,7 +222,6 @@ class TrustRegionStep(StepRule):
 
         # 6. no layer moves by more than a share of its norm
         lrs = [context.options[first]["lr"] for first, *_ in layout.layers]
-        lengths = [scale * length for scale, length in zip(scales, facts.lengths, strict=True)]
         rates = within_trust(context, layout, size, state.trust, lengths, facts.sizes, lrs)
 
         # 7. the step, and what is to be known of it at the next one
@@ -223,9 +229,7 @@ class TrustRegionStep(StepRule):
         found.u.multiply_layers_([-rate * scale for rate, scale in zip(rates, scales, strict=True)])
         _bound_rows(context, found.u, state.trust, facts.sizes)
         decay_weights(context, layout)
-        self._keep(context, found.u)
-        for (first, *_), rate, energy in zip(layout.layers, rates, energies, strict=True):
-            self.layers.setdefault(first, LayerEnergies()).last = rate**2 * energy
+        self._keep(context, found.u, [rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
         slope = -sum(rate * slope for rate, slope in zip(rates, slopes, strict=True))
         uncut = -size * sum(lr * slope for lr, slope in zip(lrs, slopes, strict=True))
         self.state = state._replace(slope=slope, uncut=uncut)
@@ -259,16 +263,19 @@ class TrustRegionStep(StepRule):
             context.states[name].pop("displacement", None)
         return of_states(layout, "displacement", context.states, context.trained, self.last)
 
-    def _keep(self, context: StepContext, d: LayerVector) -> None:
+    def _keep(self, context: StepContext, d: LayerVector, energies: Sequence[float]) -> None:
+        """Keep the step, and what was predicted of it for each layer."""
         self.last = d
         to_states(d, "displacement", context.states, context.trained)
+        for (first, *_), energy in zip(d.layout.layers, energies, strict=True):
+            self.layers.setdefault(first, LayerEnergies()).last = energy
 
     def _undo(self, context: StepContext, last: LayerVector) -> dict[str, Tensor]:
         """The displacement that undoes the last step, of which nothing is kept."""
         back = {name: x.neg() for name, x in last.items()}
         for x in last.vectors:
             x.zero_()
-        self._keep(context, last)  # which may be a copy of what the states have
+        self._keep(context, last, [0.0] * len(last.layout.layers))  # it may be a copy of what the states have
         return back
 
     def _compare_energies(self, context: StepContext) -> None:
