@@ -30,7 +30,7 @@ from optimizers.steps.updates import kept_by_decay
 
 @dataclass(frozen=True)
 class TrustRegionConstants:
-    """The numbers of the algorithm. Those without a source were chosen by ablation (docs/benchmarks.md)."""
+    """The numbers of the algorithm. None is derived: they come of experiments on the families of docs/benchmarks.md."""
 
     first_output_change: float = 0.3  # root mean square change of an output entry that the first step aims at
     # how the step size follows the slopes
@@ -44,9 +44,7 @@ class TrustRegionConstants:
     start_rate: float = 0.4  # by how much faster at the first of them
     flat: float = 1e-5  # of the steepest slope: below, the loss is zero or slopes are rounding, and say nothing
     lr_growth: float = 1.1  # per step, of the learning rate that is taken for the usual one
-    lowered: float = (
-        1.5  # times less than it: a schedule has lowered the learning rate, and the step size does not grow
-    )
+    lowered: float = 1.5  # a learning rate so many times less than that was lowered: the step size does not grow
     # overshoots
     overshoot: float = 2.0  # a ratio of slopes below minus this, with a long gradient: the step is undone
     least_shrink: float = 0.2  # of the step size after an overshoot
