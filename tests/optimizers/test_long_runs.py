@@ -90,7 +90,8 @@ def test_full_batch_into_zero_loss() -> None:
             norms.append(torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item())
         worst.append(max(last))
         growth.append(norms[1] / norms[0])
-    assert median(worst) < 1e-3 and 0.95 < median(growth) < 1.05  # 0.0003 and 1.02; AdamW 0.29 and 1.24
+    # 0.0003, and 1.02 to 1.04 from step 60 on, where it still learns; AdamW 0.29 and 1.24
+    assert median(worst) < 1e-3 and 0.9 < median(growth) < 1.1
 
 
 def test_signal_after_noise() -> None:
