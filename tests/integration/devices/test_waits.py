@@ -50,9 +50,9 @@ def test_waits_of_the_plain_loop(kind: str, name: str, simdev: Any, device: str)
     [
         # Whether gradients are finite; of the second pass, whether its outputs and its loss are those of the first, and
         # whether there is curvature; all products; the losses that were tried. The rest are renewals.
-        (KFAC, {"adaptive": True}, 8),
-        (EKFAC, {"adaptive": True}, 8),
-        (NaturalGradient, {"adaptive": True}, 9.5),
+        (KFAC, {"adaptive": True}, 7.3),
+        (EKFAC, {"adaptive": True}, 7.3),
+        (NaturalGradient, {"adaptive": True}, 9.2),
         # Each step renews: gradients, rows, decompositions, outputs, the facts of the step, and dampings.
         (NaturalGradient, {"solver": "cg"}, 7),
         (NaturalGradient, {}, 6),

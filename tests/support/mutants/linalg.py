@@ -27,7 +27,7 @@ MUTANTS = [
         "curvature/linalg/decompositions.py",
         "optimizers/test_failed_decompositions.py curvature/operators",
         ("unsure = values.abs() <= rounding", "unsure = values.abs() < 0"),
-        ("for share in RELATIVE_JITTERS)]", "for share in ())]"),
+        ("for share in (0.0, *RELATIVE_JITTERS))", "for share in (0.0,))"),
     ),
     *broken(
         "curvature/linalg/block_lanczos.py",

@@ -38,7 +38,7 @@ MUTANTS = [
             "two_sided(None, self._to_matrices(V), self.columns)",
         ),
         ("None if columns is None else columns.square().mT", "None if columns is None else columns.mT"),
-        ("bool((worst < 1).all())", "True"),
+        ("all(look([ok, (worst < 1).all()]))", "all(look([ok]))"),
         ("means[0] / means[1]", "means[1] / means[0]"),
         ("noise / self._damped(damping).sqrt()", "noise / self._damped(damping)"),
         ("values = 1 / self._damped(float(damping))", "values = 1 / self._damped(0.0)"),

@@ -158,7 +158,7 @@ MUTANTS = [
         "optimizers/steps/residuals.py",
         "optimizers/steps/test_residuals.py",
         ("alpha=self.damping) for name, g in found", "alpha=0.0) for name, g in found"),
-        ("least=4 * torch.finfo(self.dtype).eps", "least=0.1"),
+        ("least = 4 * torch.finfo(self.dtype).eps", "least = 0.1"),
         ("residual_inverses(self._blocks, self.damping)", "residual_inverses(self._blocks, 0.0)"),
         ("place(move)  # another", "# another"),
     ),

@@ -51,7 +51,7 @@ MUTANTS = [
     *broken(
         "curvature/preconditioners/woodbury.py",
         "optimizers/test_natural_gradient_training.py",
-        ("self.scaled = damping * self.count", "self.scaled = damping"),
+        ("block.damping * block.count for block", "block.damping for block"),
     ),
     *broken(
         "curvature/preconditioners/full.py",
@@ -74,6 +74,6 @@ MUTANTS = [
     *broken(
         "curvature/preconditioners/inversion.py",
         "optimizers/test_failed_decompositions.py",
-        ("vars(blocks[k]).update(before[k])", "vars(blocks[k])"),
+        ("vars(block).update(own)", "pass"),
     ),
 ]
