@@ -100,6 +100,8 @@ class NaturalGradient(SecondOrderOptimizer):
         check_flag("line_search", line_search)
         check_flag("layerwise", layerwise)
         refuse_sharded(model, "NaturalGradient")
+        if momentum is None:
+            raise TypeError("momentum: expected a number, found None")
         if inject is None:
             inject = isotropic() if loss is None else exact()
         if step_rule is not None and line_search:

@@ -5,6 +5,7 @@ In: statistics of recorded passes, and gradients. Out: preconditioned gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ WITHOUT_CURVATURE = (
     "the model that the optimizer was given, after making the optimizer, have it return its outputs, and call it "
     "on the batch, not inside torch.func transforms such as vmap"
 )
+MOST_WORK = 2e7  # operations of inverting blocks together: more would save no calls, and takes more memory
 DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, the default damping of that factor
 
 Named = Mapping[str, Tensor]
@@ -134,8 +136,8 @@ class Preconditioner:
         own = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
         for damping in dict.fromkeys(dampings):
-            alike = [b for b, other in zip(own, dampings, strict=True) if other == damping]
-            invert(alike, DAMPING_SHARE, damping)
+            for alike in _in_parts([b for b, other in zip(own, dampings, strict=True) if other == damping]):
+                invert(alike, DAMPING_SHARE, damping)
         workers.exchange(due)
         for b in due:
             self.schedule.note_inversion(step, b.names[0])
@@ -188,3 +190,16 @@ class Preconditioner:
             self.solver = VectorSolver(vector.layout, self.blocks)
         with full_precision_products():
             return self.solver(vector)
+
+
+def _in_parts(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks one after the other in parts, each of at most `MOST_WORK` operations or of one block."""
+    parts: list[list[Block]] = []
+    work = math.inf
+    for block in blocks:
+        work += block.cost
+        if work > MOST_WORK:
+            parts.append([])
+            work = block.cost
+        parts[-1].append(block)
+    return parts

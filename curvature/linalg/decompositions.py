@@ -117,16 +117,17 @@ def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 @full_precision()
 def symmetric_eighs(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """`symmetric_eigh` of several; the host asks once whether all have succeeded."""
-    given = [_symmetric(here) for here in _small_on_host(matrices)]
-    tried = [try_decompose(partial(torch.linalg.eigh, x)) for x in given]
+    here = _small_on_host(matrices)
+    tried = [try_decompose(lambda x=x: torch.linalg.eigh(_symmetric(x))) for x in here]  # type: ignore[misc]
     fine = look([ok for _, ok in tried])
-    pairs = [own if is_fine else _careful_eigh(x) for (own, _), is_fine, x in zip(tried, fine, given, strict=True)]
+    each = zip(tried, fine, here, strict=True)
+    pairs = [own if is_fine else _careful_eigh(_symmetric(x)) for (own, _), is_fine, x in each]
     back = lambda x, matrix: to_device(x.to(matrix.dtype), matrix.device)
     return [(back(own[0], m), back(own[1], m)) for own, m in zip(pairs, matrices, strict=True)]
 
 
 def _symmetric(matrix: Tensor) -> Tensor:
-    symmetric = (matrix + matrix.mT) / 2
+    symmetric = (matrix + matrix.mT).mul_(0.5)
     return symmetric if symmetric.dtype in (torch.float32, torch.float64) else symmetric.float()
 
 

@@ -62,7 +62,7 @@ class Block:
         if old is None:
             return new
         found = old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
-        self.drift = relative_change([old], [found])
+        self.drift = relative_change(old, found)
         return found
 
     @property
@@ -232,10 +232,9 @@ class Block:
         """Rebuild what is not plain in `state`."""
 
 
-def relative_change(olds: Sequence[Tensor], news: Sequence[Tensor]) -> Tensor:
-    """The largest of the relative changes (), in the Frobenius norm, of several tensors; 0 / 0 is 0."""
-    moved = torch._foreach_norm(torch._foreach_sub(list(news), list(olds)))
-    return (torch.stack(moved) / torch.stack(torch._foreach_norm(list(olds)))).nan_to_num(0.0).amax()
+def relative_change(old: Tensor, new: Tensor) -> Tensor:
+    """In the Frobenius norm (); 0 / 0 is 0."""
+    return (torch.dist(new, old) / torch.linalg.vector_norm(old)).nan_to_num(0.0)
 
 
 def _subclasses(kind: type[Block]) -> Iterator[type[Block]]:

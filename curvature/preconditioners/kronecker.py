@@ -44,6 +44,7 @@ from curvature.preconditioners.block import Block, relative_change
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
 
+SIDES, NONE = ("row_side", "column_side"), (None, None)
 MAX_JOINED = 1 << 16  # entries of a layer's activations and backprops, up to which copying them costs less than a call
 
 
@@ -181,15 +182,13 @@ class KroneckerBlock(Block):
         pairs = [b._diagonals(*sides) for (b, _), sides in zip(seen, news, strict=True)]
         weights = OutlierFilter.weights([b.gate for b, _ in seen], pairs, [b.debiased_weight(decay) for b, _ in seen])
         for (block, _), sides, w in zip(seen, news, weights, strict=True):
-            olds, before = block.sides or (None, None), [block.row_side, block.column_side]
-            block.row_side, block.column_side = (
-                average_moments(old.entries if isinstance(old, Packed) else old, new, w)
-                for old, new in zip(olds, sides, strict=True)
-            )
-            kept = [k for k in (0, 1) if not block.scheme.sketched[k]]  # a sketch turns without a change
-            after = [block.row_side, block.column_side]
-            if before[0] is not None and kept:
-                block.drift = relative_change([before[k] for k in kept], [after[k] for k in kept])
+            changes = []
+            for name, old, new, is_sketch in zip(SIDES, block.sides or NONE, sides, block.scheme.sketched, strict=True):
+                before = old.entries if isinstance(old, Packed) else old
+                setattr(block, name, average_moments(before, new, w))
+                if before is not None and not is_sketch:  # a sketch turns without a change
+                    changes.append(relative_change(before, getattr(block, name)))
+            block.drift = torch.stack(changes).amax() if changes else None
             block.updates += 1
 
     def _diagonals(self, *news: Tensor) -> list[tuple[Tensor | None, Tensor]]:

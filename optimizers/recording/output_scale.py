@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import stack, widen
+from optimizers.steps.layer_vector import at_least_single
 
 Sums = Mapping[str, Tensor]
 
@@ -63,12 +64,13 @@ class OutputScale:
 
 def squares_along(output: Tensor, vectors: Tensor) -> Tensor:
     """Sum () over samples of ``f^T H f`` of an output f (N, ...); H is the sum of ``v v^T`` of vectors (k, N, ...)."""
-    flat = [x.detach().reshape(*x.shape[: -output.ndim], len(output), -1).float() for x in (vectors, output)]
+    wide = at_least_single([output])
+    flat = [x.detach().reshape(*x.shape[: -output.ndim], len(output), -1).to(wide) for x in (vectors, output)]
     return torch.linalg.vecdot(*flat).nan_to_num(0.0, 0.0, 0.0).square().sum()
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
     """The sum of squares, and the number of finite entries."""
-    squares = x.float().square()  # a copy, and the only one of the size of x
+    squares = x.to(at_least_single([x])).square()  # a copy, and the only one of the size of x
     entries = (squares < torch.inf).count_nonzero()  # isfinite, and a sum of its truths, would make copies
     return squares.nan_to_num_(0.0, 0.0, 0.0).sum(), entries

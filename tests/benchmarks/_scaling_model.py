@@ -231,7 +231,7 @@ def longest(work: Sequence[float], ranks: Sequence[int]) -> float:
 
 
 def turns(work: Sequence[float], interval: int = EVERY) -> list[int]:
-    """The step of the interval in which each piece is done (`optimizers.schedule.Schedule.inverts`)."""
+    """The step of the interval in which each piece is done if it is spread over some."""
     total, before, found = sum(work) or 1.0, 0.0, []
     count = min(interval, MOST_TURNS)
     for own in work:
@@ -284,7 +284,7 @@ def step(
 
     Args:
         fraction: of the ranks that keep the inverses of a layer.
-        by_turns: the layers are inverted in different steps, as one process does it, not all after a renewal.
+        by_turns: the layers are inverted in different steps, not all after a renewal.
         eigen: decompositions are by eigenvalues.
     """
     total = lambda part, *rest: sum(part(layer, *rest) for layer in layers)

@@ -32,7 +32,7 @@ NO_FLAG = [None, 0, 1, "yes", torch.tensor(True), np.bool_(True)]
 BAD: dict[str, list[Any]] = {
     "lr": [None, *NO_NUMBERS, *NO_RANGE],
     "damping": [*NO_NUMBERS, *NO_RANGE],
-    "momentum": [None, *NO_NUMBERS, *NO_RANGE, 1, 1.5],
+    "momentum": [*NO_NUMBERS, *NO_RANGE, 1, 1.5],
     "weight_decay": [None, *NO_NUMBERS, *NO_RANGE],
     "factor_decay": [None, *NO_NUMBERS, *NO_RANGE, 1.0],
     "loss": ["mse", 3, nn.MSELoss, torch.ones(())],
@@ -45,8 +45,12 @@ LAYERS = {
     "factor_every": [*NO_WHOLE, 0, -1],
     "decompose_every": [*NO_WHOLE, 0, -1],
 }
-WHOLE = {"solver": [None, 3, "lu", ["cg"], True], "line_search": NO_FLAG}
-OWN = {"KFAC": BAD | LAYERS, "EKFAC": BAD | LAYERS, "NaturalGradient": BAD | WHOLE}
+WHOLE = {"solver": [None, 3, "lu", ["cg"], True], "line_search": NO_FLAG, "momentum": [None, *BAD["momentum"]]}
+OWN = {
+    "KFAC": BAD | LAYERS,
+    "EKFAC": BAD | LAYERS,
+    "NaturalGradient": BAD | WHOLE | {"momentum": [None, *BAD["momentum"]]},
+}
 CELLS = [(maker, name) for maker, table in OWN.items() for name in table]
 
 

@@ -17,7 +17,6 @@ import pytest
 import curvature.kronecker.subsampling
 import curvature.linalg.sketch
 import curvature.preconditioners.block_diagonal
-from optimizers.schedule import Schedule
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 RANKS = (1, 2, 3, 8, 64, 1024)
@@ -58,15 +57,6 @@ def test_sizes_are_those_of_the_package(model: ModuleType) -> None:
         curvature.kronecker.subsampling.ROWS_PER_INPUT,
         curvature.kronecker.subsampling.MIN_SUBSAMPLE,
     )
-
-
-@pytest.mark.parametrize("interval", [1, 3, 10])
-def test_turns_are_those_of_the_package(model: ModuleType, interval: int) -> None:
-    work = [1e10 * random.Random(k).random() ** 4 for k in range(30)]  # so much that no step does all
-    schedule = Schedule(interval, interval)
-    for number, turn in enumerate(model.turns(work, interval)):
-        hits = [k for k in range(interval) if schedule.inverts(1000 * interval + k, work)[number]]
-        assert hits == [turn]
 
 
 def test_curves_go_through_what_was_measured(model: ModuleType) -> None:

@@ -296,9 +296,9 @@ def test_outputs_beside_the_loss_are_taken():
 def test_outputs_that_are_masked_do_not_count_in_their_size():
     """Logits of -inf are no part of the root mean square, and say nothing of how far a step may go."""
     scale = OutputScale()
-    scale.update(OutputScale.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]), {}, torch.device("cpu"))
+    scale.update(OutputScale.of([torch.tensor([[3.0, -torch.inf], [4.0, torch.nan]])]), {})
     assert scale.rms is not None and float(scale.rms) == pytest.approx(12.5**0.5) and scale.entries_per_sample == 1
-    scale.update(OutputScale.of([torch.full((2, 3), torch.inf)]), {}, torch.device("cpu"))  # nothing to be learnt
+    scale.update(OutputScale.of([torch.full((2, 3), torch.inf)]), {})  # nothing to be learnt
     assert float(scale.rms) == pytest.approx(12.5**0.5) and scale.entries_per_sample == 1
 
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from optimizers import EKFAC, KFAC
 from optimizers.recording.output_scale import OutputScale
+from optimizers.schedule import Schedule
 from optimizers.steps.directions import Direction
 from optimizers.steps.layer_vector import LayerVector, layout_of
 from optimizers.steps.rule import StepContext
@@ -438,9 +439,8 @@ def test_output_change_is_that_of_one_entry() -> None:
 def compared(rule: TrustRegionStep, along: dict[str, float]) -> None:
     """As after a renewal that has measured these along the last step; one block has two parameters apart."""
     blocks = [SimpleNamespace(names=names) for names in (("a",), ("b",), ("c", "d"), ("unused",))]
-    rule._compare_energies(
-        SimpleNamespace(preconditioner=SimpleNamespace(blocks=blocks), outputs=SimpleNamespace(along=along))  # type: ignore[arg-type]
-    )
+    part = SimpleNamespace(blocks=blocks, schedule=Schedule(None, None))
+    rule._compare_energies(SimpleNamespace(preconditioner=part, outputs=SimpleNamespace(along=along)))  # type: ignore[arg-type]
 
 
 def with_energies(**last: float) -> TrustRegionStep:

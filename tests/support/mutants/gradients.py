@@ -21,8 +21,8 @@ MUTANTS = [
         "curvature/gradients/sample_axes.py",
         "curvature/gradients",
         ("return expected.sub_(layout.front(weighted)).norm()", "return 0 * weights.norm()"),
-        ("clearly or within_noise for", "within_noise for"),
-        ("flags.append(size > allowed)", "flags.append(size >= 0)"),
+        ("for limit in clear, within_noise:", "for limit in (within_noise,):"),
+        ("asked.append(size > allowed)", "asked.append(size >= 0)"),
     ),
     *broken(
         "curvature/recording/autograd_graph.py",

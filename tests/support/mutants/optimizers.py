@@ -110,7 +110,7 @@ MUTANTS = [
         ("growth = min(growth, 0.0)", "pass"),
         ("min(change, c.change_factor * state.change)", "change"),
         ("min(max(state.size, least), most)", "min(state.size, most)"),
-        ("self._keep(context, last)  #", "#"),
+        ("self._keep(context, last, [0.0] * len(last.layout.layers))  #", "#"),
         ("block.has_separate_rows", "not block.has_separate_rows"),
         ("max(product - damping * length * length,", "max(product + damping * length * length,"),
         ("underestimate / context.outputs.entries_per_sample", "underestimate"),
