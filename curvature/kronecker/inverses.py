@@ -29,20 +29,17 @@ from curvature.linalg import (
     psd_eigh,
     psd_eighs,
     sketch_spectrum,
-    try_cholesky,
     try_spd_inverse,
 )
 
 JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
 STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a call for each
-ROOT_ASPECT_RATIO = 16  # a side this many times larger than the other keeps its root: solving with that is cheaper
 
 
 @dataclass(frozen=True)
 class KroneckerInverse:
     """``rows X columns``, or ``rows ((rows^T X columns) * values) columns^T`` in a basis where `values` are given.
 
-    `roots` says of either side whether it is the Cholesky root L of what is inverted, and stands for ``(L L^T)^-1``.
     `shifts` has a number c where a side is V of ``c (I - V V^T)``, V (g, d, r) with orthogonal columns.
     Where `values` (1, r + 1, s + 1) are given for partial bases rows (1, o, r) and columns (1, i, s), the last of each
     axis belongs to all directions outside of them. `cuts` are those of both sides (`curvature.kronecker.cuts_of`).
@@ -51,7 +48,6 @@ class KroneckerInverse:
     rows: Tensor
     columns: Tensor
     values: Tensor | None = None
-    roots: tuple[bool, bool] = (False, False)
     shifts: tuple[Tensor | None, Tensor | None] = (None, None)
     cuts: Cuts = ((), ())
 
@@ -60,8 +56,8 @@ class KroneckerInverse:
         cut, other = self.cuts
         with own_precision(x):
             if self.values is None:
-                x = _solved(self.rows, self.roots[0], self.shifts[0], x, left=True, own=own, cut=cut)
-                return _solved(self.columns, self.roots[1], self.shifts[1], x, left=False, own=True, cut=other)
+                x = _solved(self.rows, self.shifts[0], x, left=True, own=own, cut=cut)
+                return _solved(self.columns, self.shifts[1], x, left=False, own=True, cut=other)
             if self.is_partial:
                 return _partial(self.rows, self.columns, self.values, x)
             inner = _right(self.columns, _left(_transposed(self.rows), x, cut), other).mul_(self.values)
@@ -79,7 +75,7 @@ class KroneckerInverse:
     def form(self) -> Any:
         """Equal for inverses that can be stacked; None if this one cannot, or is so large that it does not pay."""
         sides = (self.rows, self.columns) if self.values is None else (self.rows, self.columns, self.values)
-        is_plain = not any(self.roots) and self.shifts == (None, None) and not self.is_partial
+        is_plain = self.shifts == (None, None) and not self.is_partial
         is_small = max(self.rows.shape[-1], self.columns.shape[-1]) <= STACKED_MAX_SIDE
         cuts = tuple(map(tuple, self.cuts))
         return (self.rows.device, cuts, *(side.shape for side in sides)) if is_plain and is_small else None
@@ -108,7 +104,7 @@ class KroneckerInverse:
             spread = self.values.flatten(1)
             least = torch.where(spread > 0, spread, torch.inf).amin(1)
             return float((spread.amax(1) / least).max())
-        sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.roots, self.shifts, strict=True)]
+        sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.shifts, strict=True)]
         one, other = (s.amax(1) / s.amin(1) for s in sides)
         return float((one * other).max())
 
@@ -129,44 +125,37 @@ def factored_inverses(
     """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() being the mean eigenvalue.
 
     This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
-    Sketches have few eigenvalues to begin with. Sides many times the other are given by their Cholesky roots. Others
-    with `LOW_RANK_MIN_SIZE` rows or more use their largest eigenvalues if few stand out. The rest are inverted by
-    Cholesky decomposition, sides of one shape together.
+    Sketches have few eigenvalues to begin with. Sides with `LOW_RANK_MIN_SIZE` rows or more use their largest
+    eigenvalues if few stand out. The rest are inverted by Cholesky decomposition, sides of one shape together.
 
     Args:
         before: the previous inverses of the pairs.
         anew: whether to try again for sides of a pair that were not of low rank before.
     """
     sides = [side for pair in pairs for side in pair]
-    widths = [other.shape[-1] for rows, columns in pairs for other in (columns, rows)]
-    are_thin = [
-        side.ndim == 3 and side.shape[1] >= ROOT_ASPECT_RATIO * width for side, width in zip(sides, widths, strict=True)
-    ]
     found_before = (side for inverse in before for side in _parts(inverse))
     starts = {k: None if side is None else side.to(sides[k].dtype) for k, side in enumerate(found_before)}
-    found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
+    found: dict[int, tuple[Tensor, Tensor | None]] = {
         k: _of_sketch(whole(side), share) for k, side in enumerate(sides) if _is_sketch(side)
     }
     large = [
         k for k, side in enumerate(sides) if side.ndim == 3 and len(side) == 1 and side.shape[1] >= LOW_RANK_MIN_SIZE
     ]
-    large = [k for k in large if k not in found and not are_thin[k] and (starts[k] is not None or anew[k // 2])]
+    large = [k for k in large if k not in found and (starts[k] is not None or anew[k // 2])]
     found |= _by_largest({k: sides[k] for k in large}, share, starts)
     left = [k for k in range(len(sides)) if k not in found]
     alone = {k: sides[k].ndim == 3 and sides[k].shape[1] > JOINED_MAX_SIDE and k for k in left}
-    kinds = {
-        k: (are_thin[k], alone[k], type(sides[k]), sides[k].shape[1:], sides[k].dtype, sides[k].device) for k in left
-    }
-    groups = [(as_roots, [sides[k] for k in alike], alike) for (as_roots, *_), alike in _grouped(kinds)]
-    tried = [_tried(_stacked(own), share, as_roots) for as_roots, own, _ in groups]
+    kinds = {k: (alone[k], type(sides[k]), sides[k].shape[1:], sides[k].dtype, sides[k].device) for k in left}
+    groups = [([sides[k] for k in alike], alike) for _, alike in _grouped(kinds)]
+    tried = [_tried(_stacked(own), share) for own, _ in groups]
     fine = look([ok for _, ok in tried])
-    for (as_roots, some, alike), (together, _), is_fine in zip(groups, tried, fine, strict=True):
+    for (some, alike), (together, _), is_fine in zip(groups, tried, fine, strict=True):
         if not is_fine:
             together = _carefully(_stacked(some), share)
         for k, own in zip(alike, together.split([len(side) for side in some]), strict=True):
-            found[k] = own, as_roots and is_fine, None
+            found[k] = own, None
     both = [(*found[k], *found[k + 1]) for k in range(0, len(sides), 2)]
-    return [KroneckerInverse(rows, columns, None, (root, other), (c, d)) for rows, root, c, columns, other, d in both]
+    return [KroneckerInverse(rows, columns, None, (c, d)) for rows, c, columns, d in both]
 
 
 def inverses_in_blocks(pairs: Sequence[Sequence[Side]], share: float, cuts: Cuts) -> list[KroneckerInverse]:
@@ -176,10 +165,10 @@ def inverses_in_blocks(pairs: Sequence[Sequence[Side]], share: float, cuts: Cuts
         cuts: of both sides of all pairs.
     """
     sides = [side for pair in pairs for side in pair]
-    found: dict[int, tuple[Tensor, bool, Tensor | None]] = {
+    found: dict[int, tuple[Tensor, Tensor | None]] = {
         k: _of_sketch(whole(side), share) for k, side in enumerate(sides) if _is_sketch(side)
     }
-    found |= {k: (_diagonally(whole(side), share), False, None) for k, side in enumerate(sides) if side.ndim == 2}
+    found |= {k: (_diagonally(whole(side), share), None) for k, side in enumerate(sides) if side.ndim == 2}
     left = [k for k in range(len(sides)) if k not in found]
     scaled = [whole(sides[k]) / _mean(sides[k])[:, None, None] for k in left]
     for matrix in scaled:
@@ -187,9 +176,9 @@ def inverses_in_blocks(pairs: Sequence[Sequence[Side]], share: float, cuts: Cuts
     parts = parts_of(scaled, [cuts[k] for k in left])
     inverted = _by_shape(parts, _spd_inverses)
     for k, (own,) in zip(left, joined(inverted, [cuts[k] for k in left]), strict=True):
-        found[k] = own.div_(_mean(sides[k])[:, None, None]), False, None
+        found[k] = own.div_(_mean(sides[k])[:, None, None]), None
     both = [(found[k], found[k + 1], cuts[k : k + 2]) for k in range(0, len(sides), 2)]
-    return [KroneckerInverse(b, a, None, (False, False), (c, d), own) for (b, _, c), (a, _, d), own in both]
+    return [KroneckerInverse(b, a, None, (c, d), own) for (b, c), (a, d), own in both]
 
 
 def eigen_inverses(pairs: Sequence[Sequence[Side]], damping: float, cuts: Cuts | None = None) -> list[KroneckerInverse]:
@@ -289,14 +278,11 @@ def _spd_inverses(stacks: Sequence[Tensor]) -> list[tuple[Tensor]]:
     return [(own if is_fine else careful_spd_inverse(stack),) for (own, _), is_fine, stack in both]
 
 
-def _tried(sides: Tensor, share: float, as_roots: bool) -> tuple[Tensor, Tensor]:
-    """Damped inverses, or Cholesky roots of what is to be inverted, and a flag (): whether they can be used."""
+def _tried(sides: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Damped inverses, and a flag (): whether they can be used."""
     if sides.ndim == 2:
         return _diagonally(sides, share), torch.ones((), dtype=torch.bool, device=sides.device)
     matrix, scale = _damped(sides, share)
-    if as_roots:
-        root, ok = try_cholesky(matrix)
-        return root.mul_(scale.sqrt()), ok
     found, ok = try_spd_inverse(matrix)
     return found.div_(scale), ok
 
@@ -338,17 +324,17 @@ def _partial(rows: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor
     return outside * x + within + matmul((column - outside) * right, columns.mT)
 
 
-def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, bool, Tensor]:
+def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, Tensor]:
     """V and c of the damped inverse of a sketch."""
     vectors, values, rest = sketch_spectrum(side)
     damping = share * _mean(side)
     root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
-    return (vectors * root)[None], False, 1 / (rest + damping)
+    return (vectors * root)[None], 1 / (rest + damping)
 
 
 def _by_largest(
     sides: Mapping[int, Side], share: float, starts: Mapping[int, Tensor | None]
-) -> dict[int, tuple[Tensor, bool, Tensor]]:
+) -> dict[int, tuple[Tensor, Tensor]]:
     """V and c of the damped inverses of sides (1, d, d), for those of which few eigenvalues stand out."""
     means = {k: _mean(side) for k, side in sides.items()}
     firsts = [None if (start := starts[k]) is None else start[0] for k in sides]
@@ -358,7 +344,7 @@ def _by_largest(
     except torch.linalg.LinAlgError:  # fall back to Cholesky
         count_recovery("retried")
         return {}
-    return {k: (own[0][None], False, own[1] / means[k]) for k, own in zip(sides, found, strict=True) if own}
+    return {k: (own[0][None], own[1] / means[k]) for k, own in zip(sides, found, strict=True) if own}
 
 
 def _scaled(side: Side, mean: Tensor) -> Tensor:
@@ -386,23 +372,19 @@ def _parts(inverse: KroneckerInverse | None) -> Iterable[Tensor | None]:
     return (None if shift is None else side for side, shift in sides)
 
 
-def _solved(
-    side: Tensor, is_root: bool, shift: Tensor | None, x: Tensor, left: bool, own: bool, cut: Sequence[int]
-) -> Tensor:
+def _solved(side: Tensor, shift: Tensor | None, x: Tensor, left: bool, own: bool, cut: Sequence[int]) -> Tensor:
     """The product of a side with x from the left or the right, in place if x is our own."""
-    if is_root:
-        return torch.cholesky_solve(x, side) if left else torch.cholesky_solve(x.mT, side).mT
     if shift is None:
         return _left(side, x, cut) if left else _right(side, x, cut)
     one, other = (side, side.mT @ x) if left else (x @ side, side.mT)
     return (x if own else x.clone()).baddbmm_(one, other, alpha=-1).mul_(shift)
 
 
-def _spectrum(side: Tensor, is_root: bool, shift: Tensor | None) -> Tensor:
+def _spectrum(side: Tensor, shift: Tensor | None) -> Tensor:
     """Eigenvalues of the matrix that a side stands for, or of its inverse, (g, d)."""
     if shift is not None:
         return shift[:, None] * torch.cat([1 - side.square().sum(1), torch.ones_like(shift)[:, None]], 1)
-    return side if side.ndim == 2 else eigenvalues_of(side @ side.mT if is_root else side)
+    return side if side.ndim == 2 else eigenvalues_of(side)
 
 
 def _left(side: Tensor, x: Tensor, cut: Sequence[int] = ()) -> Tensor:

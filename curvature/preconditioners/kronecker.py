@@ -79,6 +79,9 @@ class KroneckerBlock(Block):
         place = None if self.row_side is None else self.row_side.device
         parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
         parts.pop("packed", None)  # of a checkpoint that could be in 16 bits
+        for name, is_root in zip(("rows", "columns"), parts.pop("roots", ()), strict=False):
+            if is_root:  # older checkpoints have the Cholesky roots of thin layers
+                parts[name] = torch.cholesky_inverse(parts[name])
         self.inverse = KroneckerInverse(**parts) if parts else None
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
         if form.pop("compact", False):
