@@ -118,7 +118,7 @@ def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def symmetric_eighs(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """`symmetric_eigh` of several; the host asks once whether all have succeeded."""
     here = _small_on_host(matrices)
-    tried = [try_decompose(lambda x=x: torch.linalg.eigh(_symmetric(x))) for x in here]  # type: ignore[misc]
+    tried = [try_decompose(partial(torch.linalg.eigh, _symmetric(x))) for x in here]
     fine = look([ok for _, ok in tried])
     each = zip(tried, fine, here, strict=True)
     pairs = [own if is_fine else _careful_eigh(_symmetric(x)) for (own, _), is_fine, x in each]
