@@ -32,6 +32,7 @@ from curvature.linalg import (
     try_spd_inverse,
 )
 
+LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
 JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
 STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a call for each
 
@@ -133,6 +134,7 @@ def factored_inverses(
         anew: whether to try again for sides of a pair that were not of low rank before.
     """
     sides = [side for pair in pairs for side in pair]
+    widths = [other.shape[-1] for rows, columns in pairs for other in (columns, rows)]
     found_before = (side for inverse in before for side in _parts(inverse))
     starts = {k: None if side is None else side.to(sides[k].dtype) for k, side in enumerate(found_before)}
     found: dict[int, tuple[Tensor, Tensor | None]] = {
@@ -141,7 +143,13 @@ def factored_inverses(
     large = [
         k for k, side in enumerate(sides) if side.ndim == 3 and len(side) == 1 and side.shape[1] >= LOW_RANK_MIN_SIZE
     ]
-    large = [k for k in large if k not in found and (starts[k] is not None or anew[k // 2])]
+    large = [
+        k
+        for k in large
+        if k not in found
+        and sides[k].shape[1] < LOW_RANK_MAX_ASPECT * widths[k]
+        and (starts[k] is not None or anew[k // 2])
+    ]
     found |= _by_largest({k: sides[k] for k in large}, share, starts)
     left = [k for k in range(len(sides)) if k not in found]
     alone = {k: sides[k].ndim == 3 and sides[k].shape[1] > JOINED_MAX_SIDE and k for k in left}

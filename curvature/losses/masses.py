@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,8 @@ from curvature.losses.per_sample import (
 )
 
 FAR_POINTS = 8
-CHECKED: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()  # kinds of batches, by torch's loss
+CHECKED: set[Any] = set()  # kinds of torch's losses and of batches whose masses were found to be as expected
+PLAIN = str, float, int, bool, type(None)
 
 
 class NoWeightedSum(ValueError):
@@ -57,17 +57,27 @@ def require_weighted_sum(
     loss = resolve(loss)
     if not is_in_closed_form(loss, output, target, output_dim, target_dim):
         return shares(loss, output, target, count, output_dim, target_dim)
-    kind = reduction_of(loss), output.shape, output.dtype, target.shape, target.dtype, count, output_dim, target_dim
-    checked = CHECKED.setdefault(loss, set())
-    if kind in checked or count == 1:
+    batch = output.shape, output.dtype, target.shape, target.dtype, count, output_dim, target_dim
+    settings = _settings(loss)
+    if count == 1 or (settings is not None and (settings, batch) in CHECKED):
         return None
     found = shares(loss, output, target, count, output_dim, target_dim)
     masses = sample_masses(loss, output, target, count, output_dim, target_dim)
     expected = masses / masses.sum() if reduction_of(loss) == "mean" else masses
     if not _near(found, torch.where(found == 0, 0, expected).nan_to_num(0.0), found.amax()):
         raise NoWeightedSum(loss, f"shares {_some(found)} where its terms say {_some(expected)}")
-    checked.add(kind)
+    if settings is not None:
+        CHECKED.add((settings, batch))
     return None
+
+
+def _settings(loss: Any) -> Any:
+    """Equal for losses of torch that do the same but for their weights; None where an object has more than settings."""
+    own = {name: value for name, value in vars(loss).items() if not name.startswith("_")}
+    hooks = [getattr(loss, name, None) for name in ("_forward_hooks", "_forward_pre_hooks")]
+    if any(hooks) or not all(isinstance(value, PLAIN) for value in own.values()):
+        return None
+    return type(loss), tuple(sorted(own.items())), getattr(loss, "weight", None) is None
 
 
 def count_alike(

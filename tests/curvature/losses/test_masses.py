@@ -99,9 +99,14 @@ def test_a_plain_mean_has_no_rounding():
 def test_torch_losses_pass_the_same_check(loss, monkeypatch):
     require_weighted_sum(loss, randn(N, C), LABELS, N)
     monkeypatch.setattr("curvature.losses.masses.sample_masses", lambda *a: torch.arange(1.0, N + 1).double())
-    require_weighted_sum(loss, randn(N, C), LABELS, N)  # the same kind of batch is not tried again
+    again = lambda **options: type(loss)(weight=loss.weight, reduction=loss.reduction, **options)
+    require_weighted_sum(again(), randn(N, C), LABELS, N)  # the same kind of batch is not tried again
     with pytest.raises(NoWeightedSum):
-        require_weighted_sum(type(loss)(weight=loss.weight, reduction=loss.reduction), randn(N, C), LABELS, N)
+        require_weighted_sum(again(ignore_index=-7), randn(N, C), LABELS, N)
+    hooked = again()
+    hooked.register_forward_pre_hook(lambda module, args: None)
+    with pytest.raises(NoWeightedSum):
+        require_weighted_sum(hooked, randn(N, C), LABELS, N)
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (1, 2, 3), (5, 1), (1, 1, 1, 1, 1, 1)], ids=str)

@@ -133,7 +133,8 @@ def test_models_that_cost_no_waits(task: Any, simdev: Any, device: str) -> None:
         with simdev.syncs() as found:
             opt.step(closure)
         counts.append(found.count)
-    assert max(counts[1:]) <= 9, found.places("/optimizers/", "/curvature/")
+    # one look for each part of the blocks that are inverted together, of which the wide layer is one
+    assert max(counts[1:]) <= 10, found.places("/optimizers/", "/curvature/")
 
 
 class Experts(nn.Module):
