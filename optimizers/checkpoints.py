@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 from curvature.preconditioners import Block
 from optimizers.arguments import check_numbers
+from optimizers.former_checkpoints import from_version_4
 from optimizers.model_optimizer import ModelOptimizer
 
-VERSION = 4
+VERSION, FORMER = 5, 4  # the one that is saved, and another that is read
 JOINT = "kfac"  # key of what belongs to no parameter alone
 PLAIN_PARTS = "monitor", "recorder", "rule"  # those whose states always have the same keys
 
@@ -63,10 +64,8 @@ def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[
     state, joint = _separated(given)
     _check_version(joint.get("version"))
     _check_keys({"kept", "kind", "shapes", *parts}, joint)
-    if joint["kind"].get("compact"):
-        raise ValueError(
-            "state_dict: of an optimizer with compact True, an option that was removed; 16 bits are no longer read"
-        )
+    if joint["version"] == FORMER:
+        joint = from_version_4(joint)
     for key, here in kind.items():
         there = joint["kind"].get(key, here)
         if there != here:
@@ -88,7 +87,7 @@ def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[
 def _check_version(version: Any) -> None:
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise ValueError(f"state_dict: damaged; expected version {VERSION}, found {version!r:.80}")
-    if version != VERSION:
+    if version not in (VERSION, FORMER):
         code = "newer code" if version > VERSION else "code from before the first release"
         raise ValueError(f"state_dict: of version {version}, saved by {code}; this reads version {VERSION}")
 

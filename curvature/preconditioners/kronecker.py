@@ -78,14 +78,8 @@ class KroneckerBlock(Block):
     def after_restore(self) -> None:
         place = None if self.row_side is None else self.row_side.device
         parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
-        parts.pop("packed", None)  # of a checkpoint that could be in 16 bits
-        for name, is_root in zip(("rows", "columns"), parts.pop("roots", ()), strict=False):
-            if is_root:  # older checkpoints have the Cholesky roots of thin layers
-                parts[name] = torch.cholesky_inverse(parts[name])
         self.inverse = KroneckerInverse(**parts) if parts else None
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
-        if form.pop("compact", False):
-            raise ValueError("in 16 bits, which compact=True made before that option was removed")
         changed = {"arrangement": AffineLayout(**form["arrangement"]), "sketched": form.pop("few")}
         self.scheme = Scheme(**form | changed)
 
