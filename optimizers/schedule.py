@@ -59,7 +59,7 @@ class Schedule:
 
     def note_energies(self, measured: float, predicted: float) -> None:
         """Note what the last step did beside what the curvature said: where they differ, it is not to be relied on."""
-        if not 1 / AGREEMENT < measured / predicted < AGREEMENT:
+        if not predicted / AGREEMENT < measured < predicted * AGREEMENT:
             self.interval, self.drifts = 1.0, dict.fromkeys(self.inverted, math.inf)
 
     def inverts(self, step: int, name: str, cost: float) -> bool:

@@ -109,7 +109,12 @@ def full_precision() -> Iterator[None]:
 @contextmanager
 def full_precision_products() -> Iterator[None]:
     """`full_precision` for matrix products alone: nothing is switched where none would be rounded."""
-    if INSIDE.get() or any(torch._C._get_fp32_precision_getter(*one) not in EXACT for one in PRODUCTS):
+    # settings that another thread has switched may be switched back meanwhile
+    if (
+        INSIDE.get()
+        or SWITCH.entered
+        or any(torch._C._get_fp32_precision_getter(*one) not in EXACT for one in PRODUCTS)
+    ):
         with full_precision():
             yield
         return

@@ -182,8 +182,9 @@ class LayerVector(Mapping[str, Tensor]):
         zero = [x for x, factor in zip(layers, factors, strict=True) if not factor]
         for x in zero:
             x.zero_()
+        left = iter(factors)
         for own in by_device(layers):
-            torch._foreach_mul_(own, [f for x, f in zip(layers, factors, strict=True) if x.device == own[0].device])
+            torch._foreach_mul_(own, [next(left) for _ in own])
 
 
 def _mixed(x: Tensor, y: Tensor, own: float, others: float, times: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from curvature.linalg import widen
 from curvature.preconditioners import Block
 from curvature.recording import is_sharded
 from optimizers.distributed.sharding import sum_over_shards, to_local
@@ -124,13 +125,9 @@ class StepContext:
     def unscale(self, gradients: Named) -> None:
         """Divide gradients in place by the scale of a `torch.amp.GradScaler`, if there is one."""
         if self.scaling.scale is not None:
+            inverse = widen(self.scaling.scale).reciprocal()
             for g in gradients.values():
-                g.mul_(
-                    self.scaling.scale.to(g.device)
-                    .double()
-                    .reciprocal()
-                    .to(torch.promote_types(g.dtype, torch.float32))
-                )
+                g.mul_(inverse.to(g.device, torch.promote_types(g.dtype, torch.float32)))
 
     def unscale_and_check_finite(self, gradients: Named) -> bool:
         """Divide gradients in place by the scale of the loss; returns whether all are finite. The host waits once."""

@@ -383,7 +383,7 @@ def _or_zero(number: float) -> float:
 
 def _energy(product: float, damping: float, length: float) -> float:
     """``u^T M u`` of ``u^T (M + damping) u``; rounding may leave less than nothing."""
-    return _or_zero(max(product - damping * length * length, 1e-6 * product))
+    return _or_zero(max(product - damping * length * length, 1e-6 * product, 0.0))
 
 
 # -- how far to go
@@ -497,7 +497,7 @@ def within_trust(
     """
     norms, parts = iter(sizes), [len(layer) for layer in layout.layers]
     # at least 1, so that tensors that start at zero can leave it
-    whole = [math.sqrt(sum(max(x, 1.0) ** 2 for x in itertools.islice(norms, count))) for count in parts]
+    whole = [math.hypot(*(max(x, 1.0) for x in itertools.islice(norms, count))) for count in parts]
     owners = [id(context.block_of(layer[0]) or layer) for layer in layout.layers]
     if len(set(owners)) < len(owners):  # parts of one block have options of their own, and are cut together
         lengths, whole = (_together(x, owners) for x in (lengths, whole))

@@ -64,6 +64,8 @@ def test_a_step_that_did_not_do_what_was_predicted_ends_long_intervals():
     for agreeing in (0.6, 1.0, 1.9):
         schedule.note_energies(agreeing, 1.0)
         assert schedule.interval == before > 30 and not schedule.inverts(400, "a", 1e3)
+    schedule.note_energies(1e-320, 0.0)  # what was predicted has underflown
+    schedule.interval = before
     schedule.note_energies(2.5, 1.0)
     assert schedule.inverts(400, "a", 1e9) and schedule.renews((schedule.renewed or 0) + 10)
 

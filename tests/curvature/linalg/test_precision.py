@@ -8,7 +8,8 @@ import threading
 
 import torch
 
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, full_precision_products
+from curvature.linalg.precision import SWITCH
 from support.architecture import ROOT
 
 SETTINGS = (
@@ -26,7 +27,8 @@ SETTINGS = (
 # A setting cannot be taken back to that of a fresh process: each runs in a fork of one that has set nothing.
 SCRIPT = """
 import os, sys, torch
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, full_precision_products
+from curvature.linalg.precision import SWITCH
 
 def older(read):
     try:
@@ -74,7 +76,8 @@ def test_frozen_flags() -> None:
 import torch
 torch.backends.cudnn.allow_tf32 = True
 torch.backends.disable_global_flags()
-from curvature.linalg import full_precision
+from curvature.linalg import full_precision, full_precision_products
+from curvature.linalg.precision import SWITCH
 with full_precision():
     assert not torch.backends.cudnn.allow_tf32
 assert torch.backends.cudnn.allow_tf32
@@ -106,3 +109,12 @@ def test_two_threads() -> None:
     finally:
         leave.set()
         torch.set_float32_matmul_precision(before)
+
+
+def test_products_are_exact_though_another_thread_switches_back() -> None:
+    """What it has switched looks exact, and is not any more once it leaves."""
+    SWITCH.enter()  # of the other thread
+    with full_precision_products():
+        SWITCH.leave()
+        assert SWITCH.entered == 1
+    assert SWITCH.entered == 0

@@ -166,6 +166,7 @@ def test_energy_is_without_damping() -> None:
     assert _energy(3.0, 0.5, 2.0) == 1
     assert 0 < _energy(3.0, 1.0, 2.0) < 1e-5
     assert _energy(math.nan, 0.5, 2.0) == _energy(math.inf, 0.5, 2.0) == 0
+    assert _energy(-1e-3, 0.0, 2.0) == 0  # rounding in 16 bits; its root is taken
 
 
 Tensors = Mapping[str, Tensor]
