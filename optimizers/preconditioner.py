@@ -182,9 +182,10 @@ class Preconditioner:
         return {k: to_shard(u, trained[k]) if is_spread else u for k, u in found.items() if k in gradients}
 
     def solve_vector(self, vector: LayerVector, trained: Named) -> LayerVector:
-        """`solve` for all layers of a vector at once."""
+        """`solve` for all layers of a vector at once, where every process has whole tensors and all inverses."""
+        workers = self.teams.current().workers
         is_plain = type(self.store).right_hand_sides is CurvatureStore.right_hand_sides
-        if not is_plain or self.teams.current().processes.size > 1 or any(map(is_sharded, trained.values())):
+        if not is_plain or workers.width < workers.processes.size or any(map(is_sharded, trained.values())):
             return LayerVector.of(vector.layout, self.solve(vector, trained))
         if self.solver is None or self.solver.layout is not vector.layout:
             self.solver = VectorSolver(vector.layout, self.blocks)

@@ -52,7 +52,7 @@ from curvature.linalg.sketch import (
     sketch_spectrum,
     sum_slots,
 )
-from curvature.linalg.stacks import Lazily, stacked
+from curvature.linalg.stacks import Lazily
 from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
@@ -62,7 +62,7 @@ __all__ = [
     "fill_slot", "full_precision", "full_precision_products", "is_sketch", "largest_eigenpairs", "look",
     "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "own_precision", "precision_settings",
     "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite", "rounding_tolerance",
-    "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "stacked", "sum_slots",
+    "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "sum_slots",
     "symmetric_eigh", "symmetric_eighs", "symmetrize", "to_device", "to_host", "try_cholesky", "try_decompose",
     "try_spd_inverse", "widen", "widest", "without_autocast",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from curvature.kronecker import (
     subsample_samples,
     whole,
 )
-from curvature.linalg import average_moments, stacked
+from curvature.linalg import average_moments
 from curvature.preconditioners.block import Block, relative_change
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
@@ -59,7 +59,6 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     state_fields: tuple[str, ...] = ("row_side", "column_side", "tried", "inverse")
     layout_fields = ("scheme",)
-    joint: JointInverses | None = None  # of this and other blocks, as they were last solved with
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
@@ -237,24 +236,10 @@ class KroneckerBlock(Block):
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None
-        return self._solved(self.inverse, gradients)
-
-    @staticmethod
-    def solve_all(blocks: Sequence[Any], gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """Blocks of one layout are stacked, if their inverses can be."""
-        dtypes = [[g.dtype for g in own] for own in gradients]
-        known = blocks[0].joint
-        if known is None or not known.is_of(blocks, dtypes):
-            known = blocks[0].joint = JointInverses.of(blocks, dtypes)
-        found: dict[int, list[Tensor]] = {}
-        for alike, inverse in known.groups:
-            if len(alike) == 1:
-                found[alike[0]] = blocks[alike[0]].solve(gradients[alike[0]])
-                continue
-            together = [stacked(tensors) for tensors in zip(*(gradients[k] for k in alike), strict=True)]
-            solved = [x.unbind() for x in blocks[alike[0]]._solved(inverse, together)]
-            found |= dict(zip(alike, map(list, zip(*solved, strict=True)), strict=True))
-        return [found[k] for k in range(len(blocks))]
+        arrangement = self.scheme.arrangement
+        x = arrangement.to_matrices(gradients).to(self.scheme.dtype)
+        u = arrangement.from_matrices(self.inverse(x, own=len(gradients) > 1))
+        return [part.to(g.dtype).contiguous() for part, g in zip(u, gradients, strict=True)]
 
     @staticmethod
     def joint_inverse(blocks: Sequence[Any]) -> KroneckerInverse:
@@ -263,13 +248,6 @@ class KroneckerBlock(Block):
         for block, part in zip(blocks, whole.parts(len(blocks)), strict=True):
             block.inverse = part
         return whole
-
-    def _solved(self, inverse: KroneckerInverse, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """An inverse times gradients of shapes (*batch, *shape), the groups of all in the order of the batch."""
-        arrangement = self.scheme.arrangement
-        x = arrangement.to_matrices(gradients).to(self.scheme.dtype)
-        u = inverse(x.reshape(-1, *x.shape[-2:]), own=len(gradients) > 1).view_as(x)
-        return [u.to(g.dtype).contiguous() for u, g in zip(arrangement.from_matrices(u), gradients, strict=True)]
 
     @property
     def mean_eigenvalue(self) -> Tensor:
@@ -320,42 +298,6 @@ class KroneckerBlock(Block):
         )
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
-
-
-@dataclass(frozen=True)
-class JointInverses:
-    """The inverses of blocks, those of one form as one.
-
-    Attributes:
-        inverses, dtypes: of the blocks, and of their gradients.
-        groups: places of blocks of one form, and their inverse; None for a block alone.
-    """
-
-    inverses: list[KroneckerInverse]
-    dtypes: list[list[torch.dtype]]
-    groups: list[tuple[list[int], KroneckerInverse | None]]
-
-    @staticmethod
-    def of(blocks: Sequence[Any], dtypes: list[list[torch.dtype]]) -> JointInverses:
-        """From then on the blocks' inverses are parts of these, so that they take no memory of their own."""
-        forms = [
-            (block.scheme, form, *own) if (form := block.inverse.form) else None
-            for block, own in zip(blocks, dtypes, strict=True)
-        ]
-        groups: list[tuple[list[int], KroneckerInverse | None]] = []
-        for alike in grouped(forms):
-            whole = KroneckerInverse.stacked([blocks[k].inverse for k in alike]) if len(alike) > 1 else None
-            for k, part in zip(alike, whole.parts(len(alike)) if whole else [], strict=False):
-                blocks[k].inverse = part
-            groups.append((alike, whole))
-        return JointInverses([block.inverse for block in blocks], dtypes, groups)
-
-    def is_of(self, blocks: Sequence[Any], dtypes: list[list[torch.dtype]]) -> bool:
-        return (
-            len(blocks) == len(self.inverses)
-            and dtypes == self.dtypes
-            and all(block.inverse is own for block, own in zip(blocks, self.inverses, strict=True))
-        )
 
 
 def _cost(side: Side, cut: Sequence[int]) -> int:

@@ -175,7 +175,7 @@ class StepContext:
 
     def solve(self, gradients: Named) -> dict[str, Tensor]:
         """``(M + damping I)^-1 gradients``, by name."""
-        return self.preconditioner.solve(gradients, self.trained)
+        return dict(self.solve_vector(LayerVector.of(self.layout(gradients), gradients)))
 
     def solve_vector(self, vector: LayerVector) -> LayerVector:
         """`solve` for all layers of a vector at once."""

@@ -80,33 +80,6 @@ def curvature_of(name: str, kind: str, damping: float | None, device: str) -> tu
     return model, store.blocks
 
 
-def solved(model: nn.Module, blocks: list[Block], dtype: torch.dtype = torch.float64) -> list[tuple[list[Tensor], ...]]:
-    """The solutions of all blocks together, and of each alone."""
-    parameters = dict(model.named_parameters())
-    found = []
-    for kind in dict.fromkeys(map(type, blocks)):
-        alike = [b for b in blocks if type(b) is kind]
-        gradients = [[torch.sin(9 * parameters[k].detach()).to(dtype) for k in b.names] for b in alike]
-        together = kind.solve_all(alike, gradients)
-        found += list(zip(together, [b.solve(own) for b, own in zip(alike, gradients, strict=True)], strict=True))
-    return found
-
-
-@pytest.mark.parametrize("damping", [None, 0.1])
-@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
-@pytest.mark.parametrize("name", MODELS)
-def test_together_is_alone(name: str, kind: str, damping: float | None, device: str, monkeypatch):
-    model, blocks = curvature_of(name, kind, damping, device)
-    sizes: list[int] = []
-    stacked = KroneckerInverse.stacked
-    monkeypatch.setattr(KroneckerInverse, "stacked", lambda parts: sizes.append(len(parts)) or stacked(parts))
-    for together, alone in solved(model, blocks):
-        for one, other in zip(together, alone, strict=True):
-            close(one, other, 1e-12)
-            assert one.shape == other.shape and one.dtype == other.dtype and one.is_contiguous()
-    assert len(sizes) == MODELS[name][2]
-
-
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("kind", [KroneckerBlock, EigenBlock])
 @pytest.mark.parametrize("name", MODELS)
@@ -142,18 +115,10 @@ def test_layers_of_several_precisions():
         invert(store.blocks, 0.1)
     assert [block.rows.dtype for block in store.blocks] == [torch.float32, torch.float64]
     assert [block.updates for block in store.blocks] == [3, 3] and not any(block.outliers for block in store.blocks)
-    assert len(solved(model, store.blocks)) == 2
 
 
 def tensors_of(block: Block) -> dict[str, Tensor]:
     return {f"{block.names[0]} {k}": t for k, t in block.state().items() if isinstance(t, Tensor)}
-
-
-def test_solutions_have_the_precision_of_the_gradients():
-    model, blocks = curvature_of("linear", "kronecker", None, "cpu")
-    for together, alone in solved(model, blocks, torch.bfloat16):
-        assert all(u.dtype == torch.bfloat16 for u in (*together, *alone))
-        assert all(torch.equal(u, v) for u, v in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])

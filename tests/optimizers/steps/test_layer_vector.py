@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.linalg import stacked
 from optimizers.steps import layer_vector
 from optimizers.steps.layer_vector import LayerVector, Layout, joined, layout_of, of_states, to_states
 
@@ -185,15 +184,3 @@ def test_numbers_are_joined_in_the_widest_precision() -> None:
     found = joined([torch.tensor([1.0, 2.0]), torch.tensor(1 / 3, dtype=torch.float64)], CPU)
     assert found.dtype == torch.float64 and found.tolist() == [1, 2, 1 / 3]
     assert joined([torch.tensor([1.0]), torch.tensor(2.0)], CPU).tolist() == [1, 2]
-
-
-def test_stacked_is_a_view_where_it_can_be() -> None:
-    whole = torch.arange(24.0)
-    parts = list(whole.view(4, 6)[:, 1:5].view(4, 2, 2).unbind())
-    for chosen in (parts, parts[::2], parts[1:]):
-        found = stacked(chosen)
-        assert torch.equal(found, torch.stack(chosen)) and found._base is whole
-    for chosen in (parts[::-1], [parts[0], parts[1], parts[3]], [parts[0], parts[1].mT], [parts[0], parts[1].clone()]):
-        found = stacked(chosen)
-        assert torch.equal(found, torch.stack(chosen)) and found._base is not whole
-    assert math.prod(stacked(parts[:1]).shape) == 4

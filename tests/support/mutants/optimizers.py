@@ -98,6 +98,19 @@ MUTANTS = [
         ("a * b for a, b in zip(dampings, momenta", "b for a, b in zip(dampings, momenta"),
     ),
     *broken(
+        "optimizers/solving.py",
+        "optimizers/test_solving.py",
+        ("slice(first, first + len(own))", "slice(0, len(own))"),
+        ("if before is not None and follows and", "if before is not None and"),
+        ("vector[name], mean.to(vector[name])", "vector[name], 1 / mean.to(vector[name])"),
+    ),
+    *broken(
+        "optimizers/former_checkpoints.py",
+        "optimizers/test_checkpoints.py",
+        ('"measured": own[name][0], "predicted": own[name][1]', '"measured": own[name][1], "predicted": own[name][0]'),
+        ("torch.cholesky_inverse(inverse[side])", "inverse[side]"),
+    ),
+    *broken(
         "optimizers/steps/trust_region.py",
         "optimizers/steps/test_trust_region.py",
         ("self.size * (self.slope / self.uncut", "self.size * (self.uncut / self.slope"),

@@ -1,0 +1,123 @@
+"""Layers of one form are solved for as a stack: what comes out is that of each layer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvature.kronecker import KroneckerInverse
+from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
+from optimizers.solving import VectorSolver, mean_eigenvalue
+from optimizers.steps.layer_vector import LayerVector, layout_of
+from support.cases.case import Raw, seeded
+from support.running_blocks import close, measure, normal_vectors
+
+pytestmark = pytest.mark.fast
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3))
+
+
+def convolutions() -> nn.Module:
+    """Two layers of one layout, with groups."""
+    layers = [nn.Conv1d(4, 4, 3, groups=groups, padding=1) for groups in (2, 2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 2, bias=False))
+
+
+def transposed() -> nn.Module:
+    """Axes of these weights are in another order."""
+    layers = [nn.ConvTranspose1d(4, 4, 3, padding=1) for _ in range(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(20, 2))
+
+
+def different() -> nn.Module:
+    """Sides of one size, of weights that are arranged in different ways."""
+    run = lambda m, x: m.linear(x) + m.convolution(x.unflatten(1, (4, 3)))[..., 0]
+    return Raw(run, linear=nn.Linear(12, 4), convolution=nn.Conv1d(4, 4, 3))
+
+
+def lookups() -> nn.Module:
+    """The sides of embeddings are diagonals."""
+    words = [nn.Embedding(5, 3) for _ in range(2)]
+    run = lambda m, x: m.head((m.one(x) + m.other(x.flip(1))).tanh())
+    return Raw(run, one=words[0], other=words[1], head=nn.Linear(3, 3))
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {  # with the number of stacks
+    "linear": (linear, lambda: torch.randn(6, 4), 1),
+    "convolutions": (convolutions, lambda: torch.randn(6, 4, 5), 1),
+    "transposed": (transposed, lambda: torch.randn(6, 4, 5), 1),
+    "different": (different, lambda: torch.randn(6, 12), 0),
+    "lookups": (lookups, lambda: torch.randint(5, (6, 4)), 1),
+    "norms": (norms, lambda: torch.randn(6, 4), 1),
+}
+
+
+def curvature_of(name: str, kind: str, damping: float | None, device: str) -> tuple[nn.Module, list[Block]]:
+    make, inputs, _ = MODELS[name]
+    with seeded(0):
+        model, x = make().to(device, torch.float64), inputs().to(device)
+    store = BlockDiagonalCurvature("expand", kind)
+    for _ in range(2):
+        own = x.double() if x.is_floating_point() else x
+        store.update_average(measure(store, model, own, normal_vectors(2)), 0.9)
+        invert(store.blocks, 0.1, damping)
+    return model, store.blocks
+
+
+def vector_of(model: nn.Module, blocks: list[Block], dtype: torch.dtype, apart: frozenset[str]) -> LayerVector:
+    """Of numbers, in the order of the blocks; those `apart` are no part of their layer's run."""
+    tensors = {name: torch.sin(9 * p.detach()).to(dtype) for name, p in model.named_parameters()}
+    layers = dict.fromkeys([b.names for b in blocks] + [(k,) for k in tensors if all(k not in b.names for b in blocks)])
+    return LayerVector.of(layout_of(layers, tensors, lambda name: name in apart), tensors)
+
+
+def assert_solved(model: nn.Module, blocks: list[Block], vector: LayerVector, tolerance: float) -> None:
+    alone = {}
+    for block in blocks:
+        alone |= dict(zip(block.names, block.solve([vector[name] for name in block.names]), strict=True))
+    solver = VectorSolver(vector.layout, blocks)
+    for _ in range(2):
+        found = solver(vector)
+        for name, u in found.items():
+            expected = alone.get(name)
+            close(u, vector[name] / mean_eigenvalue(blocks).to(u) if expected is None else expected, tolerance)
+            assert u.dtype == vector[name].dtype and u.shape == vector[name].shape
+
+
+@pytest.mark.parametrize("damping", [None, 0.1])
+@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
+@pytest.mark.parametrize("name", MODELS)
+def test_together_is_alone(name: str, kind: str, damping: float | None, device: str, monkeypatch):
+    model, blocks = curvature_of(name, kind, damping, device)
+    sizes: list[int] = []
+    stacked = KroneckerInverse.stacked
+    monkeypatch.setattr(KroneckerInverse, "stacked", lambda parts: sizes.append(len(parts)) or stacked(parts))
+    assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset()), 1e-12)
+    assert len(sizes) == MODELS[name][2]
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
+def test_a_bias_with_options_of_its_own(kind: str, device: str):
+    model, blocks = curvature_of("linear", kind, None, device)
+    assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset({"1.bias"})), 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
+def test_parameters_without_curvature_and_blocks_that_miss_one(kind: str, device: str):
+    """The mean eigenvalue of all that can be solved with stands in."""
+    model, blocks = curvature_of("linear", kind, None, device)
+    assert_solved(model, blocks[:-1], vector_of(model, blocks[:-1], torch.float64, frozenset()), 1e-12)
+
+
+def test_solutions_have_the_precision_of_the_gradients():
+    model, blocks = curvature_of("linear", "kronecker", None, "cpu")
+    assert_solved(model, blocks, vector_of(model, blocks, torch.bfloat16, frozenset()), 0.0)
