@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils import _pytree as pytree
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
@@ -292,9 +293,13 @@ def test_states_of_version_4(name: str):
         again, other = made(name)
         again.load_state_dict(model.state_dict())
         other.load_state_dict(state)
+        loaded = other.state_dict()
+        whole_of(loaded).pop("intervals")
         train(name, again, other, 3)
-        found.append(weights(again))
-    torch.testing.assert_close(*found)
+        found.append((loaded, weights(again)))
+    numbers = [[x for x in pytree.tree_leaves(own) if isinstance(x, Tensor | float)] for own in found]
+    for one, former in zip(*numbers, strict=True):
+        torch.testing.assert_close(one, former, rtol=1e-3, atol=1e-4)  # the root of an inverse, in single precision
 
 
 def test_states_of_version_4_in_16_bits():

@@ -105,10 +105,18 @@ def test_together_is_alone(name: str, kind: str, damping: float | None, device: 
     assert len(sizes) == MODELS[name][2]
 
 
+@pytest.mark.parametrize("apart", [{"1.bias"}, {"0.weight", "0.bias"}], ids=["a bias", "a layer"])
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])
-def test_a_bias_with_options_of_its_own(kind: str, device: str):
+def test_parameters_with_options_of_their_own(kind: str, apart: set[str], device: str):
     model, blocks = curvature_of("linear", kind, None, device)
-    assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset({"1.bias"})), 1e-12)
+    assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset(apart)), 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
+def test_layers_of_one_form_whose_inverses_are_too_large_to_copy(kind: str, device: str, monkeypatch):
+    monkeypatch.setattr("curvature.kronecker.inverses.STACKED_MAX_SIDE", 2)
+    model, blocks = curvature_of("linear", kind, None, device)
+    assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset()), 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])
