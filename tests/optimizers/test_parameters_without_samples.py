@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
+from support.comparisons import right_rows
 from support.oracles import brute_force as oracle
 
 pytestmark = pytest.mark.fast
@@ -76,9 +77,7 @@ def test_training_goes_on(forward: Forward, inject: Any, make: Any) -> None:
 @pytest.mark.parametrize("forward", MODELS)
 def test_rows_and_diagonals_are_exact(forward: Forward) -> None:
     model, x, y = problem(forward)
-    expected = oracle.per_sample_gradients(model, LOSS, x, y)
-    for _ in range(2):
-        torch.testing.assert_close(curvature.per_sample_gradients(model, LOSS, x, y), expected)
+    right_rows(model, LOSS, x, y)
     found = curvature.fisher_diagonal(model, LOSS, [(x[:2], y[:2]), (x[2:], y[2:])])
     diagonal = torch.diagonal(oracle.Matrices(model, LOSS, [(x, y)]).gauss_newton)
     torch.testing.assert_close(torch.cat([v.flatten() for v in found.values()]), diagonal)

@@ -1,4 +1,4 @@
-"""What compares matrices."""
+"""What compares matrices, and rows with their definition."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import curvature
 from support.cases.case import seeded
+from support.oracles import brute_force as oracle
 from support.oracles.brute_force import split, trainable
 
 
@@ -33,3 +35,11 @@ def check_operator(model: nn.Module, found: Any) -> None:
     solved = found.solve(split(model, vectors[:, 0]), 0.1)
     assert list(solved) == list(trainable(model))
     matches(torch.cat([part.flatten() for part in solved.values()]), torch.linalg.solve(damped, vectors[:, 0]))
+
+
+def right_rows(model: nn.Module, loss: Any, x: Tensor, y: Tensor, calls: int = 2) -> dict[str, Tensor]:
+    """Per-sample gradients by the definition, which `curvature` gives when it learns the shapes and at later calls."""
+    expected = oracle.per_sample_gradients(model, loss, x, y)
+    for _ in range(calls):
+        torch.testing.assert_close(curvature.per_sample_gradients(model, loss, x, y), expected)
+    return expected

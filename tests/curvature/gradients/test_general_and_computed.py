@@ -14,6 +14,7 @@ from curvature.gradients.plans import PLANS
 from optimizers import KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
 from support.cases.shared import Doubled
+from support.comparisons import right_rows
 from support.oracles import brute_force as oracle
 
 pytestmark = pytest.mark.fast
@@ -55,9 +56,7 @@ def problem(forward: Forward) -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize("forward", MODELS)
 def test_rows_and_what_is_made_of_them_are_right_at_every_call(forward: Forward) -> None:
     model, x, y = problem(forward)
-    expected = oracle.per_sample_gradients(model, LOSS, x, y)
-    for _ in range(3):
-        torch.testing.assert_close(curvature.per_sample_gradients(model, LOSS, x, y), expected)
+    expected = right_rows(model, LOSS, x, y, calls=3)
     (plan,) = PLANS[model].values()
     assert "E" in plan.general, "the case is none"
     torch.testing.assert_close(curvature.per_sample_norms(model, LOSS, x, y), oracle.norms(expected))
