@@ -1,10 +1,14 @@
-"""What a step costs beside the model's own passes: launches, waits of the host, CPU time; and mean steps to SGD's.
+"""What a step costs beside the model's own passes: launches, memory passes, waits of the host; and its price in SGD's.
 
-    python tests/benchmarks/step_overhead.py [--only tanh gpt6] [--steps 100] [--places] [--races cnn gpt]
+    python tests/benchmarks/step_overhead.py [--only tanh gpt6] [--steps 100] [--places]
+    python tests/benchmarks/step_overhead.py --families [softmax siren ...] [--optimizer ekfac] [--steps 300]
 
-Launches are operators that start a kernel on a GPU, where a call for a list of tensors is one. Waits are counted on the
-simulated device, which takes a C++ compiler. CPU time is that of one thread. `--races` compares whole steps of the
-race's problems with SGD's instead, counted from the first.
+Launches are operators that start a kernel on a GPU, where a call for a list of tensors is one. Passes are the bytes
+that these read and write, as a multiple of the bytes of the parameters. Waits are counted on the simulated device,
+which takes a C++ compiler. CPU time is that of one thread.
+
+`--families` compares whole steps of the families of generality.py with SGD's, which take turns with them: the mean
+from the first step on, medians of each kind, and the parts of a mean step, all in SGD's median step.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _race_problems import GPT, PROBLEMS, convolutional, deep, token_loss
+from _generality_families import FAMILIES
+from _generality_run import Run
+from _race_problems import GPT, convolutional, deep, token_loss
+from _race_rivals import ENTRIES
 from torch import Tensor, nn
 
 from optimizers import KFAC
@@ -60,6 +67,10 @@ def sgd(model: nn.Module) -> Any:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
+def bytes_of(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
 def kind_of(opt: Any) -> str:
     entry = opt.monitor.entries[-1] if isinstance(opt, KFAC) else {"renewed": False, "inverted": 0}
     return "renewing" if entry["renewed"] else "inverting" if entry["inverted"] else "ordinary"
@@ -70,6 +81,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.launches: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        self.passes: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self.milliseconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self.waits: dict[str, list[int]] = {kind: [] for kind in KINDS}
         self.places: Counter[Any] = Counter()
@@ -103,6 +115,7 @@ def measured(name: str, make: Callable[[nn.Module], Any], steps: int, simdev: An
                     with Launches() as launches:
                         opt.step()
                     seen.launches[kind_of(opt)].append(launches.count)
+                    seen.passes[kind_of(opt)].append(launches.bytes / bytes_of(model))
                 else:
                     opt.step()
                     seen.milliseconds[kind_of(opt)].append(1e3 * (time.thread_time() - start))
@@ -113,29 +126,34 @@ def measured(name: str, make: Callable[[nn.Module], Any], steps: int, simdev: An
 def row(name: str, optimizer: str, seen: Seen) -> str:
     cells = [name, optimizer]
     for kind in KINDS:
-        numbers = {".0f": seen.launches[kind], ".2f": seen.milliseconds[kind], ".1f": seen.waits[kind]}
-        cells += [f"{statistics.median(own):{form}}" if own else "-" for form, own in numbers.items()]
+        each = seen.launches[kind], seen.passes[kind], seen.milliseconds[kind], seen.waits[kind]
+        forms = ".0f", ".1f", ".2f", ".1f"
+        cells += [f"{statistics.median(own):{form}}" if own else "-" for form, own in zip(forms, each, strict=True)]
     return " | ".join([*cells, f"{seen.mean_waits:.2f}" if any(seen.waits.values()) else "-"])
 
 
-def race_cost(name: str, steps: int) -> str:
-    """CPU milliseconds of whole steps, forward and backward pass included, from the first; the two take turns."""
-    problem, runs = PROBLEMS[name](), []
-    for make in (sgd, KFAC):
-        torch.manual_seed(0)
-        model = problem.make()
-        runs.append((model, make(model), problem.batches(1), []))
+PARTS = "capture", "factors", "inverses", "direction"  # of an optimizer's own clock; the last is in ordinary steps, too
+
+
+def prices(name: str, optimizer: str, steps: int) -> str:
+    """CPU time of whole steps, forward and backward pass included, in SGD's median step; the two take turns."""
+    family = FAMILIES[name]()
+    plain, ours = (
+        Run(family, ENTRIES[entry], setting, seed=0) for entry, setting in (("sgd", {"lr": 1e-3}), (optimizer, {}))
+    )
+    kinds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(steps):
-        for model, opt, batches, times in runs:
-            x, y = next(batches)
-            start = time.thread_time()
-            opt.zero_grad()
-            problem.loss(model(x), y).backward()
-            opt.step()
-            times.append(1e3 * (time.thread_time() - start))
-    plain, ours = (statistics.fmean(times) for *_, times in runs)
-    late = statistics.median(runs[1][-1]) / statistics.median(runs[0][-1])
-    return f"{name} | {plain:.2f} | {ours:.2f} | {ours / plain:.2f} | {late:.2f}"
+        plain.step()
+        ours.step()
+        kinds[kind_of(ours.optimizers[0])].append(ours.durations[-1])
+    unit = statistics.median(plain.durations)
+    cells = [f"{1e3 * unit:.2f}", f"{statistics.fmean(ours.durations) / unit:.2f}"]
+    cells += [f"{statistics.median(own) / unit:.2f} x {len(own)}" if own else "-" for own in kinds.values()]
+    seconds = Counter[str]()
+    for own in ours.optimizers:
+        seconds.update(own.monitor.seconds)
+    cells += [f"{seconds[part] / steps / unit:.2f}" for part in PARTS]
+    return " | ".join([name, *cells])
 
 
 def simulated_device() -> Any:
@@ -152,16 +170,24 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--places", action="store_true", help="where the host waits, in all steps together")
-    parser.add_argument("--races", nargs="*", choices=PROBLEMS, help="mean steps of these problems to SGD's instead")
+    parser.add_argument(
+        "--families", nargs="*", choices=FAMILIES, help="prices on these families of generality.py instead"
+    )
+    parser.add_argument("--optimizer", choices=["kfac", "ekfac"], default="kfac", help="for --families")
     chosen = parser.parse_args(args)
     torch.set_num_threads(1)
-    if chosen.races is not None:
-        print("problem | SGD, ms | KFAC, ms | mean to SGD's | median to SGD's")
-        for name in chosen.races or PROBLEMS:
-            print(race_cost(name, chosen.steps), flush=True)
+    if chosen.families is not None:
+        print("family | SGD, ms | mean", *KINDS, *PARTS, sep=" | ")
+        for name in chosen.families or FAMILIES:
+            print(prices(name, chosen.optimizer, chosen.steps), flush=True)
         return
     simdev = simulated_device()
-    print("model | optimizer", *(f"{kind}: launches | ms | waits" for kind in KINDS), "waits of a step", sep=" | ")
+    print(
+        "model | optimizer",
+        *(f"{kind}: launches | passes | ms | waits" for kind in KINDS),
+        "waits of a step",
+        sep=" | ",
+    )
     for name in chosen.only:
         for optimizer, make in {"SGD": sgd, "KFAC": KFAC}.items():
             seen = measured(name, make, chosen.steps, simdev)
