@@ -225,14 +225,17 @@ class Scheme:
             found = (b for terms in left for b in self._backprops(terms, None))
             return functools.reduce(add_moments, (sketch_rows(b[:, 0]) for b in found))
         diagonal = self.diagonal[1 if self.reading(left[0][0]).flipped else 0]
+        # the square root of the weights on both sides, so that equal factors share one copy
+        root = None if weights is None else weights.to(self.dtype).sqrt()
+        if not diagonal and right is None and all(_is_independent(term) for terms in left for term in terms):
+            entries = (second_moment(b, b, True) for terms in left for b in self._backprops(terms, root))
+            return torch.diag_embed(sum_in_place(entries))
         if self.sharing == "expand" and not diagonal:
             images = [term for terms in left for term in terms if isinstance(term, Convolution) and _is_wide(term)]
             if len(images) == sum(map(len, left)):
                 others = images if right is None else [term for terms in right for term in terms]
                 pairs = [(b, c) for b, c in zip(images, others, strict=True) if isinstance(c, Convolution)]
                 return sum_in_place(b.backprop_moment(c, weights, self.dtype) for b, c in pairs)
-        # the square root of the weights on both sides, so that equal factors share one copy
-        root = None if weights is None else weights.to(self.dtype).sqrt()
         lefts = [b for terms in left for b in self._backprops(terms, root)]
         rights = lefts if right is None else [b for terms in right for b in self._backprops(terms, root)]
         if len(lefts) > 1 and all(map(has_few_rows, lefts)):  # several vectors; a recurrent layer's times
@@ -377,6 +380,10 @@ def at_least_one(number: int | Tensor, moment: Tensor) -> int | Tensor:
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The precision of curvature: single or better."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _is_independent(term: Affine) -> bool:
+    return isinstance(term, OuterProduct | Convolution) and term.independent
 
 
 def _is_wide(term: Convolution) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -24,8 +25,10 @@ from curvature.preconditioners.row_ranges import RowRange, RowRangeBlock
 from curvature.preconditioners.statistics import CurvatureStatistics
 from curvature.recording import ParameterNode, Tape, stream_backprops
 from curvature.terms import (
+    Convolution,
     DenseGradients,
     ElementwiseProduct,
+    OuterProduct,
     Term,
     contractions,
     name_of_rows,
@@ -132,6 +135,7 @@ class CurvatureStore:
         rank: int = 0,
         world_size: int = 1,
         displacement: Named = NOTHING,
+        independent: bool = False,
     ) -> CurvatureStatistics:
         """Statistics of a recorded pass.
 
@@ -140,6 +144,7 @@ class CurvatureStore:
             count: number of samples in the pass.
             rank, world_size: this process, and the number of processes that share the batch.
             displacement: of parameters, by name, along which to measure changes, too.
+            independent: whether all entries of the vectors are independent, with mean zero.
         """
         raise NotImplementedError
 
@@ -209,13 +214,14 @@ class BlockDiagonalCurvature(CurvatureStore):
         rank: int = 0,
         world_size: int = 1,
         displacement: Named = NOTHING,
+        independent: bool = False,
     ) -> CurvatureStatistics:
         total, known = CurvatureStatistics(), len(self.blocks)
         order = list(tape.parameters)
         for k in range(len(vectors[0])):
             sent, samples = [v[k] for v in vectors], count if k == 0 else 0
             add = partial(self.measure_terms, tape, count=samples, rank=rank, world_size=world_size)
-            total.add_(self._measure_vector(tape, outputs, sent, count, add, displacement))
+            total.add_(self._measure_vector(tape, outputs, sent, count, add, displacement, independent))
         self.blocks[known:] = sorted(self.blocks[known:], key=lambda block: order.index(block.names[0]))
         return total
 
@@ -227,9 +233,11 @@ class BlockDiagonalCurvature(CurvatureStore):
         count: int,
         measure: Any,
         displacement: Named,
+        independent: bool,
     ) -> CurvatureStatistics:
         """Statistics of one vector from the terms of one layer after the other, as its backprops arrive."""
         found, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
+        noise = {v.untyped_storage().data_ptr() for v in sent} if independent else set()
 
         def add(terms: dict[str, list[Term]]) -> None:
             found.add_(measure(terms))
@@ -238,7 +246,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
             terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), others)
-            terms = {name: own for name, own in terms.items() if own}
+            terms = {name: [_told(term, noise) for term in own] for name, own in terms.items() if own}
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
@@ -317,6 +325,20 @@ class BlockDiagonalCurvature(CurvatureStore):
         for leaf, own in good:
             if isinstance(own, KroneckerStatistics) and own.waiting:  # one of the large sums at a time
                 _update([(leaf, own.completed())], decay)
+
+
+def _told(term: Term, noise: set[int]) -> Term:
+    """The term, told apart where its backprops are entries of a vector that was sent back, none of them twice.
+
+    Then the layer's output is the model's, or a part of it.
+
+    Args:
+        noise: memory of the vectors whose entries are independent.
+    """
+    if not isinstance(term, OuterProduct | Convolution) or term.b.untyped_storage().data_ptr() not in noise:
+        return term
+    is_repeated = any(n > 1 and not step for n, step in zip(term.b.shape, term.b.stride(), strict=True))
+    return term if is_repeated else replace(term, independent=True)
 
 
 def _is_waiting(statistics: BlockStatistics) -> bool:

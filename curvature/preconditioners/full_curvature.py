@@ -46,6 +46,7 @@ class FullCurvature(CurvatureStore):
         rank: int = 0,
         world_size: int = 1,
         displacement: Named = NOTHING,
+        independent: bool = False,
     ) -> CurvatureStatistics:
         """The rows of a recorded pass, arguments as for `CurvatureStore.measure`."""
         jacobian = Jacobian.recorded(tape, outputs, vectors, self.model)

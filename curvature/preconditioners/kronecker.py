@@ -323,10 +323,20 @@ def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:
     form = block.joint_form
     is_plain = block.scheme.arrangement.order is None and not any(block.scheme.sketched) and form is not None
     is_small = first.a.numel() + first.b.numel() <= MAX_JOINED
-    own = block.scheme, form, first.a.device, first.a.shape, first.b.shape, first.a.dtype, first.b.dtype
+    own = (
+        block.scheme,
+        form,
+        first.independent,
+        first.a.device,
+        first.a.shape,
+        first.b.shape,
+        first.a.dtype,
+        first.b.dtype,
+    )
     return own if is_plain and is_small else None
 
 
 def _side_by_side(terms: Sequence[Any], shape: tuple[int, ...]) -> OuterProduct:
     """Terms of one layout as those of the groups of one layer."""
-    return OuterProduct(torch.cat([term.a for term in terms], 2), torch.cat([term.b for term in terms], 2), shape)
+    a, b = (torch.cat([getattr(term, side) for term in terms], 2) for side in "ab")
+    return OuterProduct(a, b, shape, independent=terms[0].independent)

@@ -29,6 +29,7 @@ class OuterProduct:
     order: tuple[int, ...] | None = None
     has_bias: bool = True  # whether the layer's bias, if it has one, is added at these places
     is_routed: bool = False  # whether groups are experts, which get zeros from the places that are not sent to them
+    independent: bool = False  # whether b are random numbers independent of each other: their moment is its diagonal
 
     @property
     def device(self) -> torch.device:

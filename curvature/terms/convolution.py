@@ -31,6 +31,7 @@ class Convolution:
     groups: int
     padding: tuple[int, ...] = ()  # of the input, as `F.pad` takes it
     has_bias: bool = True  # as of `OuterProduct`
+    independent: bool = False
 
     sizes: ClassVar[tuple[int, ...] | None] = None
     order: ClassVar[tuple[int, ...] | None] = None

@@ -136,13 +136,13 @@ class Recorder:
             why = f"the model returned {len(outputs)} tensors, and loss= is of one: curvature by isotropic()"
             self._substitute(isotropic(), why)
             vectors = [self._vectors(isotropic(), None, x.detach(), None) for x in outputs]
-            self._send_back(tape, found, vectors, OutputScale.of(outputs))
+            self._send_back(tape, found, vectors, OutputScale.of(outputs), independent=True)
         else:
             both = zip(outputs, found.targets, strict=True)
             vectors = [self._vectors(self.inject, self.loss, x.detach(), y) for x, y in both]
             is_isotropic = isinstance(self.inject, type(isotropic()))
             sums = OutputScale.of(outputs) if is_isotropic else _in_metric(outputs, vectors)
-            self._send_back(tape, found, vectors, sums)
+            self._send_back(tape, found, vectors, sums, is_isotropic)
 
     def _listen(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         signs = lambda: self._signs(count)
@@ -154,11 +154,15 @@ class Recorder:
             self.substitute = why
             warn_once(why, logger="optimizers")
 
-    def _send_back(self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor], sums: Sums) -> None:
+    def _send_back(
+        self, tape: Tape, found: ModelOutputs, vectors: Sequence[Tensor], sums: Sums, independent: bool = False
+    ) -> None:
         outputs, team = found.tensors, self.teams.current()
         rank, size = team.processes.rank, team.processes.size
         with torch.autocast(outputs[0].device.type, enabled=False):
-            measured = self.store.measure(tape, outputs, vectors, found.count, rank, size, self.displacement())
+            measured = self.store.measure(
+                tape, outputs, vectors, found.count, rank, size, self.displacement(), independent
+            )
         trained = [node.tensor for node in tape.parameters.values()]
         self.passes.wait(Measured(measured, sums), found.sources, trained, team.statistics.discard)
         if size > 1:
