@@ -250,7 +250,7 @@ def _layout(layers: tuple[tuple[Any, ...], ...]) -> Layout:
 
 def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
     """Numbers (n,) or () one after the other, on one device and in its widest precision."""
-    return widen(torch.cat([x.reshape(-1) if x.device == home else x.reshape(-1).to(home) for x in numbers]))
+    return widen(torch.hstack([x if x.device == home else x.to(home) for x in numbers]))
 
 
 def _product(one: Tensor, other: Tensor) -> Tensor:

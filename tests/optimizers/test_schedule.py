@@ -12,7 +12,7 @@ from torch import nn
 
 import curvature.plots
 from optimizers import EKFAC, KFAC
-from optimizers.schedule import Schedule
+from optimizers.schedule import DRIFT, Schedule
 from support.training import TASKS, closure_of, task, train, train_by_closure
 
 pytestmark = pytest.mark.fast
@@ -37,7 +37,7 @@ def test_intervals_grow_to_the_one_given():
     assert found[:10] == list(range(10)) and intervals(found)[9:] == [2] * 5 + [3] * 3 + [4] * 7
 
 
-@pytest.mark.parametrize("drift", [0.06, 0.5])
+@pytest.mark.parametrize("drift", [1.2 * DRIFT, 10 * DRIFT])
 def test_curvature_that_changes_is_renewed_every_ten_steps(drift: float):
     found = renewals(Schedule(None, None), 300, lambda _: drift)
     assert intervals(found)[-5:] == [10] * 5 and max(intervals(found)) == 10
@@ -51,7 +51,7 @@ def test_curvature_that_rests_is_renewed_every_fifty_steps():
 
 
 def test_intervals_shrink_again_where_the_curvature_begins_to_move():
-    found = renewals(Schedule(None, None), 900, lambda step: 0.001 if step < 500 else 0.2)
+    found = renewals(Schedule(None, None), 900, lambda step: 0.001 if step < 500 else 4 * DRIFT)
     assert max(intervals(found)) == 50 and intervals(found)[-3:] == [10] * 3
 
 
@@ -83,10 +83,10 @@ def test_blocks_are_inverted_once_their_averages_have_changed():
     schedule.note_inversion(0, "a")
     for _ in range(2):
         assert not schedule.inverts(0, "a", 1e3)
-        schedule.note_renewal(0, {"a": 0.03})
+        schedule.note_renewal(0, {"a": 0.6 * DRIFT})
     assert schedule.inverts(0, "a", 1e3) and not schedule.inverts(0, "a", 1e9)
     for _ in range(5):
-        schedule.note_renewal(0, {"a": 0.03})
+        schedule.note_renewal(0, {"a": 0.6 * DRIFT})
     assert schedule.inverts(0, "a", 1e9)
     schedule.note_inversion(0, "a")
     assert not schedule.inverts(0, "a", 1e3)
