@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from curvature.linalg import full_precision, full_precision_products, stack, widen
+from curvature.linalg import PRODUCTS, full_precision, stack, widen
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
@@ -189,7 +189,7 @@ class Preconditioner:
             return LayerVector.of(vector.layout, self.solve(vector, trained))
         if self.solver is None or self.solver.layout is not vector.layout:
             self.solver = VectorSolver(vector.layout, self.blocks)
-        with full_precision_products():
+        with full_precision(PRODUCTS):
             return self.solver(vector)
 
 

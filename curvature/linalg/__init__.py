@@ -30,8 +30,8 @@ from curvature.linalg.devices import by_device, cat, copy_to_host_async, stack, 
 from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.outcomes import count_recovery, look, recovery_counts, to_host
 from curvature.linalg.precision import (
+    PRODUCTS,
     full_precision,
-    full_precision_products,
     matmul,
     own_precision,
     precision_settings,
@@ -56,10 +56,10 @@ from curvature.linalg.stacks import Lazily
 from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
-    "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "NotDefinite", "SKETCH_RANK", "add_moments", "add_moments_",
-    "average_moments", "by_device", "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter",
+    "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "NotDefinite", "PRODUCTS", "SKETCH_RANK", "add_moments",
+    "add_moments_", "average_moments", "by_device", "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter",
     "copy_to_host_async", "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of",
-    "fill_slot", "full_precision", "full_precision_products", "is_sketch", "largest_eigenpairs", "look",
+    "fill_slot", "full_precision", "is_sketch", "largest_eigenpairs", "look",
     "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "own_precision", "precision_settings",
     "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite", "rounding_tolerance",
     "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "sum_slots",

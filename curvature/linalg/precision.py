@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ INSIDE: ContextVar[bool] = ContextVar("inside_full_precision", default=False)  #
 CUDNN: Any = torch.backends.cudnn
 MKLDNN: Any = torch.backends.mkldnn
 # torch's switches, one for each operator and library
-PRODUCTS = ("cuda", "matmul"), ("mkldnn", "matmul")
+Operator = tuple[str, str]
+ALL: tuple[Operator, ...] = tuple(itertools.product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")))
+PRODUCTS: tuple[Operator, ...] = ("cuda", "matmul"), ("mkldnn", "matmul")
 EXACT = "none", "ieee"
 OPERATORS = (torch.backends.cuda.matmul, CUDNN.conv, CUDNN.rnn, MKLDNN.matmul, MKLDNN.conv, MKLDNN.rnn)
 
@@ -89,40 +92,32 @@ SWITCH = Switch()
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
+def full_precision(operators: Sequence[Operator] = ALL) -> Iterator[None]:
     """Switch off TF32 and bfloat16 products: they keep three digits, and damping is smaller than that.
 
-    Other threads compute in full precision meanwhile, too.
+    Other threads compute in full precision meanwhile, too. Nothing is switched where none of the operators inside would
+    round.
     """
     if INSIDE.get():
         yield
         return
-    SWITCH.enter()
-    token = INSIDE.set(True)
-    try:
-        yield
-    finally:
-        INSIDE.reset(token)
-        SWITCH.leave()
-
-
-@contextmanager
-def full_precision_products() -> Iterator[None]:
-    """`full_precision` for matrix products alone: nothing is switched where none would be rounded."""
     # settings that another thread has switched may be switched back meanwhile
-    if (
-        INSIDE.get()
-        or SWITCH.entered
-        or any(torch._C._get_fp32_precision_getter(*one) not in EXACT for one in PRODUCTS)
-    ):
-        with full_precision():
-            yield
-        return
+    is_switched = bool(SWITCH.entered) or _round(operators)
+    if is_switched:
+        SWITCH.enter()
     token = INSIDE.set(True)
     try:
         yield
     finally:
         INSIDE.reset(token)
+        if is_switched:
+            SWITCH.leave()
+
+
+def _round(operators: Sequence[Operator]) -> bool:
+    """Whether one of them does on a device that there is; torch's setting for cuDNN is TF32 from the start."""
+    kinds = ("cuda", "mkldnn") if torch.accelerator.is_available() else ("mkldnn",)
+    return any(torch._C._get_fp32_precision_getter(*one) not in EXACT for one in operators if one[0] in kinds)
 
 
 def product_rounding(device: torch.device) -> float:

@@ -237,7 +237,8 @@ class BlockDiagonalCurvature(CurvatureStore):
     ) -> CurvatureStatistics:
         """Statistics of one vector from the terms of one layer after the other, as its backprops arrive."""
         found, changes, unexplained = CurvatureStatistics(), dict[str, Tensor](), set[str]()
-        noise = {v.untyped_storage().data_ptr() for v in sent} if independent else set()
+        noise = sent if independent else ()
+        copied = [v for v, x in zip(noise, outputs, strict=False) if type(x.grad_fn).__name__ == "ToCopyBackward0"]
 
         def add(terms: dict[str, list[Term]]) -> None:
             found.add_(measure(terms))
@@ -246,7 +247,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
             terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), others)
-            terms = {name: [_told(term, noise) for term in own] for name, own in terms.items() if own}
+            terms = {name: [_told(term, noise, copied) for term in own] for name, own in terms.items() if own}
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
 
@@ -327,18 +328,22 @@ class BlockDiagonalCurvature(CurvatureStore):
                 _update([(leaf, own.completed())], decay)
 
 
-def _told(term: Term, noise: set[int]) -> Term:
+def _told(term: Term, noise: Sequence[Tensor], copied: Sequence[Tensor]) -> Term:
     """The term, told apart where its backprops are entries of a vector that was sent back, none of them twice.
 
     Then the layer's output is the model's, or a part of it.
 
     Args:
-        noise: memory of the vectors whose entries are independent.
+        noise: the vectors whose entries are independent.
+        copied: those of outputs that are copies in another precision or on another device.
     """
-    if not isinstance(term, OuterProduct | Convolution) or term.b.untyped_storage().data_ptr() not in noise:
+    if not isinstance(term, OuterProduct | Convolution):
         return term
-    is_repeated = any(n > 1 and not step for n, step in zip(term.b.shape, term.b.stride(), strict=True))
-    return term if is_repeated else replace(term, independent=True)
+    b, memory = term.b, term.b.untyped_storage().data_ptr()
+    is_repeated = any(n > 1 and not step for n, step in zip(b.shape, b.stride(), strict=True))
+    is_sent = not is_repeated and any(v.untyped_storage().data_ptr() == memory for v in noise)
+    is_copy = lambda v: v.numel() == b.numel() and torch.equal(v.to(b).flatten(), b.flatten())
+    return replace(term, independent=True) if is_sent or any(map(is_copy, copied)) else term
 
 
 def _is_waiting(statistics: BlockStatistics) -> bool:

@@ -6,9 +6,10 @@ import subprocess
 import sys
 import threading
 
+import pytest
 import torch
 
-from curvature.linalg import full_precision, full_precision_products
+from curvature.linalg import full_precision
 from curvature.linalg.precision import SWITCH
 from support.architecture import ROOT
 
@@ -27,7 +28,8 @@ SETTINGS = (
 # A setting cannot be taken back to that of a fresh process: each runs in a fork of one that has set nothing.
 SCRIPT = """
 import os, sys, torch
-from curvature.linalg import full_precision, full_precision_products
+torch.accelerator.is_available = lambda: True  # without one, its settings round nothing
+from curvature.linalg import full_precision
 from curvature.linalg.precision import SWITCH
 
 def older(read):
@@ -74,9 +76,10 @@ def test_frozen_flags() -> None:
     """Torch's own test helpers freeze them; then plain assignment to `torch.backends.cudnn` raises."""
     script = """
 import torch
+torch.accelerator.is_available = lambda: True
 torch.backends.cudnn.allow_tf32 = True
 torch.backends.disable_global_flags()
-from curvature.linalg import full_precision, full_precision_products
+from curvature.linalg import full_precision
 from curvature.linalg.precision import SWITCH
 with full_precision():
     assert not torch.backends.cudnn.allow_tf32
@@ -114,7 +117,28 @@ def test_two_threads() -> None:
 def test_products_are_exact_though_another_thread_switches_back() -> None:
     """What it has switched looks exact, and is not any more once it leaves."""
     SWITCH.enter()  # of the other thread
-    with full_precision_products():
+    with full_precision():
         SWITCH.leave()
         assert SWITCH.entered == 1
     assert SWITCH.entered == 0
+
+
+@pytest.mark.parametrize("operator", ["matmul", "conv", "rnn"])
+@pytest.mark.parametrize("has_accelerator", [False, True])
+def test_settings_of_devices_that_there_are_count(
+    operator: str, has_accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's own for cuDNN is TF32; without an accelerator nobody computes with it, and nothing is switched."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_accelerator)
+    own, other = getattr(torch.backends.mkldnn, operator), torch.backends.cudnn.conv
+    before = own.fp32_precision, other.fp32_precision
+    try:
+        own.fp32_precision, other.fp32_precision = "ieee", "tf32"
+        with full_precision():
+            assert bool(SWITCH.entered) == has_accelerator
+        own.fp32_precision = "bf16"
+        with full_precision():
+            assert SWITCH.entered and own.fp32_precision == "ieee"
+        assert own.fp32_precision == "bf16"
+    finally:
+        own.fp32_precision, other.fp32_precision = before

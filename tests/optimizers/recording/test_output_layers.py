@@ -42,12 +42,14 @@ def is_diagonal(side: Tensor) -> bool:
 DIRECT = {
     "as it is": lambda out, body: out,
     "reshaped": lambda out, body: out.view(-1, 2, 2),
+    "in another precision": lambda out, body: out.double(),
     "beside others": lambda out, body: torch.cat([out, body], 1),
 }
 INDIRECT = {
     "summed": lambda out, body: out.sum(1, keepdim=True),  # all backprops of a sample are one number
     "summed over halves": lambda out, body: out.view(-1, 2, 2).sum(1),
     "used twice": lambda out, body: torch.cat([out, out.flip(1)], 1),
+    "in another precision, and used again": lambda out, body: out.double() + 0 * out.flip(1).double(),
     "twice as large": lambda out, body: 2 * out,
     "cut out": lambda out, body: out[:, 1:3],  # a diagonal, too, which nobody tells
 }
