@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from curvature.recording import unwrap_compiled, warn_once
 from optimizers.arguments import check_numbers
@@ -19,7 +21,8 @@ IN_TURN = (
     "%s and %s step the same parameters in turn (%s, ...), and each takes the other's moves for its own; use one, or "
     "give each parameters of its own"
 )
-ALIVE: WeakSet[ModelOptimizer] = WeakSet()  # all optimizers of models, which tell each other of their steps
+ALIVE: WeakSet[ModelOptimizer] = WeakSet()  # all optimizers of models, which are told of other optimizers' steps
+STEPPING: list[torch.optim.Optimizer] = []  # those whose step is being made, each within the one before
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -50,10 +53,12 @@ class ModelOptimizer(torch.optim.Optimizer):
         chosen = {id(p) for group in groups for p in group["params"]}
         others = [p for p in model.parameters() if id(p) not in chosen]
         super().__init__([{"params": others}, *groups] if others else groups, options)
-        self._moved: dict[int, str] = {}  # parameters of the last step, while there were other optimizers
-        self._since: WeakSet[ModelOptimizer] = WeakSet()  # others that have stepped since
+        self._has_stepped = False
+        self._around: WeakSet[torch.optim.Optimizer] = WeakSet()  # others within whose step the last one was made
+        self._since: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()  # what others have moved
         self._is_told = False  # whether others were found that move the same parameters
         ALIVE.add(self)
+        _watch_steps()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model, as for any optimizer of torch.
@@ -110,21 +115,21 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     def warn_of_others(self) -> None:
         """After a step: log if another optimizer has moved the same parameters since the one before."""
-        if len(ALIVE) == 1 or self._is_told:
+        self._around = WeakSet(STEPPING)
+        if not self._has_stepped or not self._since or self._is_told:
+            self._has_stepped = True
+            self._since.clear()
             return
-        trained = {id(p): name for name, p in self.trained().items()}
-        moved = {id(p): self.name_of(p) for p in self.trained().values() if p.grad is not None} or trained
-        for other in self._since if self._moved else ():
-            if both := moved.keys() & other._moved.keys():
+        own = _moved(self)
+        for other, moved in list(self._since.items()):
+            if both := own & moved:
                 kinds = sorted((type(self).__name__, type(other).__name__))
-                first = next(name for k, name in moved.items() if k in both)
+                first = next(name for name, p in self.trained().items() if id(p) in both)
                 warn_once(IN_TURN, *kinds, first, logger="optimizers")
-                self._is_told = other._is_told = True
+                for one in (self, other):
+                    if isinstance(one, ModelOptimizer):
+                        one._is_told = True
         self._since.clear()
-        self._moved = moved
-        for other in ALIVE:
-            if other is not self:
-                other._since.add(self)
 
     def name_of(self, p: Tensor) -> str:
         return self._names[id(p)]
@@ -156,6 +161,28 @@ class ModelOptimizer(torch.optim.Optimizer):
     def summary(self) -> str:
         """One line on the last step and the run, to print while training."""
         return self.monitor.summary()
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(lambda optimizer, *_: STEPPING.append(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, *_: _tell(optimizer))
+
+
+def _tell(optimizer: torch.optim.Optimizer) -> None:
+    """Tell all others of a step, but for those whose own steps it consists of."""
+    while STEPPING and STEPPING.pop() is not optimizer:  # steps that have raised
+        pass
+    others = [own for own in ALIVE if own is not optimizer and optimizer not in own._around]
+    moved = _moved(optimizer) if others else set()
+    for own in others:
+        own._since[optimizer] = moved
+
+
+def _moved(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The parameters that a step has moved; all, where their gradients are gone."""
+    every = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return {id(p) for p in every if p.grad is not None} or {id(p) for p in every}
 
 
 def parameter_group(group: Any) -> dict[str, Any]:
