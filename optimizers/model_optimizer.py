@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ IN_TURN = (
     "give each parameters of its own"
 )
 ALIVE: WeakSet[ModelOptimizer] = WeakSet()  # all optimizers of models, which are told of other optimizers' steps
-STEPPING: list[torch.optim.Optimizer] = []  # those whose step is being made, each within the one before
+STEPPING: list[ref[torch.optim.Optimizer]] = []  # those whose step is being made, each within the one before
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -115,7 +115,7 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     def warn_of_others(self) -> None:
         """After a step: log if another optimizer has moved the same parameters since the one before."""
-        self._around = WeakSet(STEPPING)
+        self._around = WeakSet(own for one in STEPPING if (own := one()) is not None)
         if not self._has_stepped or not self._since or self._is_told:
             self._has_stepped = True
             self._since.clear()
@@ -165,14 +165,24 @@ class ModelOptimizer(torch.optim.Optimizer):
 
 @functools.cache
 def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(lambda optimizer, *_: STEPPING.append(optimizer))
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _enter(optimizer))
     register_optimizer_step_post_hook(lambda optimizer, *_: _tell(optimizer))
+
+
+def _enter(optimizer: torch.optim.Optimizer) -> None:
+    _leave(optimizer)  # a step that has raised
+    STEPPING.append(ref(optimizer))
+
+
+def _leave(optimizer: torch.optim.Optimizer) -> None:
+    """Its step and all within it are over."""
+    place = next((k for k, one in enumerate(STEPPING) if one() is optimizer), len(STEPPING))
+    del STEPPING[place:]
 
 
 def _tell(optimizer: torch.optim.Optimizer) -> None:
     """Tell all others of a step, but for those whose own steps it consists of."""
-    while STEPPING and STEPPING.pop() is not optimizer:  # steps that have raised
-        pass
+    _leave(optimizer)
     others = [own for own in ALIVE if own is not optimizer and optimizer not in own._around]
     moved = _moved(optimizer) if others else set()
     for own in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
-from curvature.gradients import candidate_axes, joint_bias, terms_by_parameter, weighted_gradients
+from curvature.gradients import candidate_axes, joint_bias, sample_layouts, terms_by_parameter, weighted_gradients
 from curvature.kronecker import KroneckerStatistics, Scheme, cuts_of
 from curvature.layers import Layout
 from curvature.linalg import full_precision, look, stack, widen
@@ -23,7 +25,7 @@ from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.preconditioners.row_ranges import RowRange, RowRangeBlock
 from curvature.preconditioners.statistics import CurvatureStatistics
-from curvature.recording import ParameterNode, Tape, stream_backprops
+from curvature.recording import ParameterNode, Tape, Use, stream_backprops
 from curvature.terms import (
     Convolution,
     DenseGradients,
@@ -148,6 +150,9 @@ class CurvatureStore:
         """
         raise NotImplementedError
 
+    def learn_axes(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
+        """Find by experiment where uses have their samples, if that has to be known."""
+
     def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
         """Update the running averages."""
         raise NotImplementedError
@@ -204,6 +209,38 @@ class BlockDiagonalCurvature(CurvatureStore):
             raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
         super().__init__()
         self.sharing, self.kind, self.block_size = sharing, kind, block_size
+        self.axes: dict[tuple[frozenset[str], int], tuple[int, bool] | None] = {}  # as `learn_axes` has found them
+
+    def learn_axes(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
+        """Find by experiment the axes of samples that sizes leave open, once for each use.
+
+        What layers do to the outputs together, and the squares of EKFAC, depend on them: `nn.MultiheadAttention` folds
+        tokens and samples in this order into one axis.
+
+        Args:
+            count: number of samples.
+        """
+        new = [key for key, use in _keyed(tape) if key not in self.axes and _is_open(use.shape, count)]
+        self.axes |= dict.fromkeys(new)
+        whole = [x for x in outputs if x.shape[:1] == (count,) and x.requires_grad] if new and count > 1 else []
+        for x in whole:
+            for (key, _), found in zip(_keyed(tape), sample_layouts(tape, x), strict=True):
+                if key in new and found is not None:
+                    self.axes[key] = found.dim, found.outer > 1
+
+    def _layouts(self, tape: Tape, count: int) -> list[Iterable[Layout]]:
+        """Candidate sample axes, that of `learn_axes` first; at last the layout that takes everything as one sample.
+
+        Kronecker factors ("expand") do not depend on the axis; a diagonal from vectors that are independent over
+        samples stays close.
+        """
+        found: list[Iterable[Layout]] = []
+        for key, use in _keyed(tape):
+            candidates: Iterable[Layout] = candidate_axes(use.shape, count)
+            if (known := self.axes.get(key)) is not None:
+                candidates = sorted(candidates, key=lambda own: (own.dim, own.outer > 1) != known)
+            found.append(chain(candidates, [Layout(0, 1, 1, use.shape[0])]) if use.shape else ())
+        return found
 
     def measure(
         self,
@@ -217,6 +254,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         independent: bool = False,
     ) -> CurvatureStatistics:
         total, known = CurvatureStatistics(), len(self.blocks)
+        self.learn_axes(tape, outputs, count)
         order = list(tape.parameters)
         for k in range(len(vectors[0])):
             sent, samples = [v[k] for v in vectors], count if k == 0 else 0
@@ -246,7 +284,7 @@ class BlockDiagonalCurvature(CurvatureStore):
 
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
             others = tape.parameters.keys() - names
-            terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), others)
+            terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, count), others)
             terms = {name: [_told(term, noise, copied) for term in own] for name, own in terms.items() if own}
             unexplained.update(names - terms.keys())  # read in a scripted module, without data, or without a rule
             add(terms)
@@ -287,7 +325,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         Args:
             whole: sums over the batch by name, for parameters whose per-sample gradients the backprops do not tell.
         """
-        terms, _ = terms_by_parameter(tape, backprops, _layouts(tape, count), set(whole))
+        terms, _ = terms_by_parameter(tape, backprops, self._layouts(tape, count), set(whole))
         terms |= {name: [DenseGradients(g[None])] for name, g in whole.items()}
         found = self.measure_terms(tape, terms, count, rank, world_size)
         found.along = _energies(self._changes(terms, displacement, count))
@@ -300,7 +338,7 @@ class BlockDiagonalCurvature(CurvatureStore):
 
         They are for `measure_backprops`, and need the graph of that tensor.
         """
-        return weighted_gradients(tape, node, backprops, _layouts(tape, len(weights)), weights)
+        return weighted_gradients(tape, node, backprops, self._layouts(tape, len(weights)), weights)
 
     def measure_terms(
         self, tape: Tape, terms: dict[str, list[Term]], count: int, rank: int = 0, world_size: int = 1
@@ -337,13 +375,20 @@ def _told(term: Term, noise: Sequence[Tensor], copied: Sequence[Tensor]) -> Term
         noise: the vectors whose entries are independent.
         copied: those of outputs that are copies in another precision or on another device.
     """
-    if not isinstance(term, OuterProduct | Convolution):
+    if not noise or not isinstance(term, OuterProduct | Convolution):
         return term
-    b, memory = term.b, term.b.untyped_storage().data_ptr()
+    b = term.b
     is_repeated = any(n > 1 and not step for n, step in zip(b.shape, b.stride(), strict=True))
-    is_sent = not is_repeated and any(v.untyped_storage().data_ptr() == memory for v in noise)
+    is_sent = not is_repeated and _memory(b) in map(_memory, noise)
     is_copy = lambda v: v.numel() == b.numel() and torch.equal(v.to(b).flatten(), b.flatten())
     return replace(term, independent=True) if is_sent or any(map(is_copy, copied)) else term
+
+
+def _memory(x: Tensor) -> int:
+    """Where the storage is, also of a tensor that `torch.func.grad` has wrapped."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x.untyped_storage().data_ptr()
 
 
 def _is_waiting(statistics: BlockStatistics) -> bool:
@@ -380,10 +425,17 @@ def _measured(
     return [found[k] for k in range(len(split))]
 
 
-def _layouts(tape: Tape, count: int) -> list[Iterable[Layout]]:
-    """Candidate sample axes, from sizes alone; at last the layout that takes everything as one sample.
+def _keyed(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:
+    """The uses with the names of their parameters, and how many uses of these came before."""
+    before = Counter[frozenset[str]]()
+    found = []
+    for use in tape.uses:
+        found.append(((use.names, before[use.names]), use))
+        before[use.names] += 1
+    return found
 
-    Kronecker factors ("expand") do not depend on the axis; a diagonal from vectors that are independent over samples
-    stays close.
-    """
-    return [chain(candidate_axes(u.shape, count), [Layout(0, 1, 1, u.shape[0])]) if u.shape else () for u in tape.uses]
+
+def _is_open(shape: tuple[int, ...], count: int) -> bool:
+    """Whether sizes leave open which axis of a use holds the samples: it is not the first, or not the only one."""
+    found = list(candidate_axes(shape, count))
+    return len(found) > 1 and (found[0] != Layout(0, 1, count, 1) or found[1].size == count)

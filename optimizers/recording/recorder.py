@@ -146,6 +146,7 @@ class Recorder:
 
     def _listen(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         signs = lambda: self._signs(count)
+        self.store.learn_axes(tape, outputs, count)
         self.loss_backprops.listen(RecordedPass(tape, outputs, count, signs, self.displacement()))
 
     def _substitute(self, inject: Injection, why: str) -> None:

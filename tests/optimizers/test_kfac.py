@@ -158,7 +158,7 @@ def test_parameter_groups_and_schedulers():
 
 def test_clipped_and_accumulated_gradients():
     """Two halves before a step are the whole batch: the same gradient, curvature from both."""
-    model, opt, (loss, x, y) = trained("mlp", 3)
+    model, opt, (loss, x, y) = trained("mlp", 3, factor_every=1)
     opt.zero_grad()
     for part, target in zip(x.split(32), y.split(32), strict=True):
         (loss(model(part), target) / 2).backward()

@@ -79,7 +79,7 @@ def test_an_ordinary_step_asks_the_host_for_nothing(optimizer: type[KFAC], name:
 )
 def test_a_bad_batch_changes_nothing_at_any_kind_of_step(optimizer: type[KFAC], name: str, kind: str):
     """Steps that renew, that invert, and that do neither; decay, momentum and trust region included."""
-    (model, opt), (other, same), batch = pair(optimizer, name, 29, weight_decay=0.01)
+    (model, opt), (other, same), batch = pair(optimizer, name, 29, weight_decay=0.01, factor_every=5, decompose_every=5)
     kinds = set()
     for k in range(8):
         spoiled_step(model, opt, batch, kind)

@@ -49,7 +49,7 @@ MUTANTS = [
         "optimizers/model_optimizer.py",
         "optimizers/test_silent_mistakes.py",
         ("if not self._has_stepped or", "if"),
-        ("STEPPING.pop() is not optimizer", "STEPPING.pop() is optimizer"),
+        ("if one() is optimizer)", "if one() is not optimizer)"),
         ("and optimizer not in own._around", ""),
         ("if p.grad is not None} or", "} or"),
     ),
