@@ -115,7 +115,7 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     def warn_of_others(self) -> None:
         """After a step: log if another optimizer has moved the same parameters since the one before."""
-        self._around = WeakSet(own for one in STEPPING if (own := one()) is not None)
+        self._around = WeakSet(around for one in STEPPING if (around := one()) is not None)
         if not self._has_stepped or not self._since or self._is_told:
             self._has_stepped = True
             self._since.clear()
