@@ -14,7 +14,8 @@ LONGEST_INTERVAL = 50
 DRIFT = 0.2  # relative change of a running average (Frobenius norm) at which it is renewed, and its block inverted
 SHORTER, LONGER = 0.5, 1.5  # bounds on the change of an interval from one renewal to the next
 AGREEMENT = 2.0  # a larger factor between energies of a step that were measured and predicted is a disagreement
-LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model, and may wait
+LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model, and may wait ...
+MOST_PATIENCE = 2.0  # ... for so many times the change: with stale inverses a deep autoencoder takes twice the steps
 
 
 @dataclass
@@ -68,7 +69,8 @@ class Schedule:
             return True
         if self.decompose_every is not None:
             return step >= self.inverted[name] + self._every(step, self.decompose_every)
-        return self.drifts.get(name, 0.0) >= DRIFT * max(cost / LARGE_COST, 1.0) ** (1 / 3)
+        patience = min(max(cost / LARGE_COST, 1.0) ** (1 / 3), MOST_PATIENCE)
+        return self.drifts.get(name, 0.0) >= DRIFT * patience
 
     def note_inversion(self, step: int, name: str) -> None:
         self.inverted[name], self.drifts[name] = step, 0.0
