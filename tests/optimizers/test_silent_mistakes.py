@@ -239,4 +239,11 @@ def test_optimizers_of_other_parameters_and_former_ones_are_no_mistake(caplog: p
             frozen.requires_grad_(False)
             train(model, opt, 1)
             frozen.requires_grad_(True)
+    halves = KFAC(model), torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(3):
+        for opt, left in zip(halves, (model[0], model[2]), strict=True):
+            opt.zero_grad()
+            F.mse_loss(model(X), Y).backward()
+            left.zero_grad()  # what has no gradient does not move
+            opt.step()
     assert not caplog.records
