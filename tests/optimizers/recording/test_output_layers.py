@@ -51,6 +51,7 @@ INDIRECT = {
     "used twice": lambda out, body: torch.cat([out, out.flip(1)], 1),
     "in another precision, and used again": lambda out, body: out.double() + 0 * out.flip(1).double(),
     "twice as large": lambda out, body: 2 * out,
+    "flipped, in another precision": lambda out, body: (out + out.flip(1)).double(),
     "cut out": lambda out, body: out[:, 1:3],  # a diagonal, too, which nobody tells
 }
 
