@@ -11,7 +11,7 @@ from typing import Any
 STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by one step every so many steps ...
 USUAL_INTERVAL = 10  # ... up to so many, and further only where the curvature changes little
 LONGEST_INTERVAL = 50
-DRIFT = 0.2  # relative change of a running average (Frobenius norm) at which it is renewed, and its block inverted
+DRIFT = 0.1  # relative change of a running average (Frobenius norm) at which it is renewed, and its block inverted
 SHORTER, LONGER = 0.5, 1.5  # bounds on the change of an interval from one renewal to the next
 AGREEMENT = 2.0  # a larger factor between energies of a step that were measured and predicted is a disagreement
 LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model, and may wait ...
