@@ -72,7 +72,8 @@ MUTANTS = [
         "optimizers/test_schedule.py",
         ("statistics.median(drifts.values())", "max(drifts.values())"),
         ("used * max(DRIFT / drift, SHORTER)", "used * DRIFT / drift"),
-        ("* max(cost / LARGE_COST, 1.0) ** (1 / 3)", ""),
+        ("min(max(cost / LARGE_COST, 1.0) ** (1 / 3), MOST_PATIENCE)", "1.0"),
+        ("** (1 / 3), MOST_PATIENCE)", "** (1 / 3), cost)"),
         ("self.inverted[name], self.drifts[name] = step, 0.0", "self.inverted[name] = step"),
     ),
     *broken(
