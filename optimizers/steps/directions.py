@@ -57,7 +57,7 @@ class Momentum:
 
     def __call__(self, context: StepContext, g: LayerVector, clip: Tensor) -> Direction:
         layout, states = g.layout, context.states
-        mean = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
+        before = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
         momenta = [context.options[first]["momentum"] for first, *_ in layout.first_layers]
         horizon = min(HORIZON + GROWTH * context.monitor.steps, LONGEST_HORIZON)
         weights, shares = [], []  # of all gradients so far, and of this one, for each run
@@ -65,16 +65,16 @@ class Momentum:
             fresh, known = 1 / horizon if momentum is None else 1 - momentum, states[first].get("weight", 0.0)
             weights.append(known + fresh * (1 - known))
             shares.append(fresh / weights[-1])
-        present = [PRESENT if momentum is None else 0.0 for momentum in momenta]
-        both = [share + here - share * here for share, here in zip(shares, present, strict=True)]
-        right = mean.mixed(g, [1 - share for share in both], both, clip)
+        mean = right = before.mixed(g, [1 - share for share in shares], shares, clip)
+        if None in momenta:
+            present = [PRESENT if momentum is None else 0.0 for momentum in momenta]
+            both = [share + here - share * here for share, here in zip(shares, present, strict=True)]
+            right = before.mixed(g, [1 - share for share in both], both, clip)
         u = context.solve_vector(right)
 
         def keep() -> None:
-            mean.mix_(g, [1 - share for share in shares], shares, clip)
-            if mean is not self.mean:
-                self.mean = mean
-                to_states(mean, "momentum_buffer", states, context.trained)
+            self.mean = mean
+            to_states(mean, "momentum_buffer", states, context.trained)
             for names, weight in zip(layout.names_by_run, weights, strict=True):
                 for name in names:
                     states[name]["weight"] = weight

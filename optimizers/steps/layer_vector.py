@@ -164,11 +164,6 @@ class LayerVector(Mapping[str, Tensor]):
         pairs = zip(self.vectors, other.vectors, own, others, strict=True)
         return LayerVector(self.layout, [_mixed(x, y, a, b, times) for x, y, a, b in pairs])
 
-    def mix_(self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Tensor) -> None:
-        """`mixed`, in place."""
-        for x, y, a, b in zip(self.vectors, other.vectors, own, others, strict=True):
-            x[:, None].addr_(y, times.to(y)[None], beta=a, alpha=b)
-
     def dot(self, other: LayerVector) -> list[Tensor]:
         """The inner product of each run, a scalar where it is, in single precision at least."""
         return [_product(*pair) for pair in zip(self.vectors, other.vectors, strict=True)]
