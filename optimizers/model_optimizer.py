@@ -165,8 +165,10 @@ class ModelOptimizer(torch.optim.Optimizer):
 
 @functools.cache
 def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(lambda optimizer, *_: _enter(optimizer))
-    register_optimizer_step_post_hook(lambda optimizer, *_: _tell(optimizer))
+    """Hooks of torch, for all optimizers; code of a compiled step has none of them."""
+    compiles = torch.compiler.is_compiling
+    register_optimizer_step_pre_hook(lambda optimizer, *_: None if compiles() else _enter(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, *_: None if compiles() else _tell(optimizer))
 
 
 def _enter(optimizer: torch.optim.Optimizer) -> None:

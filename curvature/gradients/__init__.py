@@ -34,12 +34,13 @@ from curvature.gradients.per_sample import (
     sample_terms,
 )
 from curvature.gradients.plans import Plan, find_plan, learn_and_verify, plan_key, record
-from curvature.gradients.sample_axes import candidate_axes, sample_layouts
+from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sample_layouts
 from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
 
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "Terms",
-    "batched_vjp", "candidate_axes", "check_gradients", "clipped_gradient", "computed_weights", "differences",
+    "batched_vjp", "candidate_axes", "certain_layouts", "check_gradients", "clipped_gradient", "computed_weights",
+    "differences",
     "digests", "either_form", "find_plan", "general_path_terms", "gradient_noise_scale", "joint_bias", "kind_of",
     "layers_of", "learn_and_verify", "number_of_batches", "output_changes", "over_samples", "pairs",
     "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "plan_key",

@@ -136,7 +136,6 @@ class _Entries:
         return bool((self.b * weights.to(self.b)[sample] - self.weighted).norm() <= allowed)
 
 
-@full_precision()
 def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layout | None]:
     """The axis of samples in the output of each of `tape.uses`, found by two backward passes.
 
@@ -149,6 +148,24 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
         inner`` (outer = inner = 1 unless samples are folded with something else). None where no axis holds the samples:
         the output is shared between them, mixes them, or was not reached.
     """
+    layouts, _ = _experiment(tape, output, sample_dim)
+    return [next(iter(own), None) for own in layouts]
+
+
+def certain_layouts(tape: Tape, output: Tensor, asked: Sequence[bool]) -> list[Layout | None] | None:
+    """`sample_layouts` of the uses that are asked for; None if more than one axis reproduces the backprop of a use.
+
+    So it is where gradients vanish, as below a last layer of zeros.
+    """
+    layouts, is_certain = _experiment(tape, output, 0, asked)
+    return [next(iter(own), None) for own in layouts] if is_certain else None
+
+
+@full_precision()
+def _experiment(
+    tape: Tape, output: Tensor, sample_dim: int, asked: Sequence[bool] | None = None
+) -> tuple[list[list[Layout]], bool]:
+    """`find_layouts` of two backward passes; of all uses, or of those that are asked for."""
     count = output.shape[sample_dim]
     generator = torch.Generator(output.device).manual_seed(0)
     wide = widest(output.device.type)
@@ -156,5 +173,6 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
     weights = (0.5 + torch.rand(count, generator=generator, device=output.device)).to(output.dtype)
     weighted = vector * weights.reshape([-1 if k == sample_dim % output.ndim else 1 for k in range(output.ndim)])
     backprops, weighted_backprops = (tape.gradients([output], [v]) for v in (vector, weighted))
-    layouts, _ = find_layouts(backprops, weighted_backprops, weights)
-    return [next(iter(own), None) for own in layouts]
+    if asked is not None:
+        backprops = [b if own else None for b, own in zip(backprops, asked, strict=True)]
+    return find_layouts(backprops, weighted_backprops, weights)

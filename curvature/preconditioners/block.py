@@ -40,7 +40,8 @@ class Block:
         names: of the parameters.
         reason: why the block is no better approximation; "" where it is the best there is.
         updates: how often the average was updated.
-        drift: relative change () of the average by its last update, in the Frobenius norm; None if it is not known.
+        drift: relative change () of the average by its last update, in the Frobenius norm of the numbers that are kept
+            (of a triangle, those off the diagonal count once); None if it is not known.
     """
 
     structure = ""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
-from curvature.gradients import candidate_axes, joint_bias, sample_layouts, terms_by_parameter, weighted_gradients
+from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
 from curvature.kronecker import KroneckerStatistics, Scheme, cuts_of
 from curvature.layers import Layout
-from curvature.linalg import full_precision, look, stack, widen
+from curvature.linalg import full_precision, look, stack, widen, without_autocast
 from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -209,24 +209,25 @@ class BlockDiagonalCurvature(CurvatureStore):
             raise ValueError(f'kind: expected "kronecker" or "eigen", found {kind!r}')
         super().__init__()
         self.sharing, self.kind, self.block_size = sharing, kind, block_size
-        self.axes: dict[tuple[frozenset[str], int], tuple[int, bool] | None] = {}  # as `learn_axes` has found them
+        self.axes: dict[tuple[frozenset[str], int], Layout | None] = {}  # as `learn_axes` has found them
 
     def learn_axes(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
         """Find by experiment the axes of samples that sizes leave open, once for each use.
 
         What layers do to the outputs together, and the squares of EKFAC, depend on them: `nn.MultiheadAttention` folds
-        tokens and samples in this order into one axis.
+        tokens and samples in this order into one axis. A pass whose gradients do not tell is asked again.
 
         Args:
-            count: number of samples.
+            count: number of samples; one alone says nothing.
         """
-        new = [key for key, use in _keyed(tape) if key not in self.axes and _is_open(use.shape, count)]
-        self.axes |= dict.fromkeys(new)
-        whole = [x for x in outputs if x.shape[:1] == (count,) and x.requires_grad] if new and count > 1 else []
-        for x in whole:
-            for (key, _), found in zip(_keyed(tape), sample_layouts(tape, x), strict=True):
-                if key in new and found is not None:
-                    self.axes[key] = found.dim, found.outer > 1
+        keyed = _keyed(tape)
+        new = [key not in self.axes and count > 1 and _is_open(use.shape, count) for key, use in keyed]
+        for x in [x for x in outputs if x.shape[:1] == (count,) and x.requires_grad] if any(new) else ():
+            with without_autocast([x.device]):
+                found = certain_layouts(tape, x, new)
+            for (key, _), is_new, layout in zip(keyed, new, found or [None] * len(new), strict=True):
+                if is_new and found is not None:
+                    self.axes[key] = layout or self.axes.get(key)
 
     def _layouts(self, tape: Tape, count: int) -> list[Iterable[Layout]]:
         """Candidate sample axes, that of `learn_axes` first; at last the layout that takes everything as one sample.
@@ -238,7 +239,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         for key, use in _keyed(tape):
             candidates: Iterable[Layout] = candidate_axes(use.shape, count)
             if (known := self.axes.get(key)) is not None:
-                candidates = sorted(candidates, key=lambda own: (own.dim, own.outer > 1) != known)
+                candidates = sorted(candidates, key=partial(_difference, known))
             found.append(chain(candidates, [Layout(0, 1, 1, use.shape[0])]) if use.shape else ())
         return found
 
@@ -433,6 +434,12 @@ def _keyed(tape: Tape) -> list[tuple[tuple[frozenset[str], int], Use]]:
         found.append(((use.names, before[use.names]), use))
         before[use.names] += 1
     return found
+
+
+def _difference(known: Layout, other: Layout) -> tuple[bool, ...]:
+    """How another layout differs from the known one of the same use; lengths of sequences change between batches."""
+    is_other = (known.outer > 1) != (other.outer > 1), (known.inner > 1) != (other.inner > 1)
+    return (known.dim != other.dim, *is_other, known.outer != other.outer and known.inner != other.inner)
 
 
 def _is_open(shape: tuple[int, ...], count: int) -> bool:

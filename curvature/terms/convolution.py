@@ -31,7 +31,7 @@ class Convolution:
     groups: int
     padding: tuple[int, ...] = ()  # of the input, as `F.pad` takes it
     has_bias: bool = True  # as of `OuterProduct`
-    independent: bool = False
+    independent: bool = False  # as of `OuterProduct`
 
     sizes: ClassVar[tuple[int, ...] | None] = None
     order: ClassVar[tuple[int, ...] | None] = None

@@ -59,7 +59,7 @@ def test_parameters_without_gradient_shrink_as_with_adamw(maker: str) -> None:
 def test_weights_of_a_run_shrink_about_as_much_as_with_adamw(maker: str, decay: float) -> None:
     """Their norm against that of the run without decay, after ten steps: later runs part by chance.
 
-    So they do where decay decides when averages are renewed.
+    Renewals come at every step: otherwise decay also decides when averages are renewed, and the runs part at once.
     """
     shrunk = []
     every = {} if maker == "NaturalGradient" else {"factor_every": 1, "decompose_every": 1}

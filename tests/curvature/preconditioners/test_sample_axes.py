@@ -48,14 +48,68 @@ MODELS = {
 }
 
 
+class Windows(nn.Module):
+    """Positions (t, s) to an axis of t, samples and s."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = len(x)
+        h = x.unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 2)  # (2 N s, 6)
+        return self.two(self.one(h).tanh()).unflatten(0, (2, count, -1)).sum((0, 2))
+
+
+def last_layer_of_zeros() -> nn.Module:
+    """No gradient comes to the attention at first."""
+    model = nn.Sequential(Attention(True), nn.Linear(6, 3))
+    nn.init.zeros_(model[1].weight)
+    return model
+
+
+MAKERS = {"KFAC": KFAC, "EKFAC": EKFAC, "empirical": lambda model: KFAC(model, inject=empirical())}
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@every_maker
 @pytest.mark.parametrize("samples", [8, 4])  # four is the number of positions, too
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("make", [KFAC, EKFAC, lambda model: KFAC(model, inject=empirical())])
 def test_changes_of_samples_are_aligned(make: Any, name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``v^T J u`` of all blocks together is that of the whole step, sample by sample."""
+    check_last_changes(make, MODELS[name], [(samples, 4)] * 2, monkeypatch)
+
+
+@every_maker
+@pytest.mark.parametrize("name", [*MODELS][:3])
+def test_a_first_batch_of_one_sample_says_nothing(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_last_changes(make, MODELS[name], [(1, 4), (8, 4), (8, 4)], monkeypatch)
+
+
+@every_maker
+def test_gradients_that_vanish_say_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_last_changes(make, last_layer_of_zeros, [(8, 4)] * 3, monkeypatch)
+
+
+@every_maker
+@pytest.mark.parametrize("name", ["batch first", "folded"])
+def test_lengths_and_batches_that_change(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_last_changes(make, MODELS[name], [(8, 4), (6, 5), (5, 6)], monkeypatch)
+
+
+@every_maker
+def test_samples_in_the_middle_of_an_axis(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_last_changes(make, Windows, [(6, 4), (5, 8)], monkeypatch)
+
+
+def check_last_changes(make: Any, build: Any, batches: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``v^T J u`` of all blocks together is that of the whole step, sample by sample.
+
+    Args:
+        batches: samples and positions of each.
+    """
     with seeded(0):
-        model = MODELS[name]().double()
-        x, y = torch.randn(samples, 4, 6, dtype=torch.float64), torch.randint(3, (samples,))
+        model = build().double()
+        data = [(torch.randn(n, t, 6, dtype=torch.float64), torch.randint(3, (n,))) for n, t in batches]
     changes: dict[str, Tensor] = {}
     energies = block_diagonal._energies
     monkeypatch.setattr(block_diagonal, "_energies", lambda own: changes.update(own) or energies(own))
@@ -67,16 +121,18 @@ def test_changes_of_samples_are_aligned(make: Any, name: str, samples: int, monk
         return measure(tape, outputs, vectors, *others)
 
     opt.recorder.store.measure = measured
-    for _ in range(2):
+    opt.preconditioner.schedule.factor_every = 1
+    for x, y in data:
         u = {k: d.clone() for k, d in opt._last_displacement().items()}
         before = {k: p.detach().clone() for k, p in model.named_parameters()}
+        changes.clear()
         opt.zero_grad()
         out = model(x)
         out.register_hook(arrived.append)
         F.cross_entropy(out, y).backward()
         opt.step()
     found, vectors = torch.stack(list(changes.values())).sum(0), list(sent)
-    moved = jacobian_product(model, before, u, x)
+    moved = jacobian_product(model, before, u, data[-1][0])
     if vectors:
         torch.testing.assert_close(found, (moved * vectors[-1]).sum(1), rtol=1e-9, atol=1e-15)
     else:  # the loss's gradients, with a random sign for each sample, in units of the store
