@@ -179,7 +179,7 @@ def _enter(optimizer: torch.optim.Optimizer) -> None:
 def _leave(optimizer: torch.optim.Optimizer) -> None:
     """Its step and all within it are over."""
     place = next((k for k, one in enumerate(STEPPING) if one() is optimizer), len(STEPPING))
-    del STEPPING[place:]
+    STEPPING[:] = [one for one in STEPPING[:place] if one() is not None]
 
 
 def _tell(optimizer: torch.optim.Optimizer) -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient, Outcome, StepRule
+from optimizers.model_optimizer import STEPPING
 
 X, Y = torch.rand(20, 4, generator=torch.Generator().manual_seed(0)), torch.ones(20, 1)
 REPEATED = {
@@ -197,6 +199,22 @@ def test_an_optimizer_within_another_is_no_mistake(caplog: pytest.LogCaptureFixt
     assert not caplog.records
     in_turn(model, torch.optim.SGD(model.parameters(), 1e-3), opt.inner)
     assert "KFAC and SGD step the same parameters in turn" in caplog.text
+
+
+def test_compiled_steps_of_other_optimizers_stay_as_they_are() -> None:
+    """Our hooks are no part of their code."""
+    torch._dynamo.reset()
+    model = network()
+    kept, other = KFAC(model), torch.optim.Adam(nn.Linear(3, 2).parameters())
+    while kept.recorder.may_be_due():  # before a renewal nothing is compiled
+        train(model, kept, 1)
+    for p in other.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    before, counter = len(STEPPING), CompileCounter()
+    step = torch.compile(other.step, backend=counter)
+    for _ in range(2):
+        step()
+    assert counter.frame_count and len(STEPPING) == before and not kept._since
 
 
 def test_optimizers_in_turn_with_closures(caplog: pytest.LogCaptureFixture):
