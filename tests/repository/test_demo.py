@@ -1,18 +1,20 @@
-"""The demo runs from its first line to its picture, and reports what happened, ahead or behind."""
+"""The demo runs from its first line to its picture, and says what the numbers say, ahead or behind."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-NUMBER = r"(?:diverged|[\d.]+(?:e[+-]\d+)?)"
+NUMBER = r"(?:diverged|\d+\.\d\d)"
 
 
 @pytest.fixture
@@ -22,51 +24,44 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("demo")
 
 
-def stub(demo: ModuleType, kind: str, train: float, accuracy: float = math.nan) -> object:
-    """A run of one step and one second that ended at a given training loss and accuracy."""
-    problem = demo.problems(torch.device("cpu"))[1]
-    run = demo.Run(problem, kind, 0.1, seed=0)
-    run.points += [importlib.import_module("demo_race").Point(1, 1.0, train, train, accuracy)]
-    run.steps, run.seconds, run.reached = 1, 1.0, 1.0
+def run_of(demo: ModuleType, kind: str, *losses: float) -> Any:
+    """A run of a second a step, with these losses after its steps."""
+    run = demo.Run(demo.digits(torch.device("cpu")), kind, 0.1, seed=0)
+    point = importlib.import_module("demo_race").Point
+    run.points += [point(k + 1, float(k + 1), loss) for k, loss in enumerate(losses)]
+    run.steps, run.failed = len(losses), math.inf in losses
+    run.seconds, run.reached = float(len(losses)), math.inf if run.failed else float(len(losses))
     return run
 
 
-def test_quick_run_prints_tables_and_draws(
+def test_quick_run_prints_two_tables_and_draws(
     demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str
 ) -> None:
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
-    picture = tmp_path / "picture.png"
-    assert demo.main(["--quick", "--out", str(picture), "--device", device]) == 0
+    picture, file = tmp_path / "picture.png", tmp_path / "demo.json"
+    assert demo.main(["--quick", "--out", str(picture), "--json", str(file), "--device", device]) == 0
     text = capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in text
-    for title in ("training loss [nats per image]", "test loss [nats per label]", "test accuracy"):
-        assert title in text
+    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in text
+    assert len(text.splitlines()) <= 25
     for row in (r"KFAC +", r"SGD, lr [\d.]+ +", r"AdamW, lr [\d.]+ +"):
-        assert len(re.findall(rf"^  {row}{NUMBER}(?: +{NUMBER})+$", text, re.MULTILINE)) == 4  # two losses each
-    for kind in ("SGD", "AdamW"):
-        assert len(re.findall(rf"{kind} +lr [\d.]+.*tuned in [\d.]+ s over {{", text)) == 2  # the grid, of each problem
-    assert len(re.findall(r"comparisons KFAC is ahead in \d+, level in \d+, behind in \d+", text)) == 2
+        assert len(re.findall(rf"^{row}{NUMBER}(?: +{NUMBER})+$", text, re.MULTILINE)) == 2
+    assert set(json.loads(file.read_text())["tuning"]) == {"SGD", "AdamW"}
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_report_says_what_the_numbers_say(demo: ModuleType) -> None:
-    runs = [stub(demo, "KFAC", 2.0, 0.5), stub(demo, "SGD", 1.0, 0.5), stub(demo, "AdamW", 3.0, 0.25)]
-    score = demo.Counter()
-    assert demo.compare(runs, 1, "train", score) == "KFAC (2) is ahead of AdamW (3), behind SGD (1)"
-    assert (
-        demo.compare(runs, 1, "accuracy", score) == "KFAC (50.0 %) is ahead of AdamW (25.0 %), level with SGD (50.0 %)"
+def test_sentences_say_what_the_numbers_say(demo: ModuleType) -> None:
+    runs = [run_of(demo, "KFAC", 5.0, 2.0), run_of(demo, "SGD", 4.0, 1.0), run_of(demo, "AdamW", 7.0, 6.0)]
+    assert demo.by_step(runs, [1, 2]).endswith(
+        "KFAC needs more than all its steps for what SGD reaches in 2, and 1 steps for what AdamW reaches in 2."
     )
-    assert dict(score) == {"ahead of": 2, "behind": 1, "level with": 1}
-    assert demo.catch_up(runs[0], runs[1], 1).endswith("nowhere in this run")
-    assert demo.catch_up(runs[0], runs[2], 1).endswith("KFAC has it by step 1, 1 s")
+    assert demo.by_time(runs, 2).endswith("KFAC is after 2.00 s ahead of AdamW, behind SGD.")
 
 
 def test_a_diverged_rival_is_reported(demo: ModuleType) -> None:
-    runs = [stub(demo, "KFAC", 2.0, 0.5), stub(demo, "SGD", math.inf), stub(demo, "AdamW", 3.0, 0.25)]
-    runs[1].failed, runs[1].reached = True, math.inf
-    assert "ahead of SGD (diverged)" in "\n".join(demo.verdict(runs, [1]))
+    runs = [run_of(demo, "KFAC", 5.0, 2.0), run_of(demo, "SGD", 4.0, math.inf), run_of(demo, "AdamW", 7.0, 6.0)]
+    assert "diverged" in demo.by_step(runs, [1, 2])
+    assert demo.by_time(runs, 2).endswith("after 2.00 s ahead of SGD and AdamW.")
 
 
 @pytest.mark.parametrize(
