@@ -7,7 +7,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist worksteal
 RACES := tests/benchmarks/race.py tests/benchmarks/generality.py
-BENCHMARKS ?= $(filter-out tests/benchmarks/_% $(RACES),$(wildcard tests/benchmarks/*.py))
+BENCHMARKS ?= $(filter-out tests/benchmarks/_% $(RACES) tests/benchmarks/bench_all.py tests/benchmarks/figures.py,$(wildcard tests/benchmarks/*.py))
 RACE_ARGS ?= --json out/race.json --table out/race.md --figure out/race.png
 GENERALITY_ARGS ?= --json out/generality.json --table out/generality.md --figure out/generality.png
 
@@ -33,7 +33,7 @@ SIMULATED := DEVICE=sim SIM_DEVICES=2 SIM_TF32=1
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 SSE := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
-.PHONY: demo check fast test test-device test-processors kernels mutants bench race generality lint format docs package clean
+.PHONY: demo check fast test test-device test-processors kernels mutants bench bench-all figures race generality lint format docs package clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
@@ -80,6 +80,14 @@ mutants: .venv/test.stamp
 
 bench: .venv/bench.stamp
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done
+
+# All benchmarks whose figures the pages have, into docs/results/; goes on where it stopped. Then the pages themselves.
+bench-all: .venv/bench.stamp
+	$(BIN)/python tests/benchmarks/bench_all.py $(BENCH_ALL_ARGS)
+	@$(MAKE) --no-print-directory figures
+
+figures: .venv/bench.stamp
+	$(BIN)/python tests/benchmarks/figures.py
 
 # With the settings in tests/benchmarks/race_tuned.json; RACE_ARGS=--tune finds them anew.
 race: .venv/bench.stamp

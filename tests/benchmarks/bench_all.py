@@ -1,0 +1,168 @@
+"""Run every benchmark whose figures the documentation has, and store what it prints in docs/results/.
+
+    make bench-all                                               # two to three hours; goes on where it was stopped
+    python tests/benchmarks/bench_all.py --only race demo        # these alone, anew
+    make figures                                                 # then: tables and pictures of the pages
+
+A result is out of date once `curvature`, `optimizers`, or the benchmark itself has changed since. One thread, processor
+time where a benchmark knows it: other work on the machine then counts little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+ONE = "--threads 1 --cpu-time"
+# what is run, and about how many minutes it takes
+COMMANDS: dict[str, tuple[str, float]] = {
+    "demo": ("examples/demo.py --json docs/results/demo.runs.json --out docs/demo.png", 1),
+    "per_sample": (f"tests/benchmarks/per_sample.py --only mlp cnn gpt {ONE} --seconds 4 --rounds 8", 5),
+    "larger": (f"tests/benchmarks/per_sample.py --only resnet lstm vit {ONE} --seconds 6 --rounds 4", 8),
+    "matrices": (f"tests/benchmarks/matrices.py {ONE} --seconds 4 --rounds 5", 15),
+    "projections": (f"tests/benchmarks/projections.py {ONE} --seconds 4 --rounds 5", 5),
+    "laplacian": ("tests/benchmarks/laplacian.py --cpu-time --rounds 11", 3),
+    "influence": ("tests/benchmarks/influence.py --rounds 2 --digits 500 --queries 50", 3),
+    "compression": ("tests/benchmarks/compression.py --seeds 1", 2),
+    "poisson": ("tests/benchmarks/poisson.py --seconds 40 --seeds 1", 7),
+    "prices": ("tests/benchmarks/step_overhead.py --families --steps 300", 4),
+    "race": ("tests/benchmarks/race.py --json docs/results/race.runs.json", 40),
+    "generality": ("tests/benchmarks/generality.py --json docs/results/generality.runs.json", 45),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a benchmark has printed, and where that comes from.
+
+    Attributes:
+        commit: the last one before the run that changed the code.
+        date: of the run.
+        seconds: that the run took.
+        tables: in their order.
+    """
+
+    command: str
+    commit: str
+    date: str
+    machine: str
+    torch: str
+    python: str
+    seconds: float
+    tables: list[Table]
+
+    @staticmethod
+    def read(name: str) -> Stored | None:
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            return None
+        saved = json.loads(path.read_text("utf-8"))
+        return Stored(**saved | {"tables": [Table(**table) for table in saved["tables"]]})
+
+
+def tables_of(text: str) -> Iterator[Table]:
+    """The tables of a text, whose cells stand between bars; a table that is printed twice counts once."""
+    seen: list[list[list[str]]] = []
+    block: list[list[str]] = []
+    for line in [*text.splitlines(), ""]:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) > 2 and (not block or len(cells) == len(block[0])):
+            block.append(cells)
+            continue
+        rows = [row for row in block if not all(set(cell) <= set("-: ") for cell in row)]
+        has_rule = len(rows) < len(block)
+        if has_rule and rows not in seen:
+            seen.append(rows)
+            yield Table(rows[0], rows[1:])
+        block = [cells] if len(cells) > 2 else []
+
+
+def commit_of(script: str) -> str:
+    paths = ["curvature", "optimizers", script]
+    command = ["git", "log", "-1", "--format=%h", "--", *paths]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def machine() -> str:
+    """The processor, where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} x {names[0] if names else platform.processor() or platform.machine()}"
+
+
+def run(name: str) -> Stored:
+    """
+    Raises:
+        subprocess.CalledProcessError: the benchmark failed.
+    """
+    command = COMMANDS[name][0]
+    start = time.perf_counter()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *shlex.split(command)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return Stored(
+        command=f"python {command}",
+        commit=commit_of(command.split()[0]),
+        date=date.today().isoformat(),
+        machine=machine(),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        seconds=round(time.perf_counter() - start),
+        tables=list(tables_of(done.stdout)),
+    )
+
+
+def is_current(name: str) -> bool:
+    stored, command = Stored.read(name), COMMANDS[name][0]
+    return stored is not None and (stored.command, stored.commit) == (
+        f"python {command}",
+        commit_of(command.split()[0]),
+    )
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=COMMANDS, help="run these, whether out of date or not")
+    options = parser.parse_args(args)
+    names = options.only or [name for name in COMMANDS if not is_current(name)]
+    RESULTS.mkdir(exist_ok=True)
+    with tqdm(total=sum(COMMANDS[name][1] for name in names), unit="min") as bar:
+        for name in names:
+            bar.set_description(name)
+            stored = run(name)
+            (RESULTS / f"{name}.json").write_text(
+                json.dumps(asdict(stored), indent=1, ensure_ascii=False) + "\n", "utf-8"
+            )
+            bar.update(COMMANDS[name][1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Tables, sentences and pictures of the pages, from what benchmarks have stored in docs/results/: `make figures`.
+
+A page says where a table belongs by two comments, between which nobody writes by hand:
+
+    <!-- results: per_sample -->          the first table of docs/results/per_sample.json; `per_sample 1` is the second
+    <!-- end of results -->
+
+`where` is the list of families where KFAC is ahead, level and behind.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from bench_all import RESULTS, ROOT, Stored, Table
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REGION = re.compile(
+    r"(<!-- results: (?P<what>\S+)(?: (?P<index>\d+))? -->\n)(?P<body>.*?)(<!-- end of results -->)", re.S
+)
+NUMBER = re.compile(r"[<>]?\d[\d,.]*(e-?\d+)?( †)?( \(.*\))?|-|wrong.*|no .*|unsupported.*")
+NAMES = {
+    "vit": "a ViT",
+    "resnet": "a residual CNN",
+    "batchnorm": "a CNN with BatchNorm",
+    "lstm": "an LSTM",
+    "gpt": "a GPT",
+    "dropout": "an encoder with dropout",
+    "tabular": "tabular regression",
+    "siren": "a coordinate network",
+    "vae": "a VAE",
+    "variance": "mean-and-variance regression",
+    "modular": "addition modulo 97",
+    "ratings": "ratings",
+    "softmax": "softmax regression",
+    "gan": "a GAN",
+    "policy": "a policy gradient",
+    "noise": "fine-tuning with wrong labels",
+}
+PICTURES = {  # commands that draw what is stored
+    "generality": "generality.py --report --json {runs} --figure docs/generality.png",
+    "race": "race.py --report --json {runs} --figure docs/race.png",
+}
+
+
+def markdown(table: Table) -> str:
+    """Columns of numbers are set to the right."""
+    columns = list(zip(*table.rows, strict=True))
+    rules = ["---:" if all(map(NUMBER.fullmatch, column)) else "---" for column in columns]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [table.columns, rules, *table.rows])
+
+
+def origin(stored: Stored) -> str:
+    return (
+        f"*`{stored.command}`; {stored.date}, commit `{stored.commit}`, {stored.machine}, torch {stored.torch}, "
+        f"Python {stored.python}.*\n"
+    )
+
+
+def where() -> str:
+    """KFAC beside the best rival, by family, in one line each."""
+    from _generality_report import Result
+    from _generality_scores import geometric
+
+    saved = json.loads((RESULTS / "generality.runs.json").read_text("utf-8"))
+    results = {name: Result.read(result) for name, result in saved.items()}
+    speeds: dict[str, tuple[float, bool]] = {}
+    steps, losses = [], []
+    for name, result in results.items():
+        scores = sorted(result.scores()["kfac"], key=lambda score: score.speed)
+        middle = scores[len(scores) // 2]
+        speeds[name] = middle.speed, middle.slower
+        steps.append(sorted(score.steps for score in scores)[len(scores) // 2])
+        losses += [score.loss for score in scores]
+    said = lambda name: f"{NAMES[name]} ({'below ' if speeds[name][1] else ''}{speeds[name][0]:.2g})"
+    ordered = sorted(speeds, key=lambda name: -speeds[name][0])
+    groups = {
+        "Ahead": [name for name in ordered if speeds[name][0] > 1.1],
+        "Level, within a tenth": [name for name in ordered if 1 / 1.1 <= speeds[name][0] <= 1.1],
+        "Behind": [name for name in ordered if speeds[name][0] < 1 / 1.1],
+    }
+    lines = [
+        f"- **{title}** on {len(names)}: {', '.join(map(said, names))}.\n" for title, names in groups.items() if names
+    ]
+    mean, share = geometric([speed for speed, _ in speeds.values()]), sum(loss <= 1.1 for loss in losses)
+    return "".join(lines) + (
+        f"- In the geometric mean {mean:.2f} times as fast as the best rival, with {geometric(steps):.2f} of tuned "
+        f"AdamW's steps; the loss at equal time is at most 1.1 times the best rival's in {share} of {len(losses)}.\n"
+    )
+
+
+SENTENCES: dict[str, Callable[[], str]] = {"where": where}
+
+
+def rendered(page: str) -> str:
+    """A page with its results as they are stored.
+
+    Raises:
+        KeyError: the page has a place for results that are not stored.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        what = match["what"]
+        if what in SENTENCES:
+            return match[1] + SENTENCES[what]() + match[5]
+        stored = Stored.read(what)
+        if stored is None:
+            raise KeyError(f"{what}: no results in {RESULTS}; python tests/benchmarks/bench_all.py --only {what}")
+        return f"{match[1]}\n{markdown(stored.tables[int(match['index'] or 0)])}\n{origin(stored)}{match[5]}"
+
+    return REGION.sub(fill, page)
+
+
+def main() -> None:
+    for path in PAGES:
+        text = path.read_text("utf-8")
+        if (new := rendered(text)) != text:
+            path.write_text(new, "utf-8")
+            print(path.relative_to(ROOT))
+    for name, command in PICTURES.items():
+        runs = RESULTS / f"{name}.runs.json"
+        if runs.exists():
+            script, *rest = command.format(runs=runs).split()
+            here = Path(__file__).parent
+            subprocess.run([sys.executable, str(here / script), *rest], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()
