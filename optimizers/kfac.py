@@ -102,8 +102,8 @@ class KFAC(SecondOrderOptimizer):
         adaptive: find step size, momentum and damping; `step` then needs a closure.
         factor_decay: decay of the running averages of the factors, per renewal.
         factor_every: steps from one renewal of the factors to the next, shorter at first, growing by one step every ten
-            steps. None: likewise up to ten, and up to fifty where a renewal changes the factors by less than a tenth; with
-            `adaptive` 3.
+            steps. None: likewise up to ten, and up to fifty where a renewal changes the factors by less than a tenth;
+            with `adaptive` 3.
         decompose_every: steps from one inversion of a block to the next, at steps that renew; likewise. None: once the
             factors of the block have changed by a tenth, or by more where a block is large; with `adaptive` 3.
         seed: of the random vectors; the global random state is not touched.
