@@ -5,7 +5,8 @@ A page says where a table belongs by two comments, between which nobody writes b
     <!-- results: per_sample -->          the first table of docs/results/per_sample.json; `per_sample 1` is the second
     <!-- end of results -->
 
-`where` is the list of families where KFAC is ahead, level and behind.
+`families` is the list of families where KFAC is ahead, level and behind; `rows_of_per_sample` says on which rows of the
+tables ours is the fastest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent))
@@ -64,7 +66,26 @@ def origin(stored: Stored) -> str:
     )
 
 
-def where() -> str:
+def rows_of(name: str) -> str:
+    """On how many rows ours is the fastest, and by how much it is behind on the others."""
+    stored = Stored.read(name)
+    assert stored is not None
+    total, behind = 0, []
+    for table in stored.tables:
+        peers = table.columns[table.columns.index("curvature") :]
+        for row in table.rows:
+            found = [re.match(r"\d[\d.]*", cell) for cell in row[-len(peers) :]]
+            ours, others = found[0], [float(one[0]) for one in found[1:] if one]
+            if ours is None or not others:
+                continue
+            total += 1
+            if (ratio := float(ours[0]) / min(others)) > 1:
+                behind.append((ratio, f"{row[0].split(',')[0]}, {row[1]} ({ratio:.2f} times the best)"))
+    listed = "; ".join(text for _, text in sorted(behind, reverse=True))
+    return f"The fastest on {total - len(behind)} of {total} rows{f'. Behind: {listed}' if behind else ''}.\n"
+
+
+def families() -> str:
     """KFAC beside the best rival, by family, in one line each."""
     from _generality_report import Result
     from _generality_scores import geometric
@@ -96,7 +117,10 @@ def where() -> str:
     )
 
 
-SENTENCES: dict[str, Callable[[], str]] = {"where": where}
+SENTENCES: dict[str, Callable[[], str]] = {
+    "families": families,
+    **{f"rows_of_{name}": partial(rows_of, name) for name in ("per_sample", "larger", "matrices")},
+}
 
 
 def rendered(page: str) -> str:
