@@ -41,6 +41,7 @@ COMMANDS: dict[str, tuple[str, float]] = {
     "compression": ("tests/benchmarks/compression.py --seeds 1", 2),
     "poisson": ("tests/benchmarks/poisson.py --seconds 40 --seeds 1", 7),
     "prices": ("tests/benchmarks/step_overhead.py --families --steps 300", 4),
+    "silently_wrong": ("tests/benchmarks/silently_wrong.py --json docs/results/silently_wrong.runs.json", 2),
     "race": ("tests/benchmarks/race.py --json docs/results/race.runs.json", 40),
     "generality": ("tests/benchmarks/generality.py --json docs/results/generality.runs.json", 45),
 }

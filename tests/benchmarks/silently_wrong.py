@@ -1,0 +1,323 @@
+"""Where peers return a wrong number, or leave a parameter out, without an error or a warning; ours on the same cases.
+
+Every call of a peer is tried on every case. The truth comes from loops over samples and plain autograd, all in float64.
+The first table counts, the second has a line for each case in which calls of a peer are silently wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "tests")) if path not in sys.path]
+
+import _silently_wrong_calls as of_matrices  # noqa: E402
+import _silently_wrong_uses as of_uses  # noqa: E402
+from _silently_wrong_calls import Call, Named, NoCase  # noqa: E402
+from _silently_wrong_cases import CASES, Case  # noqa: E402
+
+CALLS: list[Call] = [
+    of_matrices.BackPACKRows(),
+    of_matrices.BackPACKDiagonal(),
+    of_matrices.BackPACKHessian(),
+    of_matrices.BackPACKFactors(),
+    of_matrices.OpacusRows(),
+    of_matrices.OpacusNorms(),
+    of_matrices.CurvlinopsGGN(),
+    of_matrices.CurvlinopsHessian(),
+    of_matrices.CurvlinopsEF(),
+    of_matrices.CurvlinopsKFAC(),
+    of_matrices.NNGeometryDense(),
+    of_matrices.NNGeometryFactors(),
+    of_uses.LaplaceFull(),
+    of_uses.LaplaceFactors(),
+    of_uses.LaplaceLast(),
+    of_uses.SINGDInputs(),
+    of_uses.SINGDTrained(),
+    of_matrices.VmapRows(),
+    of_matrices.FuncHessian(),
+    of_matrices.AutogradHessian(),
+    of_uses.FuncLaplacian(),
+    of_uses.LaplacianGradient(),
+]
+TOLERANCE = 1e-6
+OUTCOMES = "right", "raises", "warned", "wrong"
+PEERS = {
+    "backpack-for-pytorch": "BackPACK",
+    "opacus": "Opacus",
+    "curvlinops-for-pytorch": "curvlinops",
+    "nngeometry": "nngeometry",
+    "laplace-torch": "laplace-torch",
+    "singd": "singd",
+    "torch": "torch",
+}
+# Warnings that come with right results, too.
+UNRELATED = "Full backward hook is firing", "There is a performance drop", "Using padding='same'", "`torch.jit"
+GROUPS = "documented: one factor for all groups of channels"
+LAST_LAYER = "documented: the last layer has to be linear (of a function after it nothing is said)"
+TOKENS = "documented in a private function: further axes count as samples"
+TRAINED = "documented: trains what it supports; the warning about the rest that it promises does not come"
+NEIGHBOURS = "a sample's row depends on the others' labels"
+# What the peers' documentation says, or one has to know; by call and case.
+NOTES = {
+    ("`KFACLinearOperator`", "grouped convolution"): GROUPS,
+    ('`Laplace(..., "all", "kron")`', "grouped convolution"): GROUPS,
+    ('`Laplace(..., hessian_structure="full")`', "bounded regression"): LAST_LAYER,
+    ('`Laplace(..., hessian_structure="full")`', "temperature"): LAST_LAYER,
+    ("`EFLinearOperator`", "mean over tokens"): TOKENS,
+    ("`EFLinearOperator`", "tokens folded into the batch"): TOKENS,
+    ("`EFLinearOperator`", "logits folded into the batch"): TOKENS,
+    ("`EFLinearOperator`", "several outputs"): "three times the formula in its documentation",
+    ("`SINGD` (what it trains)", "position embedding"): TRAINED,
+    ("`SINGD` (what it trains)", "learnt scale"): TRAINED,
+    ("`SINGD` (what it trains)", "low rank adapter"): TRAINED,
+    ("`SINGD` (what it trains)", "weight norm"): TRAINED,
+    ("`torch.func.hessian`", "padding index"): "documented: differences and gradients are not the same at this row",
+    ("`torch.func.hessian`", "layer norm"): "related: pytorch issue 196700",
+    ("backward pass of the Laplacian (`torch.autograd`)", "physics informed network with layer norm"): (
+        "pytorch issue 175754"
+    ),
+    **{
+        (call, case): NEIGHBOURS
+        for call in ("`GradSampleModule`", "ghost clipping (norms)")
+        for case in ("class weights", "unlabelled samples", "padded sentences")
+    },
+    **{
+        (call, "tokens folded into the batch"): "documented: the first axis of every layer's input is the batch"
+        for call in ("`GradSampleModule`", "ghost clipping (norms)")
+    },
+    **{
+        (call, "padding index"): "torch's forward mode; the matrix is not symmetric"
+        for call in (*(f"`{kind}LinearOperator`" for kind in ("GGN", "Hessian", "EF")), '`Laplace(..., "all", "full")`')
+    },
+    **{
+        ("`HessianLinearOperator`", case): "a second derivative of torch.func"
+        for case in ("layer norm", "instance norm")
+    },
+}
+
+
+def relative_error(found: Named, truth: Named) -> float:
+    """Infinite where shapes differ."""
+    difference = size = 0.0
+    for name, wanted in truth.items():
+        value = found.get(name, torch.zeros_like(wanted)).detach()
+        if value.shape != wanted.shape:
+            return float("inf")
+        difference += float((value - wanted).square().sum())
+        size += float(wanted.square().sum())
+    return (difference / size) ** 0.5
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What is warned of or logged inside."""
+    messages: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    listener = Listener(logging.WARNING)
+    logging.getLogger().addHandler(listener)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield messages
+        silent = DeprecationWarning | SyntaxWarning | FutureWarning | PendingDeprecationWarning
+        texts = [str(w.message) for w in caught if not issubclass(w.category, silent)]
+        messages += [text for text in texts if not text.startswith(UNRELATED)]
+    finally:
+        logging.getLogger().removeHandler(listener)
+
+
+def finding(call: Call, found: Named, truth: Named, error: float) -> str:
+    if isinstance(call, of_uses.SINGDTrained):
+        return "does not train " + ", ".join(f"`{name}`" for name in truth if not found[name])
+    if error == float("inf"):
+        name = next(name for name in truth if found[name].shape != truth[name].shape)
+        size, wanted = len(found[name]), len(truth[name])
+        return f"{size} rows for {wanted} samples" if name else f"a matrix of {size} parameters for {wanted}"
+    return f"{100 * error:.2g} %" if error < 0.995 else f"{100 * error:.0f} %"
+
+
+def short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:100]
+
+
+def attempt(call: Call, make: Any) -> dict[str, Any]:
+    """The outcome of a call on a case: "right", "raises", "warned", "wrong" or "no case"."""
+    try:
+        truth = call.truth(make())
+    except NoCase as reason:
+        return {"outcome": "no case", "why": str(reason)}
+    case: Case = make()
+    with heard() as messages:
+        try:
+            found = call.theirs(case)
+        except NoCase as reason:
+            return {"outcome": "no case", "why": str(reason)}
+        except Exception as error:
+            result = {"outcome": "raises", "why": short(error)}
+        else:
+            result = {"outcome": "right"}
+    if result["outcome"] == "right":
+        error = relative_error(found, truth)
+        if not error < TOLERANCE:
+            result = {"outcome": "warned", "why": messages[0][:100]} if messages else wrong(call, make, found, truth)
+    return {**result, **our_outcome(call, make)}
+
+
+def wrong(call: Call, make: Any, found: Named, truth: Named) -> dict[str, Any]:
+    error, name = relative_error(found, truth), make().name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            is_right = bool(call.other_name) and relative_error(call.other(make()), truth) < TOLERANCE
+        except Exception:
+            is_right = False
+    return {
+        "outcome": "wrong",
+        "error": None if error == float("inf") else error,
+        "finding": finding(call, found, truth, error),
+        "note": NOTES.get((call.name, name), ""),
+        "right_with": call.other_name if is_right else "",
+    }
+
+
+def our_outcome(call: Call, make: Any) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = call.ours(make())
+        except (ValueError, NotImplementedError, TypeError) as error:
+            return {"ours": None, "ours_refused": short(error)}
+    return {"ours": relative_error(found, call.truth_of_ours(make()))}
+
+
+@contextmanager
+def settings() -> Iterator[None]:
+    """Double precision and one thread inside; our log about fallbacks is off."""
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    ours = logging.getLogger("curvature"), logging.getLogger("optimizers")
+    states = [log.disabled for log in ours]
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    try:
+        for log in ours:
+            log.disabled = True
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_num_threads(threads)
+        for log, state in zip(ours, states, strict=True):
+            log.disabled = state
+
+
+def run(calls: list[Call]) -> list[dict[str, Any]]:
+    rows = []
+    with settings():
+        for call in calls:
+            for name, make in CASES.items():
+                row = {"peer": call.peer, "call": call.name, "case": name, **attempt(call, make)}
+                if row["outcome"] != "no case":
+                    rows.append(row)
+    return rows
+
+
+def installed() -> dict[str, str]:
+    found = {}
+    for name in PEERS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            print(f"{name} is not installed", file=sys.stderr)
+    return found
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Ours."""
+    if row["ours"] is None:
+        return "refused: " + row["ours_refused"].partition(": ")[2].partition(";")[0].replace("|", "/")
+    return f"right ({row['ours']:.0e})" if row["ours"] < TOLERANCE else f"WRONG ({row['ours']:.0e})"
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+
+def summary(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """One line for each peer, and one for ours on the same cases."""
+    lines = []
+    for peer, version in versions.items():
+        own = [row for row in rows if row["peer"] == peer]
+        counts = [sum(row["outcome"] == outcome for row in own) for outcome in OUTCOMES]
+        lines.append(
+            [f"{PEERS[peer]} {version}", str(len({row["call"] for row in own})), *map(str, [len(own), *counts])]
+        )
+    right = sum(row["ours"] is not None and row["ours"] < TOLERANCE for row in rows)
+    refused = sum(row["ours"] is None for row in rows)
+    lines.append(["ours", "the same", *map(str, [len(rows), right, refused, 0, len(rows) - right - refused])])
+    head = ["", "calls", "calls on cases", "right", "raises", "wrong, with a warning", "silently wrong"]
+    return table(head, lines)
+
+
+def details(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """One line for each peer and case."""
+    lines = []
+    for peer, version in versions.items():
+        title, own = f"{PEERS[peer]} {version}", [row for row in rows if row["peer"] == peer]
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in own:
+            if row["outcome"] == "wrong":
+                found.setdefault(CASES[row["case"]]().did, []).append(row)
+        for did, calls in found.items():
+            theirs = "; ".join(f"{row['call']} {row['finding']}" for row in calls)
+            ours = max(calls, key=lambda row: row["ours"] or 0)
+            lines.append([title, did, theirs, cell(ours), "; ".join(notes(calls))])
+        if not found:
+            lines.append([title, f"none found in the {len({row['case'] for row in own})} cases tried", "", "", ""])
+    return table(["", "what the user did", "theirs, off by", "ours", "notes"], lines)
+
+
+def notes(rows: list[dict[str, Any]]) -> list[str]:
+    """Of one case; with the calls that each is about, unless it is about all."""
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        for note in (row["note"], row["right_with"] and f"right with {row['right_with']}"):
+            if note:
+                about.setdefault(note, []).append(row["call"])
+    return [note if len(calls) == len(rows) else f"{', '.join(calls)}: {note}" for note, calls in about.items()]
+
+
+def stored(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """As JSON, a result in each line."""
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    return f'{{"versions": {json.dumps(versions)},\n"results": [\n{lines}\n]}}\n'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), help="these peers alone")
+    parser.add_argument("--json", type=Path, help="store every outcome in this file")
+    options = parser.parse_args()
+    versions = {peer: version for peer, version in installed().items() if peer in options.only}
+    rows = run([call for call in CALLS if call.peer in versions])
+    print(f"{summary(rows, versions)}\n\n{details(rows, versions)}")
+    if options.json:
+        options.json.write_text(stored(rows, versions), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

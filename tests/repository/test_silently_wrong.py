@@ -1,0 +1,93 @@
+"""Where peers are silently wrong: what is stored is what they do, and ours is right, or refuses, in every row."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from support.architecture import ROOT
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+STORED = json.loads((ROOT / "docs" / "results" / "silently_wrong.runs.json").read_text("utf-8"))
+MODULES = {
+    "backpack-for-pytorch": "backpack",
+    "opacus": "opacus",
+    "curvlinops-for-pytorch": "curvlinops",
+    "nngeometry": "nngeometry",
+    "laplace-torch": "laplace",
+    "singd": "singd",
+    "torch": "torch",
+}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("silently_wrong")
+
+
+def outcome(script: ModuleType, call: str, case: str) -> dict[str, Any]:
+    (found,) = (one for one in script.CALLS if one.name == call)
+    with script.settings():
+        return script.attempt(found, script.CASES[case])
+
+
+@pytest.mark.parametrize("peer", MODULES)
+def test_a_peer_does_what_is_stored_and_ours_is_right(script: ModuleType, peer: str) -> None:
+    pytest.importorskip(MODULES[peer], reason="a peer of the bench extra is missing: make test installs it")
+    is_the_same = metadata.version(peer).partition("+")[0] == STORED["versions"][peer].partition("+")[0]
+    rows = [row for row in STORED["results"] if row["peer"] == peer and row["outcome"] == "wrong"]
+    for row in rows:
+        found = outcome(script, row["call"], row["case"])
+        assert found["ours"] is None or found["ours"] < script.TOLERANCE, row
+        if is_the_same:
+            assert (found["outcome"], found["finding"]) == ("wrong", row["finding"]), row
+
+
+@pytest.mark.parametrize("peer", MODULES)
+def test_every_call_is_right_somewhere(script: ModuleType, peer: str) -> None:
+    """So that a difference is that of the case."""
+    pytest.importorskip(MODULES[peer], reason="a peer of the bench extra is missing: make test installs it")
+    for call in script.CALLS:
+        if call.peer == peer:
+            is_physics = "Laplacian" in type(call).__name__
+            found = outcome(script, call.name, "physics informed network" if is_physics else "plain")
+            assert found["outcome"] == "right" and found["ours"] < script.TOLERANCE, call.name
+
+
+def test_ours_was_right_or_refused_in_every_case_that_is_stored(script: ModuleType) -> None:
+    assert all(
+        row["ours_refused"] if row["ours"] is None else row["ours"] < script.TOLERANCE for row in STORED["results"]
+    )
+    assert {row["peer"] for row in STORED["results"]} == script.PEERS.keys() == MODULES.keys()
+    assert {row["call"] for row in STORED["results"]} == {call.name for call in script.CALLS}
+
+
+def test_notes_are_of_rows_that_are_there(script: ModuleType) -> None:
+    assert script.NOTES.keys() <= {(row["call"], row["case"]) for row in STORED["results"] if row["outcome"] == "wrong"}
+
+
+def test_a_parameter_that_is_left_out_counts_as_zero_and_another_shape_as_no_result(script: ModuleType) -> None:
+    truth = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}
+    assert script.relative_error(truth, truth) == 0
+    assert script.relative_error({"b": torch.tensor([4.0])}, truth) == pytest.approx(3 / 5)
+    assert script.relative_error({**truth, "a": torch.zeros(2)}, truth) == float("inf")
+
+
+def test_what_a_peer_says_is_heard(script: ModuleType) -> None:
+    import logging
+    import warnings
+
+    with script.heard() as messages:
+        warnings.warn("of a layer", stacklevel=1)
+        warnings.warn("Full backward hook is firing without inputs", stacklevel=1)
+        logging.getLogger("peer").warning("of %s", "a log")
+    assert sorted(messages) == ["of a layer", "of a log"]
