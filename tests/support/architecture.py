@@ -30,10 +30,7 @@ FLOORS = {
     "plots": 4,
     "matrices": 5,
     "preconditioners": 5,
-    "posteriors": 6,
-    "attribution": 6,
-    "compression": 6,
-    "projections": 5,
+    "uses": 6,
     "laplace_backend": 7,
 }
 # What may be imported from outside, beside the standard library and torch.
@@ -41,8 +38,7 @@ LIBRARIES = {
     "gradients": {"numpy"},  # arrays in messages, and its random state, which a sampler may draw from
     "operators": {"scipy"},
     "matrices": {"tqdm"},
-    "attribution": {"tqdm"},
-    "projections": {"numpy", "tqdm"},
+    "uses": {"numpy", "tqdm"},
     "laplace_backend": {"laplace"},
     "plots": {"matplotlib", "numpy"},
 }

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvature.compression.quadratic_blocks import blocks_of, usual_damping
 from curvature.linalg import cholesky, full_precision
 from curvature.operators import Diagonal, Kronecker, Operator, Parameters, RowBlocks, flat_parameters
+from curvature.uses.compression.quadratic_blocks import blocks_of, usual_damping
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import curvature
-import curvature.projections.projection
 import curvature.terms.projections
-from curvature.projections import Projection
+import curvature.uses.projections.projection
+from curvature.uses.projections import Projection
 from support.cases.case import Raw, seeded
 from support.layer_table import LAYERS
 from support.oracles.brute_force import per_sample_gradients, trainable
@@ -26,7 +26,7 @@ PROJECTIONS = [curvature.SignProjection(6), curvature.NormalProjection(6), curva
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small layers have several."""
-    monkeypatch.setattr(curvature.projections.projection, "BLOCK_ENTRIES", 50)
+    monkeypatch.setattr(curvature.uses.projections.projection, "BLOCK_ENTRIES", 50)
     monkeypatch.setattr(curvature.terms.projections, "PIECE_ENTRIES", 70)
 
 
@@ -167,7 +167,7 @@ class Largest(TorchDispatchMode):
 
 def test_neither_gradients_nor_map_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer of 14,400 weights at 30 samples, with a map to 64."""
-    monkeypatch.setattr(curvature.projections.projection, "BLOCK_ENTRIES", 10_000)
+    monkeypatch.setattr(curvature.uses.projections.projection, "BLOCK_ENTRIES", 10_000)
     monkeypatch.setattr(curvature.terms.projections, "PIECE_ENTRIES", 20_000)
     model, x, y = nn.Linear(120, 120), torch.randn(30, 2, 120), torch.randn(30, 2, 120)
     for projection, most in ((curvature.SignProjection(64), 20_000), (curvature.KroneckerProjection(8), 14_400)):
@@ -180,8 +180,8 @@ def test_neither_gradients_nor_map_exist(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("small_pieces")
 def test_rows_that_are_not_looked_up_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
-    kept = curvature.projections.projection._signs
-    monkeypatch.setattr(curvature.projections.projection, "_signs", lambda *a: drawn.append(a[0]) or kept(*a))
+    kept = curvature.uses.projections.projection._signs
+    monkeypatch.setattr(curvature.uses.projections.projection, "_signs", lambda *a: drawn.append(a[0]) or kept(*a))
     model = Raw(lambda m, x: m.table(x).sum(1), table=nn.Embedding(1000, 5)).double()
     x, y = torch.tensor([[3, 7], [7, 999]]), torch.randn(2, 5).double()
     found = curvature.per_sample_projections(model, LOSS, x, y, curvature.SignProjection(10))

@@ -15,9 +15,9 @@ from curvature.linalg import NotDefinite, psd_eigh
 from curvature.losses import Loss
 from curvature.matrices import DataSource, RecordedBatch
 from curvature.operators import BlockDiagonal
-from curvature.posteriors.labels import LabelDistribution, Prediction
-from curvature.posteriors.layered import LayeredCurvature, positive_scalar
-from curvature.posteriors.outputs import output_covariance
+from curvature.uses.posteriors.labels import LabelDistribution, Prediction
+from curvature.uses.posteriors.layered import LayeredCurvature, positive_scalar
+from curvature.uses.posteriors.outputs import output_covariance
 
 Prior = float | Tensor | Mapping[str, float]
 

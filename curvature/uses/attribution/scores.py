@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvature.attribution.eigenbases import Eigenbases, Terms
-from curvature.attribution.queries import Queries, compress, joined, pieces
 from curvature.gradients import Batch, number_of_batches, pairs, require_order, require_pairs, sample_terms
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss
@@ -19,6 +17,8 @@ from curvature.matrices import ekfac
 from curvature.operators import BlockDiagonal, Operator
 from curvature.recording import trained_parameters
 from curvature.terms import OuterProduct, Term, gradients
+from curvature.uses.attribution.eigenbases import Eigenbases, Terms
+from curvature.uses.attribution.queries import Queries, compress, joined, pieces
 
 InBases = Callable[[Operator, Terms], Eigenbases]
 Score = Callable[[Mapping[str, list[Term]], Mapping[str, Queries]], dict[str, Tensor]]

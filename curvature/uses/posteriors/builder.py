@@ -14,10 +14,10 @@ from curvature.linalg import widen, widest
 from curvature.losses import Loss
 from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac
 from curvature.operators import BlockDiagonal, Diagonal, SampleSpace, Space
-from curvature.posteriors.labels import LabelDistribution, labels_of
-from curvature.posteriors.layered import LayeredCurvature, module_of, positive_scalar
-from curvature.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws
 from curvature.recording import trained_parameters, unwrap_compiled
+from curvature.uses.posteriors.labels import LabelDistribution, labels_of
+from curvature.uses.posteriors.layered import LayeredCurvature, module_of, positive_scalar
+from curvature.uses.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws
 
 Build = Callable[[nn.Module, Loss, Any, Space], BlockDiagonal]  # of the parameters of a space
 

@@ -6,7 +6,7 @@ distribution; `builder` makes the curvature of the summed loss (`curvature.matri
 layer by layer; `outputs` carries the covariance over to the outputs.
 """
 
-from curvature.posteriors.builder import laplace
-from curvature.posteriors.posterior import LaplacePosterior, Prediction
+from curvature.uses.posteriors.builder import laplace
+from curvature.uses.posteriors.posterior import LaplacePosterior, Prediction
 
 __all__ = ["LaplacePosterior", "Prediction", "laplace"]

@@ -4,7 +4,7 @@ In: a matrix of curvature (`curvature.operators`) and the parameters where it wa
 (`saliencies`), and new parameters by name with zeros (`prune`) or few levels (`quantize`), for which others make up.
 """
 
-from curvature.compression.pruning import prune, saliencies
-from curvature.compression.rounding import quantize
+from curvature.uses.compression.pruning import prune, saliencies
+from curvature.uses.compression.rounding import quantize
 
 __all__ = ["prune", "quantize", "saliencies"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvature.gradients import Batch, either_form, sample_terms
 from curvature.losses import Loss
-from curvature.projections.projection import Projection
+from curvature.uses.projections.projection import Projection
 
 
 @either_form

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
-from curvature.posteriors import outputs
+from curvature.uses.posteriors import outputs
 from support.cases.case import seeded
 from support.comparisons import matches
 from support.oracles.brute_force import Matrices, positions

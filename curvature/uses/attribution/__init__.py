@@ -4,6 +4,6 @@ In: a trained model, a loss, training data, queries, and a matrix of curvature (
 of every training sample for every query.
 """
 
-from curvature.attribution.scores import influence, influence_by_parameter, influence_by_place
+from curvature.uses.attribution.scores import influence, influence_by_parameter, influence_by_place
 
 __all__ = ["influence", "influence_by_parameter", "influence_by_place"]

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from curvature.gradients import Batch, digests, either_form, number_of_batches, pairs, require_order, require_pairs
 from curvature.losses import Loss
-from curvature.projections.per_sample import per_sample_projections, require_projection
-from curvature.projections.projection import Projection
 from curvature.recording import trained_parameters
+from curvature.uses.projections.per_sample import per_sample_projections, require_projection
+from curvature.uses.projections.projection import Projection
 
 SECONDS = 1.0  # between two notes of how far the file is
 TOLERANCE = 1e-3  # of a row's norm, between what is stored and what is computed again: other machines round differently
