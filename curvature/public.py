@@ -1,15 +1,5 @@
 """The public names of `curvature`, which imports them when one is first used."""
 
-from curvature.estimators import (
-    hutchinson_diagonal,
-    hutchinson_trace,
-    hutchpp_trace,
-    lanczos_eigenvalues,
-    lanczos_logdet,
-    spectral_density,
-    xdiag,
-    xtrace,
-)
 from curvature.forward_laplacian import laplacian
 from curvature.gradients import (
     Jacobian,
@@ -52,9 +42,17 @@ from curvature.operators import (
     SampleSpace,
     Space,
     conjugate_gradient,
+    hutchinson_diagonal,
+    hutchinson_trace,
+    hutchpp_trace,
+    lanczos_eigenvalues,
+    lanczos_logdet,
     load,
     merge,
     quadratic_penalty,
+    spectral_density,
+    xdiag,
+    xtrace,
 )
 from curvature.preconditioners import LeastSquares
 from curvature.recording import FunctionModel, Tape, Use, capture

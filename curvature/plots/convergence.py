@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullLocator
 from torch import Tensor
 
-from curvature.estimators import Estimate
-from curvature.operators import Operator
+from curvature.operators import Estimate, Operator
 from curvature.plots.style import (
     CURVATURE_UNIT,
     Array,

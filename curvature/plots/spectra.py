@@ -11,7 +11,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from curvature import estimators
+from curvature import operators
 from curvature.linalg import eigenvalue_rounding
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator
 from curvature.plots.style import (
@@ -119,7 +119,7 @@ def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = 
 
 def _density(item: Any, name: str) -> tuple[Array, Array]:
     """The checked grid and density."""
-    pair = estimators.spectral_density(item) if isinstance(item, Operator) else item
+    pair = operators.spectral_density(item) if isinstance(item, Operator) else item
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
         raise TypeError(f"{name}: expected an operator or a pair (grid, density), found {type(item).__name__}")
     x, y = to_vector(pair[0], f"{name}: grid"), to_vector(pair[1], f"{name}: density")

@@ -16,12 +16,11 @@ from curvature.estimators import (
     lanczos_eigenpairs,
     lanczos_eigenvalues,
     lanczos_logdet,
-    spectra,
     spectral_density,
     xdiag,
     xtrace,
 )
-from curvature.operators import Dense, Diagonal
+from curvature.operators import Dense, Diagonal, spectra
 from support.structures import Source, blocks, dense, structures
 
 TRACES = {f.__name__: f for f in (hutchinson_trace, hutchpp_trace, xtrace)}
