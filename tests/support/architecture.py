@@ -31,7 +31,6 @@ FLOORS = {
     "matrices": 5,
     "preconditioners": 5,
     "uses": 6,
-    "laplace_backend": 7,
 }
 # What may be imported from outside, beside the standard library and torch.
 LIBRARIES = {
@@ -39,7 +38,6 @@ LIBRARIES = {
     "operators": {"scipy"},
     "matrices": {"tqdm"},
     "uses": {"numpy", "tqdm"},
-    "laplace_backend": {"laplace"},
     "plots": {"matplotlib", "numpy"},
 }
 FILE_LINES, FUNCTION_LINES = 600, 60

@@ -1,8 +1,10 @@
-"""The backend for laplace-torch, against brute force and against laplace-torch's own backends."""
+"""The backend for laplace-torch in the examples, against brute force and against laplace-torch's own backends."""
 
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::Deprecat
 
 from laplace.curvature import BackPackGGN, CurvatureInterface, EFInterface, GGNInterface  # noqa: E402
 
-from curvature.laplace_backend import CurvatureEF, CurvatureGGN, CurvatureHessian  # noqa: E402
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+from laplace_backend import CurvatureEF, CurvatureGGN, CurvatureHessian, main  # noqa: E402
 
 LIKELIHOODS = {
     "classification": (nn.CrossEntropyLoss(reduction="sum"), 1),
@@ -174,6 +177,11 @@ def test_sampled_labels_follow_the_global_seed():
 def entries(backend: CurvatureInterface, name: str, x: Tensor, y: Tensor, **options: int) -> Tensor:
     found = getattr(backend, name)(x, y, N=7, **options)[1]
     return found if isinstance(found, Tensor) else found.to_matrix()
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]):
+    main()
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["full", "kron", "diag"]
 
 
 def test_every_backend_is_one_of_theirs():

@@ -1,14 +1,13 @@
 """A backend for laplace-torch: its posteriors on this package's exact curvature, for every layer type.
 
-::
+    python examples/laplace_backend.py        # a network that laplace-torch's own backends refuse: it has a LayerNorm
 
-    from curvature.laplace_backend import CurvatureGGN
-    from laplace import Laplace
+Copy the file into your project, and give one of its classes to laplace-torch 0.3::
 
     la = Laplace(model, "classification", hessian_structure="kron", backend=CurvatureGGN)
 
-In: what `laplace.curvature.CurvatureInterface` (laplace-torch 0.3) asks for. Out: numbers in its units, those of the
-loss summed over the samples, halved for squared errors. `curvature` does not import this module.
+In: what `laplace.curvature.CurvatureInterface` asks for. Out: numbers in its units, those of the loss summed over the
+samples, halved for squared errors.
 """
 
 from __future__ import annotations
@@ -17,22 +16,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from laplace import Laplace
+from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
+from laplace.utils import Kron
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from curvature.gradients import per_sample_gradients
-from curvature.losses import Injection, empirical, exact, sampled
-from curvature.matrices import Structure, fisher, fisher_diagonal, hessian, kfac, per_sample_jacobians
-from curvature.operators import Kronecker, Operator
-from curvature.recording import trained_alone
-
-try:
-    from laplace.curvature import CurvatureInterface, EFInterface, GGNInterface
-    from laplace.utils import Kron
-except ImportError as missing:
-    raise ImportError(
-        f"curvature.laplace_backend needs laplace-torch 0.3 and what that imports ({missing}); "
-        "curvature.laplace makes Laplace posteriors without it"
-    ) from missing
+from curvature import (
+    Injection,
+    Kronecker,
+    Operator,
+    empirical,
+    exact,
+    fisher,
+    fisher_diagonal,
+    hessian,
+    kfac,
+    per_sample_gradients,
+    per_sample_jacobians,
+    sampled,
+)
 
 __all__ = ["CurvatureEF", "CurvatureGGN", "CurvatureHessian"]
 
@@ -44,31 +47,30 @@ class CurvatureBackend(CurvatureInterface):
         """Jacobians (N, *outputs, P) and outputs (N, *outputs); differentiable ones are laplace-torch's own."""
         if enable_backprop:
             return super().jacobians(x, enable_backprop=True)
-        with self._trained():
-            found = per_sample_jacobians(self.model, arguments(x))
+        found = per_sample_jacobians(self.model, arguments(x), parameters=self._names())
         parameters = dict(self.model.named_parameters())
         rows = [own.reshape(*own.shape[: own.ndim - parameters[name].ndim], -1) for name, own in found.items()]
         return self._chosen(self._own(torch.cat(rows, -1))), self._outputs(x)
 
     def gradients(self, x: Any, y: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients (N, P) of the summed loss, and its value."""
-        with self._trained():
-            found = per_sample_gradients(self.model, self.lossfunc, arguments(x), y)
+        found = per_sample_gradients(self.model, self.lossfunc, arguments(x), y, parameters=self._names())
         rows = torch.cat([own.flatten(1) for own in found.values()], 1)
         return self._chosen(rows), self.lossfunc(self._outputs(x), y)
 
     def _problem(self, x: Any, y: Tensor) -> tuple[nn.Module, Any, tuple[Any, Tensor]]:
         return self.model, self.lossfunc, (arguments(x), y)
 
-    def _generator(self) -> torch.Generator:
-        """One that goes on with torch's global random numbers, as laplace-torch's own draws do."""
+    def _options(self) -> dict[str, Any]:
+        """The parameters, and a generator that goes on with torch's global random numbers, as laplace-torch's draws."""
         seed = int(torch.randint(1 << 62, (), device="cpu"))
-        return torch.Generator(self.params[0].device).manual_seed(seed)
+        generator = torch.Generator(self.params[0].device).manual_seed(seed)
+        return {"parameters": self._names(), "generator": generator}
 
-    def _trained(self) -> Any:
-        """Only the parameters of the posterior require a gradient inside: with `last_layer` those of that layer."""
-        own = set(map(id, self.params))
-        return trained_alone(self.model, [name for name, p in self.model.named_parameters() if id(p) in own])
+    def _names(self) -> list[str]:
+        """The parameters of the posterior: with `last_layer` those of that layer."""
+        chosen = set(map(id, self.params))
+        return [name for name, p in self.model.named_parameters() if id(p) in chosen]
 
     def _own(self, found: Tensor) -> Tensor:
         """In the precision of the model, which laplace-torch goes on in; sums here are in single precision at least."""
@@ -94,17 +96,14 @@ class FisherBackend(CurvatureBackend):
 
     def full(self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None) -> tuple[Tensor, Tensor]:
         """Loss and matrix (P, P) of this batch, whatever the number N of all samples."""
-        with self._trained():
-            matrix = fisher(*self._problem(x, y), self.inject(mc_samples), generator=self._generator()).to_dense()
+        matrix = fisher(*self._problem(x, y), self.inject(mc_samples), **self._options()).to_dense()
         return self._loss(x, y), self.factor * self._chosen(self._chosen(self._own(matrix)).mT)
 
     def diag(self, x: Any, y: Tensor, N: int | None = None, mc_samples: int | None = None) -> tuple[Tensor, Tensor]:
         """Loss and diagonal (P,) of the matrix of this batch."""
-        with self._trained():
-            found = fisher_diagonal(*self._problem(x, y), self.inject(mc_samples), generator=self._generator())
-        return self._loss(x, y), self.factor * self._chosen(
-            self._own(torch.cat([own.flatten() for own in found.values()]))
-        )
+        found = fisher_diagonal(*self._problem(x, y), self.inject(mc_samples), **self._options())
+        diagonal = torch.cat([own.flatten() for own in found.values()])
+        return self._loss(x, y), self.factor * self._chosen(self._own(diagonal))
 
     def kron(
         self, x: Any, y: Tensor, N: int, kfac_approx: str = "expand", mc_samples: int | None = None
@@ -119,14 +118,9 @@ class FisherBackend(CurvatureBackend):
         Raises:
             NotImplementedError: a parameter has no pair of factors that laplace-torch can hold.
         """
-        with self._trained():
-            K = kfac(
-                *self._problem(x, y),
-                self.inject(mc_samples),
-                sharing=kfac_approx,
-                structure=vectors_dense(self.model),
-                generator=self._generator(),
-            )
+        dense = vectors_dense(self.model, self._names())
+        problem, inject = self._problem(x, y), self.inject(mc_samples)
+        K = kfac(*problem, inject, sharing=kfac_approx, structure=dense, **self._options())
         found = {name: factors(block, name, len(y), N) for block in K.blocks.values() for name in block.space.names}
         return self._loss(x, y), self.factor * Kron(
             [[self._own(side) for side in found[name]] for name in K.space.names]
@@ -154,27 +148,23 @@ class CurvatureHessian(CurvatureBackend):
     """The Hessian: full or its diagonal. It has no Kronecker factors."""
 
     def full(self, x: Any, y: Tensor, N: int | None = None) -> tuple[Tensor, Tensor]:
-        with self._trained():
-            matrix = hessian(*self._problem(x, y)).to_dense()
+        matrix = hessian(*self._problem(x, y), parameters=self._names()).to_dense()
         return self._loss(x, y), self.factor * self._chosen(self._chosen(self._own(matrix)).mT)
 
     def diag(self, x: Any, y: Tensor, N: int | None = None) -> tuple[Tensor, Tensor]:
-        with self._trained():
-            diagonal = hessian(*self._problem(x, y)).diagonal()
+        diagonal = hessian(*self._problem(x, y), parameters=self._names()).diagonal()
         return self._loss(x, y), self.factor * self._chosen(self._own(diagonal))
 
     def kron(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Kron]:
         raise NotImplementedError("the Hessian has no Kronecker factors; take CurvatureGGN or CurvatureEF")
 
 
-def vectors_dense(model: nn.Module) -> dict[str, Structure]:
+def vectors_dense(model: nn.Module, names: list[str]) -> dict[str, str]:
     """Exact blocks for layers of vectors alone (norms): laplace-torch holds a whole block for a vector anyway."""
-
-    def trained(module: nn.Module) -> list[nn.Parameter]:
-        return [p for p in module.parameters(recurse=False) if p.requires_grad]
-
-    own = {name: trained(module) for name, module in model.named_modules() if name}
-    return {name: "dense" for name, found in own.items() if found and all(p.ndim == 1 for p in found)}
+    trained = {name: p for name, p in model.named_parameters() if name in names}
+    layers = {name.rpartition(".")[0] for name in trained} - {""}
+    vectors = {layer: all(p.ndim == 1 for n, p in trained.items() if n.rpartition(".")[0] == layer) for layer in layers}
+    return {layer: "dense" for layer, are_all in vectors.items() if are_all}
 
 
 def arguments(x: Any) -> Any:
@@ -226,3 +216,25 @@ def vector_block(block: Operator, name: str) -> Tensor:
     unit = torch.zeros(block.space.size, len(positions), dtype=block.space.dtype, device=block.space.device)
     unit[positions, torch.arange(len(positions), device=positions.device)] = 1
     return (block @ unit)[positions]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(200, 4)
+    y = (x[:, :2] + torch.randn(200, 2) > 0).sum(1)
+    model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(50):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    for structure in ("full", "kron", "diag"):
+        la = Laplace(model, "classification", "all", structure, backend=CurvatureGGN)
+        la.fit(DataLoader(TensorDataset(x, y), 20))
+        la.optimize_prior_precision()
+        evidence = float(la.log_marginal_likelihood())
+        print(f"{structure}: prior precision {float(la.prior_precision):.3g}, log marginal likelihood {evidence:.2f}")
+
+
+if __name__ == "__main__":
+    main()
