@@ -7,9 +7,8 @@ penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 """
 
 from curvature.operators.base import Dense, Operator, Scaled, Sum
-from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
+from curvature.operators.block_diagonal import BlockDiagonal, Diagonal
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
-from curvature.operators.costs import DENSE_LIMIT, require_held_size
 from curvature.operators.estimators import (
     Estimate,
     hutchinson_diagonal,
@@ -18,13 +17,11 @@ from curvature.operators.estimators import (
     xdiag,
     xtrace,
 )
-from curvature.operators.export import restore
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
-from curvature.operators.loading import load
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty
 from curvature.operators.sample_space import SampleSpace
-from curvature.operators.space import Space
+from curvature.operators.space import DENSE_LIMIT, Space, require_held_size
 from curvature.operators.spectra import (
     Tridiagonal,
     lanczos,
@@ -33,6 +30,8 @@ from curvature.operators.spectra import (
     lanczos_logdet,
     spectral_density,
 )
+from curvature.operators.storage import restore
+from curvature.operators.wrapped import RowBlocks, load
 
 __all__ = [
     "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Estimate", "Kronecker", "MatrixFree",

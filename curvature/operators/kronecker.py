@@ -25,8 +25,7 @@ from curvature.linalg import (
     try_spd_inverse,
 )
 from curvature.operators.base import Operator
-from curvature.operators.costs import require_dense_size
-from curvature.operators.space import Space
+from curvature.operators.space import Space, require_dense_size
 from curvature.terms import AffineLayout
 
 

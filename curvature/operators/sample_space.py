@@ -21,9 +21,8 @@ from curvature.linalg import (
     require_finite,
 )
 from curvature.operators.base import Operator
-from curvature.operators.costs import require_dense_size
 from curvature.operators.matrix_free import Inverse
-from curvature.operators.space import Space
+from curvature.operators.space import Space, require_dense_size
 
 MAX_BYTES = 1 << 26  # of the intermediate results of products
 
