@@ -21,6 +21,10 @@ class Recorded(NoRule):
     """The model is being recorded (`curvature.capture`), which needs the graph of a plain forward pass."""
 
 
+def _no_rule(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    raise NoRule(str(func))
+
+
 class Jet(Tensor):
     """A tensor that depends on the inputs: `value` (*S), `first` (d, *S), `second` (*S) or None for zero."""
 
@@ -29,17 +33,14 @@ class Jet(Tensor):
     second: Tensor | None
 
     # The mode `Taylor` finds the rules. What bypasses it must fail rather than take a jet for its value.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_dispatch__: Any = classmethod(_no_rule)
 
     @staticmethod
     def __new__(cls, value: Tensor, first: Tensor, second: Tensor | None = None) -> Jet:
         jet = Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)
         jet.value, jet.first, jet.second = value, first, second
         return jet
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NoRule(str(func))
 
     def aligned(self, ndim: int) -> Tensor:
         """`first` reshaped to broadcast with values of `ndim` axes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from curvature.operators.space import (
 from curvature.operators.storage import KINDS, restore, rounded_state, scipy_operator, to_plain_data
 
 T = TypeVar("T")
+log = logging.getLogger("curvature")
 
 
 class Operator(ABC):
@@ -407,8 +409,8 @@ class Scaled(Operator):
         if self.factor > 0:
             try:
                 return inner((self.shift + damping) / self.factor)
-            except NotDefinite:
-                pass
+            except NotDefinite as error:
+                log.info("%r: the dense matrix decides: %s", self, error)
         return dense(self.materialise())
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
