@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded
-from curvature.forward_laplacian.mode import Taylor
+from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded, Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance
 from curvature.recording import graph_leaves, logits, preserve_state, unwrap_compiled, warn_once
