@@ -110,26 +110,26 @@ class BlockDiagonal(Operator):
         Raises:
             KeyError: there is none, or several.
         """
-        found = [
+        matching = [
             block
             for block in self.blocks.values()
             if any(f"{name}.".startswith(f"{layer}.") for name in block.space.names)
         ]
-        if len(found) != 1:
-            there = ", ".join(self.blocks) if not found else ", ".join(block.space.names[0] for block in found)
-            raise KeyError(f"{len(found)} blocks are called {layer!r}: there are {there}")
-        return found[0]
+        if len(matching) != 1:
+            there = ", ".join(self.blocks) if not matching else ", ".join(block.space.names[0] for block in matching)
+            raise KeyError(f"{len(matching)} blocks are called {layer!r}: there are {there}")
+        return matching[0]
 
     def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
         """Apply a function to each block and its rows (P_block, ...) of V, where it is, and concatenate the results."""
         home = self.space.device
         rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         for block in self.blocks.values():
             names = block.space.names
             result = function(block, torch.cat([rows[name] for name in names]).to(block.space.device)).to(home)
-            found.update(zip(names, result.split(block.space.sizes), strict=True))
-        return torch.cat([found[name] for name in self.space.names])
+            results.update(zip(names, result.split(block.space.sizes), strict=True))
+        return torch.cat([results[name] for name in self.space.names])
 
     def _of_blocks(self, function: Callable[[Operator], Tensor]) -> list[Tensor]:
         """What a function gives of each block, on the device of flat vectors."""

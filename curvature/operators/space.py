@@ -122,8 +122,8 @@ class Space:
         batch = first.shape[: first.ndim - len(self.shapes[0])]
         flat = []
         for name, shape in zip(self.names, self.shapes, strict=True):
-            own = self.checked(tensors[name], (*batch, *shape), name, self.devices[name])
-            flat.append(own.reshape(*batch, math.prod(shape)).to(self.device))
+            tensor = self.checked(tensors[name], (*batch, *shape), name, self.devices[name])
+            flat.append(tensor.reshape(*batch, math.prod(shape)).to(self.device))
         return torch.cat(flat, -1)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
@@ -186,8 +186,8 @@ class Space:
         """Lists and strings for `Space.restore`."""
         shapes = [list(shape) for shape in self.shapes]
         dtype = str(self.dtype).removeprefix("torch.")
-        own = {"names": list(self.names), "shapes": shapes, "dtype": dtype, "device": str(self.device)}
-        return {"structure": "Space", **own} | ({"places": list(map(str, self.places))} if self.places else {})
+        fields = {"names": list(self.names), "shapes": shapes, "dtype": dtype, "device": str(self.device)}
+        return {"structure": "Space", **fields} | ({"places": list(map(str, self.places))} if self.places else {})
 
     @staticmethod
     def restore(state: Mapping[str, Any], device: torch.device | str | None = None) -> Space:

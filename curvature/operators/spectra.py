@@ -194,18 +194,18 @@ def _lanczos_from_starts(
     alphas, betas = starts.new_zeros(count, steps), starts.new_zeros(count, steps - 1)
     scale = torch.zeros_like(norms)
     for step in range(steps):
-        known, image = basis[:, : step + 1], (op @ basis[:, step].T).T
+        rows, image = basis[:, : step + 1], (op @ basis[:, step].T).T
         scale = torch.maximum(scale, image.norm(dim=1))
         alphas[:, step] = (basis[:, step] * image).sum(1)
         if step + 1 < steps:
-            rest = _orthogonalize(image, known)
+            rest = _orthogonalize(image, rows)
             beta = rest.norm(dim=1)
             ended = ~(beta > math.sqrt(op.space.size) * eigenvalue_rounding(scale))
             if ended.any():
-                fresh = _orthogonalize(op.space.normal(count, generator).T, known)
+                fresh = _orthogonalize(op.space.normal(count, generator).T, rows)
                 rest, beta = torch.where(ended[:, None], fresh, rest), torch.where(ended, 0, beta)
             betas[:, step] = beta
-            rest = _orthogonalize(rest / rest.norm(dim=1, keepdim=True), known)
+            rest = _orthogonalize(rest / rest.norm(dim=1, keepdim=True), rows)
             basis[:, step + 1] = rest / rest.norm(dim=1, keepdim=True)
     return alphas, betas, basis
 

@@ -146,16 +146,17 @@ def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
         return to_array(values, name).flatten(), to_array(rounding, name).flatten()
     if not isinstance(item, Tensor):
         raise TypeError(f"{name}: expected an operator of curvature or a tensor, found {type(item).__name__}")
-    found = to_array(item, name)
-    if not found.size:
+    entries = to_array(item, name)
+    if not entries.size:
         raise ValueError(f"{name}: no eigenvalues, found shape {tuple(item.shape)}")
     # The diagonal of a weight is two-dimensional, too, but hardly ever symmetric.
-    if found.ndim == 2 and found.any() and found.shape == found.T.shape != (1, 1) and np.allclose(found, found.T):
+    shape = entries.shape
+    if entries.ndim == 2 and entries.any() and shape == shape[::-1] != (1, 1) and np.allclose(entries, entries.T):
         raise ValueError(
             f"{name}: expected eigenvalues or a diagonal, found a symmetric matrix {tuple(item.shape)}. Give the "
             "operator or torch.linalg.eigvalsh of the matrix; if it is a diagonal after all, flatten it"
         )
-    return found.flatten(), np.zeros(found.size)
+    return entries.flatten(), np.zeros(entries.size)
 
 
 @singledispatch

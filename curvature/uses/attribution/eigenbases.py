@@ -48,8 +48,8 @@ class Eigenbases:
         eigen = block.eigen if isinstance(block, Kronecker) else block
         self.bases[space.names[0]] = Basis(scheme, eigen.row_vectors, eigen.column_vectors), eigen
         shapes = ((groups * outputs, inputs),)
-        own = Space(space.names[:1], shapes, space.dtype, space.device)
-        return EigenKronecker(own, AffineLayout(shapes, groups, outputs), None, None, eigen.values, eigen.rounding)
+        weight = Space(space.names[:1], shapes, space.dtype, space.device)
+        return EigenKronecker(weight, AffineLayout(shapes, groups, outputs), None, None, eigen.values, eigen.rounding)
 
     def turn(self, terms: Terms) -> dict[str, list[Term]]:
         """The terms of the parameters of `K`."""

@@ -147,14 +147,14 @@ def _by_parameter(
     asked = (_built(bases.turn(terms)) for terms in itertools.chain([first], queries))
     solved = _solved_queries(bases.K, asked, damping, rank)
     samples = _terms(model, loss, train, sample_dim, names, progress)
-    found = [score(bases.turn(terms), solved) for terms in samples]
-    if not found:
+    scores = [score(bases.turn(terms), solved) for terms in samples]
+    if not scores:
         raise ValueError("train: no batch; an iterator gives its batches once: pass a list or a DataLoader")
     for name in solved:
-        if len({own[name].shape[2:] for own in found}) > 1:
-            places = sorted({own[name].shape[2] for own in found})
+        if len({batch[name].shape[2:] for batch in scores}) > 1:
+            places = sorted({batch[name].shape[2] for batch in scores})
             raise ValueError(f"train: {name} is read at {places} places in different batches: pad all samples alike")
-    return {name: torch.cat([own[name] for own in found], 1) for name in solved}
+    return {name: torch.cat([batch[name] for batch in scores], 1) for name in solved}
 
 
 def _unchanged(K: Operator, terms: Terms) -> Eigenbases:
@@ -186,21 +186,21 @@ def _solved_queries(
     """``(K + damping)^-1 g`` of all queries: of all batches together, or one by one if they are compressed."""
     if rank is None:
         batches = list(asked)
-        asked = [{name: torch.cat([own[name] for own in batches]) for name in K.space.names}]
-    parts = [{name: compress(v, rank) for name, v in _solved(K, own, damping).items()} for own in asked]
-    return {name: joined([own[name] for own in parts]) for name in K.space.names}
+        asked = [{name: torch.cat([batch[name] for batch in batches]) for name in K.space.names}]
+    parts = [{name: compress(v, rank) for name, v in _solved(K, batch, damping).items()} for batch in asked]
+    return {name: joined([batch[name] for batch in parts]) for name in K.space.names}
 
 
 def _solved(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -> dict[str, Tensor]:
     """``(K + damping)^-1 g`` for gradients (Q, *shape) by name; each block with its own damping if none is given."""
     blocks = list(K.blocks.values()) if isinstance(K, BlockDiagonal) and damping is None else [K]
-    found: dict[str, Tensor] = {}
+    solved: dict[str, Tensor] = {}
     for block in blocks:
         space = block.space
         flat = space.flatten({name: queries[name].to(space.dtype) for name in space.names})
-        own = _usual_damping(block) if damping is None else float(damping)
-        found |= space.split(block.solve(flat.mT, own).mT)
-    return found
+        block_damping = _usual_damping(block) if damping is None else float(damping)
+        solved |= space.split(block.solve(flat.mT, block_damping).mT)
+    return solved
 
 
 def _usual_damping(block: Operator) -> float:

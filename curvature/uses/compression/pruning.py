@@ -37,12 +37,12 @@ def saliencies(K: Operator, model: Parameters, damping: float | None = None) -> 
         KeyError: a parameter of K is missing.
     """
     w = _parameters(K.space, model)
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     damping = usual_damping(K) if damping is None else float(damping)
     for block in blocks_of(K):
         alone = block.space.split(curvature_alone(block, damping))
-        found |= {name: w[name].square() * alone[name] / 2 for name in alone}
-    return {name: found[name] for name in w}
+        values |= {name: w[name].square() * alone[name] / 2 for name in alone}
+    return {name: values[name] for name in w}
 
 
 def prune(
@@ -92,8 +92,8 @@ def prune(
             free |= _without_least({name: scores[name] for name in names}, removed)
         for part in parts:
             part.remove(flat_parameters(part.block.space, free).bool(), None if done == rounds else ROUGHLY)
-    found = {name: p for part in parts for name, p in part.block.space.split(part.w).items()}
-    return {name: found[name] for name in space.names}, {name: free[name] for names, _ in groups for name in names}
+    pruned = {name: p for part in parts for name, p in part.block.space.split(part.w).items()}
+    return {name: pruned[name] for name in space.names}, {name: free[name] for names, _ in groups for name in names}
 
 
 def _parameters(space: Space, model: Parameters) -> dict[str, Tensor]:

@@ -31,10 +31,10 @@ def curvature_alone(block: Operator, damping: float) -> Tensor:
     """
     if not isinstance(block, Diagonal):
         return 1 / block.inverse(damping).diagonal()
-    found = block.values + damping
-    if (found < 0).any():
-        raise ValueError(f"{block!r} is indefinite with damping {damping:.3g}: its least entry is {found.min():.3g}")
-    return found
+    damped = block.values + damping
+    if (damped < 0).any():
+        raise ValueError(f"{block!r} is indefinite with damping {damping:.3g}: its least entry is {damped.min():.3g}")
+    return damped
 
 
 class QuadraticBlock:
@@ -80,9 +80,9 @@ class DenseBlock(QuadraticBlock):
         self.inverse = torch.cholesky_inverse(root)
 
     def scores(self) -> Tensor:
-        found = torch.zeros_like(self.w)
-        found[self.free] = self.w[self.free].square() / self.inverse.diagonal() / 2
-        return found
+        scores = torch.zeros_like(self.w)
+        scores[self.free] = self.w[self.free].square() / self.inverse.diagonal() / 2
+        return scores
 
     @full_precision()
     def remove(self, free: Tensor, rtol: float | None = None) -> None:

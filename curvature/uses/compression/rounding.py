@@ -85,28 +85,28 @@ def quantize(
         KeyError: a parameter of K is missing.
     """
     space = K.space
-    wanted = _bits(K, bits)
+    bits_of = _bits(K, bits)
     flat = space.kept(flat_parameters(space, model), (space.size,), "the vector")
     weights = space.split(flat)
-    grids = {name: Grid.of(w, wanted.get(name)).stacked() for name, w in weights.items()}
+    grids = {name: Grid.of(w, bits_of.get(name)).stacked() for name, w in weights.items()}
     damping = usual_damping(K) if damping is None else float(damping)
-    found: dict[str, Tensor] = {}
+    rounded: dict[str, Tensor] = {}
     for block in blocks_of(K):
-        own = flat_parameters(block.space, weights)
+        block_weights = flat_parameters(block.space, weights)
         grid = block.space.flatten({name: grids[name] for name in block.space.names})
-        found |= block.space.split(_rounded(block, own, grid, damping))
-    return {name: found[name] for name in space.names}
+        rounded |= block.space.split(_rounded(block, block_weights, grid, damping))
+    return {name: rounded[name] for name in space.names}
 
 
 def _bits(K: Operator, bits: int | Mapping[str, int]) -> Mapping[str, int]:
     shapes = dict(zip(K.space.names, K.space.shapes, strict=True))
-    wanted = bits if isinstance(bits, Mapping) else {n: bits for n, shape in shapes.items() if len(shape) > 1}
-    for name, own in wanted.items():
+    bits_of = bits if isinstance(bits, Mapping) else {n: bits for n, shape in shapes.items() if len(shape) > 1}
+    for name, number in bits_of.items():
         if len(shapes.get(name, ())) < 2:
             raise ValueError(f"bits: no weight {name} with two dimensions among {', '.join(shapes)}")
-        if isinstance(own, bool) or not isinstance(own, int) or not 1 <= own <= 16:
-            raise ValueError(f"bits: expected a whole number from 1 to 16, found {own!r}")
-    return wanted
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 16:
+            raise ValueError(f"bits: expected a whole number from 1 to 16, found {number!r}")
+    return bits_of
 
 
 def _rounded(block: Operator, w: Tensor, grid: Tensor, damping: float) -> Tensor:
@@ -115,16 +115,16 @@ def _rounded(block: Operator, w: Tensor, grid: Tensor, damping: float) -> Tensor
         return Grid(*grid).nearest(w)
     if isinstance(block, RowBlocks):
         of = lambda part, rows: _rounded(part, rows[:, 0], rows[:, 1:].mT, damping)
-        found = block.inner.by_blocks(of, torch.cat([w[None], grid]).mT[block.order])
-        return torch.empty_like(w).index_copy_(0, block.order, found)
+        permuted = block.inner.by_blocks(of, torch.cat([w[None], grid]).mT[block.order])
+        return torch.empty_like(w).index_copy_(0, block.order, permuted)
     parts = torch.cat([w[None], grid])
     if isinstance(block, Kronecker):
         damped = block.factored_damping(damping)
         arranged = block.arrangement.to_matrices(list(block.space.split(parts).values()))
         rounded = _in_order(arranged[0], Grid(*arranged[1:]), damped.rows, damped.columns, repr(block))
         return torch.cat([part.flatten() for part in block.arrangement.from_matrices(rounded)])
-    whole = block.damped(damping).to_dense()
-    return _in_order(parts[0, None, None], Grid(*parts[1:, None, None]), w.new_ones(1, 1), whole[None], repr(block))[
+    dense = block.damped(damping).to_dense()
+    return _in_order(parts[0, None, None], Grid(*parts[1:, None, None]), w.new_ones(1, 1), dense[None], repr(block))[
         0, 0
     ]
 
@@ -146,9 +146,9 @@ def _in_order(w: Tensor, grid: Grid, rows: Tensor, columns: Tensor, what: str) -
         rounded = torch.where(is_zero[at], 0, grid.at(*at).nearest(w[at] - through - across))
         error[at] = rounded - w[at]
         carried[at] = error[at] + through
-    found = torch.empty_like(w)
-    found[where] = w + error
-    return found
+    result = torch.empty_like(w)
+    result[where] = w + error
+    return result
 
 
 def _by_curvature(side: Tensor, is_free: Tensor) -> Tensor:

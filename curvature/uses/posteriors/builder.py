@@ -29,16 +29,16 @@ def _kfac(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagona
 def _dense(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
     """By the rows of few samples in the widest precision: squares of rows lose half of their digits, below which
     priors are once a model is trained."""
-    found = fisher(model, loss, data, parameters=space.names).compact()
-    if isinstance(found, SampleSpace) and isinstance(found.rows, Jacobian):
+    matrix = fisher(model, loss, data, parameters=space.names).compact()
+    if isinstance(matrix, SampleSpace) and isinstance(matrix.rows, Jacobian):
         wide = replace(space, dtype=widest(space.device.type))
-        found = SampleSpace(wide, found.rows.promoted(wide.dtype), found.scale)
-    return BlockDiagonal(found.space, [found])
+        matrix = SampleSpace(wide, matrix.rows.promoted(wide.dtype), matrix.scale)
+    return BlockDiagonal(matrix.space, [matrix])
 
 
 def _diagonal(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
-    found = fisher_diagonal(model, loss, data, parameters=space.names)
-    return BlockDiagonal(space, [Diagonal(space.subspace([name]), own.flatten()) for name, own in found.items()])
+    diagonal = fisher_diagonal(model, loss, data, parameters=space.names)
+    return BlockDiagonal(space, [Diagonal(space.subspace([name]), d.flatten()) for name, d in diagonal.items()])
 
 
 BUILDS: dict[str, Build] = {

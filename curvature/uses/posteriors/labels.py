@@ -146,16 +146,16 @@ def labels_of(loss: Loss) -> tuple[Any, LabelDistribution]:
     """
     if not callable(loss):
         raise TypeError(f"loss: expected a loss module, found {type(loss).__name__}")
-    known: Any = resolve(loss)
-    reduction_of(known)
-    labels = _LABELS.get(type(known))
-    if labels is None or (isinstance(labels, Poisson) and not known.log_input):
+    module: Any = resolve(loss)
+    reduction_of(module)
+    labels = _LABELS.get(type(module))
+    if labels is None or (isinstance(labels, Poisson) and not module.log_input):
         names = ", ".join(kind.__name__ for kind in _LABELS)
         raise ValueError(
-            f"loss: a posterior needs a likelihood of the labels, and {name_of(known)} has none here; these have one: "
+            f"loss: a posterior needs a likelihood of the labels, and {name_of(module)} has none here; these have one: "
             f"{names} (PoissonNLLLoss with log_input=True), and the functions of the same names"
         )
-    summed = copy.copy(known)
+    summed = copy.copy(module)
     summed.reduction = "sum"
     if hasattr(summed, "full"):
         summed.full = False

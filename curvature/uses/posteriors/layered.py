@@ -51,29 +51,29 @@ class Precision(Operator):
 
     def _damped(self, damping: float) -> tuple[Operator, float, Tensor | None]:
         """``N, d, r`` with ``M + prior + damping = diag(1 / r) (N + d I) diag(1 / r)``; r is None for ones."""
-        whole = self.prior + damping
-        if not whole.ndim:
+        shift = self.prior + damping
+        if not shift.ndim:
             return self.curvature, float(self.prior) + damping, None
-        r = whole.rsqrt()
+        r = shift.rsqrt()
         return Dense(self.space, r[:, None] * self.curvature.to_dense() * r), 1.0, r
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        N, own, r = self._damped(damping)
-        return N._solve(V, own) if r is None else r[:, None] * N._solve(r[:, None] * V, own)
+        N, d, r = self._damped(damping)
+        return N._solve(V, d) if r is None else r[:, None] * N._solve(r[:, None] * V, d)
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        N, own, r = self._damped(damping)
-        return N._inverse_root(Z, own) if r is None else r[:, None] * N._inverse_root(Z, own)
+        N, d, r = self._damped(damping)
+        return N._inverse_root(Z, d) if r is None else r[:, None] * N._inverse_root(Z, d)
 
     def inverse(self, damping: float = 0.0) -> Operator:
-        N, own, r = self._damped(float(damping))
-        found = N.inverse(own)
-        return found if r is None else Dense(self.space, r[:, None] * found.to_dense() * r)
+        N, d, r = self._damped(float(damping))
+        inverse = N.inverse(d)
+        return inverse if r is None else Dense(self.space, r[:, None] * inverse.to_dense() * r)
 
     def logdet(self, damping: float = 0.0) -> Tensor:
-        N, own, r = self._damped(float(damping))
-        found = N.logdet(own)
-        return found if r is None else found - 2 * r.log().sum()
+        N, d, r = self._damped(float(damping))
+        logdet = N.logdet(d)
+        return logdet if r is None else logdet - 2 * r.log().sum()
 
 
 class LayeredCurvature:
@@ -94,8 +94,8 @@ class LayeredCurvature:
         owners: dict[str, str] = {}
         for block in self.blocks:
             names = block.space.names
-            whole = len(self.blocks) == 1
-            owners |= {name: module_of(name if whole else names[0]) for name in names}
+            is_only_one = len(self.blocks) == 1
+            owners |= {name: module_of(name if is_only_one else names[0]) for name in names}
         self.layers = tuple(dict.fromkeys(owners[name] for name in self.space.names))
         self.layer_of = {name: self.layers.index(owners[name]) for name in self.space.names}
         self._spectra: dict[int, Tensor] = {}
@@ -103,8 +103,8 @@ class LayeredCurvature:
 
     def flatten(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Those of the posterior as a flat vector (P,), in the precision of M."""
-        own = {name: parameters[name].detach() for name in self.space.names}
-        return self.space.flatten(own).to(self.space.dtype)
+        tensors = {name: parameters[name].detach() for name in self.space.names}
+        return self.space.flatten(tensors).to(self.space.dtype)
 
     def sums_by_layer(self, each: Tensor) -> Tensor:
         """Sums over the entries of each layer: (P,) to (layers,), in the widest precision."""
@@ -128,13 +128,13 @@ class LayeredCurvature:
             if set(given) != set(self.layers):
                 raise ValueError(f"prior: expected a precision for each of {list(self.layers)}, found {list(given)}")
             given = torch.stack([positive("prior", given[layer], self.space.device) for layer in self.layers])
-        found = positive("prior", given, self.space.device)
-        if found.ndim and found.shape != (len(self.layers),):
+        prior = positive("prior", given, self.space.device)
+        if prior.ndim and prior.shape != (len(self.layers),):
             raise ValueError(
                 f"prior: expected a number, or one for each of the {len(self.layers)} layers {list(self.layers)}; "
-                f"found shape {tuple(found.shape)}"
+                f"found shape {tuple(prior.shape)}"
             )
-        return found
+        return prior
 
     def precision(self, factor: Tensor, prior: Tensor) -> BlockDiagonal:
         """``factor * M + prior``."""
@@ -159,19 +159,19 @@ class LayeredCurvature:
 
     def _logdet(self, number: int, factor: Tensor, prior: Tensor) -> Tensor:
         block = self.blocks[number]
-        factor, own = (x.to(block.space.device) for x in (factor, self._prior_of(block, prior)))
-        if own.ndim:
+        factor, block_prior = (x.to(block.space.device) for x in (factor, self._prior_of(block, prior)))
+        if block_prior.ndim:
             if number not in self._semidefinite:  # despite rounding, so that every positive prior has a determinant
                 values, vectors = psd_eigh(widen(block.to_dense()))
                 self._semidefinite[number] = matmul(vectors * values, vectors.mT)
-            matrix = factor * self._semidefinite[number] + own.diag()
+            matrix = factor * self._semidefinite[number] + block_prior.diag()
             root, ok = try_cholesky(matrix)
             if not bool(ok):
                 root = cholesky_with_jitter(matrix, f"the precision of {', '.join(block.space.names)}")
             return 2 * root.diagonal().log().sum()
         if number not in self._spectra:
             self._spectra[number] = widen(block.eigenvalues()).clamp(min=0)
-        return (factor * self._spectra[number] + own).log().sum()
+        return (factor * self._spectra[number] + block_prior).log().sum()
 
 
 def positive(what: str, given: Any, device: torch.device) -> Tensor:
@@ -183,10 +183,10 @@ def positive(what: str, given: Any, device: torch.device) -> Tensor:
     """
     if not isinstance(given, Tensor | int | float) or isinstance(given, bool):
         raise TypeError(f"{what}: expected a positive number or a tensor, found {given!r:.80}")
-    found = torch.as_tensor(given, dtype=widest(device.type), device=device)
-    if not bool(((found > 0) & (found < math.inf)).all()):
+    values = torch.as_tensor(given, dtype=widest(device.type), device=device)
+    if not bool(((values > 0) & (values < math.inf)).all()):
         raise ValueError(f"{what}: expected positive, finite numbers, found {given}")
-    return found
+    return values
 
 
 def positive_scalar(what: str, given: Any, device: torch.device) -> Tensor:
@@ -195,10 +195,10 @@ def positive_scalar(what: str, given: Any, device: torch.device) -> Tensor:
     Raises:
         TypeError, ValueError: as for `positive`; or several numbers.
     """
-    found = positive(what, given, device)
-    if found.ndim:
-        raise ValueError(f"{what}: expected a single number, found shape {tuple(found.shape)}")
-    return found
+    value = positive(what, given, device)
+    if value.ndim:
+        raise ValueError(f"{what}: expected a single number, found shape {tuple(value.shape)}")
+    return value
 
 
 def module_of(name: str) -> str:

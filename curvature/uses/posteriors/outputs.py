@@ -42,11 +42,15 @@ def _by_factors(block: Operator, terms: Terms) -> Tensor | None:
     """
     if not isinstance(block, EigenKronecker):
         return None
-    found = [own.get(block.space.names[0], []) for own in terms]
-    whole = [own[0] for own in found if len(own) == 1 and isinstance(own[0], OuterProduct) and own[0].places == 1]
-    if len(whole) < len(terms):
+    of_weight = [parts.get(block.space.names[0], []) for parts in terms]
+    products = [
+        parts[0]
+        for parts in of_weight
+        if len(parts) == 1 and isinstance(parts[0], OuterProduct) and parts[0].places == 1
+    ]
+    if len(products) < len(terms):
         return None
-    a, b = whole[0].a[:, 0], torch.stack([term.b[:, 0] for term in whole])
+    a, b = products[0].a[:, 0], torch.stack([term.b[:, 0] for term in products])
     if len(block.space.names) > 1:
         a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
     if (a.shape[1], b.shape[3], a.shape[2]) != block.sides:
@@ -63,21 +67,21 @@ def _by_factors(block: Operator, terms: Terms) -> Tensor | None:
 def _by_rows(block: Operator, terms: Terms, count: int) -> Tensor:
     """From the rows of this layer's Jacobian, of some samples at a time."""
     step = max(1, ROWS_ELEMENTS // max(1, len(terms) * block.space.size))
-    found = []
+    covariances = []
     for start in range(0, count, step):
         rows = _rows(block, terms, slice(start, min(start + step, count)))
         spread = (block @ rows.flatten(0, 1).T).T.reshape(rows.shape)
-        found.append(matmul(rows, spread.mT))
-    return torch.cat(found)
+        covariances.append(matmul(rows, spread.mT))
+    return torch.cat(covariances)
 
 
 def _rows(block: Operator, terms: Terms, part: slice) -> Tensor:
     """(n, c, p)."""
 
-    def row(own: Mapping[str, list[Term]]) -> Tensor:
+    def row(of_output: Mapping[str, list[Term]]) -> Tensor:
         pieces = []
         for name, size in zip(block.space.names, block.space.sizes, strict=True):
-            read = [term.samples(part) for term in own.get(name, [])]
+            read = [term.samples(part) for term in of_output.get(name, [])]
             if read:
                 pieces.append(gradients(read).flatten(1).to(block.space.device, block.space.dtype))
             else:
@@ -85,4 +89,4 @@ def _rows(block: Operator, terms: Terms, part: slice) -> Tensor:
                 pieces.append(torch.zeros(shape, dtype=block.space.dtype, device=block.space.device))
         return torch.cat(pieces, 1)
 
-    return torch.stack([row(own) for own in terms], 1)
+    return torch.stack([row(of_output) for of_output in terms], 1)

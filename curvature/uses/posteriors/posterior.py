@@ -119,16 +119,16 @@ class LaplacePosterior:
         now = self.curvature.flatten(parameters)
         if not torch.equal(now, self.mean):
             raise RuntimeError("model: its parameters have changed since the posterior was made; call laplace() again")
-        found: list[tuple[Tensor, Tensor]] = []
+        results: list[tuple[Tensor, Tensor]] = []
 
         def visit(run: RecordedBatch) -> None:
             require_no_draws(run)
             output = run.output.detach()
             covariance = output_covariance(run, self.covariance)
-            found.append((output, covariance.to(torch.promote_types(output.dtype, torch.float32))))
+            results.append((output, covariance.to(torch.promote_types(output.dtype, torch.float32))))
 
         DataSource(self.model, self.fit.loss, (x, None), parameters=self.curvature.space.names).each(visit)
-        return found[0]
+        return results[0]
 
     def predict(self, x: Any, samples: int | None = None, *, generator: torch.Generator | None = None) -> Prediction:
         """Mean and variance of new labels, entry by entry, with the linearised model.
@@ -179,8 +179,8 @@ class LaplacePosterior:
         with self._known_precision():
             draws = self.precision.sample(n, generator=generator)
         dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
-        found = self.curvature.space.split(self.mean + draws)
-        return {name: own.to(torch.promote_types(dtypes[name], torch.float32)) for name, own in found.items()}
+        parameters = self.curvature.space.split(self.mean + draws)
+        return {name: drawn.to(torch.promote_types(dtypes[name], torch.float32)) for name, drawn in parameters.items()}
 
     def log_marginal_likelihood(self, prior: Prior | None = None, noise: float | Tensor | None = None) -> Tensor:
         """``log p(labels | inputs)`` in Laplace's approximation, a scalar tensor differentiable in prior and noise.
@@ -234,24 +234,24 @@ class LaplacePosterior:
         has_noise = self.fit.labels.has_noise
         start = self.prior.expand(len(self.layers)) if per_layer else self.prior
         logs = [start.log().clone().requires_grad_(), self.noise.log().clone().requires_grad_(has_noise)]
-        free = [own for own in logs if own.requires_grad]
+        free = [x for x in logs if x.requires_grad]
         search = torch.optim.LBFGS(free, max_iter=steps, line_search_fn="strong_wolfe")
 
         def closure() -> float:
-            prior, noise = (own.exp() for own in logs)
-            if not all(bool(((own > 0) & own.isfinite()).all()) for own in (prior, noise)):
+            prior, noise = (x.exp() for x in logs)
+            if not all(bool(((x > 0) & x.isfinite()).all()) for x in (prior, noise)):
                 raise ValueError(
                     "optimize_prior: the marginal likelihood has no maximum (do the outputs meet the labels exactly?); "
                     "choose prior and noise with with_prior()"
                 )
             loss = -self._evidence(prior, noise)
-            for own, slope in zip(free, torch.autograd.grad(loss, free), strict=True):
-                own.grad = slope
+            for x, slope in zip(free, torch.autograd.grad(loss, free), strict=True):
+                x.grad = slope
             return float(loss.detach())
 
         with torch.enable_grad():
             search.step(closure)
-        prior, noise = (own.detach().exp() for own in logs)
+        prior, noise = (x.detach().exp() for x in logs)
         return self.with_prior(prior, noise if has_noise else None)
 
     def __repr__(self) -> str:

@@ -46,11 +46,11 @@ class Projection(ABC):
         columns = self._columns({name: parts[0].shape for name, parts in terms.items()})
         out = None
         for name, parts in terms.items():
-            found = self._of_parameter(name, parts)
+            projected = self._of_parameter(name, parts)
             if out is None:
-                out = found.new_zeros(len(found), max(part.stop for part in columns.values()))
-            out = out.to(torch.promote_types(out.dtype, found.dtype))
-            out[:, columns[name]] += found.to(out)
+                out = projected.new_zeros(len(projected), max(part.stop for part in columns.values()))
+            out = out.to(torch.promote_types(out.dtype, projected.dtype))
+            out[:, columns[name]] += projected.to(out)
         assert out is not None
         return out
 
@@ -156,12 +156,12 @@ class KroneckerProjection(Projection):
         _require_size("side", self.side)
 
     def _columns(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, slice]:
-        found, start = {}, 0
+        columns, start = {}, 0
         for name, shape in shapes.items():
             stop = start + math.prod(min(self.side, size) for size in _sides(shape))
-            found[name] = slice(start, stop)
+            columns[name] = slice(start, stop)
             start = stop
-        return found
+        return columns
 
     def _of_parameter(self, name: str, terms: Sequence[Term]) -> Tensor:
         sides = _sides(tuple(terms[0].shape))
