@@ -19,7 +19,7 @@ MUTANTS = [
         "curvature/matrices/test_sample_rows.py",
         ("(V - self._transposed(inner)) / damping", "(V + self._transposed(inner)) / damping"),
         ("- len(self.gram)) * math.log", "- 0) * math.log"),
-        ("(root * whole * (root + whole))", "(root * whole * root)"),
+        ("(root * roots * (root + roots))", "(root * roots * root)"),
     ),
     *broken(
         "curvature/operators/quadratic.py",

@@ -7,13 +7,13 @@ MUTANTS = [
         "curvature/uses/posteriors/outputs.py",
         "curvature/uses/posteriors/test_laplace.py",
         ("a.square(), block.values)", "a.abs(), block.values)"),
-        ("found.append(matmul(rows, spread.mT))", "found.append(matmul(rows, rows.mT))"),
+        ("covariances.append(matmul(rows, spread.mT))", "covariances.append(matmul(rows, rows.mT))"),
     ),
     *broken(
         "curvature/uses/posteriors/layered.py",
         "curvature/uses/posteriors/test_laplace.py",
-        ("(factor * self._spectra[number] + own).log()", "(self._spectra[number] + own).log()"),
-        ("factor * self._semidefinite[number] + own.diag()", "self._semidefinite[number] + own.diag()"),
+        ("(factor * self._spectra[number] + block_prior).log()", "(self._spectra[number] + block_prior).log()"),
+        ("factor * self._semidefinite[number] + block_prior.diag()", "self._semidefinite[number] + block_prior.diag()"),
     ),
     *broken(
         "curvature/uses/posteriors/labels.py",
