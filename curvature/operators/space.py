@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Named = Mapping[str, Tensor]  # by parameter
 DENSE_LIMIT = 30_000  # most rows of a matrix that is built implicitly
 MAX_DIRECT_SIZE = 2000  # most rows of a matrix that is built and decomposed where products would do
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from curvature.linalg import stack
 from curvature.losses import Injection, empirical, isotropic
+from curvature.operators import Named
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
 from optimizers.distributed.processes import vectors_of_global_batch
@@ -30,7 +31,6 @@ from optimizers.recording.output_scale import OutputScale, Sums, squares_along
 from optimizers.schedule import Schedule
 
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
-Named = Mapping[str, Tensor]
 
 
 class Recorder:

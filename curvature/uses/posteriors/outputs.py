@@ -17,7 +17,7 @@ from curvature.terms import OuterProduct, Term, gradients
 
 ROWS_ELEMENTS = 1 << 24  # entries of the rows of a layer's Jacobian at a time
 
-Terms = Sequence[Mapping[str, list[Term]]]
+TermsOfOutputs = Sequence[Mapping[str, list[Term]]]
 
 
 @full_precision()
@@ -34,7 +34,7 @@ def output_covariance(run: RecordedBatch, covariance: BlockDiagonal) -> Tensor:
     return total
 
 
-def _by_factors(block: Operator, terms: Terms) -> Tensor | None:
+def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
     """For a layer that is read at one place, from activations and backprops in the eigenbasis; None for others.
 
     A row of the Jacobian is the outer product of backprop b and activation a there, whose squares add up to
@@ -64,7 +64,7 @@ def _by_factors(block: Operator, terms: Terms) -> Tensor | None:
     return torch.einsum("cngo,dngo->ncd", b * spread, b)
 
 
-def _by_rows(block: Operator, terms: Terms, count: int) -> Tensor:
+def _by_rows(block: Operator, terms: TermsOfOutputs, count: int) -> Tensor:
     """From the rows of this layer's Jacobian, of some samples at a time."""
     step = max(1, ROWS_ELEMENTS // max(1, len(terms) * block.space.size))
     covariances = []
@@ -75,7 +75,7 @@ def _by_rows(block: Operator, terms: Terms, count: int) -> Tensor:
     return torch.cat(covariances)
 
 
-def _rows(block: Operator, terms: Terms, part: slice) -> Tensor:
+def _rows(block: Operator, terms: TermsOfOutputs, part: slice) -> Tensor:
     """(n, c, p)."""
 
     def row(of_output: Mapping[str, list[Term]]) -> Tensor:
