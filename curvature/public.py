@@ -1,17 +1,5 @@
 """The public names of `curvature`, which imports them when one is first used."""
 
-from curvature.attribution import influence, influence_by_parameter, influence_by_place
-from curvature.compression import prune, quantize, saliencies
-from curvature.estimators import (
-    hutchinson_diagonal,
-    hutchinson_trace,
-    hutchpp_trace,
-    lanczos_eigenvalues,
-    lanczos_logdet,
-    spectral_density,
-    xdiag,
-    xtrace,
-)
 from curvature.forward_laplacian import laplacian
 from curvature.gradients import (
     Jacobian,
@@ -54,22 +42,35 @@ from curvature.operators import (
     SampleSpace,
     Space,
     conjugate_gradient,
+    hutchinson_diagonal,
+    hutchinson_trace,
+    hutchpp_trace,
+    lanczos_eigenvalues,
+    lanczos_logdet,
     load,
     merge,
     quadratic_penalty,
+    spectral_density,
+    xdiag,
+    xtrace,
 )
-from curvature.posteriors import LaplacePosterior, laplace
-from curvature.preconditioners import (
-    LeastSquares,
-)
-from curvature.projections import (
+from curvature.preconditioners import LeastSquares
+from curvature.recording import FunctionModel, Tape, Use, capture
+from curvature.uses import (
     KroneckerProjection,
+    LaplacePosterior,
     NormalProjection,
     SignProjection,
+    influence,
+    influence_by_parameter,
+    influence_by_place,
+    laplace,
     per_sample_projections,
+    prune,
+    quantize,
+    saliencies,
     store_projections,
 )
-from curvature.recording import FunctionModel, Tape, Use, capture
 
 __all__ = [
     "BlockDiagonal", "Dense", "Diagonal", "EigenKronecker", "FunctionModel", "Injection", "Jacobian",

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from curvature import Injection, empirical, isotropic
+from curvature.losses import Injection, empirical, isotropic
 from optimizers.arguments import check_arguments, check_whole
 from optimizers.distributed.processes import Distributed, unwrap_data_parallel
 from optimizers.steps.rule import StepRule

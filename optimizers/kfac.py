@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from curvature import Injection, isotropic
+from curvature.losses import Injection, isotropic
 from curvature.preconditioners import BlockDiagonalCurvature
 from optimizers.arguments import check_flag, check_whole
 from optimizers.construction import checked_model

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from curvature import Injection, exact, isotropic
+from curvature.losses import Injection, exact, isotropic
 from curvature.preconditioners import FullCurvature
 from optimizers.arguments import check_flag
 from optimizers.construction import checked_model

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from curvature.linalg import PRODUCTS, full_precision, stack, widen
+from curvature.operators import Named
 from curvature.preconditioners import Block, CurvatureStore, invert
 from curvature.recording import is_sharded, warn_once
 from optimizers.distributed.sharding import to_full, to_shard
@@ -31,7 +32,6 @@ WITHOUT_CURVATURE = (
 MOST_WORK = 2e7  # operations of inverting blocks together: more would save no calls, and takes more memory
 DAMPING_SHARE = 0.05  # of a factor's mean eigenvalue, the default damping of that factor
 
-Named = Mapping[str, Tensor]
 Options = Mapping[str, Mapping[str, Any]]
 
 

@@ -7,8 +7,7 @@ the gradients h_i become ``f' h_i``, and ``L = sum_ij C_ij d_i d_j h`` becomes `
 """
 
 from curvature.forward_laplacian import linear, pointwise
-from curvature.forward_laplacian.jet import RULES, Jet, NoRule, QuadraticForm, Recorded
+from curvature.forward_laplacian.jet import RULES, Jet, NoRule, QuadraticForm, Recorded, Taylor
 from curvature.forward_laplacian.laplacian import laplacian
-from curvature.forward_laplacian.mode import Taylor
 
 __all__ = ["QuadraticForm", "Jet", "NoRule", "RULES", "Recorded", "Taylor", "laplacian", "linear", "pointwise"]

@@ -14,8 +14,8 @@ Functions = frozenset[Callable[..., Any]]
 
 def functions_named(text: str, *spaces: Any) -> Functions:
     """The functions of these names in all of torch's namespaces."""
-    found = (getattr(space, name, None) for name in text.split() for space in spaces or SPACES)
-    return frozenset(f for f in found if callable(f) and not isinstance(f, type))
+    members = (getattr(space, name, None) for name in text.split() for space in spaces or SPACES)
+    return frozenset(f for f in members if callable(f) and not isinstance(f, type))
 
 
 def properties(text: str) -> Functions:

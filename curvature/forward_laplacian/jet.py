@@ -1,4 +1,4 @@
-"""A tensor with its derivatives, the weights of its second derivatives, and the table of rules."""
+"""A tensor with its derivatives, the weights of its second derivatives, and the mode that sends functions to rules."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from curvature.forward_laplacian.function_kinds import METADATA
+from curvature.functional import FORMULAS, traceable_body
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -21,6 +25,10 @@ class Recorded(NoRule):
     """The model is being recorded (`curvature.capture`), which needs the graph of a plain forward pass."""
 
 
+def _no_rule(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    raise NoRule(str(func))
+
+
 class Jet(Tensor):
     """A tensor that depends on the inputs: `value` (*S), `first` (d, *S), `second` (*S) or None for zero."""
 
@@ -29,17 +37,14 @@ class Jet(Tensor):
     second: Tensor | None
 
     # The mode `Taylor` finds the rules. What bypasses it must fail rather than take a jet for its value.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_dispatch__: Any = classmethod(_no_rule)
 
     @staticmethod
     def __new__(cls, value: Tensor, first: Tensor, second: Tensor | None = None) -> Jet:
         jet = Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)
         jet.value, jet.first, jet.second = value, first, second
         return jet
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NoRule(str(func))
 
     def aligned(self, ndim: int) -> Tensor:
         """`first` reshaped to broadcast with values of `ndim` axes."""
@@ -120,3 +125,35 @@ def name_of(func: Function) -> str:
     owner = getattr(func, "__self__", None)  # a property's getter
     name = getattr(func, "__name__", str(func))
     return getattr(owner, "__name__", name) if name == "__get__" else name
+
+
+class Taylor(TorchFunctionMode):
+    """Functions of jets run by their rule, or as their formula; all others run as they are.
+
+    Raises:
+        NoRule: a function of jets has neither.
+    """
+
+    def __init__(self, form: QuadraticForm) -> None:
+        super().__init__()
+        self.form = form
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        jets = list(jets_in(args))
+        if kwargs:
+            jets += jets_in(tuple(kwargs.values()))
+        if not jets:
+            return func(*args, **kwargs)
+        if not torch.is_grad_enabled() and func not in METADATA:
+            raise NoRule(f"{name_of(func)} with gradients off, as in a custom autograd function")
+        if kwargs.get("out") is not None:
+            raise NoRule(f"{name_of(func)} with out=")
+        rule = RULES.get(func)
+        if rule is not None:
+            return rule(self.form, func, jets, args, kwargs)
+        formula = FORMULAS.get(func) or traceable_body(func)
+        if formula is None:
+            raise NoRule(name_of(func))
+        with self:
+            return formula(*args, **kwargs)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded
-from curvature.forward_laplacian.mode import Taylor
+from curvature.forward_laplacian.jet import Jet, NoRule, QuadraticForm, Recorded, Taylor
 from curvature.functional import NORMS, ExactNorms, MixesSamples
 from curvature.linalg import full_precision, noise_floor, rounding_tolerance
 from curvature.recording import graph_leaves, logits, preserve_state, unwrap_compiled, warn_once
@@ -62,20 +61,20 @@ def laplacian(model: Callable[[Tensor], Any], x: Tensor, weights: Tensor | None 
         try:
             try:
                 with preserve_state(module):
-                    found = _by_rules(model, given, form)
+                    result = _by_rules(model, given, form)
             except MixesSamples:
                 raise
             except Exception as error:  # if the model itself is wrong, the plain pass raises its own error
                 with preserve_state(module):
-                    found = _by_autograd(model, given, form)
+                    result = _by_autograd(model, given, form)
                 if not isinstance(error, Recorded):  # that is not the model's fault
                     reason = str(error) if isinstance(error, NoRule) else f"what raised {error!r:.200}"
                     warn_once("laplacian: no rule for %s: computed exactly, but more slowly", reason)
         except MixesSamples as error:
             raise ValueError(_mixing_message(module, error)) from None
         if is_new:
-            _compare(model, module, given, found[0])
-    return found if record else (found[0].detach(), found[1].detach(), found[2].detach())
+            _compare(model, module, given, result[0])
+    return result if record else (result[0].detach(), result[1].detach(), result[2].detach())
 
 
 class IndependentNorms(ExactNorms):
@@ -144,17 +143,17 @@ def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm)
         weighted = form.times(grad.flatten(1).mT)
         seconds = [_gradient(part, y).flatten(1)[:, k] for k, part in enumerate(weighted)]
         sums.append(torch.stack(seconds).sum(0))
-    found = u, torch.stack(grads, 1).reshape(*u.shape, *x.shape[1:]), torch.stack(sums, 1).reshape(u.shape)
-    if x.requires_grad or any(leaf is not y for t in found for leaf in graph_leaves(t)):
-        return found
-    return found[0].detach(), found[1].detach(), found[2].detach()
+    result = u, torch.stack(grads, 1).reshape(*u.shape, *x.shape[1:]), torch.stack(sums, 1).reshape(u.shape)
+    if x.requires_grad or any(leaf is not y for t in result for leaf in graph_leaves(t)):
+        return result
+    return result[0].detach(), result[1].detach(), result[2].detach()
 
 
 def _gradient(values: Tensor, y: Tensor) -> Tensor:
     if not values.requires_grad:
         return torch.zeros_like(y)
-    (found,) = torch.autograd.grad(values.sum(), y, create_graph=True, materialize_grads=True)
-    return found
+    (gradient,) = torch.autograd.grad(values.sum(), y, create_graph=True, materialize_grads=True)
+    return gradient
 
 
 def _is_new(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> bool:
@@ -189,11 +188,11 @@ def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Te
 
 
 def _mixing_message(module: nn.Module, error: MixesSamples) -> str:
-    own = {id(x) for x in error.tensors}
+    mixing = {id(x) for x in error.tensors}
     names = [
         name or type(m).__name__
         for name, m in module.named_modules()
-        if own & {id(x) for x in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+        if mixing & {id(x) for x in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
     ]
     return (
         f"{names[0] if names else 'a batch norm'}: BatchNorm in training mode makes each sample's output depend on the "

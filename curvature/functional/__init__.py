@@ -7,8 +7,7 @@ correct derivatives of any order, `RECURRENT` recurrent layers as loops; the con
 """
 
 from curvature.functional.bags import chosen_rows, flat_bags
-from curvature.functional.contexts import AttentionInBlocks, TwiceDifferentiable
-from curvature.functional.exact_norms import ExactNorms
+from curvature.functional.contexts import AttentionInBlocks, ExactNorms, TwiceDifferentiable
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples
 from curvature.functional.plain_forms import is_checkpointed, plain_form, traceable_body
 from curvature.functional.recurrent import RECURRENT

@@ -58,8 +58,8 @@ class Blockwise:
 
         def function(start: int, mask: Tensor | None, *given: Tensor) -> Results:
             tensors, sent = given[: len(self.arguments)], given[len(self.arguments) :]
-            found: Results = vjp(partial(self.function, start, mask), *tensors)[1](sent)
-            return found
+            gradients: Results = vjp(partial(self.function, start, mask), *tensors)[1](sent)
+            return gradients
 
         return Blockwise(function, self.arguments + self.results, self.arguments, self.keys, self.kernels[1:])
 
@@ -72,8 +72,8 @@ class Blockwise:
         def function(start: int, mask: Tensor | None, *given: Tensor) -> Results:
             tensors, changes = given[: len(self.arguments)], given[len(self.arguments) :]
             values, pull = vjp(partial(self.function, start, mask), *tensors)[:2]
-            found: Results = vjp(lambda *sent: pull(sent), *map(torch.zeros_like, values))[1](changes)
-            return found
+            changes_of_results: Results = vjp(lambda *sent: pull(sent), *map(torch.zeros_like, values))[1](changes)
+            return changes_of_results
 
         return Blockwise(function, self.arguments * 2, self.results, self.keys)
 
@@ -86,8 +86,8 @@ class Blockwise:
         query = tensors[0]
         for block in _blocks(query, self.keys):
             pieces = [_cut(x, block, q) for x, q in zip(tensors, self.arguments, strict=True)]
-            found = self.function(block[2].start, None if mask is None else _cut(mask, block, True), *pieces)
-            for k, (x, by_query) in enumerate(zip(found, self.results, strict=True)):
+            results = self.function(block[2].start, None if mask is None else _cut(mask, block, True), *pieces)
+            for k, (x, by_query) in enumerate(zip(results, self.results, strict=True)):
                 if k == len(totals):
                     totals.append(x.new_zeros(*query.shape[:2], query.shape[2] if by_query else x.shape[2], x.shape[3]))
                 _cut(totals[k], block, by_query).add_(x)
@@ -143,9 +143,9 @@ class InBlocks(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, change_of_mask: Tensor | None, *changes: Tensor | None) -> Results:
         mask, *tensors = ctx.saved_tensors
-        known = [torch.zeros_like(x) if d is None else d for x, d in zip(tensors, changes, strict=True)]
-        found: Results = InBlocks.apply(ctx.blockwise.pushforward(), mask, *tensors, *known)
-        return found
+        filled = [torch.zeros_like(x) if d is None else d for x, d in zip(tensors, changes, strict=True)]
+        results: Results = InBlocks.apply(ctx.blockwise.pushforward(), mask, *tensors, *filled)
+        return results
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], blockwise: Blockwise, *given: Any) -> Any:
@@ -158,8 +158,8 @@ class InBlocks(torch.autograd.Function):
             batched = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
             return batched.flatten(0, 1)
 
-        found = InBlocks.apply(blockwise, *(flat(x, dim) for x, dim in zip(given, in_dims[1:], strict=True)))
-        return tuple(x.unflatten(0, (size, -1)) for x in found), (0,) * len(found)
+        results = InBlocks.apply(blockwise, *(flat(x, dim) for x, dim in zip(given, in_dims[1:], strict=True)))
+        return tuple(x.unflatten(0, (size, -1)) for x in results), (0,) * len(results)
 
 
 def attention(

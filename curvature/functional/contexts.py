@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from curvature.functional import formulas
 from curvature.functional.attention import attention
 from curvature.functional.bags import embedding_bag
 from curvature.functional.plain_forms import traceable_body
+
+Table = Mapping[Callable[..., Any], Callable[..., Any]]  # functions of torch, and what runs for them
 
 
 class Formulas(TorchFunctionMode):
     """A context in which the functions in `formulas` run as what stands for them there."""
 
-    formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
+    formulas: ClassVar[Table] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.formulas.get(func, func)(*args, **(kwargs or {}))
@@ -25,7 +30,7 @@ class Formulas(TorchFunctionMode):
 class AttentionInBlocks(Formulas):
     """A context in which attention holds no scores, that of ``nn.MultiheadAttention`` among it."""
 
-    formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {F.scaled_dot_product_attention: attention}
+    formulas: ClassVar[Table] = {F.scaled_dot_product_attention: attention}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         body = traceable_body(func) if func is F.multi_head_attention_forward else None
@@ -38,7 +43,54 @@ class AttentionInBlocks(Formulas):
 class TwiceDifferentiable(AttentionInBlocks):
     """A context in which bags of embeddings have second derivatives, and attention has them block by block."""
 
-    formulas: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {
+    formulas: ClassVar[Table] = {
         **AttentionInBlocks.formulas,
         F.embedding_bag: embedding_bag,
     }
+
+
+def batch_norm(
+    input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: bool = False,
+    momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    if not training:
+        return formulas.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    # run the kernel for its checks of the sizes and its update of the running statistics
+    F.batch_norm(input.detach(), running_mean, running_var, None, None, True, momentum, eps)
+    dims = [0, *range(2, input.ndim)]
+    return formulas.affine(formulas.standardize(input, dims, eps), weight, bias, channels=True)
+
+
+def instance_norm(
+    input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    if use_input_stats:
+        F.instance_norm(input.detach(), running_mean, running_var, None, None, True, momentum, eps)
+    return formulas.instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats or running_mean is None, momentum, eps
+    )
+
+
+def _weights_first(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The norm with its arguments in the order of ``torch.batch_norm``, not of ``torch.nn.functional.batch_norm``."""
+
+    def function(input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Tensor:
+        return norm(input, mean, var, weight, bias, *rest[:3])
+
+    return function
+
+
+class ExactNorms(TwiceDifferentiable):
+    """A context in which norms have correct derivatives of any order; for the rest it is `TwiceDifferentiable`.
+
+    Torch's kernels have wrong third derivatives. Layer norm: https://github.com/pytorch/pytorch/issues/175754; batch
+    norm in training mode, and instance norm, which calls it: https://github.com/pytorch/pytorch/issues/186256. Group
+    norm and RMS norm are right.
+    """
+
+    formulas: ClassVar[Table] = {
+        F.layer_norm: formulas.layer_norm, torch.layer_norm: formulas.layer_norm, F.batch_norm: batch_norm,
+        torch.batch_norm: _weights_first(batch_norm), F.instance_norm: instance_norm,
+        torch.instance_norm: _weights_first(instance_norm), **TwiceDifferentiable.formulas,
+    }  # fmt: skip

@@ -50,13 +50,13 @@ def _lstm_backward(
     (i, f, g, o), tanh = kept[0].chunk(4, 2), kept[1]
     slopes = torch.cat([g * i * (1 - i), before[1] * f * (1 - f), i * (1 - g * g), tanh * o * (1 - o)], 2)
     through = o * (1 - tanh * tanh)  # from h to c
-    (h, c), found = last, []
+    (h, c), gradients = last, []
     for t in reversed(range(len(outputs))):
         h = h + outputs[t]
         c = torch.addcmul(c, h, through[t])
-        found.append(torch.cat([c, c, c, h], 1) * slopes[t])
-        h, c = found[-1] @ weight, c * f[t]
-    products = torch.stack(found[::-1])
+        gradients.append(torch.cat([c, c, c, h], 1) * slopes[t])
+        h, c = gradients[-1] @ weight, c * f[t]
+    products = torch.stack(gradients[::-1])
     return products, products, (h, c)
 
 
@@ -82,12 +82,12 @@ def _gru_backward(
     (r, z, new), product = kept[0].chunk(3, 2), kept[1]
     slope = (1 - z) * (1 - new * new)
     slopes = torch.cat([slope * product * r * (1 - r), (before[0] - new) * z * (1 - z), slope * r], 2)
-    h, found, states = last[0], [], []
+    h, gradients, states = last[0], [], []
     for t in reversed(range(len(outputs))):
         states.append(h + outputs[t])
-        found.append(torch.cat([states[-1]] * 3, 1) * slopes[t])
-        h = torch.addcmul(found[-1] @ weight, states[-1], z[t])
-    products, size = torch.stack(found[::-1]), weight.shape[1]
+        gradients.append(torch.cat([states[-1]] * 3, 1) * slopes[t])
+        h = torch.addcmul(gradients[-1] @ weight, states[-1], z[t])
+    products, size = torch.stack(gradients[::-1]), weight.shape[1]
     gates = torch.cat([products[..., : 2 * size], torch.stack(states[::-1]) * slope], -1)
     return gates, products, (h,)
 
@@ -104,11 +104,11 @@ def _plain(activate: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tenso
     def backward(
         before: Tensors, after: Tensors, kept: Tensors, weight: Tensor, outputs: Tensor, last: Tensors
     ) -> tuple[Tensor, Tensor, Tensors]:
-        slopes, h, found = slope(after[0]), last[0], []
+        slopes, h, gradients = slope(after[0]), last[0], []
         for t in reversed(range(len(outputs))):
-            found.append((h + outputs[t]) * slopes[t])
-            h = found[-1] @ weight
-        products = torch.stack(found[::-1])
+            gradients.append((h + outputs[t]) * slopes[t])
+            h = gradients[-1] @ weight
+        products = torch.stack(gradients[::-1])
         return products, products, (h,)
 
     return Cell(forward, backward)
@@ -168,10 +168,10 @@ class _Scan(Function):
             to_gates, to_products, to_state = ctx.cell.backward(before, after, kept, weight, outputs, last)
         if not torch.is_grad_enabled():
             return None, to_gates, to_products, None, None, *to_state
-        found = _differentiable(ctx.loop, [gates, weight, bias, *state], gradients)
+        by_loop = _differentiable(ctx.loop, [gates, weight, bias, *state], gradients)
         through = _of_weight(before[0], to_products)  # comes by `product`, without derivatives: they are added here
-        known = [x if x is None else x - own for x, own in zip(found[1:3], through, strict=True)]
-        return None, found[0], to_products, *known, *found[3:]
+        others = [x if x is None else x - part for x, part in zip(by_loop[1:3], through, strict=True)]
+        return None, by_loop[0], to_products, *others, *by_loop[3:]
 
 
 def states_before(state: Sequence[Tensor], after: Sequence[Tensor]) -> Tensors:
@@ -183,9 +183,9 @@ def _differentiable(loop: Any, inputs: list[Any], gradients: Sequence[Tensor]) -
     """The gradients of the loop of torch functions, which can be differentiated again."""
     gates, weight, bias, *state = inputs
     outputs, last = loop(gates, tuple(state), weight, bias)
-    wanted = [x for x in inputs if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad([outputs, *last], wanted, gradients, create_graph=True, allow_unused=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+    leaves = [x for x in inputs if x is not None and x.requires_grad]
+    computed = iter(torch.autograd.grad([outputs, *last], leaves, gradients, create_graph=True, allow_unused=True))
+    return [next(computed) if x is not None and x.requires_grad else None for x in inputs]
 
 
 def scan(

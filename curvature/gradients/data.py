@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSam
 
 from curvature.recording import unwrap_compiled
 
-RANDOM_SOURCES = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 COMPARED = 1000  # indices, or batches of them, of a sampler that torch does not know
 
 
@@ -136,7 +135,8 @@ def _is_random(sampler: Any) -> bool:
         sampler, "shuffle", False
     ):
         return True
-    if any(isinstance(x, RANDOM_SOURCES) for x in getattr(sampler, "__dict__", {}).values()):
+    sources = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+    if any(isinstance(x, sources) for x in getattr(sampler, "__dict__", {}).values()):
         return True
     return not type(sampler).__module__.startswith("torch.") and _changes(sampler)
 

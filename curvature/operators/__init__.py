@@ -1,24 +1,43 @@
 """The algebra of symmetric matrices over a model's parameters.
 
 In: blocks and factors, or a product with vectors. Out: operators with `@`, `solve`, `trace`, `diagonal`, `logdet`,
-`sample`, `to_dense`, ... `Operator` has dense defaults, each structure faster overrides. As quadratic models of
-losses they are penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
+`sample`, `to_dense`, ... `Operator` has dense defaults, each structure faster overrides. What products alone tell of a
+matrix is estimated (`estimators`, `spectra`), with standard errors. As quadratic models of losses operators are
+penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 """
 
 from curvature.operators.base import Dense, Operator, Scaled, Sum
-from curvature.operators.block_diagonal import BlockDiagonal, Diagonal, RowBlocks
+from curvature.operators.block_diagonal import BlockDiagonal, Diagonal
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
-from curvature.operators.costs import DENSE_LIMIT, require_held_size
-from curvature.operators.export import restore
+from curvature.operators.estimators import (
+    Estimate,
+    hutchinson_diagonal,
+    hutchinson_trace,
+    hutchpp_trace,
+    xdiag,
+    xtrace,
+)
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
-from curvature.operators.loading import load
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty
 from curvature.operators.sample_space import SampleSpace
-from curvature.operators.space import Space
+from curvature.operators.space import DENSE_LIMIT, Named, Space, require_held_size
+from curvature.operators.spectra import (
+    Tridiagonal,
+    lanczos,
+    lanczos_eigenpairs,
+    lanczos_eigenvalues,
+    lanczos_logdet,
+    spectral_density,
+)
+from curvature.operators.storage import restore
+from curvature.operators.wrapped import RowBlocks, load
 
 __all__ = [
-    "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Kronecker", "MatrixFree", "Operator",
-    "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "conjugate_gradient", "flat_parameters", "load",
-    "merge", "quadratic_penalty", "require_held_size", "restore", "truncated_conjugate_gradient", "two_sided",
+    "BlockDiagonal", "DENSE_LIMIT", "Dense", "Diagonal", "EigenKronecker", "Estimate", "Kronecker", "MatrixFree",
+    "Named", "Operator", "Parameters", "RowBlocks", "SampleSpace", "Scaled", "Space", "Sum", "Tridiagonal",
+    "conjugate_gradient", "flat_parameters", "hutchinson_diagonal", "hutchinson_trace", "hutchpp_trace", "lanczos",
+    "lanczos_eigenpairs", "lanczos_eigenvalues", "lanczos_logdet", "load", "merge", "quadratic_penalty",
+    "require_held_size", "restore", "spectral_density", "truncated_conjugate_gradient", "two_sided", "xdiag",
+    "xtrace",
 ]  # fmt: skip

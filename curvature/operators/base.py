@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import TypeVar, overload
+from os import PathLike
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -21,14 +23,20 @@ from curvature.linalg import (
     require_finite,
     symmetrize,
 )
-from curvature.operators.costs import MAX_DIRECT_SIZE, require_dense_size, warn_of_decomposition, warn_of_products
-from curvature.operators.export import Exportable
-from curvature.operators.space import Space
+from curvature.operators.space import (
+    MAX_DIRECT_SIZE,
+    Space,
+    require_dense_size,
+    warn_of_decomposition,
+    warn_of_products,
+)
+from curvature.operators.storage import KINDS, restore, rounded_state, scipy_operator, to_plain_data
 
 T = TypeVar("T")
+log = logging.getLogger("curvature")
 
 
-class Operator(Exportable, ABC):
+class Operator(ABC):
     """A symmetric P x P matrix M on the flat vectors of a space.
 
     Vectors are flat (P,), columns (P, c), or dicts of tensors by parameter name; methods return the form that they are
@@ -41,8 +49,13 @@ class Operator(Exportable, ABC):
         space: names, shapes, dtype and device of the parameters.
     """
 
+    fields: tuple[str, ...] = ()  # constructor arguments that are attributes, for saving
     is_known_by_products = False  # whether only products are cheap
     __array_ufunc__ = None  # let the operator handle a NumPy number times itself
+
+    def __init_subclass__(cls) -> None:
+        if cls.fields:
+            KINDS[cls.__name__] = cls
 
     def __init__(self, space: Space) -> None:
         self.space = space
@@ -216,6 +229,62 @@ class Operator(Exportable, ABC):
         """Damp Kronecker factors, which is cheaper (`Kronecker.factored_damping`); other matrices as by `damped`."""
         return self.damped(damping)
 
+    def to_scipy(self) -> Any:
+        """A ``scipy.sparse.linalg.LinearOperator`` with the same product, on NumPy arrays.
+
+        Raises:
+            ImportError: SciPy is not installed.
+        """
+        return scipy_operator(self.space, self._matmat)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors, numbers, strings and lists of them, for `save`.
+
+        Raises:
+            TypeError: the matrix is known only by its products; call `materialise` first.
+        """
+        name = type(self).__name__
+        if not self.fields:
+            raise TypeError(f"a {name} has only products, which cannot be saved: call .materialise() first")
+        return {"structure": name, **{field: to_plain_data(getattr(self, field)) for field in self.fields}}
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the matrix to a file, for `load`.
+
+        Raises:
+            TypeError: as for `state`.
+        """
+        torch.save(self.state(), path)
+
+    def to(self, dtype: torch.dtype) -> Operator:
+        """The same matrix, rounded to another precision.
+
+        In float32 or float64 it is of the same kind, over a space of that precision. In bfloat16 it is kept in 16 bits
+        and computes in the precision that it had: a method makes the matrix of a block, and forgets it afterwards.
+        A `Kronecker` is kept in its eigenbasis then, where rounding leaves it positive definite; of a `Dense` it may
+        not, without a damping of 1/256 of the largest eigenvalue.
+
+        Raises:
+            ValueError: another dtype.
+            TypeError: as for `state`.
+        """
+        if dtype is torch.bfloat16:
+            return self._in_16_bits()
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype: expected float64, float32 or bfloat16, found {dtype}")
+        if dtype == self.space.dtype:
+            return self
+        return restore(rounded_state(self.state(), dtype, str(dtype).removeprefix("torch.")), None)
+
+    def _in_16_bits(self) -> Operator:
+        held = rounded_state(self.state(), torch.bfloat16)
+        return restore({"structure": "Stored", "space": self.space.state(), "held": held}, None)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], device: torch.device | str | None) -> Operator:
+        """The matrix whose `state` this is, on a device; None for the one it was on."""
+        return cls(**{key: restore(item, device) for key, item in state.items() if key != "structure"})
+
     def __mul__(self, factor: float) -> Operator:
         if not isinstance(factor, Tensor | int | float) and not hasattr(factor, "__float__"):
             return NotImplemented
@@ -234,6 +303,16 @@ class Operator(Exportable, ABC):
 
     def __sub__(self, other: Operator) -> Operator:
         return self + other.scaled(-1.0) if isinstance(other, Operator) else NotImplemented
+
+    def _details(self) -> list[str]:
+        return []
+
+    def __repr__(self) -> str:
+        names = self.space.names
+        shown = ", ".join(names) if len(names) <= 4 else f"{names[0]}, ..., {names[-1]} ({len(names)} parameters)"
+        dtype = str(self.space.dtype).removeprefix("torch.")
+        size = f"{self.space.size} x {self.space.size}"
+        return f"{type(self).__name__}({', '.join([size, *self._details(), dtype, str(self.space.device)])}; {shown})"
 
 
 class Dense(Operator):
@@ -330,8 +409,8 @@ class Scaled(Operator):
         if self.factor > 0:
             try:
                 return inner((self.shift + damping) / self.factor)
-            except NotDefinite:
-                pass
+            except NotDefinite as error:
+                log.info("%r: the dense matrix decides: %s", self, error)
         return dense(self.materialise())
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Diagonal matrices, block-diagonal matrices, and blocks on ranges of rows."""
+"""Diagonal and block-diagonal matrices."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from curvature.linalg import damp_eigenvalues, require_finite
 from curvature.operators.base import Operator
-from curvature.operators.costs import require_dense_size
-from curvature.operators.space import Space
+from curvature.operators.space import Space, require_dense_size
 
 
 class Diagonal(Operator):
@@ -111,26 +110,26 @@ class BlockDiagonal(Operator):
         Raises:
             KeyError: there is none, or several.
         """
-        found = [
+        matching = [
             block
             for block in self.blocks.values()
             if any(f"{name}.".startswith(f"{layer}.") for name in block.space.names)
         ]
-        if len(found) != 1:
-            there = ", ".join(self.blocks) if not found else ", ".join(block.space.names[0] for block in found)
-            raise KeyError(f"{len(found)} blocks are called {layer!r}: there are {there}")
-        return found[0]
+        if len(matching) != 1:
+            there = ", ".join(self.blocks) if not matching else ", ".join(block.space.names[0] for block in matching)
+            raise KeyError(f"{len(matching)} blocks are called {layer!r}: there are {there}")
+        return matching[0]
 
     def by_blocks(self, function: Callable[[Operator, Tensor], Tensor], V: Tensor) -> Tensor:
         """Apply a function to each block and its rows (P_block, ...) of V, where it is, and concatenate the results."""
         home = self.space.device
         rows = dict(zip(self.space.names, V.split(self.space.sizes), strict=True))
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         for block in self.blocks.values():
             names = block.space.names
             result = function(block, torch.cat([rows[name] for name in names]).to(block.space.device)).to(home)
-            found.update(zip(names, result.split(block.space.sizes), strict=True))
-        return torch.cat([found[name] for name in self.space.names])
+            results.update(zip(names, result.split(block.space.sizes), strict=True))
+        return torch.cat([results[name] for name in self.space.names])
 
     def _of_blocks(self, function: Callable[[Operator], Tensor]) -> list[Tensor]:
         """What a function gives of each block, on the device of flat vectors."""
@@ -206,87 +205,3 @@ class BlockDiagonal(Operator):
 
     def __repr__(self) -> str:
         return "\n  ".join([super().__repr__(), *map(repr, self.blocks.values())])
-
-
-class RowBlocks(Operator):
-    """A matrix over parameters of one layer that is block-diagonal over ranges of their rows, as for the projections of
-    cross attention, which share one weight but read different inputs.
-
-    Args:
-        space: of the parameters.
-        inner: the blocks, over spaces that name row ranges as parameters: ``"weight[0:4]"``, ``"bias[0:4]"``, ...
-        order: (P,), the positions in the flat vector of `space` of the entries of that of `inner`.
-
-    Raises:
-        ValueError: `order` is not a permutation of P numbers.
-    """
-
-    fields = ("space", "inner", "order")
-
-    def __init__(self, space: Space, inner: BlockDiagonal, order: Tensor) -> None:
-        super().__init__(space)
-        if not torch.equal(order.sort().values, torch.arange(space.size, device=order.device)):
-            raise ValueError(f"order should be a permutation of {space.size} numbers")
-        self.inner, self.order = inner, order
-
-    @property
-    def blocks(self) -> dict[str, Operator]:
-        """The blocks by the name of their first row range."""
-        return self.inner.blocks
-
-    def _to_space_order(self, rows: Tensor) -> Tensor:
-        return torch.empty_like(rows).index_copy_(0, self.order, rows)
-
-    def _with(self, inner: Operator) -> Operator:
-        assert isinstance(inner, BlockDiagonal)
-        return RowBlocks(self.space, inner, self.order)
-
-    def _matmat(self, V: Tensor) -> Tensor:
-        return self._to_space_order(self.inner._matmat(V[self.order]))
-
-    def to_dense(self) -> Tensor:
-        dense = torch.empty(self.shape, dtype=self.space.dtype, device=self.space.device)
-        dense[self.order[:, None], self.order] = self.inner.to_dense()
-        return dense
-
-    def diagonal(self) -> Tensor:
-        return self._to_space_order(self.inner.diagonal())
-
-    def trace(self) -> Tensor:
-        return self.inner.trace()
-
-    def frobenius_norm(self) -> Tensor:
-        return self.inner.frobenius_norm()
-
-    def _eigenvalues(self) -> Tensor:
-        return self.inner._eigenvalues()
-
-    def _largest_eigenvalues(self, k: int) -> Tensor:
-        return self.inner._largest_eigenvalues(k)
-
-    def _solve(self, V: Tensor, damping: float) -> Tensor:
-        return self._to_space_order(self.inner._solve(V[self.order], damping))
-
-    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        return self._to_space_order(self.inner._inverse_root(Z, damping))  # the order of noise is irrelevant
-
-    def inverse(self, damping: float = 0.0) -> Operator:
-        return self._with(self.inner.inverse(damping))
-
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        return self.inner.logdet(damping)
-
-    def _in_16_bits(self) -> Operator:
-        return self._with(self.inner.to(torch.bfloat16))
-
-    def scaled(self, factor: float) -> Operator:
-        return self._with(self.inner.scaled(factor))
-
-    def damped(self, damping: float) -> Operator:
-        return self._with(self.inner.damped(damping))
-
-    def factored_damping(self, damping: float) -> Operator:
-        return self._with(self.inner.factored_damping(damping))
-
-    def _details(self) -> list[str]:
-        return [f"{name}: {type(block).__name__}" for name, block in self.blocks.items()]

@@ -25,8 +25,7 @@ from curvature.linalg import (
     try_spd_inverse,
 )
 from curvature.operators.base import Operator
-from curvature.operators.costs import require_dense_size
-from curvature.operators.space import Space
+from curvature.operators.space import Space, require_dense_size
 from curvature.terms import AffineLayout
 
 
@@ -365,7 +364,7 @@ def _inverted(side: Tensor) -> Tensor | None:
     """The inverse of a factor; None if it may not be positive definite to working precision."""
     if side.ndim == 2:
         return 1 / side if bool((side > 0).all()) else None
-    found, ok = try_spd_inverse(side)
+    inverse, ok = try_spd_inverse(side)
     # the product of the traces is no less than the condition number
-    worst = eigenvalue_rounding(_diagonal(side).sum(1)) * _diagonal(found).sum(1)
-    return (found.mT + found) / 2 if all(look([ok, (worst < 1).all()])) else None
+    worst = eigenvalue_rounding(_diagonal(side).sum(1)) * _diagonal(inverse).sum(1)
+    return (inverse.mT + inverse) / 2 if all(look([ok, (worst < 1).all()])) else None

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from curvature.operators.base import Operator
 from curvature.operators.conjugate_gradient import conjugate_gradient
-from curvature.operators.costs import DENSE_LIMIT, MAX_DIRECT_SIZE, require_dense_size
-from curvature.operators.space import Space
+from curvature.operators.space import DENSE_LIMIT, MAX_DIRECT_SIZE, Space, require_dense_size
 
 
 def _nothing(limit: int) -> None:

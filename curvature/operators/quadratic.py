@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from curvature.operators.base import Operator, Sum
 from curvature.operators.block_diagonal import BlockDiagonal
 from curvature.operators.conjugate_gradient import conjugate_gradient
-from curvature.operators.costs import MAX_DIRECT_SIZE
-from curvature.operators.space import Space
+from curvature.operators.space import MAX_DIRECT_SIZE, Space
 
 Parameters = nn.Module | Mapping[str, Tensor]
 

@@ -21,9 +21,8 @@ from curvature.linalg import (
     require_finite,
 )
 from curvature.operators.base import Operator
-from curvature.operators.costs import require_dense_size
 from curvature.operators.matrix_free import Inverse
-from curvature.operators.space import Space
+from curvature.operators.space import Space, require_dense_size
 
 MAX_BYTES = 1 << 26  # of the intermediate results of products
 
@@ -80,8 +79,8 @@ class SampleSpace(Operator):
     def _by_column(self, function: Callable[[Tensor], Tensor], V: Tensor) -> Tensor:
         """As many columns together as have intermediate results of a bounded size, each about that of the rows."""
         together = max(1, MAX_BYTES // max(1, self.rows.bytes))
-        found = torch.vmap(function, out_dims=1, chunk_size=together)(V.mT.contiguous())
-        return math.sqrt(self.scale) * found.to(V)
+        columns = torch.vmap(function, out_dims=1, chunk_size=together)(V.mT.contiguous())
+        return math.sqrt(self.scale) * columns.to(V)
 
     @full_precision()
     def _matmat(self, V: Tensor) -> Tensor:
@@ -103,8 +102,8 @@ class SampleSpace(Operator):
         return self.gram.norm()
 
     def _eigenvalues(self) -> Tensor:
-        own = eigenvalues_of(self.gram).clamp(min=0)
-        return torch.cat([own.new_zeros(self.space.size), own])[-self.space.size :]
+        values = eigenvalues_of(self.gram).clamp(min=0)
+        return torch.cat([values.new_zeros(self.space.size), values])[-self.space.size :]
 
     def _require_damping(self, damping: float) -> None:
         """
@@ -131,24 +130,24 @@ class SampleSpace(Operator):
         return Inverse(self, damping)
 
     def logdet(self, damping: float = 0.0) -> Tensor:
-        own = 2 * self._cholesky(float(damping)).diagonal().log().sum()
-        return own + (self.space.size - len(self.gram)) * math.log(damping)
+        logdet = 2 * self._cholesky(float(damping)).diagonal().log().sum()
+        return logdet + (self.space.size - len(self.gram)) * math.log(damping)
 
     @full_precision()
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         self._require_damping(damping)
         values, vectors = self._spectrum
-        root, whole = math.sqrt(damping), (values + damping).sqrt()
-        change = 1 / (root * whole * (root + whole))  # (1 / root - 1 / whole) / values
+        root, roots = math.sqrt(damping), (values + damping).sqrt()
+        change = 1 / (root * roots * (root + roots))  # (1 / root - 1 / roots) / values
         return Z / root - self._transposed(vectors @ (change[:, None] * (vectors.mT @ self._times(Z))))
 
     def scaled(self, factor: float) -> Operator:
         if not factor > 0:
             return super().scaled(factor)
-        found = SampleSpace(self.space, self.rows, self.scale * require_finite(factor))
+        multiple = SampleSpace(self.space, self.rows, self.scale * require_finite(factor))
         if "gram" in vars(self):
-            found.gram = factor * self.gram
-        return found
+            multiple.gram = factor * self.gram
+        return multiple
 
     def _details(self) -> list[str]:
         return [f"{self.rows.shape[0]} rows"]

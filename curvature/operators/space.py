@@ -1,8 +1,9 @@
-"""Names and shapes of the parameters that index the rows of a matrix."""
+"""Names and shapes of the parameters that index the rows of a matrix, and how many rows are too many."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+Named = Mapping[str, Tensor]  # by parameter
+DENSE_LIMIT = 30_000  # most rows of a matrix that is built implicitly
+MAX_DIRECT_SIZE = 2000  # most rows of a matrix that is built and decomposed where products would do
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,8 @@ class Space:
         batch = first.shape[: first.ndim - len(self.shapes[0])]
         flat = []
         for name, shape in zip(self.names, self.shapes, strict=True):
-            own = self.checked(tensors[name], (*batch, *shape), name, self.devices[name])
-            flat.append(own.reshape(*batch, math.prod(shape)).to(self.device))
+            tensor = self.checked(tensors[name], (*batch, *shape), name, self.devices[name])
+            flat.append(tensor.reshape(*batch, math.prod(shape)).to(self.device))
         return torch.cat(flat, -1)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
@@ -182,8 +187,8 @@ class Space:
         """Lists and strings for `Space.restore`."""
         shapes = [list(shape) for shape in self.shapes]
         dtype = str(self.dtype).removeprefix("torch.")
-        own = {"names": list(self.names), "shapes": shapes, "dtype": dtype, "device": str(self.device)}
-        return {"structure": "Space", **own} | ({"places": list(map(str, self.places))} if self.places else {})
+        fields = {"names": list(self.names), "shapes": shapes, "dtype": dtype, "device": str(self.device)}
+        return {"structure": "Space", **fields} | ({"places": list(map(str, self.places))} if self.places else {})
 
     @staticmethod
     def restore(state: Mapping[str, Any], device: torch.device | str | None = None) -> Space:
@@ -197,3 +202,63 @@ def _full_name(device: torch.device) -> torch.device:
     """ "cuda" and "cuda:0" may be the same device but compare unequal; a tensor has the full name."""
     is_full = device.index is not None or device.type == "cpu"
     return device if is_full else torch.empty(0, device=device).device
+
+
+def require_dense_size(space: Space) -> None:
+    """
+    Raises:
+        ValueError: a matrix over this space has more than `DENSE_LIMIT` rows.
+    """
+    rows = space.size
+    if rows > DENSE_LIMIT:
+        gigabytes = rows**2 * space.dtype.itemsize / 1e9
+        raise ValueError(
+            f"this needs a dense {rows} x {rows} matrix ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT}. "
+            "These need products only: conjugate_gradient, eigenvalues(k), hutchpp_trace, xtrace, xdiag, "
+            "lanczos_eigenvalues, lanczos_logdet, spectral_density"
+        )
+
+
+def require_held_size(
+    names: Sequence[str], what: str, rows: int, dtype: torch.dtype, structures: Sequence[str]
+) -> None:
+    """
+    Args:
+        names: of a layer's parameters.
+        what: is held of them, with this number of rows.
+        structures: to choose instead, the last to hold it all the same.
+
+    Raises:
+        ValueError: there are more than `DENSE_LIMIT` rows.
+    """
+    if rows > DENSE_LIMIT:
+        layer = names[0].rpartition(".")[0] or names[0]
+        gigabytes = rows**2 * dtype.itemsize / 1e9
+        raise ValueError(
+            f"{layer}: {what} would have {rows} x {rows} entries ({gigabytes:.0f} GB), over the limit of {DENSE_LIMIT} "
+            f"rows; choose structure={{{layer!r}: {structures[0]!r}}}"
+            + "".join(f" or {other!r}" for other in structures[1:-1])
+            + f", or {structures[-1]!r} to build it all the same"
+        )
+
+
+def warn_of_products(space: Space) -> None:
+    """Warn that a large matrix is built column by column."""
+    if space.size > MAX_DIRECT_SIZE:
+        warnings.warn(
+            f"this takes {space.size} products with the matrix, one for each row. Estimates take some tens: "
+            "hutchpp_trace or xtrace for the trace, xdiag for the diagonal, eigenvalues(k), lanczos_logdet",
+            stacklevel=4,
+        )
+
+
+def warn_of_decomposition(space: Space) -> None:
+    """Warn that all eigenvalues of a large matrix are asked for."""
+    rows = space.size
+    if rows > MAX_DIRECT_SIZE:
+        gigabytes = rows**2 * space.dtype.itemsize / 1e9
+        warnings.warn(
+            f"this decomposes a {rows} x {rows} matrix ({gigabytes:.1f} GB, some {rows**3:.0e} operations). From some "
+            "tens of products, eigenvalues(k) gives the k largest, and spectral_density the density of all",
+            stacklevel=4,
+        )

@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullLocator
 from torch import Tensor
 
-from curvature.estimators import Estimate
-from curvature.operators import Operator
+from curvature.operators import Estimate, Operator
 from curvature.plots.style import (
     CURVATURE_UNIT,
     Array,
@@ -111,7 +110,7 @@ def drift(
         ValueError: nothing to draw, or different numbers of values and epochs.
     """
     items = require_mapping(values, "values", "{matrix: [number at every epoch]}").items()
-    lines = {str(name): to_vector(found, str(name)) for name, found in items}
+    lines = {str(name): to_vector(numbers, str(name)) for name, numbers in items}
     shades = colours(lines)
     x = _epochs({name: line.size for name, line in lines.items()}, epochs)
     ax = axes_or_new(ax)
@@ -148,23 +147,23 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
     items = require_mapping(matrices, "matrices", "{name: [matrix at every epoch]}").items()
     if len(items) < 2:
         raise ValueError(f"matrices: expected at least two to compare, found {', '.join(map(str, matrices))} only")
-    for name, found in items:
-        if not isinstance(found, Sequence):
-            raise TypeError(f"{name}: expected a list of matrices, one for each epoch, found {type(found).__name__}")
-    x = _epochs({str(name): len(found) for name, found in items}, epochs)
+    for name, series in items:
+        if not isinstance(series, Sequence):
+            raise TypeError(f"{name}: expected a list of matrices, one for each epoch, found {type(series).__name__}")
+    x = _epochs({str(name): len(series) for name, series in items}, epochs)
     # Epoch by epoch, so that only one matrix of each name is dense at a time.
     names = {f"{one} and {other}": (one, other) for one, other in combinations(matrices, 2)}
     angles: dict[str, list[float]] = {pair: [] for pair in names}
     _, first = next(iter(items))
     for epoch in range(x.size):
-        directions = {name: _direction(found[epoch], f"{name} at {epoch}", first[epoch]) for name, found in items}
+        directions = {name: _direction(series[epoch], f"{name} at {epoch}", first[epoch]) for name, series in items}
         for pair, (one, other) in names.items():
             angles[pair].append(_angle(directions[one], directions[other], pair))
     ax = axes_or_new(ax)
-    for index, (pair, found) in enumerate(angles.items()):
-        missing = int(np.isnan(found).sum())
+    for index, (pair, line) in enumerate(angles.items()):
+        missing = int(np.isnan(line).sum())
         note = f"{missing} of a matrix that is zero or not finite" if missing else ""
-        _draw_epochs(ax, index, x, np.array(found), label_with_note(pair, note))
+        _draw_epochs(ax, index, x, np.array(line), label_with_note(pair, note))
     ax.set(ylabel="angle between matrices [degrees]")
     ax.set_ylim(bottom=-0.03 * ax.get_ylim()[1])  # show the full width of a line at zero
     legend(ax)
@@ -173,15 +172,15 @@ def apart(matrices: Mapping[str, Sequence[Matrix]], epochs: Any = None, ax: Axes
 
 def _by_count(name: str, rows: Any, error_of: Callable[[Any, str], Array]) -> dict[float, Array]:
     """Errors of one estimator by number of vectors, ascending."""
-    found: dict[float, Array] = {}
+    errors_by_count: dict[float, Array] = {}
     for k, row in require_mapping(rows, name, "{k: estimates}").items():
         (count,) = to_array([k], f"{name}: number of vectors")
         if not (count > 0 and math.isfinite(count)):
             raise ValueError(f"{name}: expected positive numbers of vectors, found {k}")
-        found[float(count)] = errors = np.atleast_1d(error_of(row, f"{name}, k={k}")).flatten()
+        errors_by_count[float(count)] = errors = np.atleast_1d(error_of(row, f"{name}, k={k}")).flatten()
         if not errors.size or (errors < 0).any():
             raise ValueError(f"{name}, k={k}: expected errors that are not negative, found {errors}")
-    return dict(sorted(found.items()))
+    return dict(sorted(errors_by_count.items()))
 
 
 def _given_errors(row: Any, what: str) -> Array:
@@ -199,10 +198,10 @@ def _distance_to(exact: Any) -> Callable[[Any, str], Array]:
 
     def errors(row: Any, what: str) -> Array:
         several = isinstance(row, list | tuple) and not isinstance(row, Estimate)
-        found = [_entries(one, what, exact) for one in (row if several else [row])]
-        for entries in found:
+        vectors = [_entries(one, what, exact) for one in (row if several else [row])]
+        for entries in vectors:
             _require_one_shape(entries, target, f"{what} and exact")
-        return np.array([np.linalg.norm(entries - target) / norm for entries in found])
+        return np.array([np.linalg.norm(entries - target) / norm for entries in vectors])
 
     return errors
 

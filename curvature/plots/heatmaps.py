@@ -232,12 +232,12 @@ def _with_factors(kfac: Operator, layer: str | None) -> tuple[dict[str, Kronecke
     }
     if not chosen:
         raise ValueError(f"layer: none is called {layer!r}; there are {', '.join(layers)}")
-    found = {name: block for name, block in chosen.items() if isinstance(block, Kronecker | EigenKronecker)}
-    if not found:
+    factored = {name: block for name, block in chosen.items() if isinstance(block, Kronecker | EigenKronecker)}
+    if not factored:
         kinds = ", ".join(f"{name} ({type(block).__name__})" for name, block in chosen.items())
         have = [name for name, block in layers.items() if isinstance(block, Kronecker | EigenKronecker)]
         raise ValueError(f"no Kronecker factors A and B in {kinds}; layers that have them: {', '.join(have) or 'none'}")
-    return found, [name for name in chosen if name not in found]
+    return factored, [name for name in chosen if name not in factored]
 
 
 def _draw_factor(ax: Axes, factor: Tensor, title: str, index: str, unit: str) -> None:

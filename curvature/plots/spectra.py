@@ -11,7 +11,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from curvature import estimators
+from curvature import operators
 from curvature.linalg import eigenvalue_rounding
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator
 from curvature.plots.style import (
@@ -119,7 +119,7 @@ def spectral_density(matrix: Density | Mapping[str, Density], ax: Axes | None = 
 
 def _density(item: Any, name: str) -> tuple[Array, Array]:
     """The checked grid and density."""
-    pair = estimators.spectral_density(item) if isinstance(item, Operator) else item
+    pair = operators.spectral_density(item) if isinstance(item, Operator) else item
     if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
         raise TypeError(f"{name}: expected an operator or a pair (grid, density), found {type(item).__name__}")
     x, y = to_vector(pair[0], f"{name}: grid"), to_vector(pair[1], f"{name}: density")
@@ -146,16 +146,17 @@ def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
         return to_array(values, name).flatten(), to_array(rounding, name).flatten()
     if not isinstance(item, Tensor):
         raise TypeError(f"{name}: expected an operator of curvature or a tensor, found {type(item).__name__}")
-    found = to_array(item, name)
-    if not found.size:
+    entries = to_array(item, name)
+    if not entries.size:
         raise ValueError(f"{name}: no eigenvalues, found shape {tuple(item.shape)}")
     # The diagonal of a weight is two-dimensional, too, but hardly ever symmetric.
-    if found.ndim == 2 and found.any() and found.shape == found.T.shape != (1, 1) and np.allclose(found, found.T):
+    shape = entries.shape
+    if entries.ndim == 2 and entries.any() and shape == shape[::-1] != (1, 1) and np.allclose(entries, entries.T):
         raise ValueError(
             f"{name}: expected eigenvalues or a diagonal, found a symmetric matrix {tuple(item.shape)}. Give the "
             "operator or torch.linalg.eigvalsh of the matrix; if it is a diagonal after all, flatten it"
         )
-    return found.flatten(), np.zeros(found.size)
+    return entries.flatten(), np.zeros(entries.size)
 
 
 @singledispatch

@@ -58,16 +58,16 @@ def axes_grid(
     if ax is None:
         figsize = size[0] * shape[1], size[1] * shape[0]
         return plt.subplots(*shape, figsize=figsize, squeeze=False, layout="constrained")[1]
-    found = np.asarray(ax, dtype=object)
-    if wrong := [type(item).__name__ for item in found.flat if not isinstance(item, Axes)]:
+    axes = np.asarray(ax, dtype=object)
+    if wrong := [type(item).__name__ for item in axes.flat if not isinstance(item, Axes)]:
         raise TypeError(f"ax: expected matplotlib Axes, found {', '.join(dict.fromkeys(wrong))}")
-    if found.size != len(rows) * len(columns):
-        wanted = " and ".join(columns) + (f" for each of {', '.join(rows)}" if len(rows) > 1 else "")
+    if axes.size != len(rows) * len(columns):
+        panels = " and ".join(columns) + (f" for each of {', '.join(rows)}" if len(rows) > 1 else "")
         raise ValueError(
-            f"ax: expected {len(rows) * len(columns)} axes for {wanted}, found {found.size}. "
+            f"ax: expected {len(rows) * len(columns)} axes for {panels}, found {axes.size}. "
             f"Make them with plt.subplots{shape}"
         )
-    return found.reshape(shape)
+    return axes.reshape(shape)
 
 
 def log_scale(ax: Axes, *names: str) -> None:
@@ -91,15 +91,15 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     Returns:
         ``{name: "#rrggbb"}``.
     """
-    found: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     for name in dict.fromkeys(map(str, names)):
         fitting = [part for part in FIXED if part in name.lower()]
-        if fitting and (own := COLOURS[FIXED[max(fitting, key=len)]]) not in found.values():
-            found[name] = own
+        if fitting and (fixed := COLOURS[FIXED[max(fitting, key=len)]]) not in chosen.values():
+            chosen[name] = fixed
         else:
-            found[name] = ""
-    left = cycle([colour for colour in COLOURS if colour not in found.values()] or COLOURS)
-    return {name: colour or next(left) for name, colour in found.items()}
+            chosen[name] = ""
+    left = cycle([colour for colour in COLOURS if colour not in chosen.values()] or COLOURS)
+    return {name: colour or next(left) for name, colour in chosen.items()}
 
 
 def line_style(index: int, colour: str | None = None) -> dict[str, Any]:
@@ -157,10 +157,10 @@ def to_vector(values: Any, what: str) -> Array:
         TypeError: not numbers.
         ValueError: not one-dimensional, or empty.
     """
-    found = to_array(values, what)
-    if found.ndim != 1 or not found.size:
-        raise ValueError(f"{what}: expected a list of numbers, found shape {found.shape}")
-    return found
+    vector = to_array(values, what)
+    if vector.ndim != 1 or not vector.size:
+        raise ValueError(f"{what}: expected a list of numbers, found shape {vector.shape}")
+    return vector
 
 
 def require_mapping(values: Any, what: str, expected: str) -> Mapping[Any, Any]:

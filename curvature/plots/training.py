@@ -88,8 +88,8 @@ def training(history: History | Mapping[str, History], *, ax: Any = None) -> NDA
     runs = {str(name): _run(entries, str(name)) for name, entries in entries_by_name.items()}
     panels = [key for key in PANELS if any(key in run for run in runs.values())]
     if not panels:
-        found = dict.fromkeys(key for run in entries_by_name.values() for entry in run for key in entry)
-        raise ValueError(f"history: nothing to draw: no values of {', '.join(PANELS)}; keys are {', '.join(found)}")
+        keys = dict.fromkeys(key for run in entries_by_name.values() for entry in run for key in entry)
+        raise ValueError(f"history: nothing to draw: no values of {', '.join(PANELS)}; keys are {', '.join(keys)}")
     axes = _axes(ax, panels)
     names = list(runs) if several else None
     for item, key in zip(axes, panels, strict=True):
@@ -117,9 +117,9 @@ def _run(entries: Any, name: str) -> Run:
         raise ValueError(f"{name}: step: expected finite numbers, found {steps[~np.isfinite(steps)][0]}")
     run = {"step": (steps, steps)}
     for key in (*PANELS, *EVENT_MARKS, "accepted"):
-        known = [k for k, entry in enumerate(entries) if entry.get(key) is not None]
-        if known:
-            run[key] = steps[known], to_vector([entries[k][key] for k in known], f"{name}: {key}")
+        given = [k for k, entry in enumerate(entries) if entry.get(key) is not None]
+        if given:
+            run[key] = steps[given], to_vector([entries[k][key] for k in given], f"{name}: {key}")
     return run
 
 

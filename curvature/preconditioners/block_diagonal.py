@@ -19,6 +19,7 @@ from curvature.gradients import candidate_axes, certain_layouts, joint_bias, ter
 from curvature.kronecker import KroneckerStatistics, Scheme, cuts_of
 from curvature.layers import Layout
 from curvature.linalg import full_precision, look, stack, widen, without_autocast
+from curvature.operators import Named
 from curvature.preconditioners.block import Block, BlockStatistics
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
@@ -44,7 +45,6 @@ MAX_EIGEN_SIDE = 512  # a larger eigenbasis makes steps several times as dear, a
 
 UNSEEN = "torch does not show what uses it (an autograd.Function or the like)"
 
-Named = Mapping[str, Tensor]
 NOTHING: Named = MappingProxyType({})
 
 LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}

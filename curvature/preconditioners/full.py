@@ -20,11 +20,11 @@ from torch import Tensor
 from curvature.gradients import Jacobian
 from curvature.kronecker import at_least_float32
 from curvature.linalg import cat, cholesky, full_precision, look, try_decompose, widen
+from curvature.operators import Named
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.least_squares import Damping, at
 from curvature.preconditioners.statistics import CurvatureStatistics, RowStatistics
 
-Named = Mapping[str, Tensor]
 MAX_DENSE_PARAMETERS = 1 << 15  # up to which the matrix is built
 
 

@@ -32,9 +32,8 @@ from curvature.kronecker import (
     invert_kronecker_sums,
 )
 from curvature.linalg import full_precision, to_host
+from curvature.operators import Named
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
-
-Named = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from curvature import Injection
 from curvature.linalg import stack, widen, widest
+from curvature.losses import Injection
 from curvature.recording import unwrap_compiled
 from optimizers.arguments import check_range
 

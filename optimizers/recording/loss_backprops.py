@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvature import Tape
 from curvature.gradients import computed_weights
 from curvature.preconditioners import BlockDiagonalCurvature, FullCurvature
-from curvature.recording import ParameterNode, warn_once
+from curvature.recording import ParameterNode, Tape, warn_once
 from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
 from optimizers.recording.loss_graph import Source, find_edges

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature import Tape
+from curvature.recording import Tape
 
 
 def loss_terms(tape: Tape, losses: Sequence[Tensor]) -> list[Tensor]:

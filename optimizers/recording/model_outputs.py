@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature import Tape
+from curvature.recording import Tape
 from optimizers.recording.loss_graph import Reading, Source, Unknown, read_loss
 from optimizers.recording.loss_terms import gradients_at, loss_terms
 

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvature import Injection, Tape, empirical, isotropic
 from curvature.linalg import stack
+from curvature.losses import Injection, empirical, isotropic
+from curvature.operators import Named
 from curvature.preconditioners import CurvatureStore
-from curvature.recording import Listener, unwrap_compiled, warn_once
+from curvature.recording import Listener, Tape, unwrap_compiled, warn_once
 from optimizers.distributed.processes import vectors_of_global_batch
 from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
@@ -30,7 +31,6 @@ from optimizers.recording.output_scale import OutputScale, Sums, squares_along
 from optimizers.schedule import Schedule
 
 Parameters = Callable[[], Mapping[str, nn.Parameter]]
-Named = Mapping[str, Tensor]
 
 
 class Recorder:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import stack, to_host, widen
+from curvature.operators import Named
 from curvature.preconditioners import Block
 from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
@@ -26,8 +27,6 @@ FIRST_RATIO = 0.5
 CONFIRMED_DECAY = 0.7  # of the running mean of what the next batch confirms of a step's progress
 PRIOR_BATCHES = 2  # that would have confirmed all of it
 RESOLVED = 1e-5  # progress relative to the loss that is not rounding
-
-Named = Mapping[str, Tensor]
 
 
 class AdaptiveStep(StepRule):

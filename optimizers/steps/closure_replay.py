@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from curvature import output_changes
 from curvature.functional import TwiceDifferentiable
+from curvature.gradients import output_changes
 from curvature.linalg import look, product_rounding, widen
 from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.recording.backward_passes import is_transformed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature import Jacobian
+from curvature.gradients import Jacobian
 from curvature.preconditioners import LeastSquares
 from optimizers.model_optimizer import shared_option
 from optimizers.report import FROZEN, Row

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import by_device, widen
+from curvature.operators import Named
 from curvature.recording import is_sharded
 from optimizers.distributed.sharding import to_local, to_sharded
 
-Named = Mapping[str, Tensor]
 Layer = tuple[str, ...]  # names of its parameters
 Shapes = tuple[tuple[int, ...], ...]  # of the parameters of a layer
 MOST_ENTRIES = 1 << 28  # of a vector, in one product

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from curvature import Jacobian
 from curvature.functional import ExactNorms
+from curvature.gradients import Jacobian
 from curvature.linalg import stack, to_host, widen
 from curvature.preconditioners import ResidualBlock, residual_blocks, residual_inverses
 from curvature.recording import ModelState, warn_once

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvature.linalg import widen
+from curvature.operators import Named
 from curvature.preconditioners import Block
 from curvature.recording import is_sharded
 from optimizers.distributed.sharding import sum_over_shards, to_local
@@ -26,7 +27,6 @@ from optimizers.steps.updates import are_finite
 
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
 
-Named = Mapping[str, Tensor]
 Entry = TypeVar("Entry")
 __all__ = ["Evaluation", "Named", "Options", "Outcome", "Scaling", "StepContext", "StepRule"]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from support.architecture import ROOT
 from support.cases.case import seeded
 from support.documents import run_here, sections, text_of
 
@@ -21,8 +22,9 @@ PEERS = {
 
 
 @pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    """Of random numbers and precision, which blocks change."""
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of random numbers and precision, which blocks change, and the path to the examples."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     before = torch.get_default_dtype()
     with seeded(0):
         yield

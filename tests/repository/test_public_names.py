@@ -42,6 +42,13 @@ def test_names_are_found_listed_and_nothing_else_is(package: str):
         exec(f"from {package} import KFACC")
 
 
+def test_optimizers_load_no_more_of_curvature_than_they_need():
+    code = "import sys; from optimizers import KFAC; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert not {"curvature.public", "curvature.matrices", "curvature.uses", "curvature.forward_laplacian"} & {*loaded}
+
+
 def test_subpackages_need_no_import_of_their_own():
     code = "import curvature; curvature.plots.matrix, curvature.operators.Operator"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -30,20 +30,14 @@ FLOORS = {
     "plots": 4,
     "matrices": 5,
     "preconditioners": 5,
-    "posteriors": 6,
-    "attribution": 6,
-    "compression": 6,
-    "projections": 5,
-    "laplace_backend": 7,
+    "uses": 6,
 }
 # What may be imported from outside, beside the standard library and torch.
 LIBRARIES = {
     "gradients": {"numpy"},  # arrays in messages, and its random state, which a sampler may draw from
     "operators": {"scipy"},
     "matrices": {"tqdm"},
-    "attribution": {"tqdm"},
-    "projections": {"numpy", "tqdm"},
-    "laplace_backend": {"laplace"},
+    "uses": {"numpy", "tqdm"},
     "plots": {"matplotlib", "numpy"},
 }
 FILE_LINES, FUNCTION_LINES = 600, 60

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from curvature.operators import BlockDiagonal, Diagonal, MatrixFree
-from curvature.operators.costs import MAX_DIRECT_SIZE
+from curvature.operators.space import MAX_DIRECT_SIZE
 from support.structures import Source
 
 

@@ -9,10 +9,11 @@ import sys
 import pytest
 import torch
 
-from curvature.operators import BlockDiagonal, Dense, Diagonal, Space, Sum, costs, load
-from curvature.operators.costs import MAX_DIRECT_SIZE
+from curvature.operators import BlockDiagonal, Dense, Diagonal, Space, Sum, load
+from curvature.operators import space as space_module
 from curvature.operators.kronecker import Kronecker
 from curvature.operators.matrix_free import MatrixFree
+from curvature.operators.space import MAX_DIRECT_SIZE
 from curvature.terms.affine_layout import AffineLayout
 from support.structures import ARRANGEMENTS, Source, blocks, dense, diagonal, kronecker, matrix_free, structures, total
 
@@ -319,7 +320,7 @@ def test_blocks(device):
 
 
 def test_large_matrices_are_not_built(monkeypatch):
-    monkeypatch.setattr(costs, "DENSE_LIMIT", 6)
+    monkeypatch.setattr(space_module, "DENSE_LIMIT", 6)
     made = [matrix_free(Source())[0], diagonal(Source())[0], total(Source())[0], blocks(Source())[0]]
     made.append(kronecker(ARRANGEMENTS["bias"])(Source())[0])
     for op in made:

@@ -8,7 +8,7 @@ from torch import nn
 
 import curvature
 from curvature.operators import BlockDiagonal, Dense, Diagonal, MatrixFree, Sum
-from curvature.operators.costs import MAX_DIRECT_SIZE
+from curvature.operators.space import MAX_DIRECT_SIZE
 from support.cases.case import seeded
 from support.comparisons import matches
 from support.structures import Source, structures

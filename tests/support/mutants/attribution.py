@@ -4,8 +4,8 @@ from .mutant import broken
 
 MUTANTS = [
     *broken(
-        "curvature/attribution/scores.py",
-        "curvature/attribution",
+        "curvature/uses/attribution/scores.py",
+        "curvature/uses/attribution",
         ("flat @ row.to(flat).mT", "flat @ row.to(flat).mT.abs()"),
         ("DAMPING * mean if", "mean if"),
         (
@@ -15,14 +15,14 @@ MUTANTS = [
         ("min(start + step, count)", "min(start + 1, count)"),
     ),
     *broken(
-        "curvature/attribution/eigenbases.py",
-        "curvature/attribution",
+        "curvature/uses/attribution/eigenbases.py",
+        "curvature/uses/attribution",
         ("None, None, eigen.values, eigen.rounding)", "None, None, eigen.values, 0 * eigen.rounding)"),
         ("rows = None if basis.rows is None else basis.rows.mT", "rows = basis.rows"),
     ),
     *broken(
-        "curvature/attribution/queries.py",
-        "curvature/attribution",
+        "curvature/uses/attribution/queries.py",
+        "curvature/uses/attribution",
         ("[1][:, :, -rank:]", "[1][:, :, :rank]"),
         ("yield queries[start : start + step]", "yield queries[start : start + step].abs()"),
     ),

@@ -4,8 +4,8 @@ from .mutant import broken
 
 MUTANTS = [
     *broken(
-        "curvature/compression/quadratic_blocks.py",
-        "curvature/compression/test_pruning.py",
+        "curvature/uses/compression/quadratic_blocks.py",
+        "curvature/uses/compression/test_pruning.py",
         ("return 1 / block.inverse(damping).diagonal()", "return block.damped(damping).diagonal()"),
         ("return self.w.square() * self.alone / 2", "return self.start.square() * self.alone / 2"),
         ("lost = free * self._product((self.w - self.start)[:, None])[:, 0]", "lost = 0 * self.w"),
@@ -13,14 +13,14 @@ MUTANTS = [
         ("return DAMPING * mean", "return DAMPING"),
     ),
     *broken(
-        "curvature/compression/pruning.py",
-        "curvature/compression/test_pruning.py",
+        "curvature/uses/compression/pruning.py",
+        "curvature/uses/compression/test_pruning.py",
         ("1 - (1 - share) ** (done / rounds)", "share"),
         ("None if done == rounds else ROUGHLY", "ROUGHLY"),
     ),
     *broken(
-        "curvature/compression/rounding.py",
-        "curvature/compression/test_rounding.py",
+        "curvature/uses/compression/rounding.py",
+        "curvature/uses/compression/test_rounding.py",
         ("carried[at] = error[at] + through", "carried[at] = error[at]"),
         (".nearest(w[at] - through - across)", ".nearest(w[at] - through)"),
         ("torch.where(is_free.amin(0) > 0, -1, diagonal.mean(0))", "diagonal.mean(0)"),

@@ -14,9 +14,9 @@ MUTANTS = [
         "curvature/recording/test_recurrent.py optimizers/recording/test_differentiated_gradients.py",
         ("before[1] * f * (1 - f)", "after[1] * f * (1 - f)"),
         ("(before[0] - new) * z", "(after[0] - new) * z"),
-        ("h = found[-1] @ weight\n", "h = found[-1] @ weight.mT\n"),
+        ("h = gradients[-1] @ weight\n", "h = gradients[-1] @ weight.mT\n"),
         ("if not torch.is_grad_enabled():", "if True:"),
-        ("return None, found[0], to_products, *known", "return None, found[0], None, *found[1:3]"),
+        ("return None, by_loop[0], to_products, *others", "return None, by_loop[0], None, *by_loop[1:3]"),
     ),
     *broken(
         "curvature/functional/formulas.py",

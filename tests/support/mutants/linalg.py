@@ -31,7 +31,7 @@ MUTANTS = [
     ),
     *broken(
         "curvature/linalg/block_lanczos.py",
-        "curvature/estimators curvature/operators",
+        "curvature/operators",
         ("core = _append_border(core, basis.mT @", "core = _append_border(core, 1.01 * basis.mT @"),
     ),
 ]

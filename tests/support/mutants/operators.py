@@ -9,17 +9,17 @@ MUTANTS = [
         ("return self.eigen.to(torch.bfloat16)", "return super()._in_16_bits()"),
     ),
     *broken(
-        "curvature/operators/export.py",
+        "curvature/operators/storage.py",
         "curvature/operators/test_storage.py",
-        ('del own["rounding"]  # that', 'own["rounding"] = own["rounding"] + 1e3  # that'),
-        ('own["dtype"] = space', "pass"),
+        ('del state["rounding"]  # that', 'state["rounding"] = state["rounding"] + 1e3  # that'),
+        ('state["dtype"] = space', "pass"),
     ),
     *broken(
         "curvature/operators/sample_space.py",
         "curvature/matrices/test_sample_rows.py",
         ("(V - self._transposed(inner)) / damping", "(V + self._transposed(inner)) / damping"),
         ("- len(self.gram)) * math.log", "- 0) * math.log"),
-        ("(root * whole * (root + whole))", "(root * whole * root)"),
+        ("(root * roots * (root + roots))", "(root * roots * root)"),
     ),
     *broken(
         "curvature/operators/quadratic.py",

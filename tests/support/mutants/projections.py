@@ -4,8 +4,8 @@ from .mutant import broken
 
 MUTANTS = [
     *broken(
-        "curvature/projections/projection.py",
-        "curvature/projections",
+        "curvature/uses/projections/projection.py",
+        "curvature/uses/projections",
         ("values[:, part.start - start : part.stop - start]", "values[:, : part.stop - part.start]"),
     ),
 ]

@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     *broken(
         "curvature/terms/projections.py",
-        "curvature/projections",
+        "curvature/uses/projections",
         ("slice(0, count), start * rest", "slice(0, count), (start - part.start) * rest"),
     ),
 ]

@@ -1,0 +1,109 @@
+"""Operators as plain data, in files and in other precisions, and as SciPy operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.operators.space import Space
+from curvature.terms import AffineLayout
+
+# Classes of operators by the name that their states give; each that has a state enters itself where it is defined.
+KINDS: dict[str, type[Any]] = {}
+
+
+def to_plain_data(value: Any) -> Any:
+    """The parts of an operator as tensors, numbers, strings, and lists or dicts of them; a mapping as a list."""
+    if isinstance(value, Tensor):
+        return copy_if_view(value)
+    if hasattr(value, "state"):
+        return value.state()
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {"structure": type(value).__name__, **fields}
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [to_plain_data(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def restore(value: Any, device: torch.device | str | None) -> Any:
+    """The inverse of `to_plain_data`.
+
+    Raises:
+        ValueError: a structure that this version does not know.
+    """
+    if isinstance(value, list):
+        return [restore(item, device) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    structure = value.get("structure")
+    if structure in KINDS:
+        return KINDS[structure].from_state(value, device)
+    fields = {key: restore(item, device) for key, item in value.items() if key != "structure"}
+    if "structure" not in value:
+        return fields
+    if structure == "Space":
+        return Space.restore(fields, device)
+    if structure == "AffineLayout":
+        return AffineLayout(**fields)
+    raise ValueError(f"unknown structure {structure!r} of a matrix; known are {sorted(KINDS)}")
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], state: Any) -> Any:
+    """A state with every tensor replaced."""
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, Mapping):
+        return {key: map_tensors(function, item) for key, item in state.items()}
+    return [map_tensors(function, item) for item in state] if isinstance(state, list) else state
+
+
+def rounded_state(state: Any, dtype: torch.dtype, space: str | None = None) -> Any:
+    """A state with its floating-point tensors in another precision, and its spaces in the one that is named."""
+    if isinstance(state, Tensor):
+        return state.to(dtype) if state.is_floating_point() else state
+    if isinstance(state, list):
+        return [rounded_state(item, dtype, space) for item in state]
+    if not isinstance(state, Mapping):
+        return state
+    state = dict(state)
+    structure = state.get("structure")
+    if structure == "Space" and space is not None:
+        state["dtype"] = space
+    elif structure == "EigenKronecker":
+        del state["rounding"]  # that of the values before
+    elif structure == "Dense":
+        state["matrix"] = (state["matrix"] + state["matrix"].mT) / 2  # so that its rounding is symmetric
+    return {key: rounded_state(item, dtype, space) for key, item in state.items()}
+
+
+def copy_if_view(tensor: Tensor) -> Tensor:
+    """Clone a view of a larger storage, which a file would otherwise include."""
+    owns_storage = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if owns_storage else tensor.clone()
+
+
+def scipy_operator(space: Space, matmat: Callable[[Tensor], Tensor]) -> Any:
+    """The ``scipy.sparse.linalg.LinearOperator`` of a symmetric matrix, given its product with columns.
+
+    Raises:
+        ImportError: SciPy is not installed.
+    """
+    try:
+        import scipy.sparse.linalg as linalg
+    except ImportError as error:
+        raise ImportError("to_scipy needs SciPy, which is not installed: pip install scipy") from error
+
+    def product(array: Any) -> Any:
+        columns = torch.from_numpy(array.reshape(space.size, -1).copy())
+        if columns.is_complex():
+            raise TypeError("the matrix is real: apply it to the real and imaginary parts separately")
+        return matmat(columns.to(space.device, space.dtype)).detach().cpu().numpy().reshape(array.shape)
+
+    name = str(space.dtype).removeprefix("torch.")
+    products = dict.fromkeys(("matvec", "rmatvec", "matmat", "rmatmat"), product)
+    return linalg.LinearOperator((space.size, space.size), dtype=name, **products)

@@ -1,0 +1,213 @@
+"""Matrices that others stand for: over ranges of rows, in few bits, or in files."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.operators.base import Operator
+from curvature.operators.block_diagonal import BlockDiagonal
+from curvature.operators.space import Space
+from curvature.operators.storage import copy_if_view, map_tensors, restore
+
+
+class Wrapped(Operator):
+    """A matrix whose methods are those of another one; subclasses say how vectors and results differ, if they do."""
+
+    @property
+    @abstractmethod
+    def wrapped(self) -> Operator:
+        """The matrix that does the work."""
+
+    def _to_wrapped(self, rows: Tensor) -> Tensor:
+        """Rows (P, ...) in the order of the wrapped matrix."""
+        return rows
+
+    def _from_wrapped(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def _wrap(self, result: Operator) -> Operator:
+        """A matrix over the space of this one, from one over that of the wrapped one."""
+        return result
+
+    def _matmat(self, V: Tensor) -> Tensor:
+        return self._from_wrapped(self.wrapped._matmat(self._to_wrapped(V)))
+
+    def diagonal(self) -> Tensor:
+        return self._from_wrapped(self.wrapped.diagonal())
+
+    def trace(self) -> Tensor:
+        return self.wrapped.trace()
+
+    def frobenius_norm(self) -> Tensor:
+        return self.wrapped.frobenius_norm()
+
+    def _eigenvalues(self) -> Tensor:
+        return self.wrapped._eigenvalues()
+
+    def _solve(self, V: Tensor, damping: float) -> Tensor:
+        return self._from_wrapped(self.wrapped._solve(self._to_wrapped(V), damping))
+
+    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
+        return self._from_wrapped(self.wrapped._inverse_root(Z, damping))  # the order of noise is irrelevant
+
+    def inverse(self, damping: float = 0.0) -> Operator:
+        return self._wrap(self.wrapped.inverse(damping))
+
+    def logdet(self, damping: float = 0.0) -> Tensor:
+        return self.wrapped.logdet(damping)
+
+    def _in_16_bits(self) -> Operator:
+        return self._wrap(self.wrapped.to(torch.bfloat16))
+
+    def scaled(self, factor: float) -> Operator:
+        return self._wrap(self.wrapped.scaled(factor))
+
+    def damped(self, damping: float) -> Operator:
+        return self._wrap(self.wrapped.damped(damping))
+
+    def factored_damping(self, damping: float) -> Operator:
+        return self._wrap(self.wrapped.factored_damping(damping))
+
+
+class RowBlocks(Wrapped):
+    """A matrix over parameters of one layer that is block-diagonal over ranges of their rows, as for the projections of
+    cross attention, which share one weight but read different inputs.
+
+    Args:
+        space: of the parameters.
+        inner: the blocks, over spaces that name row ranges as parameters: ``"weight[0:4]"``, ``"bias[0:4]"``, ...
+        order: (P,), the positions in the flat vector of `space` of the entries of that of `inner`.
+
+    Raises:
+        ValueError: `order` is not a permutation of P numbers.
+    """
+
+    fields = ("space", "inner", "order")
+
+    def __init__(self, space: Space, inner: BlockDiagonal, order: Tensor) -> None:
+        super().__init__(space)
+        if not torch.equal(order.sort().values, torch.arange(space.size, device=order.device)):
+            raise ValueError(f"order should be a permutation of {space.size} numbers")
+        self.inner, self.order = inner, order
+
+    @property
+    def blocks(self) -> dict[str, Operator]:
+        """The blocks by the name of their first row range."""
+        return self.inner.blocks
+
+    @property
+    def wrapped(self) -> Operator:
+        return self.inner
+
+    def _to_wrapped(self, rows: Tensor) -> Tensor:
+        return rows[self.order]
+
+    def _from_wrapped(self, rows: Tensor) -> Tensor:
+        return torch.empty_like(rows).index_copy_(0, self.order, rows)
+
+    def _wrap(self, result: Operator) -> Operator:
+        assert isinstance(result, BlockDiagonal)
+        return RowBlocks(self.space, result, self.order)
+
+    def to_dense(self) -> Tensor:
+        dense = torch.empty(self.shape, dtype=self.space.dtype, device=self.space.device)
+        dense[self.order[:, None], self.order] = self.inner.to_dense()
+        return dense
+
+    def _details(self) -> list[str]:
+        return [f"{name}: {type(block).__name__}" for name, block in self.blocks.items()]
+
+
+class Stored(Wrapped):
+    """A matrix that is kept as its state: in few bits, or in a file.
+
+    Every method makes the matrix, in the precision of the space, and forgets it: only what a solve needs is in memory,
+    as it runs, and a decomposition is made anew for the next one (`inverse` keeps it).
+
+    Args:
+        space: of the parameters.
+        held: what `Operator.state` gives. Its floating-point tensors may be of another dtype than the space, on another
+            device, and mapped from a file.
+    """
+
+    fields = ("space", "held")
+
+    def __init__(self, space: Space, held: Mapping[str, Any]) -> None:
+        super().__init__(space)
+        self.held = dict(held)
+
+    @property
+    def wrapped(self) -> Operator:
+        device, dtype = self.space.device, self.space.dtype
+        state = map_tensors(lambda t: t.to(device, dtype) if t.is_floating_point() else t.to(device), self.held)
+        operator: Operator = restore(state, None if self.space.places else device)
+        return operator
+
+    def state(self) -> dict[str, Any]:
+        return {"structure": "Stored", "space": self.space.state(), "held": map_tensors(copy_if_view, self.held)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], device: torch.device | str | None) -> Stored:
+        return cls(Space.restore(state["space"], device), state["held"])
+
+    def to(self, dtype: torch.dtype) -> Operator:
+        return self.wrapped.to(dtype)
+
+    def to_dense(self) -> Tensor:
+        return self.wrapped.to_dense()
+
+    def compact(self) -> Operator:
+        return self.wrapped.compact()
+
+    def _details(self) -> list[str]:
+        return [f"{self.held['structure']}, kept"]
+
+
+def load(path: str | PathLike[str], device: torch.device | str | None = None, *, lazily: bool = False) -> Operator:
+    """Load the operator that `Operator.save` wrote.
+
+    Only tensors, numbers, strings and lists of them are read, so untrusted files cannot run code.
+
+    Args:
+        path: of the file.
+        device: of the operator; None for the device it was saved from.
+        lazily: map the file into memory and read a block when a method needs it, and again at the next time. A solve
+            with one block of a `BlockDiagonal` reads that block alone. The file has to stay as it is meanwhile.
+
+    Raises:
+        ValueError: the file holds no matrix that this version knows.
+    """
+    place: Any = "cpu" if lazily else device
+    state = torch.load(path, map_location=place, weights_only=True, mmap=True if lazily else None)
+    if not isinstance(state, dict) or "structure" not in state or state["structure"] == "Space":
+        raise ValueError(f"{path} holds no matrix saved by Operator.save")
+    operator = _lazily(state, device) if lazily else restore(state, device)
+    if not isinstance(operator, Operator):
+        raise ValueError(f"{path} holds no matrix saved by Operator.save")
+    return operator
+
+
+def _lazily(state: Mapping[str, Any], device: torch.device | str | None) -> Operator:
+    """Blocks that are made when they are used."""
+    if state["structure"] == "BlockDiagonal":
+        return BlockDiagonal(
+            Space.restore(state["space"], device), [_lazily(block, device) for block in state["blocks"]]
+        )
+    if state["structure"] == "Stored":
+        return Stored.from_state(state, device)
+    return Stored(_space_of(state, device), state)
+
+
+def _space_of(state: Mapping[str, Any], device: torch.device | str | None) -> Space:
+    """Of a multiple or a sum, that of what it is made of."""
+    while "space" not in state:
+        if not {"inner", "terms"} & state.keys():
+            raise ValueError(f"unknown structure {state['structure']!r} of a matrix")
+        state = state["inner"] if "inner" in state else state["terms"][0]
+    return Space.restore(state["space"], device)

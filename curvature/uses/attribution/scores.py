@@ -1,0 +1,242 @@
+"""Influence functions: how the loss of a query changes as a training sample is left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from curvature.gradients import Batch, number_of_batches, pairs, require_order, require_pairs, sample_terms
+from curvature.linalg import full_precision, stack
+from curvature.losses import Loss
+from curvature.matrices import ekfac
+from curvature.operators import BlockDiagonal, Operator
+from curvature.recording import trained_parameters
+from curvature.terms import OuterProduct, Term, gradients
+from curvature.uses.attribution.eigenbases import Eigenbases, Terms
+from curvature.uses.attribution.queries import Queries, compress, joined, pieces
+
+InBases = Callable[[Operator, Terms], Eigenbases]
+Score = Callable[[Mapping[str, list[Term]], Mapping[str, Queries]], dict[str, Tensor]]
+DAMPING = 0.1  # of the mean eigenvalue of each block (Grosse et al. 2023, arXiv:2308.03296, section 2.2)
+ENTRIES = 1 << 24  # of the training samples' gradients that are built at a time
+
+
+@full_precision()
+def influence(
+    model: nn.Module,
+    loss: Loss,
+    train: Any,
+    query: Any,
+    curvature: Operator | None = None,
+    *,
+    damping: float | None = None,
+    query_rank: int | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
+    progress: bool = False,
+) -> Tensor:
+    """Scores ``g_q^T (K + damping I)^-1 g_n`` (Q, N) of training samples n for queries q.
+
+    g is the gradient of a sample's own loss (`per_sample_gradients`), K the curvature of the loss over the training
+    data. To first order, training without sample n raises the loss of query q by score / N for a loss that is a mean
+    over N samples, and by the score for a sum (Koh and Liang 2017, arXiv:1703.04730, equation 2): samples with large
+    positive scores have helped, those with large negative ones have harmed.
+
+    Args:
+        model: trained, in the mode in which it is used: ``model.eval()`` if it has dropout or BatchNorm.
+        loss: as for `per_sample_gradients`.
+        train: the training data: one pair ``(x, y)``, or an iterable of pairs that can be gone over twice (a
+            DataLoader that does not shuffle: columns are in its order).
+        query: the queries, likewise (rows are in their order); their targets say which answer's loss it is about.
+        curvature: K, any operator over the parameters or some of them, of the same loss and data: `kfac`,
+            `gauss_newton` (exact; above 2000 parameters by conjugate gradients), a block of one (only these
+            parameters count then). By default `ekfac` of the training data (arXiv:2308.03296).
+        damping: in the units of K. By default 0.1 times the mean eigenvalue of K, block by block where it has blocks.
+        query_rank: keep what K makes of a query's gradient as matrices of this rank, one for each weight: of a layer
+            (o, i) it takes ``query_rank * (o + i)`` numbers a query, not ``o * i``. Scores are then approximate; 32 is
+            the choice of arXiv:2308.03296, section 3.2.2.
+        sample_dim: as for `per_sample_gradients`.
+        progress: whether to show a bar over the training batches.
+
+    Raises:
+        ValueError: a DataLoader shuffles, there are no data, the rank is no positive number, the matrix is singular
+            with this damping, or as for `per_sample_gradients`: BatchNorm in training mode is refused by name.
+        TypeError: an argument of the wrong kind.
+
+    The queries' gradients and their solutions are held, Q times the parameters (with ``query_rank`` those of one batch
+    of queries); of the training samples' gradients a bounded number of entries at a time. Time is that of Q products
+    with each of these gradients.
+    """
+    options = curvature, damping, query_rank, sample_dim, progress
+    return stack(_by_parameter(_scores, Eigenbases, model, loss, train, query, *options).values()).sum(0)
+
+
+@full_precision()
+def influence_by_parameter(
+    model: nn.Module,
+    loss: Loss,
+    train: Any,
+    query: Any,
+    curvature: Operator | None = None,
+    *,
+    damping: float | None = None,
+    query_rank: int | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """What each parameter adds to the scores of `influence`, ``{name: (Q, N)}``. Arguments and errors as there."""
+    options = curvature, damping, query_rank, sample_dim, progress
+    return _by_parameter(_scores, _unchanged, model, loss, train, query, *options)
+
+
+@full_precision()
+def influence_by_place(
+    model: nn.Module,
+    loss: Loss,
+    train: Any,
+    query: Any,
+    curvature: Operator | None = None,
+    *,
+    damping: float | None = None,
+    query_rank: int | None = None,
+    sample_dim: int | tuple[int, int, int] = 0,
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """What each place of a training sample adds to the scores, ``{name: (Q, N, places)}``: over the places they add up
+    to those of `influence_by_parameter`.
+
+    A place is where a layer reads its weight: a token of a sequence, a pixel of a convolution's output, a step of a
+    recurrent layer; places of several reads follow one another in their order (a tied embedding has those of the
+    embedding, then those of the decoder). A bias, which is added at all of them, and a parameter that no layer rule
+    explains have a single place for each sample.
+
+    Arguments and errors as for `influence`.
+
+    Raises:
+        ValueError: the training samples of different batches have not the same number of places: pad them alike; or a
+            batch has a single sample, of which only the gradient is known.
+    """
+    options = curvature, damping, query_rank, sample_dim, progress
+    return _by_parameter(_place_scores, _unchanged, model, loss, train, query, *options)
+
+
+def _by_parameter(
+    score: Score, in_bases: InBases, model: nn.Module, loss: Loss, train: Any, query: Any, curvature: Operator | None,
+    damping: float | None, rank: int | None, sample_dim: int | tuple[int, int, int], progress: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The scores of all training samples: `score` gives those of a batch, from its terms and the solved queries, both
+    in the bases that `in_bases` finds for K and the first queries."""
+    for what, data in (("train", train), ("query", query)):
+        require_pairs(data)
+        require_order(data, what)
+    K = ekfac(model, loss, train, sample_dim=sample_dim, progress=progress) if curvature is None else curvature
+    if not isinstance(K, Operator):
+        raise TypeError(f"curvature: expected an operator, as curvature.kfac(...) gives, found a {type(K).__name__}")
+    if rank is not None and rank < 1:
+        raise ValueError(f"query_rank: expected a positive number or None, found {rank}")
+    names = K.space.names
+    queries = _terms(model, loss, query, sample_dim, names, False)
+    first = next(queries, None)
+    if first is None:
+        raise ValueError("query: no batch")
+    bases = in_bases(K, first)
+    asked = (_built(bases.turn(terms)) for terms in itertools.chain([first], queries))
+    solved = _solved_queries(bases.K, asked, damping, rank)
+    samples = _terms(model, loss, train, sample_dim, names, progress)
+    scores = [score(bases.turn(terms), solved) for terms in samples]
+    if not scores:
+        raise ValueError("train: no batch; an iterator gives its batches once: pass a list or a DataLoader")
+    for name in solved:
+        if len({batch[name].shape[2:] for batch in scores}) > 1:
+            places = sorted({batch[name].shape[2] for batch in scores})
+            raise ValueError(f"train: {name} is read at {places} places in different batches: pad all samples alike")
+    return {name: torch.cat([batch[name] for batch in scores], 1) for name in solved}
+
+
+def _unchanged(K: Operator, terms: Terms) -> Eigenbases:
+    """Parameter by parameter: in an eigenbasis a bias is not apart from its weight."""
+    return Eigenbases(K, {})
+
+
+def _terms(
+    model: nn.Module, loss: Loss, data: Any, sample_dim: Any, names: Sequence[str], progress: bool
+) -> Iterator[dict[str, list[Term]]]:
+    """The gradients of each batch's samples with respect to the parameters of these names."""
+    total = number_of_batches(data)
+    trained = trained_parameters(model)
+    missing = [name for name in names if name not in trained]
+    if missing:
+        raise ValueError(f"curvature: it is of {', '.join(missing)}, which the model does not train")
+    for x, y in tqdm(pairs(data), total=total, unit="batch", leave=False, disable=not progress):
+        terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, names))
+        yield {name: list(terms[name]) for name in names}
+
+
+def _built(terms: Mapping[str, list[Term]]) -> dict[str, Tensor]:
+    return {name: gradients(parts) for name, parts in terms.items()}
+
+
+def _solved_queries(
+    K: Operator, asked: Iterable[dict[str, Tensor]], damping: float | None, rank: int | None
+) -> dict[str, Queries]:
+    """``(K + damping)^-1 g`` of all queries: of all batches together, or one by one if they are compressed."""
+    if rank is None:
+        batches = list(asked)
+        asked = [{name: torch.cat([batch[name] for batch in batches]) for name in K.space.names}]
+    parts = [{name: compress(v, rank) for name, v in _solved(K, batch, damping).items()} for batch in asked]
+    return {name: joined([batch[name] for batch in parts]) for name in K.space.names}
+
+
+def _solved(K: Operator, queries: Mapping[str, Tensor], damping: float | None) -> dict[str, Tensor]:
+    """``(K + damping)^-1 g`` for gradients (Q, *shape) by name; each block with its own damping if none is given."""
+    blocks = list(K.blocks.values()) if isinstance(K, BlockDiagonal) and damping is None else [K]
+    solved: dict[str, Tensor] = {}
+    for block in blocks:
+        space = block.space
+        flat = space.flatten({name: queries[name].to(space.dtype) for name in space.names})
+        block_damping = _usual_damping(block) if damping is None else float(damping)
+        solved |= space.split(block.solve(flat.mT, block_damping).mT)
+    return solved
+
+
+def _usual_damping(block: Operator) -> float:
+    mean = float(block.trace()) / max(1, block.space.size)
+    return DAMPING * mean if mean > 0 else 1.0  # without curvature: inner products
+
+
+def _scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Queries]) -> dict[str, Tensor]:
+    """(Q, N) for each parameter, of the samples of a batch."""
+    return {
+        name: torch.cat([_products(parts, queries) for queries in pieces(solved[name])])
+        for name, parts in terms.items()
+    }
+
+
+def _products(parts: Sequence[Term], queries: Tensor) -> Tensor:
+    """Inner products (Q, N) of queries (Q, *shape) with the gradients of one parameter."""
+    if all(isinstance(term, OuterProduct) and term.places == 1 for term in parts):  # larger than its two sides
+        return stack([stack([term.inner_products(v) for term in parts]).sum(0) for v in queries])
+    flat = queries.flatten(1)
+    count, step = len(parts[0]), max(1, ENTRIES // max(1, flat.shape[1]))
+    chunks = [slice(start, min(start + step, count)) for start in range(0, max(count, 1), step)]
+    rows = (gradients([term.samples(chunk) for term in parts]).flatten(1) for chunk in chunks)
+    return torch.cat([flat @ row.to(flat).mT for row in rows], 1)
+
+
+def _place_scores(terms: Mapping[str, list[Term]], solved: Mapping[str, Queries]) -> dict[str, Tensor]:
+    """(Q, N, places) for each parameter, of the samples of a batch."""
+    if any(len(parts[0]) == 1 for parts in terms.values()):
+        raise ValueError("train: a batch with a single sample does not tell its places; take batches of at least two")
+    return {
+        name: torch.stack([_at_places(parts, v) for queries in pieces(solved[name]) for v in queries])
+        for name, parts in terms.items()
+    }
+
+
+def _at_places(parts: Sequence[Term], vector: Tensor) -> Tensor:
+    """(N, places) for one query."""
+    return torch.cat([term.place_products(vector).to(vector) for term in parts], 1)

@@ -1,0 +1,128 @@
+"""The curvature of the summed loss in each structure, and the posterior that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.gradients import Jacobian, either_form
+from curvature.linalg import widen, widest
+from curvature.losses import Loss
+from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac
+from curvature.operators import BlockDiagonal, Diagonal, SampleSpace, Space
+from curvature.recording import trained_parameters, unwrap_compiled
+from curvature.uses.posteriors.labels import LabelDistribution, labels_of
+from curvature.uses.posteriors.layered import LayeredCurvature, module_of, positive_scalar
+from curvature.uses.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws
+
+Build = Callable[[nn.Module, Loss, Any, Space], BlockDiagonal]  # of the parameters of a space
+
+
+def _kfac(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
+    return kfac(model, loss, data, parameters=space.names)
+
+
+def _dense(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
+    """By the rows of few samples in the widest precision: squares of rows lose half of their digits, below which
+    priors are once a model is trained."""
+    matrix = fisher(model, loss, data, parameters=space.names).compact()
+    if isinstance(matrix, SampleSpace) and isinstance(matrix.rows, Jacobian):
+        wide = replace(space, dtype=widest(space.device.type))
+        matrix = SampleSpace(wide, matrix.rows.promoted(wide.dtype), matrix.scale)
+    return BlockDiagonal(matrix.space, [matrix])
+
+
+def _diagonal(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
+    diagonal = fisher_diagonal(model, loss, data, parameters=space.names)
+    return BlockDiagonal(space, [Diagonal(space.subspace([name]), d.flatten()) for name, d in diagonal.items()])
+
+
+BUILDS: dict[str, Build] = {
+    "kfac": _kfac,
+    "diagonal": _diagonal,
+    "dense": _dense,
+    "last_layer": _dense,
+}
+
+
+@either_form
+def laplace(
+    model: nn.Module,
+    loss: Loss,
+    data: Any,
+    structure: str = "kfac",
+    *,
+    prior: float | Tensor | Mapping[str, float] = 1.0,
+    noise: float | None = None,
+) -> LaplacePosterior:
+    """The Laplace posterior ``N(theta, Sigma)`` of a trained model's parameters (MacKay 1992; arXiv:2106.14806).
+
+    ``Sigma^-1 = factor * G + prior``: G is the Gauss-Newton matrix (the Fisher matrix of these likelihoods) of the loss
+    summed over the data, whatever its reduction is, so that its size grows with the data; prior is the precision of a
+    normal prior around zero, a damping in units of that sum. The factor is 1, and ``1 / (2 noise^2)`` for
+    ``nn.MSELoss``, which stands for labels ``y = f + noise * e``, e standard normal. Training with the mean over M
+    terms (samples for ``CrossEntropyLoss``, entries for the others) and ``weight_decay`` (which `torch.optim.SGD` adds
+    to the gradient) corresponds to the prior ``factor * M * weight_decay``.
+
+    Args:
+        model: any module whose samples are independent, without dropout in training mode; parameters that do not
+            require a gradient are left out of the posterior, and stay fixed.
+        loss: ``CrossEntropyLoss``, ``BCEWithLogitsLoss``, ``MSELoss``, ``PoissonNLLLoss`` of log-rates,
+            ``GaussianNLLLoss`` (mean and variance heads), or the functions of the same names. Class weights, ignored
+            labels and the like count as in the loss.
+        data: one pair ``(x, y)``, or an iterable of pairs that can be gone over twice (a DataLoader).
+        structure: of G: "kfac" (Kronecker factors by layer), "diagonal", "dense" (exact: P^2 numbers, or the rows and
+            M^2 numbers for samples times outputs M < P), or "last_layer" (dense over the parameters of the last module
+            that the forward pass reads parameters of; all others stay fixed).
+        prior: precision, in 1 / parameter^2: a number, one for each layer as a tensor, or by the layer's name
+            (``posterior.layers``).
+        noise: standard deviation of the labels around the output, in their units; only for ``MSELoss``, by default 1.
+
+    Raises:
+        ValueError: the loss has no likelihood here, the structure is unknown, prior or noise are not positive, there
+            are no data or an empty batch, samples are not independent, or the forward pass draws random numbers.
+        TypeError: an argument of the wrong kind.
+    """
+    summed, labels = labels_of(loss)
+    if structure not in list(BUILDS):
+        raise ValueError(f"structure: expected one of {', '.join(BUILDS)}, found {structure!r}")
+    if noise is not None and not labels.has_noise:
+        raise ValueError(f"noise: {type(summed).__name__} has its own; only MSELoss takes one")
+    model = unwrap_compiled(model)
+    space = Space.of(trained_parameters(model))
+    sigma = positive_scalar("noise", 1.0 if noise is None else noise, space.device)
+    fit, last = survey(model, summed, labels, data)
+    names = space.names
+    if structure == "last_layer":
+        modules = {module_of(name) for name in last}
+        names = tuple(name for name in names if module_of(name) in modules)
+    curvature = LayeredCurvature(BUILDS[structure](model, summed, data, space.subspace(names)))
+    home, parameters = curvature.space.device, dict(model.named_parameters())
+    mean = curvature.flatten(parameters)
+    return LaplacePosterior(model, fit.to(home), curvature, mean, curvature.prior(prior), sigma.to(home))
+
+
+def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any) -> tuple[DataFit, frozenset[str]]:
+    """The summed loss over the data, and the parameters that the last function of the forward pass with any reads.
+
+    Raises:
+        ValueError: the forward pass draws random numbers.
+    """
+    sums: list[Tensor] = []
+    counts: list[Tensor] = []
+    names: frozenset[str] = frozenset()
+
+    def visit(run: RecordedBatch) -> None:
+        nonlocal names
+        require_no_draws(run)
+        output = run.output.detach()
+        sums.append(widen(run.batch.loss(output, run.batch.y)))
+        counts.append(widen(labels.count(output, run.batch.y)))
+        names = next(use.names for use in reversed(run.tape.uses) if use.names)
+
+    DataSource(model, summed, data).each(visit)
+    return DataFit(summed, labels, torch.stack(sums).sum(), torch.stack(counts).sum()), names

@@ -1,0 +1,92 @@
+"""The covariance of a linearised model's outputs, ``J Sigma J^T`` for every sample.
+
+Indices: n sample, c and d outputs, g group, i input, o output of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from curvature.linalg import full_precision, matmul
+from curvature.matrices import RecordedBatch
+from curvature.operators import BlockDiagonal, EigenKronecker, Operator
+from curvature.terms import OuterProduct, Term, gradients
+
+ROWS_ELEMENTS = 1 << 24  # entries of the rows of a layer's Jacobian at a time
+
+TermsOfOutputs = Sequence[Mapping[str, list[Term]]]
+
+
+@full_precision()
+def output_covariance(run: RecordedBatch, covariance: BlockDiagonal) -> Tensor:
+    """(N, D, D) for the D entries of each sample's output, given the covariance of the parameters."""
+    count, output = run.batch.count, run.output
+    size = output.numel() // count
+    eye = torch.eye(size, dtype=output.dtype, device=output.device)
+    terms = run.terms(eye[:, None].expand(-1, count, -1).reshape(size, *output.shape))
+    total = torch.zeros(count, size, size, dtype=covariance.space.dtype, device=output.device)
+    for block in covariance.blocks.values():
+        factored = _by_factors(block, terms)
+        total += (_by_rows(block, terms, count) if factored is None else factored).to(total.device)
+    return total
+
+
+def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
+    """For a layer that is read at one place, from activations and backprops in the eigenbasis; None for others.
+
+    A row of the Jacobian is the outer product of backprop b and activation a there, whose squares add up to
+    ``sum_o b_co b_do sum_i a_i^2 variance_oi``.
+    """
+    if not isinstance(block, EigenKronecker):
+        return None
+    of_weight = [parts.get(block.space.names[0], []) for parts in terms]
+    products = [
+        parts[0]
+        for parts in of_weight
+        if len(parts) == 1 and isinstance(parts[0], OuterProduct) and parts[0].places == 1
+    ]
+    if len(products) < len(terms):
+        return None
+    a, b = products[0].a[:, 0], torch.stack([term.b[:, 0] for term in products])
+    if len(block.space.names) > 1:
+        a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+    if (a.shape[1], b.shape[3], a.shape[2]) != block.sides:
+        return None
+    a, b = a.to(block.space.dtype), b.to(block.space.dtype)
+    if block.column_vectors is not None:
+        a = matmul(a[:, :, None], block.column_vectors)[:, :, 0]
+    if block.row_vectors is not None:
+        b = matmul(b[..., None, :], block.row_vectors)[..., 0, :]
+    spread = torch.einsum("ngi,goi->ngo", a.square(), block.values)
+    return torch.einsum("cngo,dngo->ncd", b * spread, b)
+
+
+def _by_rows(block: Operator, terms: TermsOfOutputs, count: int) -> Tensor:
+    """From the rows of this layer's Jacobian, of some samples at a time."""
+    step = max(1, ROWS_ELEMENTS // max(1, len(terms) * block.space.size))
+    covariances = []
+    for start in range(0, count, step):
+        rows = _rows(block, terms, slice(start, min(start + step, count)))
+        spread = (block @ rows.flatten(0, 1).T).T.reshape(rows.shape)
+        covariances.append(matmul(rows, spread.mT))
+    return torch.cat(covariances)
+
+
+def _rows(block: Operator, terms: TermsOfOutputs, part: slice) -> Tensor:
+    """(n, c, p)."""
+
+    def row(of_output: Mapping[str, list[Term]]) -> Tensor:
+        pieces = []
+        for name, size in zip(block.space.names, block.space.sizes, strict=True):
+            read = [term.samples(part) for term in of_output.get(name, [])]
+            if read:
+                pieces.append(gradients(read).flatten(1).to(block.space.device, block.space.dtype))
+            else:
+                shape = part.stop - part.start, size
+                pieces.append(torch.zeros(shape, dtype=block.space.dtype, device=block.space.device))
+        return torch.cat(pieces, 1)
+
+    return torch.stack([row(of_output) for of_output in terms], 1)

@@ -1,0 +1,284 @@
+"""A normal distribution over a model's parameters, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvature.linalg import NotDefinite, psd_eigh
+from curvature.losses import Loss
+from curvature.matrices import DataSource, RecordedBatch
+from curvature.operators import BlockDiagonal
+from curvature.uses.posteriors.labels import LabelDistribution, Prediction
+from curvature.uses.posteriors.layered import LayeredCurvature, positive_scalar
+from curvature.uses.posteriors.outputs import output_covariance
+
+Prior = float | Tensor | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class DataFit:
+    """How likely the data are at the parameters: the summed loss, and what the constant of the likelihood depends on.
+
+    The two sums are scalars in the widest precision.
+    """
+
+    loss: Loss
+    labels: LabelDistribution
+    total: Tensor
+    count: Tensor
+
+    def to(self, device: torch.device) -> DataFit:
+        """The same with the sums on a device."""
+        return replace(self, total=self.total.to(device), count=self.count.to(device))
+
+    def log_likelihood(self, noise: Tensor) -> Tensor:
+        """``log p(labels | inputs, parameters)``, a scalar."""
+        return -(self.labels.factor(noise) * self.total + self.labels.constant(self.count, noise))
+
+
+@dataclass(frozen=True, repr=False)
+class LaplacePosterior:
+    """The normal distribution ``N(mean, Sigma)`` of a model's parameters, made by `laplace`.
+
+    Attributes:
+        model: as it was, with the parameters at the mean; it must stay so for `predict` and `outputs`.
+        fit: the likelihood of the data at the mean.
+        curvature: of the summed loss, by layers.
+        mean: the parameters as a flat vector (P,), those of the posterior alone.
+        prior: the prior precision, a scalar or one for each of `layers`.
+        noise: standard deviation of the labels, a scalar; of no meaning where the loss is not ``nn.MSELoss``.
+    """
+
+    model: nn.Module
+    fit: DataFit
+    curvature: LayeredCurvature
+    mean: Tensor
+    prior: Tensor
+    noise: Tensor
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers, in the order of a prior precision for each."""
+        return self.curvature.layers
+
+    @cached_property
+    def precision(self) -> BlockDiagonal:
+        """``Sigma^-1``, the curvature of the summed negative log-likelihood plus the prior precision."""
+        return self.curvature.precision(self.fit.labels.factor(self.noise), self.prior)
+
+    @cached_property
+    def covariance(self) -> BlockDiagonal:
+        """``Sigma``.
+
+        Raises:
+            ValueError: the prior is less than the rounding of the curvature; the message says which prior is not.
+        """
+        with self._known_precision():
+            inverse = self.precision.inverse()
+        assert isinstance(inverse, BlockDiagonal)
+        return inverse
+
+    @contextmanager
+    def _known_precision(self) -> Iterator[None]:
+        """Say in terms of the prior that the precision cannot be inverted."""
+        try:
+            yield
+        except NotDefinite as error:
+            larger = [float(f"{value * error.needed / error.damping:.2g}") for value in self.prior.reshape(-1).tolist()]
+            dtype = str(self.curvature.space.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"prior: {_shown(self.prior.reshape(-1).tolist())} is below the rounding of {dtype} beside this "
+                f"curvature; take posterior.with_prior({_shown(larger)}), or laplace() of model.double()"
+            ) from error
+
+    def outputs(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the outputs of the model linearised at the mean (arXiv:2008.08217, equation 9).
+
+        Args:
+            x: the model's input, as in the data: a tensor, a tuple of positional or a dict of keyword arguments.
+
+        Returns:
+            The outputs (N, ...), and ``J Sigma J^T`` (N, D, D) for the D entries of each sample's output, in the order
+            of the flattened output.
+
+        Memory is that of D backward passes on x; of a layer that is read at one place (linear layers without tokens)
+        with Kronecker factors no Jacobian is built, of others some rows at a time.
+
+        Raises:
+            RuntimeError: the parameters are no longer those of the posterior.
+            ValueError: as for `covariance`, or samples are not independent.
+        """
+        parameters = dict(self.model.named_parameters())
+        now = self.curvature.flatten(parameters)
+        if not torch.equal(now, self.mean):
+            raise RuntimeError("model: its parameters have changed since the posterior was made; call laplace() again")
+        results: list[tuple[Tensor, Tensor]] = []
+
+        def visit(run: RecordedBatch) -> None:
+            require_no_draws(run)
+            output = run.output.detach()
+            covariance = output_covariance(run, self.covariance)
+            results.append((output, covariance.to(torch.promote_types(output.dtype, torch.float32))))
+
+        DataSource(self.model, self.fit.loss, (x, None), parameters=self.curvature.space.names).each(visit)
+        return results[0]
+
+    def predict(self, x: Any, samples: int | None = None, *, generator: torch.Generator | None = None) -> Prediction:
+        """Mean and variance of new labels, entry by entry, with the linearised model.
+
+        Args:
+            x: as for `outputs`.
+            samples: number of draws of the outputs to average over; None: no draws, see below.
+            generator: for the draws; by default one with a fixed seed. The global random state is not touched.
+
+        Returns:
+            ``mean`` and ``variance``. For squared errors those of y in the shape of the output, exact: the variance of
+            the output plus noise^2 (for ``GaussianNLLLoss`` plus the variance that the model gives). For classes, the
+            mean is the probability of each class, by MacKay's probit approximation (for the softmax class by class)
+            where there are no draws, and the variance p (1 - p) that of the one-hot label. For counts the mean and
+            variance of y, exact for a log-normal rate.
+
+        Raises:
+            TypeError: `samples` is no number of draws.
+            RuntimeError, ValueError: as for `outputs`.
+        """
+        if samples is not None:
+            require_draws("samples", samples)
+        labels = self.fit.labels
+        f, covariance = self.outputs(x)
+        if samples is None:
+            return labels.marginal(f, covariance.diagonal(dim1=1, dim2=2).reshape(f.shape).to(f), self.noise)
+        values, vectors = psd_eigh(covariance)
+        generator = generator or self.curvature.space.generator()
+        e = torch.randn(samples, *values.shape, generator=generator, dtype=values.dtype, device=generator.device)
+        draws = ((e.to(values.device) * values.sqrt())[..., None, :] @ vectors.mT).reshape(samples, *f.shape).to(f) + f
+        each = labels.given(draws.flatten(0, 1), self.noise)
+        mean, variance = (entry.unflatten(0, (samples, len(f))) for entry in each)
+        return Prediction(mean.mean(0), variance.mean(0) + mean.var(0, correction=0))
+
+    def sample(self, n: int, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draw n sets of parameters: ``{name: (n, *shape)}``, for `torch.func.functional_call` under `torch.func.vmap`.
+
+        Args:
+            n: number of draws.
+            generator: by default the posterior's own, seeded with 0 at its first use: every call gives new draws and
+                leaves the global random state untouched.
+
+        Raises:
+            TypeError: n is no number of draws.
+            ValueError: as for `covariance`.
+        """
+        require_draws("n", n)
+        with self._known_precision():
+            draws = self.precision.sample(n, generator=generator)
+        dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
+        parameters = self.curvature.space.split(self.mean + draws)
+        return {name: drawn.to(torch.promote_types(dtypes[name], torch.float32)) for name, drawn in parameters.items()}
+
+    def log_marginal_likelihood(self, prior: Prior | None = None, noise: float | Tensor | None = None) -> Tensor:
+        """``log p(labels | inputs)`` in Laplace's approximation, a scalar tensor differentiable in prior and noise.
+
+        ``log p(y | theta) + log p(theta) + P/2 log(2 pi) - 1/2 log det Sigma^-1`` (MacKay 1992; arXiv:2104.04975,
+        equation 8) at the mean, whatever prior and noise are: exact for a linear model with squared errors at its
+        minimum. In the widest precision of the device.
+
+        Args:
+            prior: precision, in the forms that `laplace` takes; by default that of the posterior.
+            noise: standard deviation of labels; likewise.
+
+        Raises:
+            ValueError: prior or noise are not positive and finite, or noise is given for a loss that has its own.
+            TypeError: an argument of the wrong kind.
+        """
+        precision = self.prior if prior is None else self.curvature.prior(prior)
+        return self._evidence(precision, self._noise(noise))
+
+    def _evidence(self, prior: Tensor, noise: Tensor) -> Tensor:
+        sizes = self.curvature.sums_by_layer(torch.ones_like(self.mean))
+        squares = self.curvature.sums_by_layer(self.mean.square())
+        logdet = self.curvature.logdet(self.fit.labels.factor(noise), prior)
+        penalty = (prior * squares - sizes * prior.log()).sum()
+        return self.fit.log_likelihood(noise) - (penalty + logdet) / 2
+
+    def with_prior(self, prior: Prior, noise: float | Tensor | None = None) -> LaplacePosterior:
+        """The posterior with another prior precision, and another noise if given; no pass over the data.
+
+        Arguments and errors as for `log_marginal_likelihood`.
+        """
+        return replace(self, prior=self.curvature.prior(prior).detach(), noise=self._noise(noise).detach())
+
+    def _noise(self, given: float | Tensor | None) -> Tensor:
+        if given is not None and not self.fit.labels.has_noise:
+            raise ValueError(f"noise: {type(self.fit.loss).__name__} has its own; only MSELoss takes one")
+        return self.noise if given is None else positive_scalar("noise", given, self.curvature.space.device)
+
+    def optimize_prior(self, *, per_layer: bool = False, steps: int = 50) -> LaplacePosterior:
+        """The posterior with the prior precision, and for ``nn.MSELoss`` the noise, of largest marginal likelihood.
+
+        L-BFGS in log space on `log_marginal_likelihood`; mean and curvature stay.
+
+        Args:
+            per_layer: whether each layer gets its own precision.
+            steps: of L-BFGS, at most.
+
+        Raises:
+            ValueError: there is no maximum (where the outputs meet the labels exactly, none of the noise).
+        """
+        has_noise = self.fit.labels.has_noise
+        start = self.prior.expand(len(self.layers)) if per_layer else self.prior
+        logs = [start.log().clone().requires_grad_(), self.noise.log().clone().requires_grad_(has_noise)]
+        free = [x for x in logs if x.requires_grad]
+        search = torch.optim.LBFGS(free, max_iter=steps, line_search_fn="strong_wolfe")
+
+        def closure() -> float:
+            prior, noise = (x.exp() for x in logs)
+            if not all(bool(((x > 0) & x.isfinite()).all()) for x in (prior, noise)):
+                raise ValueError(
+                    "optimize_prior: the marginal likelihood has no maximum (do the outputs meet the labels exactly?); "
+                    "choose prior and noise with with_prior()"
+                )
+            loss = -self._evidence(prior, noise)
+            for x, slope in zip(free, torch.autograd.grad(loss, free), strict=True):
+                x.grad = slope
+            return float(loss.detach())
+
+        with torch.enable_grad():
+            search.step(closure)
+        prior, noise = (x.detach().exp() for x in logs)
+        return self.with_prior(prior, noise if has_noise else None)
+
+    def __repr__(self) -> str:
+        loss = type(self.fit.loss).__name__
+        prior = ", ".join(f"{value:.4g}" for value in self.prior.reshape(-1).tolist())
+        noise = f", noise {float(self.noise):.4g}" if self.fit.labels.has_noise else ""
+        return f"LaplacePosterior({loss}, {len(self.mean)} parameters, prior {prior}{noise})"
+
+
+def _shown(prior: list[float]) -> str:
+    one, *others = [f"{value:.3g}" for value in prior]
+    return f"[{', '.join([one, *others])}]" if others else one
+
+
+def require_draws(what: str, given: Any) -> None:
+    """
+    Raises:
+        TypeError: not a positive integer.
+    """
+    if not isinstance(given, int) or given < 1:
+        raise TypeError(f"{what}: expected a number of draws, found {given!r}")
+
+
+def require_no_draws(run: RecordedBatch) -> None:
+    """
+    Raises:
+        ValueError: the forward pass draws random numbers.
+    """
+    if run.random:
+        raise ValueError("model: the forward pass draws random numbers (dropout?); call model.eval()")

@@ -1,0 +1,356 @@
+"""What products alone tell of a matrix, against dense linear algebra: exact where theory says so, or within errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from curvature import conjugate_gradient
+from curvature.estimators import (
+    hutchinson_diagonal,
+    hutchinson_trace,
+    hutchpp_trace,
+    lanczos,
+    lanczos_eigenpairs,
+    lanczos_eigenvalues,
+    lanczos_logdet,
+    spectral_density,
+    xdiag,
+    xtrace,
+)
+from curvature.operators import Dense, Diagonal, spectra
+from support.structures import Source, blocks, dense, structures
+
+TRACES = {f.__name__: f for f in (hutchinson_trace, hutchpp_trace, xtrace)}
+DIAGONALS = {f.__name__: f for f in (hutchinson_diagonal, xdiag)}
+ESTIMATORS = {
+    **TRACES,
+    **DIAGONALS,
+    "lanczos": lambda op, k, generator: lanczos(op, k, generator=generator),
+    "lanczos_eigenvalues": lambda op, k, generator: lanczos_eigenpairs(op, k, generator=generator),
+    "lanczos_logdet": lambda op, k, generator: lanczos_logdet(op, 0.1, k, k, generator=generator),
+    "spectral_density": lambda op, k, generator: spectral_density(op, k, k, generator=generator),
+}
+D = 0.3
+
+
+def of_values(source, values):
+    """A dense matrix with these eigenvalues in a random basis."""
+    values = torch.as_tensor(values).to(source.normal(1))
+    Q = source.orthogonal(d=len(values))
+    return Dense(source.space(a=(len(values),)), Q * values @ Q.T)
+
+
+def indefinite(source, size=30):
+    return of_values(source, torch.linspace(-1, 3, size))
+
+
+class Counted(Dense):
+    """Counts the columns that it multiplied with."""
+
+    products = 0
+
+    def _matmat(self, V):
+        self.products += V.shape[1]
+        return super()._matmat(V)
+
+
+@pytest.mark.parametrize("structure", structures())
+@pytest.mark.parametrize("damping", (0.0, D))
+def test_conjugate_gradient(structure, damping, device):
+    op, matrix = structures()[structure](Source(device))
+    v = Source(device, seed=1).normal(op.space.size, 3)
+    expected = torch.linalg.solve(matrix + damping * torch.eye(len(v)).to(v), v)
+    found = conjugate_gradient(op, v, damping)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(conjugate_gradient(op, v[:, 0], damping), expected[:, 0], rtol=1e-6, atol=1e-7)
+    by_name = conjugate_gradient(op, op.space.split(v[:, 0]), damping)
+    torch.testing.assert_close(op.space.flatten(by_name), expected[:, 0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.fast
+def test_conjugate_gradient_needs_one_step_for_each_eigenvalue(device):
+    """Four different eigenvalues; one of them zero, which a vector in the range does not meet."""
+    source = Source(device)
+    op = of_values(source, [0.0] * 10 + [1.0] * 10 + [2.0] * 5 + [5.0] * 5)
+    v = op @ source.normal(30)
+    torch.testing.assert_close(op @ conjugate_gradient(op, v, max_iter=3), v)
+    torch.testing.assert_close(conjugate_gradient(op, v), torch.linalg.pinv(op.matrix, rtol=1e-8) @ v)
+    with pytest.raises(RuntimeError, match=r"relative residual of .* in 2 iterations"):
+        conjugate_gradient(op, v, max_iter=2)
+    with pytest.raises((ValueError, RuntimeError), match=r"singular|relative residual"):
+        conjugate_gradient(op, source.normal(30))
+
+
+def test_columns_have_their_own_pace(device):
+    """The same alone and beside others that take longer or are zero."""
+    op, _ = blocks(Source(device))
+    v = Source(device, seed=1).normal(op.space.size, 4)
+    v[:, 1], v[:, 2] = 0, op.eigenvalues()[-1]
+    together = conjugate_gradient(op, v)
+    alone = torch.stack([conjugate_gradient(op, column) for column in v.T], 1)
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-10)
+    assert (together[:, 1] == 0).all()
+
+
+def test_conjugate_gradient_with_a_preconditioner(device):
+    source = Source(device)
+    values = torch.logspace(-3, 3, 60)
+    first = of_values(source, values)
+    matrix = first.matrix + 0.01 * source.definite(d=60)
+    op, close = Counted(first.space, matrix), first.damped(0.01)
+    v = source.normal(60)
+    counts = []
+    for preconditioner in (None, close.inverse(), close.inverse().__matmul__, op.materialise().inverse(D)):
+        op.products = 0
+        found = conjugate_gradient(op, v, D, preconditioner=preconditioner)
+        counts.append(op.products)
+        torch.testing.assert_close(found, op.solve(v, D), rtol=1e-6, atol=1e-7)
+    assert counts[1] == counts[2] < counts[0] / 2 and counts[3] <= 4
+    with pytest.raises(ValueError, match="preconditioner is not positive definite"):
+        conjugate_gradient(op, v, D, preconditioner=lambda V: -V)
+
+
+def test_conjugate_gradient_refuses(device):
+    op = indefinite(Source(device))
+    v = Source(device).normal(30)
+    with pytest.raises(ValueError, match=r"direction of curvature -.* singular or indefinite"):
+        conjugate_gradient(op, v)
+    torch.testing.assert_close(conjugate_gradient(op, v, 1.5), op.solve(v, 1.5))
+    with pytest.raises(ValueError, match="the vector is not finite"):
+        conjugate_gradient(op, v * math.nan, 1.5)
+    with pytest.raises(RuntimeError, match="Use more damping, a preconditioner"):
+        conjugate_gradient(op, v, 1.5, rtol=1e-30)
+
+
+def test_conjugate_gradient_in_single_precision(device):
+    source = Source(device, torch.float32)
+    op = of_values(source, torch.logspace(-3, 0, 50))
+    v = source.normal(50)
+    found = conjugate_gradient(op, v)
+    assert (op @ found - v).norm() <= 1e-4 * v.norm()
+    with pytest.raises(RuntimeError, match="relative residual"):
+        conjugate_gradient(op, v, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+def test_randomness_and_kind(name, dtype, device):
+    """Without a generator two calls agree and the global state stays; with one they differ; kind and place are kept."""
+    op = dense(Source(device, dtype))[0]
+    state = torch.get_rng_state()
+    one, two = (ESTIMATORS[name](op, 6, None) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert all(a.dtype == dtype and a.device == op.space.device for a in one)
+    generator = torch.Generator().manual_seed(1)
+    one, two = (ESTIMATORS[name](op, 6, generator) for _ in range(2))
+    assert not all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("make", (indefinite, lambda source: dense(source)[0]), ids=["indefinite", "definite"])
+def test_traces_are_unbiased(name, make, device):
+    op = make(Source(device))
+    generator = torch.Generator().manual_seed(0)
+    found = [TRACES[name](op, 9, generator) for _ in range(1000)]
+    values = torch.stack([estimate.value for estimate in found])
+    spread = values.std()
+    assert (values.mean() - op.trace()).abs() <= 5 * spread / len(values) ** 0.5
+    # The error that each estimate gives itself is of the right size.
+    errors = torch.stack([estimate.error for estimate in found]).square().mean().sqrt()
+    assert spread / 2 <= errors <= 2 * spread
+
+
+@pytest.mark.parametrize("name", DIAGONALS)
+def test_diagonals_are_unbiased(name, device):
+    op = indefinite(Source(device))
+    generator = torch.Generator().manual_seed(0)
+    found = [DIAGONALS[name](op, 10, generator) for _ in range(1000)]
+    values = torch.stack([estimate.value for estimate in found])
+    assert ((values.mean(0) - op.diagonal()).abs() <= 5 * values.std(0) / len(values) ** 0.5).all()
+    errors = torch.stack([estimate.error for estimate in found]).square().mean(0).sqrt()
+    assert (values.std(0) / 2 <= errors).all() and (errors <= 2 * values.std(0)).all()
+
+
+@pytest.mark.parametrize("rank", (0, 1, 4))
+@pytest.mark.parametrize(("name", "products"), [("hutchpp_trace", 12), ("xtrace", 10), ("xdiag", 10)])
+def test_exact_for_low_rank(name, products, rank, device):
+    op = of_values(Source(device), [3.0, -2.0, 1.0, 0.5][:rank] + [0.0] * (40 - rank))
+    value, error = {**TRACES, **DIAGONALS}[name](op, products)
+    torch.testing.assert_close(value, op.diagonal() if name == "xdiag" else op.trace(), rtol=1e-10, atol=1e-10)
+    assert (error < 1e-9).all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ("hutchpp_trace", "xtrace", "xdiag"))
+def test_exact_for_low_rank_in_whole_numbers(name, device):
+    """Products without any rounding, so that columns are dependent exactly."""
+    source = Source(device)
+    matrix = torch.zeros(20, 20).to(source.normal(1))
+    matrix[:3, :3] = 2
+    op = Dense(source.space(a=(20,)), matrix)
+    expected = matrix.diagonal() if name == "xdiag" else matrix.trace()
+    torch.testing.assert_close({**TRACES, **DIAGONALS}[name](op, 12).value, expected)
+
+
+@pytest.mark.parametrize("name", ("hutchpp_trace", "xtrace", "xdiag"))
+def test_more_products_than_rows(name, device):
+    op = indefinite(Source(device), 6)
+    value, error = {**TRACES, **DIAGONALS}[name](op, 40)
+    if name == "hutchpp_trace":
+        torch.testing.assert_close(value, op.trace())
+    else:
+        expected = op.diagonal() if name == "xdiag" else op.trace()
+        assert ((value - expected).abs() <= 6 * error + 1e-10).all()
+
+
+def test_variance_reduction_pays(device):
+    """A spectrum that falls fast: the order of the papers."""
+    op = of_values(Source(device), torch.logspace(0, -20, 100))
+    generator = torch.Generator().manual_seed(0)
+    errors = {
+        name: torch.stack([f(op, 30, generator).value - op.trace() for _ in range(30)]).square().mean().sqrt()
+        for name, f in TRACES.items()
+    }
+    assert errors["xtrace"] < errors["hutchpp_trace"] / 2 < errors["hutchinson_trace"] / 20
+
+
+@pytest.mark.fast
+def test_hutchinson_is_exact_for_diagonals(device):
+    source = Source(device)
+    values = source.normal(20)
+    op = Diagonal(source.space(a=(20,)), values)
+    torch.testing.assert_close(hutchinson_trace(op, 2).value, values.sum())
+    torch.testing.assert_close(hutchinson_diagonal(op, 2).value, values)
+    assert hutchinson_trace(op, 2).error < 1e-12
+
+
+@pytest.mark.parametrize("name", (*TRACES, *DIAGONALS))
+def test_number_of_products(name, device):
+    op = Counted(*(lambda op: (op.space, op.matrix))(indefinite(Source(device))))
+    function = {**TRACES, **DIAGONALS}[name]
+    function(op, 12)
+    assert op.products == 12
+    with pytest.raises(ValueError, match=rf"{name} needs at least \d products, found k=1"):
+        function(op, 1)
+
+
+@pytest.mark.fast
+def test_lanczos(device):
+    source = Source(device)
+    op, start = indefinite(source), source.normal(30)
+    found = lanczos(op, 12, start)
+    T, Q = found.to_dense(), found.basis
+    torch.testing.assert_close(Q.T @ Q, torch.eye(12).to(Q), rtol=0, atol=1e-12)
+    torch.testing.assert_close(Q.T @ op.matrix @ Q, T, rtol=0, atol=1e-12)
+    torch.testing.assert_close(Q[:, 0], start / start.norm())
+    # Gauss quadrature with 12 nodes is exact for polynomials of degree 23.
+    values, vectors = torch.linalg.eigh(T)
+    moment = (vectors[0].square() * values**23).sum()
+    v = start / start.norm()
+    torch.testing.assert_close(moment, v @ torch.linalg.matrix_power(op.matrix, 23) @ v)
+
+
+@pytest.mark.parametrize("values", ([2.0] * 8, [0.0] * 8, [0.0] * 4 + [1.0] * 3 + [5.0], list(range(8))), ids=str)
+def test_lanczos_with_all_steps_is_exact(values, device):
+    """With the multiplicities, for which the basis has to go on with new vectors."""
+    op = of_values(Source(device), values)
+    found = lanczos(op, 20)
+    assert found.basis.shape == (8, 8) and len(found.off_diagonal) == 7
+    expected = torch.tensor(values).to(op.matrix)
+    torch.testing.assert_close(torch.linalg.eigvalsh(found.to_dense()), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found.basis @ found.to_dense() @ found.basis.T, op.matrix, rtol=0, atol=1e-10)
+
+
+def test_lanczos_refuses(device):
+    op = indefinite(Source(device))
+    with pytest.raises(ValueError, match="at least one step"):
+        lanczos(op, 0)
+    with pytest.raises(ValueError, match="not zero"):
+        lanczos(op, 3, torch.zeros(30).to(op.matrix))
+    with pytest.raises(ValueError, match=r"start should have shape \(30,\)"):
+        lanczos(op, 3, torch.zeros(29).to(op.matrix))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.linspace(-3, 2, 300), torch.logspace(0, -8, 300), torch.tensor([5.0] * 4 + [1.0] * 296), torch.zeros(300)],
+    ids=["indefinite", "decaying", "multiple", "zero"],
+)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("k", (1, 4, 6))
+def test_lanczos_eigenvalues(values, dtype, k, device):
+    op = of_values(Source(device, dtype), values)
+    tolerance = 1e-8 if dtype == torch.float64 else 1e-4
+    expected = values.to(op.matrix).sort().values
+    torch.testing.assert_close(lanczos_eigenvalues(op, k), expected[-k:], rtol=0, atol=tolerance)
+    torch.testing.assert_close(-lanczos_eigenvalues(-op, k).flip(0), expected[:k], rtol=0, atol=tolerance)
+    found, vectors = lanczos_eigenpairs(op, k)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(k).to(vectors), rtol=0, atol=1e-5)
+    residual = (op @ vectors - vectors * found).norm(dim=0)
+    assert (residual <= 2 * torch.finfo(dtype).eps ** 0.5 * values.abs().max().to(residual)).all()
+
+
+def test_lanczos_eigenvalues_all_of_them(device):
+    op, matrix = blocks(Source(device))
+    torch.testing.assert_close(lanczos_eigenvalues(op, len(matrix)), torch.linalg.eigvalsh(matrix))
+    torch.testing.assert_close(lanczos_eigenvalues(op, 5, rtol=0.0), torch.linalg.eigvalsh(matrix)[-5:])
+
+
+def test_lanczos_eigenvalues_refuse(device):
+    op = of_values(Source(device), torch.linspace(0, 1, 300))
+    with pytest.raises(RuntimeError, match=r"relative residual of .* with 12 products"):
+        lanczos_eigenvalues(op, 3, max_products=10)
+    for k in (0, 301):
+        with pytest.raises(ValueError, match=f"no {k} largest"):
+            lanczos_eigenvalues(op, k)
+
+
+@pytest.mark.fast
+def test_spectral_density(device):
+    values = torch.cat([torch.zeros(60), torch.linspace(3, 4, 40)])
+    op = of_values(Source(device), values)
+    grid, density = spectral_density(op, vectors=100, steps=40)
+    step = grid[1] - grid[0]
+    torch.testing.assert_close(density.sum() * step, torch.ones_like(step), rtol=1e-6, atol=0.0)
+    # The share of eigenvalues at zero is 0.6, with weights of variance 2 * 0.6 * 0.4 / 102 for each vector.
+    share = (density[grid < 1.5].sum() * step).item()
+    assert abs(share - 0.6) <= 5 * (2 * 0.6 * 0.4 / 102 / 100) ** 0.5
+    mine = torch.linspace(-1, 5, 50).to(op.matrix)
+    grid, density = spectral_density(op, vectors=100, steps=40, grid=mine, width=0.5)
+    expected = torch.distributions.Normal(values.to(mine), 0.5).log_prob(mine[:, None]).exp().mean(1)
+    assert torch.equal(grid, mine)
+    torch.testing.assert_close(density, expected, rtol=0, atol=0.03)
+
+
+def test_starts_that_do_not_fit_together_go_in_turn(monkeypatch, device):
+    op = indefinite(Source(device))
+    together = spectral_density(op, 5, 10)
+    monkeypatch.setattr(spectra, "MAX_BASIS_ENTRIES", 2 * 10 * 30)
+    for one, other in zip(together, spectral_density(op, 5, 10), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_spectral_density_of_a_multiple_of_the_identity(device):
+    grid, density = spectral_density(of_values(Source(device), [2.0] * 10), vectors=3, steps=5)
+    assert abs(grid[density.argmax()] - 2) < 0.01 and density.isfinite().all()
+    with pytest.raises(ValueError, match="needs random vectors, found 0"):
+        spectral_density(of_values(Source(device), [2.0] * 10), vectors=0)
+
+
+@pytest.mark.fast
+def test_logdet(device):
+    op = of_values(Source(device), torch.logspace(0, -3, 100))
+    value, error = lanczos_logdet(op, D, k=50, steps=40)
+    assert (value - op.logdet(D)).abs() <= 5 * error
+    assert error < 0.02 * op.logdet(D).abs()
+    generator = torch.Generator().manual_seed(0)
+    found = torch.stack([lanczos_logdet(op, D, k=2, steps=20, generator=generator).value for _ in range(100)])
+    assert (found.mean() - op.logdet(D)).abs() <= 5 * found.std() / 100**0.5
+    with pytest.raises(ValueError, match="indefinite with damping 0.3: its least eigenvalue is -1 without"):
+        lanczos_logdet(indefinite(Source(device)), D)
+    with pytest.raises(ValueError, match="at least two starts"):
+        lanczos_logdet(op, D, k=1)

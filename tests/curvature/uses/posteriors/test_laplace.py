@@ -1,0 +1,291 @@
+"""Laplace posteriors against dense inverses, determinants and Jacobians of one sample at a time."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from curvature.uses.posteriors import outputs
+from support.cases.case import seeded
+from support.comparisons import matches
+from support.oracles.brute_force import Matrices, positions
+from support.oracles.kronecker import affine_layers, kronecker
+from support.oracles.laplace import LinearRegression, Posterior
+
+pytestmark = pytest.mark.fast
+
+PRIOR, NOISE = 0.7, 0.6
+
+
+def mlp(outputs: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3))
+
+
+LABELS: dict[str, tuple[nn.Module, Callable[[], Tensor]]] = {
+    "squares": (nn.MSELoss(), lambda: torch.randn(5, 3).double()),
+    "classes": (nn.CrossEntropyLoss(), lambda: torch.randint(3, (5,))),
+    "weighted": (
+        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0]).double(), ignore_index=0),
+        lambda: torch.tensor([0, 1, 2, 2, 0]),
+    ),
+    "binary": (nn.BCEWithLogitsLoss(), lambda: torch.rand(5, 3).round().double()),
+    "counts": (nn.PoissonNLLLoss(), lambda: torch.poisson(torch.ones(5, 3)).double()),
+}
+STRUCTURES: dict[str, Callable[[Matrices], Tensor]] = {
+    "kfac": lambda of: kronecker(affine_layers(of)),
+    "diagonal": lambda of: of.fisher.diagonal().diag(),
+    "dense": lambda of: of.fisher,
+    "last_layer": lambda of: of.fisher,
+}
+
+
+def problem(labels: str, model: Callable[[], nn.Module] = mlp) -> tuple[nn.Module, nn.Module, tuple[Tensor, Tensor]]:
+    loss, draw = LABELS[labels]
+    with seeded(0):
+        shape = (5, 2, 4, 4) if model is cnn else (5, 3)
+        return model().double(), loss, (torch.randn(shape).double(), draw())
+
+
+def both(
+    structure: str, labels: str, model: Callable[[], nn.Module] = mlp, prior: Any = PRIOR
+) -> tuple[Any, Posterior]:
+    """The posterior, and its oracle."""
+    net, loss, data = problem(labels, model)
+    noise = NOISE if labels == "squares" else None
+    found = curvature.laplace(net, loss, data, structure, prior=prior, noise=noise)
+    summed = copy.copy(loss)
+    summed.reduction = "sum"
+    of = Matrices(net, summed, data)
+    where = positions(net)
+    last = list(where)[-2:] if structure == "last_layer" else list(where)
+    index = torch.cat([where[name].flatten() for name in last])
+    owners = [found.layers.index(name.rpartition(".")[0]) for name in last for _ in range(where[name].numel())]
+    each = torch.as_tensor(prior, dtype=torch.float64).expand(len(found.layers))[owners]
+    return found, Posterior(of, STRUCTURES[structure](of)[index][:, index], each, noise, index)
+
+
+def label_constant(labels: str, y: Tensor) -> float:
+    return -float(torch.lgamma(y + 1).sum()) if labels == "counts" else 0.0
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("labels", LABELS)
+def test_posterior_is_that_of_dense_matrices(structure: str, labels: str) -> None:
+    found, expected = both(structure, labels)
+    x, y = expected.of.data
+    matches(found.precision.to_dense(), expected.precision, 1e-8)
+    f, covariance = found.outputs(x)
+    matches(f, expected.of.model(x).detach())
+    matches(covariance, expected.output_covariance(), 1e-8)
+    evidence = expected.log_marginal_likelihood() + label_constant(labels, y)
+    matches(found.log_marginal_likelihood(), evidence.detach(), 1e-8)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "last_layer"])
+def test_convolutions_with_groups(structure: str) -> None:
+    found, expected = both(structure, "classes", cnn)
+    matches(found.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
+    matches(found.log_marginal_likelihood(), expected.log_marginal_likelihood().detach(), 1e-8)
+
+
+def test_no_jacobian_where_factors_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, expected = both("dense", "classes", cnn)
+    monkeypatch.setattr(outputs, "ROWS_ELEMENTS", 1)  # samples one by one
+    matches(found.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
+    linear, expected = both("kfac", "classes")
+    monkeypatch.delattr(outputs, "_by_rows")
+    matches(linear.outputs(expected.of.data[0])[1], expected.output_covariance(), 1e-8)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diagonal", "dense"])
+def test_a_prior_for_each_layer(structure: str) -> None:
+    found, expected = both(structure, "squares", prior=torch.tensor([0.3, 2.0], dtype=torch.float64))
+    matches(found.precision.to_dense(), expected.precision, 1e-8)
+    matches(found.log_marginal_likelihood(), expected.log_marginal_likelihood().detach(), 1e-8)
+    named = found.log_marginal_likelihood({"0": 0.3, "2": 2.0})
+    matches(named, found.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("structure", ["kfac", "dense"])
+def test_evidence_is_differentiable(structure: str) -> None:
+    found, _ = both(structure, "squares")
+    inputs = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (PRIOR, [0.4, 1.5], NOISE)]
+    assert torch.autograd.gradcheck(found.log_marginal_likelihood, (inputs[0], inputs[2]))
+    assert torch.autograd.gradcheck(found.log_marginal_likelihood, (inputs[1], inputs[2]))
+
+
+def test_linear_regression_is_exact() -> None:
+    with seeded(0):
+        X, y, new = torch.randn(7, 3).double(), torch.randn(7).double(), torch.randn(4, 3).double()
+    ones = lambda x: torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    textbook = LinearRegression(ones(X), y, torch.full((4,), PRIOR, dtype=torch.float64), NOISE)
+    model = nn.Linear(3, 1).double()
+    with torch.no_grad():
+        model.weight.copy_(textbook.mean[None, :3])
+        model.bias.copy_(textbook.mean[3:])
+    for structure in STRUCTURES:
+        if structure != "diagonal":
+            found = curvature.laplace(model, nn.MSELoss(), (X, y[:, None]), structure, prior=PRIOR, noise=NOISE)
+            mean, variance = (entry[:, 0] for entry in found.predict(new))
+            expected = textbook.predict(ones(new))
+            matches(mean, expected[0])
+            matches(variance, expected[1])
+            matches(found.log_marginal_likelihood(), textbook.log_evidence())
+
+
+def test_batches_and_reduction_do_not_matter() -> None:
+    model, _, (x, y) = problem("classes")
+    mean = curvature.laplace(model, nn.CrossEntropyLoss(), (x, y))
+    parts = curvature.laplace(model, nn.CrossEntropyLoss(reduction="sum"), [(x[:3], y[:3]), (x[3:], y[3:])], "dense")
+    matches(mean.fit.total, parts.fit.total)
+    whole = curvature.laplace(model, nn.functional.cross_entropy, (x, y), "dense")
+    matches(parts.precision.to_dense(), whole.precision.to_dense())
+
+
+def test_probabilities() -> None:
+    """Draws agree with a Gauss-Hermite quadrature for one binary output, and the probit is near it."""
+    with seeded(0):
+        model, x = nn.Linear(2, 1).double(), torch.randn(6, 2).double()
+        y = torch.rand(6, 1).round().double()
+    found = curvature.laplace(model, nn.BCEWithLogitsLoss(), (x, y), "dense", prior=0.2)
+    f, covariance = found.outputs(x)
+    grid = torch.linspace(-9, 9, 2001, dtype=torch.float64)
+    weights = torch.exp(-grid.square() / 2) / math.sqrt(2 * math.pi) * (grid[1] - grid[0])
+    exact = ((f + covariance[:, 0].sqrt() * grid).sigmoid() * weights).sum(1)
+    drawn = found.predict(x, samples=20_000)
+    assert (drawn.mean[:, 0] - exact).abs().max() < 0.01
+    assert (found.predict(x).mean[:, 0] - exact).abs().max() < 0.02
+    matches(drawn.variance, drawn.mean * (1 - drawn.mean))
+
+
+def test_probabilities_of_classes() -> None:
+    found, expected = both("kfac", "classes")
+    x, _ = expected.of.data
+    f, covariance = found.outputs(x)
+    probit = (f / (1 + math.pi / 8 * covariance.diagonal(dim1=1, dim2=2)).sqrt()).softmax(1)
+    matches(found.predict(x).mean, probit)
+    draws = torch.distributions.MultivariateNormal(f, covariance).sample((20_000,)).softmax(2).mean(0)
+    assert (found.predict(x, samples=20_000).mean - draws).abs().max() < 0.015
+
+
+def test_counts_and_variances_of_their_own() -> None:
+    """Means and variances of labels by draws agree with the closed forms."""
+    found, expected = both("kfac", "counts", prior=20.0)
+    x, _ = expected.of.data
+    exact, drawn = found.predict(x), found.predict(x, samples=40_000)
+    assert all(((a - b) / b).abs().max() < 0.05 for a, b in zip(drawn, exact, strict=True))
+    with seeded(0):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Softplus()).double()
+        y = torch.randn(5, 1).double()
+    heads = curvature.laplace(model, nn.GaussianNLLLoss(), (x, y), "dense")
+    summed = nn.GaussianNLLLoss(reduction="sum")
+    matches(heads.precision.to_dense(), Matrices(model, summed, (x, y)).fisher + torch.eye(8))
+    f, covariance = heads.outputs(x)
+    matches(heads.predict(x).variance, f[:, 1:] + covariance[:, :1, 0])
+    mean, variance = f.T
+    likelihood = torch.distributions.Normal(mean, variance.sqrt()).log_prob(y[:, 0]).sum()
+    matches(heads.fit.log_likelihood(heads.noise), likelihood)
+
+
+def test_draws() -> None:
+    found, expected = both("kfac", "squares")
+    drawn = found.sample(20_000, generator=torch.Generator().manual_seed(0))
+    assert list(drawn) == [name for name, _ in expected.of.model.named_parameters()]
+    flat = torch.cat([part.flatten(1) for part in drawn.values()], 1)
+    assert (flat.mean(0) - expected.mean).norm() < 0.05 * expected.covariance.trace().sqrt()
+    assert (flat.T.cov() - expected.covariance).norm() < 0.05 * expected.covariance.norm()
+
+
+def test_optimized_prior_is_where_the_evidence_is_flat() -> None:
+    with seeded(0):
+        x = torch.randn(20, 3).double()
+        model = nn.Linear(3, 2).double()
+        y = model(x).detach() + 0.3 * torch.randn(20, 2).double()
+    before = curvature.laplace(model, nn.MSELoss(), (x, y), "kfac")
+    after = before.optimize_prior()
+    assert after.log_marginal_likelihood() > before.log_marginal_likelihood()
+    matches(before.prior, torch.tensor(1.0).double())
+    point = [after.prior.log().requires_grad_(), after.noise.log().requires_grad_()]
+    slopes = torch.autograd.grad(after.log_marginal_likelihood(*(own.exp() for own in point)), point)
+    assert max(slope.abs() for slope in slopes) < 1e-3
+    found, _ = both("kfac", "classes")
+    assert found.optimize_prior(per_layer=True).prior.shape == (2,)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_devices(structure: str, device: str) -> None:
+    model, loss, (x, y) = problem("squares")
+    here = curvature.laplace(model, loss, (x, y), structure).optimize_prior(per_layer=True)
+    x, y = x.to(device), y.to(device)
+    there = curvature.laplace(copy.deepcopy(model).to(device), loss, (x, y), structure).optimize_prior(per_layer=True)
+    matches(there.log_marginal_likelihood().cpu(), here.log_marginal_likelihood(), 1e-6)
+    for found, expected in zip(there.predict(x), here.predict(x.cpu()), strict=True):
+        assert found.device == x.device
+        matches(found.cpu(), expected, 1e-4)
+    assert there.predict(x, samples=2).mean.device == there.sample(2)["2.weight"].device == x.device
+
+
+def test_nothing_of_the_model_is_changed() -> None:
+    model, loss, data = problem("classes")
+    model[0].bias.requires_grad_(False)
+    before = [p.requires_grad for p in model.parameters()]
+    posterior = curvature.laplace(model, loss, data, "last_layer")
+    posterior.predict(data[0])
+    assert [p.requires_grad for p in model.parameters()] == before and posterior.layers == ("2",)
+    assert curvature.laplace(model, loss, data).mean.numel() == sum(p.numel() for p in model.parameters()) - 4
+    with torch.no_grad():
+        model[2].bias += 1
+    with pytest.raises(RuntimeError, match="parameters have changed"):
+        posterior.predict(data[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": nn.L1Loss()}, "L1Loss has none here; these have one: CrossEntropyLoss"),
+        ({"loss": lambda output, target: output.sum()}, "needs a likelihood"),
+        ({"loss": nn.PoissonNLLLoss(log_input=False)}, "log_input=True"),
+        ({"loss": nn.MSELoss(reduction="none")}, "reduction='none'"),
+        ({"structure": "full"}, "structure: expected one of kfac"),
+        ({"prior": 0.0}, "prior: expected positive"),
+        ({"prior": torch.tensor([1.0, -1.0])}, "prior: expected positive"),
+        ({"prior": [1.0]}, "prior: expected a positive number"),
+        ({"prior": torch.ones(3)}, "2 layers"),
+        ({"prior": {"0": 1.0}}, "each of"),
+        ({"noise": 0.0}, "noise: expected positive"),
+        ({"noise": torch.ones(2)}, "noise: expected a single number"),
+        ({"loss": nn.BCEWithLogitsLoss(), "noise": 1.0}, "has its own"),
+        ({"data": []}, "no batch"),
+        ({"data": (torch.zeros(0, 3).double(), torch.zeros(0, 3).double())}, "empty"),
+        ({"model": nn.Sequential(nn.Linear(3, 3), nn.Dropout()).double()}, "model.eval"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    model, loss, data = problem("squares")
+    arguments = {"model": model, "loss": loss, "data": data} | change
+    with pytest.raises((ValueError, TypeError), match=message):
+        curvature.laplace(**arguments)
+
+
+def test_what_a_posterior_refuses() -> None:
+    model, _, (x, _) = problem("squares", lambda: nn.Linear(3, 3))
+    posterior = curvature.laplace(model, nn.MSELoss(), (x, model(x).detach()))
+    with pytest.raises(ValueError, match="no maximum"):
+        posterior.optimize_prior()
+    with pytest.raises(TypeError, match="samples: expected a number of draws, found 0"):
+        posterior.predict(x, samples=0)
+    with pytest.raises(TypeError, match="n: expected a number of draws, found 1.5"):
+        posterior.sample(1.5)
+    with pytest.raises(ValueError, match="noise: BCE.* has its own"):
+        curvature.laplace(model, nn.BCEWithLogitsLoss(), (x, torch.ones(5, 3).double())).with_prior(1.0, noise=1.0)
