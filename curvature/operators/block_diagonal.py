@@ -104,6 +104,8 @@ class BlockDiagonal(Operator):
                 raise ValueError(f"a block is over {block.space}, which in the whole space is {expected}")
         self.blocks = {block.space.names[0]: block for block in listed}
 
+    __iter__ = None  # `for block in K.blocks.values()`; Python would go by K[0], K[1], ...
+
     def __getitem__(self, layer: str) -> Operator:
         """The block of a layer, by the name of its module or of a parameter.
 

@@ -307,6 +307,8 @@ def test_blocks_by_layer():
     for name, text in {"head": "0 blocks are called 'head'", "2.weigh": "0 blocks"}.items():
         with pytest.raises(KeyError, match=text):
             found[name]
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(found)
 
 
 FALLBACK = {"raw_power", "raw_erf", "raw_lerp", "raw_gate", "prelu_after_conv", "bag_max_plain", "raw_temperature"}
