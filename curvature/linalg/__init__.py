@@ -34,7 +34,6 @@ from curvature.linalg.precision import (
     full_precision,
     matmul,
     own_precision,
-    precision_settings,
     product_rounding,
     without_autocast,
 )
@@ -60,7 +59,7 @@ __all__ = [
     "add_moments_", "average_moments", "by_device", "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter",
     "copy_to_host_async", "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of",
     "fill_slot", "full_precision", "is_sketch", "largest_eigenpairs", "look",
-    "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "own_precision", "precision_settings",
+    "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "own_precision",
     "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite", "rounding_tolerance",
     "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "sum_slots",
     "symmetric_eigh", "symmetric_eighs", "symmetrize", "to_device", "to_host", "try_cholesky", "try_decompose",

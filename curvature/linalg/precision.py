@@ -61,11 +61,6 @@ def _older_precision_of_products() -> str:
     return torch.get_float32_matmul_precision() if torch.backends.cuda.matmul.allow_tf32 is not None else ""
 
 
-def precision_settings() -> tuple[object, ...]:
-    """All that says in which precision torch makes products and convolutions."""
-    return tuple(vars(Settings()).values())
-
-
 @dataclass
 class Switch:
     """The settings are the process's: the first thread that enters changes them, the last that leaves restores them."""

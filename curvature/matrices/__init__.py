@@ -19,12 +19,13 @@ from curvature.matrices.builders import (
     kfac,
 )
 from curvature.matrices.jacobians import per_sample_jacobians
+from curvature.matrices.matrix_free import kept
 from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.matrices.per_sample_diagonals import per_sample_fisher_diagonals, per_sample_hessian_diagonals
 from curvature.matrices.stored_sums import combine
 
 __all__ = [
     "DataSource", "RecordedBatch", "Structure", "combine", "ekfac", "empirical_fisher", "fisher",
-    "fisher_blocks", "fisher_diagonal", "gauss_newton", "hessian", "kfac", "per_sample_fisher_diagonals",
+    "fisher_blocks", "fisher_diagonal", "gauss_newton", "hessian", "kept", "kfac", "per_sample_fisher_diagonals",
     "per_sample_hessian_diagonals", "per_sample_jacobians",
 ]  # fmt: skip

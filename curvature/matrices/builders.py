@@ -135,10 +135,8 @@ def fisher(
 
     It is the curvature of exactly the loss you pass over all of ``data``, in units of loss / parameter^2. Each product
     with a vector is a pass over the data, which must give the same batches every time, while the model stays as it is;
-    both are checked. The graphs of the first batches, up to 256 MB, are kept with the operator for its next product, if
-    it can be known that nothing has changed: all that the code of model and loss may read is compared. Nothing is kept
-    if that code uses modules beside torch and a few of the standard library, or objects that no Python class has made.
-    ``to_dense()``, ``diagonal()`` and ``trace()`` take one pass.
+    both are checked. Many products in a row are faster inside ``with curvature.kept(operator):``. ``to_dense()``,
+    ``diagonal()`` and ``trace()`` take one pass.
 
     ``compact()`` takes one pass, too, and keeps what any number of solves needs: the dense matrix or, if N samples with
     k vectors each are fewer than the P parameters, their rows ``v^T J`` as activations and backprops, with the
@@ -205,8 +203,7 @@ def hessian(
 ) -> MatrixFree:
     """The Hessian of the loss with respect to the parameters, as an operator that holds no matrix.
 
-    May be indefinite. ``to_dense`` and ``diagonal`` take P products. Arguments, errors and operator as for `fisher`,
-    which says what is kept.
+    May be indefinite. ``to_dense`` and ``diagonal`` take P products. Arguments, errors and operator as for `fisher`.
 
     Raises:
         RuntimeError: at the first product, if the second derivatives that torch gives are not symmetric.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,6 +20,40 @@ from curvature.operators import MatrixFree, Operator, Space
 from curvature.recording import in_turn
 
 
+def kept(operator: MatrixFree) -> AbstractContextManager[None]:
+    """A context in which products with an operator reuse the graphs of its first product there.
+
+    ``with curvature.kept(G):`` pays where many products follow each other while the model stays as it is: in conjugate
+    gradients, Lanczos' method, or a loop of your own. Inside, a product does not go over the data, and makes no forward
+    pass (several columns through group or batch norms make some); leaving the block frees the graphs. Multiples of G
+    and sums with it use G's. `conjugate_gradient` and Lanczos' method do so themselves where the data are one batch and
+    none of your code runs between the products.
+
+    Inside, nothing may change that the products depend on: parameters, buffers, training mode, hooks and attributes of
+    the model, its code, the loss and the numbers it reads, the data, autocast. Checked at every product are: which
+    tensors the model, the loss and the data (tensors in lists and dicts) have, where they are and how often autograd
+    has seen them change; training modes; the number of batches; autocast. All else is not: after
+    ``parameter.data.mul_(2)``, or another number in the loss, products are those of before, without an error.
+
+    Memory: the graphs of a forward and a backward pass over *all* batches, not over one at a time as outside. Where
+    forward passes move buffers (spectral norms in training mode), nothing is kept.
+
+    Args:
+        operator: what `gauss_newton`, `fisher`, `empirical_fisher` or `hessian` has returned.
+
+    Raises:
+        TypeError: it is another operator.
+        RuntimeError: at a product, if what is checked has changed; the message names it.
+    """
+    passes = operator.passes if isinstance(operator, MatrixFree) else None
+    if passes is None:
+        raise TypeError(
+            "operator: expected what gauss_newton, fisher, empirical_fisher or hessian has returned, found "
+            f"{type(operator).__name__}"
+        )
+    return passes.keeping()
+
+
 @dataclass
 class ThroughOutputs:
     """``sum_n J_n^T M_n J_n``, M_n the injection's matrix at the output of sample n."""
@@ -32,7 +67,12 @@ class ThroughOutputs:
     def operator(cls, source: DataSource, inject: Injection, seed: int) -> MatrixFree:
         own = cls(Repeated(source, inject), inject, seed, source.space)
         return MatrixFree(
-            own.space, own.product, diagonal=own.diagonal, dense=own.dense, in_sample_space=own.in_sample_space
+            own.space,
+            own.product,
+            diagonal=own.diagonal,
+            dense=own.dense,
+            in_sample_space=own.in_sample_space,
+            passes=own.passes,
         )
 
     def product(self, matrix: Tensor) -> Tensor:
@@ -64,7 +104,7 @@ class ThroughGradient:
     @classmethod
     def operator(cls, source: DataSource) -> MatrixFree:
         own = cls(Repeated(source), source.space)
-        return MatrixFree(own.space, own.product)
+        return MatrixFree(own.space, own.product, passes=own.passes)
 
     def product(self, matrix: Tensor) -> Tensor:
         if not self.checked:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -105,14 +106,12 @@ class DataSource:
         visit: Callable[[RecordedBatch], None],
         forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch), None),
         wanted: Callable[[int], bool] = lambda number: True,
-        reuse: Callable[[int, Any, Any], Callable[[], None] | None] = lambda number, x, y: None,
     ) -> None:
         """Call `visit` on every batch with samples, recorded. State of the model and random numbers are preserved.
 
         Args:
             forward: records a forward pass.
             wanted: whether the batch of this number is to be visited.
-            reuse: of a batch's number, x and y; returns what to call in place of recording it and of `visit`.
 
         Raises:
             ValueError: there is no sample.
@@ -127,21 +126,14 @@ class DataSource:
             for number, (x, y) in enumerate(batches):
                 if not wanted(number):
                     continue
-                known = reuse(number, x, y)
-                batch = None if known is not None else self.batch(x, y)
-                if batch is not None and not batch.count:
+                batch = self.batch(x, y)
+                if not batch.count:
                     continue
-                alone = trained_alone(self.model, tuple(self.parameters or ()))
-                # fused attention has no second derivatives and no batched backward pass
-                with preserve_state(self.model) as state, alone, sdpa_kernel(SDPBackend.MATH):
-                    if known is not None:
-                        known()
-                    elif batch is not None:
-                        recorded = _in_blocks(forward, batch)
-                        run = RecordedBatch(batch, self.loss, state, recorded, self.masses, number)
-                        visit(run)
-                        if run.random:
-                            warn_once(RANDOM)
+                with self.surroundings() as state:
+                    run = RecordedBatch(batch, self.loss, state, _in_blocks(forward, batch), self.masses, number)
+                    visit(run)
+                    if run.random:
+                        warn_once(RANDOM)
                 seen = True
         finally:
             random.restore()
@@ -149,6 +141,14 @@ class DataSource:
             raise ValueError("data: no batch; an iterator gives its batches once: pass a list or a DataLoader")
         if not seen:
             raise ValueError("x: there is no sample, all batches are empty")
+
+    @contextmanager
+    def surroundings(self) -> Iterator[ModelState]:
+        """What the model runs in, and the derivatives of its pass."""
+        alone = trained_alone(self.model, tuple(self.parameters or ()))
+        # fused attention has no second derivatives and no batched backward pass
+        with preserve_state(self.model) as state, alone, sdpa_kernel(SDPBackend.MATH):
+            yield state
 
     @property
     def is_sum(self) -> bool:

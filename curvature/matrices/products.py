@@ -1,14 +1,15 @@
 """Products of curvature matrices with vectors, by passes over the data; nothing here has P x P entries.
 
 ``J^T M J v`` takes one backward pass for ``J^T``. ``J v`` goes through the graph of a backward pass (`linearised`). Two
-cases take `forward_mode`, where it proves right: a single column whose graphs are not kept for the next product
-(`kept`), and columns of a network with group or batch norms. A Hessian's product differentiates the gradient
-(Pearlmutter 1994, doi:10.1162/neco.1994.6.1.147).
+cases take `forward_mode`, where it proves right: a single column whose graphs are not kept for the next product, and
+columns of a network with group or batch norms. A Hessian's product differentiates the gradient (Pearlmutter 1994,
+doi:10.1162/neco.1994.6.1.147).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -20,14 +21,29 @@ from curvature.gradients import Batch, batched_vjp, number_of_batches
 from curvature.linalg import full_precision, matmul, widen
 from curvature.losses import Injection, Random
 from curvature.matrices.forward_mode import ForwardMode
-from curvature.matrices.kept import BatchProduct, KeptBatch, KeptProducts, Put
 from curvature.matrices.linearised import LayerRules
 from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch, samples_first
-from curvature.matrices.snapshots import Snapshot
 from curvature.operators import Space
 from curvature.recording import in_turn, tensors_in
 
 Apply = Callable[[Tensor], Tensor]  # (P, c) to (P, c)
+# From columns (c, P): write the product with them to the second tensor, (c, P), or add it there if told to.
+Put = Callable[[Tensor, Tensor, bool], None]
+
+
+@dataclass
+class BatchProduct:
+    """The product with the matrix of one batch, by its graph.
+
+    Attributes:
+        put: makes it: ``put(columns, out, add)``.
+        weight: what the batch counts for in a mean.
+    """
+
+    put: Put
+    weight: float
+
+
 Prepare = Callable[[RecordedBatch, bool], BatchProduct]  # of a batch, and whether it is the only one
 
 
@@ -47,7 +63,9 @@ class Repeated:
 
     def __post_init__(self) -> None:
         self.state = self._state()
-        self.kept = KeptProducts(self.source.model, self.source.loss, self.inject)
+        self.keeps = False  # whether products are kept from one call of `times` to the next
+        self.kept: list[BatchProduct] = []  # of all batches
+        self.kept_for: dict[str, Any] = {}
         self.ordered = isinstance(self.inject, Random)  # whether the matrix depends on the order of the data
         self.is_single = number_of_batches(self.source.data) == 1
 
@@ -61,7 +79,6 @@ class Repeated:
 
     def _require_same_model(self) -> None:
         if self._state() != self.state:
-            self.kept.forget()
             raise RuntimeError(
                 "the model has changed (parameters, buffers or training mode) since this operator was made: make it "
                 "anew, or call materialise() on it before the change"
@@ -78,14 +95,12 @@ class Repeated:
         visit: Callable[[RecordedBatch], None],
         direction: Callable[[Batch], Mapping[str, Tensor] | None] = _none,
         wanted: Callable[[int], bool] | None = None,
-        reuse: Callable[[int, Any, Any], tuple[float, Callable[[], None]] | None] = _none,
     ) -> None:
         """`DataSource.each` with checks.
 
         Args:
             wanted: whether the batch of this number is to be visited; a pass over some of them is not compared.
             direction: gives, for a batch, the direction in which `RecordedBatch.change` is wanted.
-            reuse: as for `DataSource.each`, with the checksum of the batch.
 
         Raises:
             RuntimeError: parameters, buffers or mode of the model have changed since the operator was made.
@@ -103,17 +118,10 @@ class Repeated:
             seen.append(_checksum(run.batch))
             visit(run)
 
-        def reused(number: int, x: Any, y: Any) -> Callable[[], None] | None:
-            known = reuse(number, x, y)
-            if known is None:
-                return None
-            seen.append(known[0])
-            return known[1]
-
         forward = lambda batch: self.forward.record(batch, direction(batch))
         try:
             some = {} if wanted is None else {"wanted": wanted}
-            self.source.each(checked, forward, reuse=reused, **some)
+            self.source.each(checked, forward, **some)
         finally:
             self.state = self._state()  # an embedding with max_norm rescales its rows in every forward pass
         if wanted is not None:
@@ -143,37 +151,73 @@ class Repeated:
         columns = matrix.T.contiguous()
         total = torch.empty_like(columns)
         weights: list[float] = []
-        new: dict[int, KeptBatch] = {}
-        latest: list[Any] = []  # number of the batch, and the batch before its forward pass
-        # what one batch draws depends on those before it, and what is kept does not draw again
-        may_keep = self.is_single or not self.ordered
-        self.kept.prepare()
+        made: list[BatchProduct] = []
 
         def add(product: BatchProduct) -> None:
             product.put(columns, total, bool(weights))
             weights.append(product.weight)
 
-        def reuse(number: int, x: Any, y: Any) -> tuple[float, Callable[[], None]] | None:
-            known = self.kept.of(number, x, y)
-            latest[:] = number, Snapshot.of(x, y) if known is None and may_keep and self.kept.is_open else None
-            return None if known is None else (known.checksum, partial(add, known.product))
-
         def visit(run: RecordedBatch) -> None:
-            number, batch = latest
             add(product := prepare(run, self.is_single))
-            if batch is not None and self.kept.has_room_for(product):
-                new[number] = KeptBatch(batch, _checksum(run.batch), product)
+            if self.keeps and not run.one_pass:
+                made.append(product)
 
         def direction(batch: Batch) -> Mapping[str, Tensor] | None:
             """Several columns would take a forward pass each, and a pass with dual numbers is for one column."""
-            if not forward or len(columns) > 1 or latest[1] is not None:
+            if not forward or len(columns) > 1 or self.keeps:
                 return None
             parameters = batch.parameters
             return {k: v[0] for k, v in zip(parameters, _split(columns, list(parameters.values())), strict=True)}
 
-        self.each(visit, direction, reuse=reuse)
-        self.kept.add(new)
+        if self.kept:
+            self._require_unchanged()
+            with self.source.surroundings():
+                for product in self.kept:
+                    add(product)
+        else:
+            self.each(visit, direction)
+            if len(made) == len(weights):
+                self.kept, self.kept_for = made, self._surroundings()
         return (total if self.is_sum or self.is_single else total.div_(sum(weights))).T
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, the products of the batches are kept with their graphs; the outermost block frees them."""
+        if self.keeps:
+            yield
+            return
+        self.keeps = True
+        try:
+            yield
+        finally:
+            self.keeps, self.kept, self.kept_for = False, [], {}
+
+    def keeping_one_batch(self) -> AbstractContextManager[None]:
+        """The same for data in one batch, whose graph is in memory at any product."""
+        return self.keeping() if self.is_single else nullcontext()
+
+    def _surroundings(self) -> dict[str, Any]:
+        """What kept graphs are of, as far as it takes no look at values."""
+        model, loss, data = self.source.model, self.source.loss, self.source.data
+        look = lambda t: (id(t), t.data_ptr(), None if t.is_inference() else t._version)
+        found: dict[str, Any] = {"data: the number of batches": number_of_batches(data)}
+        for what, module in (("model", model), ("loss", loss)):
+            if isinstance(module, nn.Module):
+                named = [*module.named_parameters(), *module.named_buffers()]
+                found |= {f"{what}: {name}": look(t) for name, t in named}
+                found[f"{what}: its training mode"] = [m.training for m in module.modules()]
+        found |= {f"data: tensor {k}": look(t) for k, t in enumerate(tensors_in(data))}
+        kinds = {"cpu", *(p.device.type for p in model.parameters())}
+        found["autocast"] = {kind: torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds}
+        return found
+
+    def _require_unchanged(self) -> None:
+        for what, now in self._surroundings().items():
+            if self.kept_for.get(what) != now:
+                raise RuntimeError(
+                    f"{what} has changed inside `with curvature.kept(...)`, whose graphs are of what was there before; "
+                    "leave the block, and make the operator anew if the model is another"
+                )
 
 
 def _checksum(batch: Batch) -> float:
@@ -195,7 +239,7 @@ def through_outputs(
     options: Any = {"count": run.batch.count, "generator": drawn}
     multiply = cache(partial(inject.product, output, loss, target, **options))  # after `J v` has taken its memory
     at_once = _columns_at_once(run)
-    changes_along, step, graphs = _changes(run, parameters, passes)
+    changes_along, step = _changes(run, parameters, passes)
 
     def product(part: Tensor) -> Tensor | None:
         changes = changes_along(part)
@@ -210,7 +254,7 @@ def through_outputs(
         for some, where in zip(sent.split(at_once), out.split(at_once), strict=True):
             _put(batched_vjp([run.output], parameters, [some]), parameters, where, add)
 
-    return BatchProduct(_in_steps(put, step), float(weight), [run.output, *graphs])
+    return BatchProduct(_in_steps(put, step), float(weight))
 
 
 def _in_steps(put: Put, step: int) -> Put:
@@ -238,19 +282,19 @@ def _through_backward(run: RecordedBatch) -> int:
 
 def _changes(
     run: RecordedBatch, parameters: list[nn.Parameter], passes: Repeated
-) -> tuple[Callable[[Tensor], Tensor | None], int, list[Tensor]]:
-    """Columns (c, P) to ``J v`` (c, *output.shape), None being zero; for how many at once; the graphs on its way."""
+) -> tuple[Callable[[Tensor], Tensor | None], int]:
+    """Columns (c, P) to ``J v`` (c, *output.shape), None being zero; and for how many at once."""
     if run.change is not None:
         known = [run.change[None]]
         run.change = None
-        return (lambda _: known.pop()), 1, []  # for its one column
+        return (lambda _: known.pop()), 1  # for its one column
     named = lambda part: dict(zip(run.batch.parameters, _split(part, parameters), strict=True))
     found = passes.forward.columns(run.batch, run.tape, run.output)
     if found is not None:
         along, step = found
-        return (lambda part: along(named(part))), step, []
+        return (lambda part: along(named(part))), step
     changes = passes.rules.linearise(run.batch, run.tape, run.output)
-    return (lambda part: changes(named(part))), _through_backward(run), [g for g in changes.graphs if g is not None]
+    return (lambda part: changes(named(part))), _through_backward(run)
 
 
 def through_gradient(run: RecordedBatch, is_single: bool, passes: Repeated) -> BatchProduct:
@@ -269,8 +313,7 @@ def through_gradient(run: RecordedBatch, is_single: bool, passes: Repeated) -> B
             products = batched_vjp([gradients[k] for k in live], parameters, [directions[k] for k in live])
         _put(products, parameters, out, add)
 
-    graphs = [g for g in gradients if g is not None]
-    return BatchProduct(_in_steps(put, _through_backward(run)), weight, graphs)
+    return BatchProduct(_in_steps(put, _through_backward(run)), weight)
 
 
 def coarsest(model: nn.Module) -> float:

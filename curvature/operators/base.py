@@ -6,6 +6,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from os import PathLike
 from typing import Any, TypeVar, overload
@@ -64,6 +65,10 @@ class Operator(ABC):
     @abstractmethod
     def _matmat(self, V: Tensor) -> Tensor:
         """M V for columns (P, c)."""
+
+    def _one_call(self) -> AbstractContextManager[None]:
+        """A context for many products between which no code of the user's runs."""
+        return nullcontext()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -159,7 +164,8 @@ class Operator(ABC):
 
     def _largest_eigenvalues(self, k: int) -> Tensor:
         if self.is_known_by_products and self.space.size > MAX_DIRECT_SIZE:
-            return largest_eigenpairs(self.__matmul__, self.space.normal(k))[0]
+            with self._one_call():
+                return largest_eigenpairs(self.__matmul__, self.space.normal(k))[0]
         return self._eigenvalues()[-k:]
 
     @overload
@@ -380,6 +386,9 @@ class Scaled(Operator):
         super().__init__(inner.space)
         self.inner, self.factor, self.shift = inner, require_finite(factor), require_finite(shift)
         self.is_known_by_products = inner.is_known_by_products
+
+    def _one_call(self) -> AbstractContextManager[None]:
+        return self.inner._one_call()
 
     def _matmat(self, V: Tensor) -> Tensor:
         return torch.add(self.factor * self.inner._matmat(V), V, alpha=self.shift)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import overload
 
 import torch
@@ -73,7 +74,9 @@ def conjugate_gradient(
     """
     rtol = (1e-10 if op.space.dtype == torch.float64 else 1e-4) if rtol is None else rtol
     limit = min(10 * op.space.size, 5000) if max_iter is None else max_iter
-    return op.by_columns(lambda V: _solve(op, V, float(damping), _as_function(preconditioner), rtol, limit), v)
+    is_ours = preconditioner is None or isinstance(preconditioner, Operator)
+    with op._one_call() if is_ours else nullcontext():
+        return op.by_columns(lambda V: _solve(op, V, float(damping), _as_function(preconditioner), rtol, limit), v)
 
 
 def _as_function(preconditioner: Preconditioner | None) -> Callable[[Tensor], Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,6 +15,16 @@ from curvature.operators.space import DENSE_LIMIT, MAX_DIRECT_SIZE, Space, requi
 
 def _nothing(limit: int) -> None:
     return None
+
+
+class Passes(Protocol):
+    """The passes over data that make the products."""
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Inside, what products share is kept."""
+
+    def keeping_one_batch(self) -> AbstractContextManager[None]:
+        """The same where that takes no more memory than a product does."""
 
 
 class MatrixFree(Operator):
@@ -30,6 +42,7 @@ class MatrixFree(Operator):
         dense: a cheaper exact way to compute the matrix, (P, P).
         trace: a cheaper exact way to compute the trace, a scalar tensor.
         in_sample_space: returns the same matrix as `SampleSpace` if it has at most this many rows, else None.
+        passes: what `curvature.kept` keeps the graphs of.
     """
 
     is_known_by_products = True
@@ -43,14 +56,19 @@ class MatrixFree(Operator):
         dense: Callable[[], Tensor] | None = None,
         trace: Callable[[], Tensor] | None = None,
         in_sample_space: Callable[[int], Operator | None] = _nothing,
+        passes: Passes | None = None,
     ) -> None:
         super().__init__(space)
+        self.passes = passes
         self._product = matmat
         self._known_diagonal, self._known_dense, self._known_trace = diagonal, dense, trace
         self._in_sample_space = in_sample_space
 
     def _matmat(self, V: Tensor) -> Tensor:
         return self.space.checked(self._product(V), V.shape, "the product with the matrix")
+
+    def _one_call(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.passes is None else self.passes.keeping_one_batch()
 
     def to_dense(self) -> Tensor:
         require_dense_size(self.space)

@@ -51,7 +51,8 @@ def lanczos(op: Operator, k: int, start: Tensor | None = None, generator: torch.
     """
     generator = generator or op.space.generator()
     first = op.space.normal(1, generator) if start is None else op.space.checked(start, (op.space.size,), "start")
-    alphas, betas, basis = _lanczos_from_starts(op, k, first.reshape(-1, 1), generator)
+    with op._one_call():
+        alphas, betas, basis = _lanczos_from_starts(op, k, first.reshape(-1, 1), generator)
     return Tridiagonal(alphas[0], betas[0], basis[0].mT)
 
 
@@ -96,7 +97,8 @@ def lanczos_eigenpairs(
     """
     if not 1 <= k <= op.space.size:
         raise ValueError(f"a matrix with {op.space.size} rows has no {k} largest eigenvalues")
-    return largest_eigenpairs(op.__matmul__, op.space.normal(k, generator), rtol, max_products)
+    with op._one_call():
+        return largest_eigenpairs(op.__matmul__, op.space.normal(k, generator), rtol, max_products)
 
 
 def spectral_density(
@@ -172,9 +174,10 @@ def _quadrature(op: Operator, vectors: int, steps: int, generator: torch.Generat
     generator = generator or op.space.generator()
     together = max(1, MAX_BASIS_ENTRIES // (min(steps, op.space.size) * op.space.size))
     cores = []
-    for starts in op.space.normal(vectors, generator).split(together, 1):
-        alphas, betas, _ = _lanczos_from_starts(op, steps, starts, generator)
-        cores.append(alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1))
+    with op._one_call():
+        for starts in op.space.normal(vectors, generator).split(together, 1):
+            alphas, betas, _ = _lanczos_from_starts(op, steps, starts, generator)
+            cores.append(alphas.diag_embed() + betas.diag_embed(1) + betas.diag_embed(-1))
     values, rotations = symmetric_eigh(torch.cat(cores))
     return values, rotations[:, 0].square()
 

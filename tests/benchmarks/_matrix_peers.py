@@ -7,6 +7,7 @@ products with `vectors`, by parameter. Each draws anew at every run where the qu
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -174,7 +175,7 @@ class CurvlinopsSampledFactors(CurvlinopsFactors):
 
 
 class Products(Matrix):
-    """`curvature.gauss_newton` times some columns; the operator is made once, beforehand."""
+    """`curvature.gauss_newton` times some columns, inside `curvature.kept`; the operator is made once, beforehand."""
 
     def __init__(self, *setting: Any, count: int) -> None:
         super().__init__(*setting)
@@ -184,7 +185,14 @@ class Products(Matrix):
     def made(self) -> Any:
         import curvature
 
-        return curvature.gauss_newton(self.model, self.loss, (self.x, self.y))
+        return self.kept(curvature.gauss_newton(self.model, self.loss, (self.x, self.y)))
+
+    def kept(self, operator: Any) -> Any:
+        import curvature
+
+        self.block = ExitStack()
+        self.block.enter_context(curvature.kept(operator))
+        return operator
 
     def run(self) -> Tensor:
         return self.operator @ self.columns
@@ -199,7 +207,7 @@ class HessianProducts(Products):
     def made(self) -> Any:
         import curvature
 
-        return curvature.hessian(self.model, self.loss, (self.x, self.y))
+        return self.kept(curvature.hessian(self.model, self.loss, (self.x, self.y)))
 
 
 class CurvlinopsProducts(Products):

@@ -13,7 +13,7 @@ the table shows medians of ratios to the plain batch gradient.
 
 A run is one call from the model and the batch to the result. For the products ``G V`` and ``H V``, with 1, 10 and 32
 columns, it is the product alone: operators are made beforehand, without checks of the peer that can be turned off,
-and a first product, where ours tests the Hessian for symmetry, has gone before.
+and a first product, where ours tests the Hessian for symmetry, has gone before. Ours are made inside `curvature.kept`.
 
 The loss of a model that is handed in must be ``nn.CrossEntropyLoss()``, for which alone there are references; the exact
 diagonal and factors of a model with several terms for each sample have none and are left out.

@@ -1,4 +1,4 @@
-"""``J v`` through the rules of layers, and graphs that are kept from one product to the next."""
+"""``J v`` through the rules of layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +17,6 @@ from torch import Tensor, nn
 
 import curvature
 from curvature.layers import RULES
-from curvature.matrices import kept
-from curvature.matrices.forward_mode import ForwardMode
 from curvature.matrices.products import Repeated
 from support.cases.case import Raw, seeded
 from support.oracles import brute_force as oracle
@@ -81,21 +80,20 @@ def passes_of(operator: Any) -> Repeated:
     return found
 
 
-@pytest.mark.parametrize("limit", [0, 1 << 20])
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_products_one_after_another(name: str, limit: int, monkeypatch: Any) -> None:
+def test_products_one_after_another(name: str, is_kept: bool) -> None:
     """With Gauss-Newton matrix and Hessian, of one and of several columns, in batches of unlike sizes."""
-    monkeypatch.setattr(kept, "KEPT_BYTES", limit)
     model, x = setting(MODELS[name])
     data = [(x[:3], Y[:3]), (x[3:], Y[3:])]
     expected = oracle.Matrices(model, LOSS, (x, Y))
     for build in (curvature.gauss_newton, curvature.hessian):
         operator = build(model, LOSS, data)
         V = operator.space.normal(4)
-        for some in (V, V[:, :1], V[:, 1:], V[:, 0]):
-            wanted = getattr(expected, build.__name__) @ some
-            torch.testing.assert_close(operator @ some, wanted, rtol=1e-10, atol=1e-12)
-        assert len(passes_of(operator).kept.found) == (2 if limit else 0)
+        with curvature.kept(operator) if is_kept else nullcontext():
+            for some in (V, V[:, :1], V[:, 1:], V[:, 0]):
+                wanted = getattr(expected, build.__name__) @ some
+                torch.testing.assert_close(operator @ some, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_a_rule_that_is_wrong(monkeypatch: Any, caplog: Any) -> None:
@@ -122,57 +120,6 @@ def test_rounding_hides_no_wrong_rule(monkeypatch: Any) -> None:
     monkeypatch.setattr(linear, "change", lambda *arguments: 1.5 * right(*arguments))
     other = curvature.gauss_newton(model, LOSS, (x, Y))
     torch.testing.assert_close(other @ v, expected, rtol=0, atol=0)
-
-
-def test_a_kept_batch_takes_no_forward_pass(monkeypatch: Any) -> None:
-    model, x = setting()
-    recorded: list[Any] = []
-    record = ForwardMode.record
-    monkeypatch.setattr(ForwardMode, "record", lambda *args: recorded.append(args) or record(*args))
-    for build in (curvature.gauss_newton, curvature.hessian):
-        operator = build(model, LOSS, [(x, Y)])
-        v = operator.space.normal(1)[:, 0]
-        first = operator @ v
-        assert recorded
-        recorded.clear()
-        torch.testing.assert_close(operator @ v, first)
-        assert not recorded
-
-
-class Counting(nn.Module):
-    """Every pass is another one."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.calls = model, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.model(x)
-
-
-def test_a_pass_that_changes_the_model_is_not_kept() -> None:
-    inner, x = setting()
-    model = Counting(inner)
-    operator = curvature.gauss_newton(model, LOSS, [(x, Y)])
-    v = operator.space.normal(1)[:, 0]
-    first, calls = operator @ v, model.calls
-    torch.testing.assert_close(operator @ v, first)
-    assert model.calls > calls and not passes_of(operator).kept.found
-
-
-def test_a_budget_keeps_the_first_batches(monkeypatch: Any) -> None:
-    model, x = setting()
-    operator = curvature.gauss_newton(model, LOSS, [(x[:1], Y[:1]), (x[:1], Y[:1])])
-    _ = operator @ operator.space.normal(1)
-    monkeypatch.setattr(kept, "KEPT_BYTES", 1.5 * (kept.KEPT_BYTES - passes_of(operator).kept.room) / 2)
-    operator = curvature.gauss_newton(model, LOSS, [(x[n : n + 1], Y[n : n + 1]) for n in range(5)])
-    expected = oracle.Matrices(model, LOSS, (x, Y)).gauss_newton
-    for count in (2, 1, 2):
-        V = operator.space.normal(count)
-        torch.testing.assert_close(operator @ V, expected @ V, rtol=1e-10, atol=1e-12)
-        assert list(passes_of(operator).kept.found) == [0]
-    assert passes_of(operator).forward.proved  # the others take forward mode, for one column
 
 
 def unseen_by_autograd(model: nn.Module, loss: nn.CrossEntropyLoss, x: Tensor) -> None:
@@ -202,7 +149,7 @@ CHANGES = [unseen_by_autograd, of_the_loss, exchanged_in_the_loss, a_number_of_t
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("build", [curvature.gauss_newton, curvature.hessian])
-def test_nothing_outdated_is_kept(build: Any, change: Callable[..., None]) -> None:
+def test_products_are_of_model_and_loss_as_they_are(build: Any, change: Callable[..., None]) -> None:
     model, x = setting()
     loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]).double())
     operator = build(model, loss, (x, Y))
@@ -264,7 +211,6 @@ def test_targets_that_change_places() -> None:
 
 
 def test_a_number_of_a_layer() -> None:
-    """Forward mode runs the model as it is now, and must not meet a graph of how it was."""
     model = nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     x = torch.randn(5, 3, dtype=torch.float64)
     operator = curvature.gauss_newton(model, LOSS, (x, Y))
@@ -310,17 +256,13 @@ def test_autocast_of_one_product_is_not_that_of_the_next() -> None:
     torch.testing.assert_close(operator @ v, first)
 
 
-def test_random_vectors_stay_the_same(monkeypatch: Any) -> None:
-    """Also where a part of the batches would fit."""
+def test_random_vectors_stay_the_same() -> None:
     model, x = setting()
-    data = [(x[:3], Y[:3]), (x[3:], Y[3:])]
-    for limit in (0, 1 << 13, 1 << 20):
-        monkeypatch.setattr(kept, "KEPT_BYTES", limit)
-        operator = curvature.fisher(model, LOSS, data, curvature.sampled(2))
-        V = operator.space.normal(2)
-        first = operator @ V
-        torch.testing.assert_close(operator @ V, first)
-        torch.testing.assert_close(operator.to_dense() @ V, first)
+    operator = curvature.fisher(model, LOSS, [(x[:3], Y[:3]), (x[3:], Y[3:])], curvature.sampled(2))
+    V = operator.space.normal(2)
+    first = operator @ V
+    torch.testing.assert_close(operator @ V, first)
+    torch.testing.assert_close(operator.to_dense() @ V, first)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))])
@@ -328,17 +270,14 @@ def test_random_vectors_stay_the_same(monkeypatch: Any) -> None:
     "build", [curvature.fisher, curvature.gauss_newton, curvature.empirical_fisher, curvature.hessian]
 )
 def test_copies(build: Any, copied: Callable[[Any], Any]) -> None:
-    """Of operators that keep graphs: of a model of their own, and without graphs until they make some."""
+    """Of a model of their own."""
     model, x = setting()
     operator = build(model, LOSS, [(x[:3], Y[:3]), (x[3:], Y[3:])])
     V = operator.space.normal(2)
     first = operator @ V
     other = copied(operator)
-    assert len(passes_of(operator).kept.found) == 2 and not passes_of(other).kept.found
     model[0].weight.data.mul_(2)
-    for _ in range(2):
-        torch.testing.assert_close(other @ V, first)
-        assert len(passes_of(other).kept.found) == 2
+    torch.testing.assert_close(other @ V, first)
     assert not torch.allclose(operator @ V, first)
     torch.testing.assert_close(other.to_dense() @ V, first)
 
