@@ -193,20 +193,19 @@ class Repeated:
             self.keeps, self.kept, self.kept_for = False, [], {}
 
     def keeping_one_batch(self) -> AbstractContextManager[None]:
-        """The same for data in one batch, whose graph is in memory at any product."""
+        """The same for data in one batch: the first product at a shape, which is checked, takes as much memory."""
         return self.keeping() if self.is_single else nullcontext()
 
     def _surroundings(self) -> dict[str, Any]:
         """What kept graphs are of, as far as it takes no look at values."""
         model, loss, data = self.source.model, self.source.loss, self.source.data
-        look = lambda t: (id(t), t.data_ptr(), None if t.is_inference() else t._version)
         found: dict[str, Any] = {"data: the number of batches": number_of_batches(data)}
         for what, module in (("model", model), ("loss", loss)):
             if isinstance(module, nn.Module):
                 named = [*module.named_parameters(), *module.named_buffers()]
-                found |= {f"{what}: {name}": look(t) for name, t in named}
+                found |= {f"{what}: {name}": _seen_of(t) for name, t in named}
                 found[f"{what}: its training mode"] = [m.training for m in module.modules()]
-        found |= {f"data: tensor {k}": look(t) for k, t in enumerate(tensors_in(data))}
+        found |= {f"data: tensor {k}": _seen_of(t) for k, t in enumerate(tensors_in(data))}
         kinds = {"cpu", *(p.device.type for p in model.parameters())}
         found["autocast"] = {kind: torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds}
         return found
@@ -218,6 +217,12 @@ class Repeated:
                     f"{what} has changed inside `with curvature.kept(...)`, whose graphs are of what was there before; "
                     "leave the block, and make the operator anew if the model is another"
                 )
+
+
+def _seen_of(t: Tensor) -> tuple[int, int | None, int | None]:
+    """Which tensor it is, where it is, and how often autograd has seen it change."""
+    has_place = type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+    return id(t), t.data_ptr() if has_place else None, None if t.is_inference() else t._version
 
 
 def _checksum(batch: Batch) -> float:

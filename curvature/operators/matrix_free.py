@@ -24,7 +24,7 @@ class Passes(Protocol):
         """Inside, what products share is kept."""
 
     def keeping_one_batch(self) -> AbstractContextManager[None]:
-        """The same where that takes no more memory than a product does."""
+        """The same where that takes no more memory than the first product."""
 
 
 class MatrixFree(Operator):

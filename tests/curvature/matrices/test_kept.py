@@ -239,6 +239,28 @@ def test_calls_with_many_products_keep_the_graph_of_a_single_batch(name: str, se
     assert of_one == [1] and of_two_batches[0] > 2
 
 
+def test_a_sparse_buffer() -> None:
+    """A tensor without a place in memory is known by its version alone."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+            self.register_buffer("near", torch.eye(5).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.near, self.layer(x))
+
+    with seeded(0):
+        model, x = Graph(), torch.randn(5, 3)
+    operator = curvature.gauss_newton(model, nn.MSELoss(), (x, x))
+    v = operator.space.normal(1)
+    expected = operator @ v
+    with curvature.kept(operator):
+        for _ in range(2):
+            torch.testing.assert_close(operator @ v, expected)
+
+
 def test_code_of_the_user_between_products_keeps_nothing(setting: Setting) -> None:
     setting.data = setting.data[0]
     operator = setting.operator()
