@@ -211,8 +211,9 @@ class Repeated:
         return found
 
     def _require_unchanged(self) -> None:
-        for what, now in self._surroundings().items():
-            if self.kept_for.get(what) != now:
+        before, now = self.kept_for, self._surroundings()
+        for what in before | now:
+            if before.get(what) != now.get(what):
                 raise RuntimeError(
                     f"{what} has changed inside `with curvature.kept(...)`, whose graphs are of what was there before; "
                     "leave the block, and make the operator anew if the model is another"

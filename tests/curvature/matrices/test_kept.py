@@ -91,6 +91,10 @@ def buffer_in_place(setting: Setting) -> None:
     setting.model.factor.mul_(2)
 
 
+def no_buffer(setting: Setting) -> None:
+    del setting.model.factor
+
+
 def training_mode(setting: Setting) -> None:
     setting.model.last.train()
 
@@ -113,6 +117,7 @@ CHANGES: dict[Callable[[Setting], None], str] = {
     memory_exchanged: "model: first.weight",
     another_parameter: "model: first.weight",
     buffer_in_place: "model: factor",
+    no_buffer: "model: factor",
     training_mode: "model: its training mode",
     weights_of_classes: "loss: weight",
     samples: "data: tensor 0",
