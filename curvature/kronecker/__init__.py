@@ -1,32 +1,30 @@
-"""Kronecker factors of one layer: how they are measured, rotated, inverted and added.
+"""Kronecker factors of one layer: how they are measured, stored, rotated, inverted and added.
 
-In: terms of a weight (`curvature.terms`). Out: second moments of activations and backprops (`Scheme`), squares of
-per-sample gradients in the factors' eigenbasis (`Basis`), damped inverses of products (`factored_inverses`) and of sums
-of products (`invert_kronecker_sum`); symmetric sides in half the memory (`pack`). Nothing here averages over batches.
+In: terms of a weight (`curvature.terms`). Out: second moments of activations and backprops (`Scheme`) as sides of
+products, a type for each form of storage (`Side`); squares of per-sample gradients in the factors' eigenbasis
+(`Basis`); damped inverses of products (`factored_inverses`), made of two matrices to apply (`Matrix`), and of sums of
+products (`invert_kronecker_sum`). Nothing here averages over batches.
 """
 
-from curvature.kronecker.diagonal_blocks import cuts_of
+from curvature.kronecker.applied import DiagonalMatrix, EigenInverse, KroneckerInverse, Matrix, inverse_of_state
 from curvature.kronecker.eigenbasis import Basis
-from curvature.kronecker.factors import Affine, Reading, Scheme, at_least_float32
+from curvature.kronecker.factors import Affine, Product, Reading, Scheme, at_least_float32
 from curvature.kronecker.inverses import (
-    KroneckerInverse,
     carry_diagonal,
     eigen_inverses,
     eigenbases,
     factored_inverses,
-    inverses_in_blocks,
     nonzero_or_one,
 )
-from curvature.kronecker.packing import Packed, Side, as_packed, diagonal_of, entries_of, pack, whole
-from curvature.kronecker.statistics import KroneckerStatistics, merge_products
+from curvature.kronecker.sides import DiagonalSide, Side, SketchSide, stored_entries
+from curvature.kronecker.statistics import KroneckerStatistics, SideStatistics, merge_products
 from curvature.kronecker.subsampling import subsample_samples
 from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum, invert_kronecker_sums
-from curvature.kronecker.waiting import kept_activations
 
 __all__ = [
-    "Affine", "Basis", "KroneckerInverse", "KroneckerStatistics", "KroneckerSumInverse", "Packed", "Pair", "Reading",
-    "Scheme", "Side", "as_packed", "at_least_float32", "carry_diagonal", "cuts_of", "diagonal_of",
-    "eigen_inverses", "eigenbases", "entries_of", "factored_inverses", "inverses_in_blocks",
-    "invert_kronecker_sum", "invert_kronecker_sums", "kept_activations", "merge_products",
-    "nonzero_or_one", "pack", "subsample_samples", "whole",
+    "Affine", "Basis", "DiagonalMatrix", "DiagonalSide", "EigenInverse", "KroneckerInverse", "KroneckerStatistics",
+    "KroneckerSumInverse", "Matrix", "Pair", "Product", "Reading", "Scheme", "Side", "SideStatistics", "SketchSide",
+    "at_least_float32", "carry_diagonal", "eigen_inverses", "eigenbases", "factored_inverses", "inverse_of_state",
+    "invert_kronecker_sum", "invert_kronecker_sums", "merge_products", "nonzero_or_one", "stored_entries",
+    "subsample_samples",
 ]  # fmt: skip

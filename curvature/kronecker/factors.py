@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.kronecker.second_moments import has_few_rows, second_moment, second_moment_with_constant
-from curvature.linalg import MAX_DENSE_SIDE, SKETCH_RANK, add_moments, scale_moment, sketch_rows
+from curvature.kronecker.sides import DiagonalSide, PackedSide, Side, SketchSide, stored_side
+from curvature.linalg import MAX_DENSE_SIDE, SKETCH_RANK, sketch_rows
 from curvature.terms import (
     AffineLayout,
     Convolution,
@@ -37,6 +38,7 @@ PIECE_ELEMENTS = 1 << 19  # of unfolded ones, if the input, and the moment, are 
 Whole = OuterProduct | Convolution | TransposedConvolution | ElementwiseProduct
 Affine = Whole | IndexedRows  # terms that have a view as a grouped affine map
 Read = TypeVar("Read", Whole, IndexedRows, Affine, Tensor)
+Product = tuple[Side, Side]  # the side of the outputs, and that of the inputs
 
 
 class Reading(NamedTuple):
@@ -51,6 +53,15 @@ class Reading(NamedTuple):
     one_hot: bool
     flipped: bool
 
+    @property
+    def activation_side(self) -> int:
+        """0 where activations give the side of the outputs, 1 where they give that of the inputs."""
+        return 0 if self.flipped else 1
+
+    @property
+    def backprop_side(self) -> int:
+        return 1 if self.flipped else 0
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -62,7 +73,7 @@ class Scheme:
     Attributes:
         arrangement: of weight and bias as (g, o, i).
         diagonal: whether the side of the outputs, and that of the inputs, is kept as its diagonal.
-        sketched: whether the side is kept as a `curvature.linalg.sketch`.
+        sketched: whether the side is kept as a sketch.
         block_size: a dense side with more rows than that, a bias aside, is zero outside of diagonal blocks of that
             size; None: no side is.
         dtype: of the moments.
@@ -125,7 +136,36 @@ class Scheme:
         return here.outputs, here.dimension // (here.groups * here.outputs)
 
     @property
-    def sides(self) -> tuple[int, int]:
+    def block_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of rows of the diagonal blocks of both sides; a bias is one more row of the last."""
+        outputs, inputs = self.widths
+        return self._blocks(0, outputs, 0), self._blocks(1, inputs, len(self.arrangement.shapes) - 1)
+
+    def _blocks(self, k: int, width: int, bias: int) -> tuple[int, ...]:
+        size = self.block_size
+        if size is None or self.sketched[k] or self.diagonal[k] or width - bias <= size:
+            return (width,)
+        count, rest = divmod(width - bias, size)
+        *others, last = [size] * count + [rest] * (rest > 0)
+        return *others, last + bias
+
+    def side(self, k: int, moment: Tensor) -> Side:
+        """A measured moment, the side of the outputs (k = 0) or that of the inputs (1), as it is stored."""
+        if self.sketched[k]:
+            return SketchSide(moment)
+        return DiagonalSide(moment) if self.diagonal[k] else stored_side(moment, self.block_sizes[k])
+
+    def side_of_entries(self, k: int, entries: Tensor) -> Side:
+        """The side with these `Side.entries`; a checkpoint has small ones as matrices."""
+        is_packed = entries.ndim == 2 and not self.diagonal[k]
+        return PackedSide(entries, self.block_sizes[k]) if is_packed else self.side(k, entries)
+
+    def side_of_sum(self, k: int, total: Tensor) -> Side:
+        """The side that is a sum over processes of `Side.to_sum`."""
+        return SketchSide.from_sum(total) if self.sketched[k] else self.side_of_entries(k, total)
+
+    @property
+    def entries(self) -> tuple[int, int]:
         """Number of entries of the moments of outputs and of inputs."""
         groups, each = self.arrangement.groups, zip(self.widths, self.sketched, self.diagonal, strict=True)
         rows, columns = (d * (SKETCH_RANK + 1 if few else groups * (1 if flat else d)) for d, few, flat in each)
@@ -169,9 +209,9 @@ class Scheme:
         Returns:
             The sum, and the number of summands, by which to divide it for the mean.
         """
-        one_hot, flipped = self.reading(terms[0])
-        diagonal = self.diagonal[0 if flipped else 1]
-        if one_hot:
+        reading = self.reading(terms[0])
+        diagonal = self.diagonal[reading.activation_side]
+        if reading.one_hot:
             moment, number = self._looked_up([term for term in terms if isinstance(term, IndexedRows)])
             return moment if diagonal else torch.diag_embed(moment), number
         whole = [term for term in terms if not isinstance(term, IndexedRows)]
@@ -223,8 +263,9 @@ class Scheme:
         if self.sketched[0]:
             assert right is None and weights is None  # sketches take one vector and no weights
             found = (b for terms in left for b in self._backprops(terms, None))
-            return functools.reduce(add_moments, (sketch_rows(b[:, 0]) for b in found))
-        diagonal = self.diagonal[1 if self.reading(left[0][0]).flipped else 0]
+            sketches = (SketchSide(sketch_rows(b[:, 0])) for b in found)
+            return functools.reduce(SketchSide.add_, sketches).entries
+        diagonal = self.diagonal[self.reading(left[0][0]).backprop_side]
         # the square root of the weights on both sides, so that equal factors share one copy
         root = None if weights is None else weights.to(self.dtype).sqrt()
         if not diagonal and right is None and all(_is_independent(term) for terms in left for term in terms):
@@ -243,15 +284,13 @@ class Scheme:
             lefts, rights = whole, whole if right is None else [joined(rights)]
         return sum_in_place(second_moment(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
 
-    def product(
-        self, reading: Reading, activations: Tensor, number: int | Tensor, backprops: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The Kronecker product of one reading, ``(side of the outputs, side of the inputs)``.
+    def product(self, reading: Reading, activations: Side, number: int | Tensor, backprops: Side) -> Product:
+        """The Kronecker product of one reading.
 
         `activations` are divided by their `number`, or that of each group; `backprops` are taken as they are.
         """
-        sides = (backprops, scale_moment(activations, 1 / at_least_one(number, activations)))
-        return (sides[1], sides[0]) if reading.flipped else sides
+        inputs = activations.scaled(1 / at_least_one(number))
+        return (inputs, backprops) if reading.flipped else (backprops, inputs)
 
     def _is_routed(self, term: Affine) -> bool:
         """Whether each group counts the places alone that are sent to it, as if it were a layer of its own.
@@ -290,10 +329,11 @@ class Scheme:
         total, number = None, 0
         for part in (part for same in together for part in self._chunks(same)):  # one chunk in memory
             a = rows_of(part)[:, 0]
-            moment = sketch_rows(F.pad(a, (0, len(self.arrangement.shapes) - 1), value=_mean_bias(part)))
-            total, number = moment if total is None else add_moments(total, moment), number + len(a)
+            rows = sketch_rows(F.pad(a, (0, len(self.arrangement.shapes) - 1), value=_mean_bias(part)))
+            moment = SketchSide(rows)
+            total, number = moment if total is None else total.add_(moment), number + len(a)
         assert total is not None
-        return total, number
+        return total.entries, number
 
     def _whole(self, term: Whole) -> Tensor:
         """Activations of all places, (N * t, g, i)."""
@@ -326,7 +366,7 @@ class Scheme:
 
     def _empty(self, term: Whole, diagonal: bool, number: float) -> Tensor:
         """A moment of the inputs, zero but for the entry of the bias's input."""
-        size = self.widths[0 if self.reading(term).flipped else 1]
+        size = self.widths[self.reading(term).activation_side]
         dims = [size] if diagonal else [size, size]
         moment = torch.zeros(term.groups, *dims, dtype=self.dtype, device=term.device)
         if len(self.arrangement.shapes) > 1:
@@ -370,11 +410,9 @@ class Scheme:
         return moment[None], number
 
 
-def at_least_one(number: int | Tensor, moment: Tensor) -> int | Tensor:
-    """By which to divide a moment (g, ...) for the mean; `number` is of all its groups, or (g,)."""
-    if not isinstance(number, Tensor):
-        return max(number, 1)
-    return number.clamp(min=1).reshape(-1, *[1] * (moment.ndim - 1)) if number.ndim else number.clamp(min=1)
+def at_least_one(number: int | Tensor) -> int | Tensor:
+    """By which to divide a moment for the mean; `number` is of all its groups, or (g,)."""
+    return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:

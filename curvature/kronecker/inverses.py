@@ -1,32 +1,35 @@
-"""Inverses of Kronecker-factored blocks, prepared once and applied at every step.
-
-A side is (g, d, d), or its diagonal (g, d); matrices that an inverse is applied to are (g, o, i).
-"""
+"""Inverses of Kronecker products, and eigenbases of their sides: sides of one form together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.kronecker.diagonal_blocks import Cuts, joined, parts_of
-from curvature.kronecker.packing import Packed, Side, diagonal_of, whole
+from curvature.kronecker.applied import (
+    DenseMatrix,
+    DiagonalMatrix,
+    EigenInverse,
+    KroneckerInverse,
+    LowRankMatrix,
+    Matrix,
+    PartialEigenInverse,
+    dense_or_blocks,
+)
+from curvature.kronecker.factors import Product
+from curvature.kronecker.sides import DiagonalSide, Side, SketchSide, ranges
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
     Lazily,
     careful_spd_inverse,
     count_recovery,
-    eigenvalues_of,
-    is_sketch,
     look,
     low_rank_inverses,
-    matmul,
     own_precision,
-    psd_eigh,
     psd_eighs,
     sketch_spectrum,
     try_spd_inverse,
@@ -34,91 +37,12 @@ from curvature.linalg import (
 
 LOW_RANK_MAX_ASPECT = 16  # a side so many times larger than the other is quick to solve with as it is
 JOINED_MAX_SIDE = 512  # rows up to which matrices are inverted together: memory for several of a larger one counts
-STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a call for each
 
-
-@dataclass(frozen=True)
-class KroneckerInverse:
-    """``rows X columns``, or ``rows ((rows^T X columns) * values) columns^T`` in a basis where `values` are given.
-
-    `shifts` has a number c where a side is V of ``c (I - V V^T)``, V (g, d, r) with orthogonal columns.
-    Where `values` (1, r + 1, s + 1) are given for partial bases rows (1, o, r) and columns (1, i, s), the last of each
-    axis belongs to all directions outside of them. `cuts` are those of both sides (`curvature.kronecker.cuts_of`).
-    """
-
-    rows: Tensor
-    columns: Tensor
-    values: Tensor | None = None
-    shifts: tuple[Tensor | None, Tensor | None] = (None, None)
-    cuts: Cuts = ((), ())
-
-    def __call__(self, x: Tensor, own: bool = False) -> Tensor:
-        """The product with x, in place if x is our own: allocating memory costs more than arithmetic."""
-        cut, other = self.cuts
-        with own_precision(x):
-            if self.values is None:
-                x = _solved(self.rows, self.shifts[0], x, left=True, own=own, cut=cut)
-                return _solved(self.columns, self.shifts[1], x, left=False, own=True, cut=other)
-            if self.is_partial:
-                return _partial(self.rows, self.columns, self.values, x)
-            inner = _right(self.columns, _left(_transposed(self.rows), x, cut), other).mul_(self.values)
-            return _right(_transposed(self.columns), _left(self.rows, inner, cut), other)
-
-    def owned(self) -> KroneckerInverse:
-        """The same; sides that were made together with others, and would keep these in memory, as copies."""
-        rows, columns = (
-            side.clone() if side.untyped_storage().nbytes() > side.nbytes else side
-            for side in (self.rows, self.columns)
-        )
-        return replace(self, rows=rows, columns=columns)
-
-    @property
-    def form(self) -> Any:
-        """Equal for inverses that can be stacked; None if this one cannot, or is so large that it does not pay."""
-        sides = (self.rows, self.columns) if self.values is None else (self.rows, self.columns, self.values)
-        is_plain = self.shifts == (None, None) and not self.is_partial
-        is_small = max(self.rows.shape[-1], self.columns.shape[-1]) <= STACKED_MAX_SIDE
-        cuts = tuple(map(tuple, self.cuts))
-        return (self.rows.device, cuts, *(side.shape for side in sides)) if is_plain and is_small else None
-
-    @staticmethod
-    def stacked(inverses: Sequence[KroneckerInverse]) -> KroneckerInverse:
-        """One inverse for several of one form, their groups one after the other."""
-        rows, columns = torch.cat([i.rows for i in inverses]), torch.cat([i.columns for i in inverses])
-        values = [i.values for i in inverses if i.values is not None]
-        return replace(inverses[0], rows=rows, columns=columns, values=torch.cat(values) if values else None)
-
-    def parts(self, count: int) -> list[KroneckerInverse]:
-        """What was `stacked`, in its memory."""
-        sides = [
-            [None] * count if side is None else side.chunk(count) for side in (self.rows, self.columns, self.values)
-        ]
-        return [replace(self, rows=b, columns=a, values=values) for b, a, values in zip(*sides, strict=True)]
-
-    @property
-    def is_partial(self) -> bool:
-        return self.values is not None and self.rows.ndim == 3 and self.values.shape[1] > self.rows.shape[2]
-
-    def condition(self) -> float:
-        """Largest over smallest nonzero eigenvalue, the maximum over groups."""
-        if self.values is not None:
-            spread = self.values.flatten(1)
-            least = torch.where(spread > 0, spread, torch.inf).amin(1)
-            return float((spread.amax(1) / least).max())
-        sides = [_spectrum(*side) for side in zip((self.rows, self.columns), self.shifts, strict=True)]
-        one, other = (s.amax(1) / s.amin(1) for s in sides)
-        return float((one * other).max())
-
-    @property
-    def ranks(self) -> tuple[int | None, int | None]:
-        """Rank of V for either side, None if there is none."""
-        sides = zip((self.rows, self.columns), self.shifts, strict=True)
-        one, other = (None if shift is None else side.shape[2] for side, shift in sides)
-        return one, other
+Basis = tuple[Matrix, Matrix]  # orthogonal, of rows and of columns
 
 
 def factored_inverses(
-    pairs: Sequence[Sequence[Side]],
+    products: Sequence[Product],
     share: float,
     before: Sequence[KroneckerInverse | None],
     anew: Sequence[bool],
@@ -127,241 +51,92 @@ def factored_inverses(
 
     This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
     Sketches have few eigenvalues to begin with. Sides with `LOW_RANK_MIN_SIZE` rows or more use their largest
-    eigenvalues if few stand out. The rest are inverted by Cholesky decomposition, sides of one shape together.
+    eigenvalues if few stand out. The rest are inverted by Cholesky decomposition, sides of one form together.
 
     Args:
-        before: the previous inverses of the pairs.
-        anew: whether to try again for sides of a pair that were not of low rank before.
+        before: the previous inverses of the products.
+        anew: whether to try again for sides of a product that were not of low rank before.
     """
-    sides = [side for pair in pairs for side in pair]
-    widths = [other.shape[-1] for rows, columns in pairs for other in (columns, rows)]
-    found_before = (side for inverse in before for side in _parts(inverse))
-    starts = {k: None if side is None else side.to(sides[k].dtype) for k, side in enumerate(found_before)}
-    found: dict[int, tuple[Tensor, Tensor | None]] = {
-        k: _of_sketch(whole(side), share) for k, side in enumerate(sides) if _is_sketch(side)
-    }
-    large = [
-        k for k, side in enumerate(sides) if side.ndim == 3 and len(side) == 1 and side.shape[1] >= LOW_RANK_MIN_SIZE
-    ]
-    large = [
-        k
-        for k in large
-        if k not in found
-        and sides[k].shape[1] < LOW_RANK_MAX_ASPECT * widths[k]
-        and (starts[k] is not None or anew[k // 2])
-    ]
-    found |= _by_largest({k: sides[k] for k in large}, share, starts)
-    left = [k for k in range(len(sides)) if k not in found]
-    alone = {k: sides[k].ndim == 3 and sides[k].shape[1] > JOINED_MAX_SIDE and k for k in left}
-    kinds = {k: (alone[k], type(sides[k]), sides[k].shape[1:], sides[k].dtype, sides[k].device) for k in left}
-    groups = [([sides[k] for k in alike], alike) for _, alike in _grouped(kinds)]
-    tried = [_tried(_stacked(own), share) for own, _ in groups]
+    sides = [side for product in products for side in product]
+    inverses: dict[int, Matrix] = {}
+    large: dict[int, Tensor | None] = {}  # sides that may be of low rank, with the directions found last
+    for k, side in enumerate(sides):
+        if isinstance(side, DiagonalSide):
+            inverses[k] = DiagonalMatrix(1 / (side.entries + share * _mean(side)[:, None]))
+        elif isinstance(side, SketchSide):
+            inverses[k] = _of_sketch(side, share)
+        elif _may_have_low_rank(side, products[k // 2]):
+            start = _low_rank_before(before[k // 2], k % 2)
+            if start is not None or anew[k // 2]:
+                large[k] = None if start is None else start.to(side.entries.dtype)
+    inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
+    stacks = list(_stacks({k: side for k, side in enumerate(sides) if k not in inverses}, JOINED_MAX_SIDE))
+    tried = [_tried(stack, share) for stack, _ in stacks]
     fine = look([ok for _, ok in tried])
-    for (some, alike), (together, _), is_fine in zip(groups, tried, fine, strict=True):
+    for (stack, alike), (found, _), is_fine in zip(stacks, tried, fine, strict=True):
         if not is_fine:
-            together = _carefully(_stacked(some), share)
-        for k, own in zip(alike, together.split([len(side) for side in some]), strict=True):
-            found[k] = own, None
-    both = [(*found[k], *found[k + 1]) for k in range(0, len(sides), 2)]
-    return [KroneckerInverse(rows, columns, None, (c, d)) for rows, c, columns, d in both]
+            found = _inverted(stack, share, careful_spd_inverse)
+        inverses |= zip(alike, _split(found, [len(sides[k]) for k in alike], stack.sizes), strict=True)
+    return [KroneckerInverse(inverses[k], inverses[k + 1]) for k in range(0, len(sides), 2)]
 
 
-def inverses_in_blocks(pairs: Sequence[Sequence[Side]], share: float, cuts: Cuts) -> list[KroneckerInverse]:
-    """`factored_inverses` of sides with diagonal blocks, by Cholesky decomposition of blocks of one shape together.
+def eigen_inverses(products: Sequence[Product], damping: float) -> list[KroneckerInverse]:
+    """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse."""
+    bases = eigenbases([side for product in products for side in product])
+    inverses: list[KroneckerInverse] = []
+    for product, row_basis, column_basis in zip(products, bases[::2], bases[1::2], strict=True):
+        is_partial = any(isinstance(side, SketchSide) for side in product)
+        pairs = zip(product, (row_basis, column_basis), strict=True)
+        (b, rows), (a, columns) = starmap(_outlined, pairs) if is_partial else (row_basis, column_basis)
+        kind = PartialEigenInverse if is_partial else EigenInverse
+        inverses.append(kind(rows, columns, _inverse_values(b, a, damping)))
+    return inverses
 
-    Args:
-        cuts: of both sides of all pairs.
+
+def eigenbases(sides: Sequence[Side]) -> list[tuple[Tensor, Matrix]]:
+    """Eigenvalues (g, d) of each side, and its eigenvectors as columns; ascending in each diagonal block.
+
+    Those of a diagonal are its entries, in their order. A sketch has as many as directions, and one for all others.
     """
-    sides = [side for pair in pairs for side in pair]
-    found: dict[int, tuple[Tensor, Tensor | None]] = {
-        k: _of_sketch(whole(side), share) for k, side in enumerate(sides) if _is_sketch(side)
-    }
-    found |= {k: (_diagonally(whole(side), share), None) for k, side in enumerate(sides) if side.ndim == 2}
-    left = [k for k in range(len(sides)) if k not in found]
-    scaled = [whole(sides[k]) / _mean(sides[k])[:, None, None] for k in left]
-    for matrix in scaled:
-        matrix.diagonal(dim1=1, dim2=2).add_(share)
-    parts = parts_of(scaled, [cuts[k] for k in left])
-    inverted = _by_shape(parts, _spd_inverses)
-    for k, (own,) in zip(left, joined(inverted, [cuts[k] for k in left]), strict=True):
-        found[k] = own.div_(_mean(sides[k])[:, None, None]), None
-    both = [(found[k], found[k + 1], cuts[k : k + 2]) for k in range(0, len(sides), 2)]
-    return [KroneckerInverse(b, a, None, (c, d), own) for (b, c), (a, d), own in both]
+    bases: dict[int, tuple[Tensor, Matrix]] = {}
+    dense = {}
+    for k, side in enumerate(sides):
+        if isinstance(side, DiagonalSide):
+            bases[k] = side.entries.clamp(min=0), DiagonalMatrix(torch.ones_like(side.entries))
+        elif isinstance(side, SketchSide):
+            vectors, values, rest = sketch_spectrum(side.entries)
+            bases[k] = torch.cat([values, rest[None]])[None], DenseMatrix(vectors[None])
+        else:
+            dense[k] = side
+    stacks = list(_stacks(dense))
+    blocks = [_blocks(stack.dense(), stack.sizes) for stack, _ in stacks]
+    made = iter(psd_eighs([x for parts in blocks for x in parts]))
+    for (stack, alike), parts in zip(stacks, blocks, strict=True):
+        pairs = [next(made) for _ in parts]
+        values, vectors = (_joined(own, stack.sizes) for own in zip(*pairs, strict=True))
+        groups = [len(sides[k]) for k in alike]
+        each = zip(values.split(groups), _split(vectors, groups, stack.sizes), strict=True)
+        bases |= zip(alike, each, strict=True)
+    return [bases[k] for k in range(len(sides))]
 
 
-def eigen_inverses(pairs: Sequence[Sequence[Side]], damping: float, cuts: Cuts | None = None) -> list[KroneckerInverse]:
-    """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse.
+def carry_diagonal(values: Tensor, old: Basis, new: Basis) -> Tensor:
+    """The diagonal in a new basis of the matrix with diagonal `values` (g, o, i) in an old one.
 
-    Args:
-        cuts: of both sides of all pairs, see `inverses_in_blocks`.
+    That matrix is taken to be diagonal in the old basis. The trace is kept.
     """
-    parts = {k for k, pair in enumerate(pairs) if any(map(_is_sketch, pair))}
-    some = [2 * k + side for k in range(len(pairs)) if k not in parts for side in (0, 1)]
-    bases = iter(eigenbases([pairs[k // 2][k % 2] for k in some], cuts and [cuts[k] for k in some]))
-    found = [
-        (_outlined(whole(rows)), _outlined(whole(columns))) if k in parts else (next(bases), next(bases))
-        for k, (rows, columns) in enumerate(pairs)
-    ]
-    own = [((), ()) if cuts is None or k in parts else cuts[2 * k : 2 * k + 2] for k in range(len(pairs))]
-    return [_in_eigenbasis(*both, damping, of_both) for both, of_both in zip(found, own, strict=True)]
-
-
-def _in_eigenbasis(
-    rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor], damping: float, cuts: Cuts
-) -> KroneckerInverse:
-    (b, left), (a, right) = rows, columns
-    values = b[:, :, None] * a[:, None, :]
-    if damping > 0:
-        return KroneckerInverse(left, right, 1 / (values + damping), cuts=cuts)
-    least = torch.finfo(values.dtype).eps * max(values.shape) * values.amax((1, 2), keepdim=True)
-    return KroneckerInverse(left, right, torch.where(values > least, 1 / values, 0.0), cuts=cuts)
-
-
-def eigenbasis(side: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (g, d), and eigenvectors as columns; for a diagonal these are ones (g, d), as the identity is."""
-    return (side.clamp(min=0), torch.ones_like(side)) if side.ndim == 2 else psd_eigh(side)
-
-
-def eigenbases(sides: Sequence[Side], cuts: Cuts | None = None) -> list[tuple[Tensor, Tensor]]:
-    """`eigenbasis` of each side, sides (or diagonal blocks) of one shape together.
-
-    Args:
-        cuts: of the sides, see `inverses_in_blocks`; eigenvalues are ascending in each block.
-    """
-    found = {k: eigenbasis(whole(side)) for k, side in enumerate(sides) if side.ndim == 2}
-    dense = [k for k in range(len(sides)) if k not in found]
-    own = [(sides[k].shape[-1],) if cuts is None else cuts[k] for k in dense]
-    parts = parts_of([whole(sides[k]) for k in dense], own)
-    made = _by_shape(parts, psd_eighs)
-    found |= {k: (values, vectors) for k, (values, vectors) in zip(dense, joined(made, own), strict=True)}
-    return [found[k] for k in range(len(sides))]
-
-
-def carry_diagonal(values: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
-    """The diagonal in a new basis (rows, columns) of the matrix with diagonal `values` (g, o, i) in an old one.
-
-    That matrix is taken to be diagonal in the old basis. The trace is kept, for orthogonal sides.
-    """
-    olds, news = ([side.to(values.dtype) for side in sides] for sides in (old, new))
-    olds = [torch.diag_embed(o) if o.ndim < n.ndim else o for o, n in zip(olds, news, strict=True)]
     with own_precision(values):
-        rows, columns = (n * o if n.ndim == 2 else (n.mT @ o).square() for o, n in zip(olds, news, strict=True))
-        return _right(_transposed(columns), _left(rows, values))
+        rows, columns = (_squared_products(n, o, values.dtype) for n, o in zip(new, old, strict=True))
+        return columns.T.right(rows.left(values))
 
 
-def _stacked(sides: Sequence[Side]) -> Tensor:
-    """Sides of one form together, in memory of their own if they were packed, or several."""
-    if isinstance(sides[0], Packed):
-        return Packed.stacked([side for side in sides if isinstance(side, Packed)]).whole()
-    return torch.cat([whole(side) for side in sides]) if len(sides) > 1 else sides[0]
-
-
-def _is_sketch(side: Side) -> bool:
-    return isinstance(side, Tensor) and is_sketch(side)
-
-
-def _grouped(kinds: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
-    """Each kind with the indices of that kind."""
-    return [(kind, [k for k, own in kinds.items() if own == kind]) for kind in dict.fromkeys(kinds.values())]
-
-
-def _by_shape(
-    parts: Sequence[Tensor], run: Callable[[Sequence[Tensor]], Sequence[tuple[Tensor, ...]]]
-) -> list[tuple[Tensor, ...]]:
-    """What `run` makes of stacks of parts, those of one shape together."""
-    found: dict[int, tuple[Tensor, ...]] = {}
-    groups = _grouped({k: (part.shape[1:], part.dtype, part.device) for k, part in enumerate(parts)})
-    made = run([_stacked([parts[k] for k in alike]) for _, alike in groups])
-    for (_, alike), own in zip(groups, made, strict=True):
-        pieces = [x.split([len(parts[k]) for k in alike]) for x in own]
-        found |= dict(zip(alike, zip(*pieces, strict=True), strict=True))
-    return [found[k] for k in range(len(parts))]
-
-
-def _spd_inverses(stacks: Sequence[Tensor]) -> list[tuple[Tensor]]:
-    """Inverses of stacks of matrices; the host asks once whether all have succeeded."""
-    tried = [try_spd_inverse(stack) for stack in stacks]
-    fine = look([ok for _, ok in tried])
-    both = zip(tried, fine, stacks, strict=True)
-    return [(own if is_fine else careful_spd_inverse(stack),) for (own, _), is_fine, stack in both]
-
-
-def _tried(sides: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Damped inverses, and a flag (): whether they can be used."""
-    if sides.ndim == 2:
-        return _diagonally(sides, share), torch.ones((), dtype=torch.bool, device=sides.device)
-    matrix, scale = _damped(sides, share)
-    found, ok = try_spd_inverse(matrix)
-    return found.div_(scale), ok
-
-
-def _carefully(sides: Tensor, share: float) -> Tensor:
-    """Damped inverses after a first failure."""
-    matrix, scale = _damped(sides, share)
-    return careful_spd_inverse(matrix).div_(scale)
-
-
-def _damped(sides: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """In units of the mean eigenvalue, so that no product of small numbers underflows; and these units (g, 1, 1)."""
-    scale = _mean(sides)[:, None, None]
-    matrix = sides / scale
-    matrix.diagonal(dim1=1, dim2=2).add_(share)
-    return matrix, scale
-
-
-def _diagonally(side: Tensor, share: float) -> Tensor:
-    return 1 / (side + share * _mean(side)[:, None])
-
-
-def _outlined(side: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (1, r + 1), the last for all directions outside the basis (1, d, r), and the basis."""
-    if is_sketch(side):
-        vectors, values, rest = sketch_spectrum(side)
-        return torch.cat([values, rest[None]])[None], vectors[None]
-    values, vectors = eigenbasis(side)
-    vectors = torch.diag_embed(vectors) if side.ndim == 2 else vectors
-    return torch.cat([values, values[:, -1:]], 1), vectors  # nothing is outside: any value would do
-
-
-def _partial(rows: Tensor, columns: Tensor, values: Tensor, x: Tensor) -> Tensor:
-    """The product outside both bases, plus the differences within the one, the other, and both."""
-    outside, row, column = values[:, -1:, -1:], values[:, :-1, -1:], values[:, -1:, :-1]
-    left, right = matmul(rows.mT, x), matmul(x, columns)
-    both = (values[:, :-1, :-1] - row - column + outside) * matmul(left, columns)
-    within = matmul(rows, (row - outside) * left + matmul(both, columns.mT))
-    return outside * x + within + matmul((column - outside) * right, columns.mT)
-
-
-def _of_sketch(side: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """V and c of the damped inverse of a sketch."""
-    vectors, values, rest = sketch_spectrum(side)
-    damping = share * _mean(side)
-    root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
-    return (vectors * root)[None], 1 / (rest + damping)
-
-
-def _by_largest(
-    sides: Mapping[int, Side], share: float, starts: Mapping[int, Tensor | None]
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """V and c of the damped inverses of sides (1, d, d), for those of which few eigenvalues stand out."""
-    means = {k: _mean(side) for k, side in sides.items()}
-    firsts = [None if (start := starts[k]) is None else start[0] for k in sides]
-    try:
-        scaled = Lazily([partial(_scaled, side, means[k]) for k, side in sides.items()])
-        found = low_rank_inverses(scaled, share, firsts)
-    except torch.linalg.LinAlgError:  # fall back to Cholesky
-        count_recovery("retried")
-        return {}
-    return {k: (own[0][None], own[1] / means[k]) for k, own in zip(sides, found, strict=True) if own}
-
-
-def _scaled(side: Side, mean: Tensor) -> Tensor:
-    return whole(side)[0] / mean
-
-
-def _mean(sides: Side) -> Tensor:
-    """Mean eigenvalue of each group, nonzero."""
-    return nonzero_or_one(diagonal_of(sides).mean(1))
+def _squared_products(new: Matrix, old: Matrix, dtype: torch.dtype) -> Matrix:
+    """Squares of the inner products of the vectors of two bases."""
+    one, other = new.entries.to(dtype), old.entries.to(dtype)
+    if isinstance(new, DiagonalMatrix):
+        return DiagonalMatrix(one * other)
+    other = torch.diag_embed(other) if isinstance(old, DiagonalMatrix) else other
+    return DenseMatrix((one.mT @ other).square())
 
 
 def nonzero_or_one(mean: Tensor) -> Tensor:
@@ -372,42 +147,120 @@ def nonzero_or_one(mean: Tensor) -> Tensor:
     return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
 
 
-def _parts(inverse: KroneckerInverse | None) -> Iterable[Tensor | None]:
-    """V of each side that has one."""
-    if inverse is None:
-        return None, None
-    sides = zip((inverse.rows, inverse.columns), inverse.shifts, strict=True)
-    return (None if shift is None else side for side, shift in sides)
+def _stacks(sides: Mapping[int, Side], largest: float = torch.inf) -> Iterator[tuple[Side, list[int]]]:
+    """Sides of one form together, with their keys; those with larger diagonal blocks alone."""
+    groups: dict[Any, list[int]] = {}
+    for k, side in sides.items():
+        form = (side.form, k) if max(side.sizes) > largest else side.form
+        groups.setdefault(form, []).append(k)
+    for first, *others in groups.values():
+        yield sides[first].stacked([sides[k] for k in others]), [first, *others]
 
 
-def _solved(side: Tensor, shift: Tensor | None, x: Tensor, left: bool, own: bool, cut: Sequence[int]) -> Tensor:
-    """The product of a side with x from the left or the right, in place if x is our own."""
-    if shift is None:
-        return _left(side, x, cut) if left else _right(side, x, cut)
-    one, other = (side, side.mT @ x) if left else (x @ side, side.mT)
-    return (x if own else x.clone()).baddbmm_(one, other, alpha=-1).mul_(shift)
+def _split(matrices: Tensor, groups: Sequence[int], sizes: Sequence[int]) -> list[Matrix]:
+    """The parts of what was made of a stack of sides, in its memory."""
+    return [dense_or_blocks(part, sizes) for part in matrices.split(list(groups))]
 
 
-def _spectrum(side: Tensor, shift: Tensor | None) -> Tensor:
-    """Eigenvalues of the matrix that a side stands for, or of its inverse, (g, d)."""
-    if shift is not None:
-        return shift[:, None] * torch.cat([1 - side.square().sum(1), torch.ones_like(shift)[:, None]], 1)
-    return side if side.ndim == 2 else eigenvalues_of(side)
+def _blocks(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The diagonal blocks of matrices (g, d, d), those of one size together."""
+    pieces: dict[int, list[Tensor]] = {}
+    for size, rows in zip(sizes, ranges(sizes), strict=True):
+        pieces.setdefault(size, []).append(matrix[:, rows, rows])
+    return [torch.cat(own) if len(own) > 1 else own[0] for own in pieces.values()]
 
 
-def _left(side: Tensor, x: Tensor, cut: Sequence[int] = ()) -> Tensor:
-    if len(cut) > 1 and side.ndim == 3:
-        parts = zip(parts_of([side], [cut]), x.split(list(cut), 1), strict=True)
-        return torch.cat([_left(block, rows) for block, rows in parts], 1)
-    return side[:, :, None] * x if side.ndim == 2 else side @ x
+def _joined(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """What was made of `_blocks`: vectors one after the other (g, d), matrices as diagonal blocks (g, d, d)."""
+    if len(sizes) == 1:
+        return stacks[0]
+    kinds = zip(dict.fromkeys(sizes), stacks, strict=True)
+    pieces = {size: iter(stack.chunk(list(sizes).count(size))) for size, stack in kinds}
+    parts = [next(pieces[size]) for size in sizes]
+    if parts[0].ndim == 2:
+        return torch.cat(parts, 1)
+    matrix = parts[0].new_zeros(len(parts[0]), sum(sizes), sum(sizes))
+    for part, rows in zip(parts, ranges(sizes), strict=True):
+        matrix[:, rows, rows] = part
+    return matrix
 
 
-def _right(side: Tensor, x: Tensor, cut: Sequence[int] = ()) -> Tensor:
-    if len(cut) > 1 and side.ndim == 3:
-        parts = zip(parts_of([side], [cut]), x.split(list(cut), 2), strict=True)
-        return torch.cat([_right(block, columns) for block, columns in parts], 2)
-    return x * side[:, None, :] if side.ndim == 2 else x @ side
+def _tried(side: Side, share: float) -> tuple[Tensor, Tensor]:
+    """Damped inverses, and a flag () whether they can be used."""
+    flags: list[Tensor] = []
+
+    def invert(matrix: Tensor) -> Tensor:
+        inverse, ok = try_spd_inverse(matrix)
+        flags.append(ok)
+        return inverse
+
+    return _inverted(side, share, invert), flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
-def _transposed(side: Tensor) -> Tensor:
-    return side if side.ndim == 2 else side.mT
+def _inverted(side: Side, share: float, invert: Callable[[Tensor], Tensor]) -> Tensor:
+    """Damped inverses, in units of the mean eigenvalue, so that no product of small numbers underflows."""
+    scale = _mean(side)[:, None, None]
+    matrix = side.dense() / scale
+    matrix.diagonal(dim1=1, dim2=2).add_(share)
+    return _joined([invert(block) for block in _blocks(matrix, side.sizes)], side.sizes).div_(scale)
+
+
+def _may_have_low_rank(side: Side, product: Product) -> bool:
+    """Whether its largest eigenvalues may make a quicker inverse."""
+    is_whole = len(side) == 1 and all(len(x.sizes) == 1 for x in product)
+    other = product[1] if side is product[0] else product[0]
+    return is_whole and LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
+
+
+def _low_rank_before(inverse: KroneckerInverse | None, k: int) -> Tensor | None:
+    """V of a side of the last inverse, if it has one."""
+    side = None if inverse is None else (inverse.rows, inverse.columns)[k]
+    return side.entries if isinstance(side, LowRankMatrix) else None
+
+
+def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor | None]) -> dict[int, Matrix]:
+    """The damped inverses of sides of one group, for those of which few eigenvalues stand out."""
+    means = [_mean(side) for side in sides.values()]
+    try:
+        scaled = Lazily([partial(_scaled, *pair) for pair in zip(sides.values(), means, strict=True)])
+        found = low_rank_inverses(scaled, share, [None if start is None else start[0] for start in starts])
+    except torch.linalg.LinAlgError:  # fall back to Cholesky
+        count_recovery("retried")
+        return {}
+    each = zip(sides, found, means, strict=True)
+    return {k: LowRankMatrix(own[0][None], own[1] / mean) for k, own, mean in each if own}
+
+
+def _scaled(side: Side, mean: Tensor) -> Tensor:
+    return side.dense()[0] / mean
+
+
+def _of_sketch(side: SketchSide, share: float) -> LowRankMatrix:
+    """The damped inverse of a sketch."""
+    vectors, values, rest = sketch_spectrum(side.entries)
+    damping = share * _mean(side)
+    root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
+    return LowRankMatrix((vectors * root)[None], 1 / (rest + damping))
+
+
+def _outlined(side: Side, basis: tuple[Tensor, Matrix]) -> tuple[Tensor, Matrix]:
+    """Eigenvalues (1, r + 1), the last for all directions outside the basis (1, d, r), and the basis."""
+    if isinstance(side, SketchSide):
+        return basis
+    values, matrix = basis
+    vectors = torch.diag_embed(matrix.entries) if isinstance(matrix, DiagonalMatrix) else matrix.entries
+    return torch.cat([values, values[:, -1:]], 1), DenseMatrix(vectors)  # nothing is outside: any value would do
+
+
+def _inverse_values(b: Tensor, a: Tensor, damping: float) -> Tensor:
+    """Of products of eigenvalues (g, o, i), where they are not zero; damped, if that is more than nothing."""
+    values = b[:, :, None] * a[:, None, :]
+    if damping > 0:
+        return 1 / (values + damping)
+    least = torch.finfo(values.dtype).eps * max(values.shape) * values.amax((1, 2), keepdim=True)
+    return torch.where(values > least, 1 / values, 0.0)
+
+
+def _mean(side: Side) -> Tensor:
+    """Mean eigenvalue of each group, nonzero."""
+    return nonzero_or_one(side.diagonal().mean(1))

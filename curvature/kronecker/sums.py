@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvature.kronecker.sides import DenseSide
 from curvature.kronecker.statistics import merge_products
 from curvature.linalg import (
     cholesky_with_jitter,
@@ -97,8 +98,9 @@ def _two(pairs: Sequence[Pair]) -> list[Pair]:
         return list(pairs)
     order = torch.stack([_mean(b) * _mean(a) for b, a in pairs]).argsort(descending=True, stable=True)
     rows, columns = (torch.stack(list(own)).index_select(0, order) for own in zip(*pairs, strict=True))
-    (b,), (a,) = merge_products([(b[None], a[None]) for b, a in zip(rows[1:], columns[1:], strict=True)])
-    return [(rows[0], columns[0]), (b, a)]
+    others = zip(rows[1:], columns[1:], strict=True)
+    merged = merge_products([(DenseSide(b[None]), DenseSide(a[None])) for b, a in others])
+    return [(rows[0], columns[0]), (merged[0].entries[0], merged[1].entries[0])]
 
 
 @full_precision()

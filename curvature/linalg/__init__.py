@@ -39,29 +39,22 @@ from curvature.linalg.precision import (
 )
 from curvature.linalg.sketch import (
     MAX_DENSE_SIDE,
+    MAX_SKETCH_ROWS,
     SKETCH_RANK,
-    add_moments,
-    add_moments_,
-    average_moments,
-    fill_slot,
-    is_sketch,
-    moment_diagonal,
-    scale_moment,
+    compress,
     sketch_rows,
     sketch_spectrum,
-    sum_slots,
 )
 from curvature.linalg.stacks import Lazily
 from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
-    "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "NotDefinite", "PRODUCTS", "SKETCH_RANK", "add_moments",
-    "add_moments_", "average_moments", "by_device", "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter",
+    "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "MAX_SKETCH_ROWS", "NotDefinite", "PRODUCTS", "SKETCH_RANK",
+    "by_device", "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter", "compress",
     "copy_to_host_async", "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of",
-    "fill_slot", "full_precision", "is_sketch", "largest_eigenpairs", "look",
-    "low_rank_inverses", "matmul", "moment_diagonal", "noise_floor", "own_precision",
+    "full_precision", "largest_eigenpairs", "look", "low_rank_inverses", "matmul", "noise_floor", "own_precision",
     "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite", "rounding_tolerance",
-    "scale_moment", "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "sum_slots",
-    "symmetric_eigh", "symmetric_eighs", "symmetrize", "to_device", "to_host", "try_cholesky", "try_decompose",
+    "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "symmetric_eigh",
+    "symmetric_eighs", "symmetrize", "to_device", "to_host", "try_cholesky", "try_decompose",
     "try_spd_inverse", "widen", "widest", "without_autocast",
 ]  # fmt: skip

@@ -62,7 +62,7 @@ class Block:
         w = self.debiased_weight(decay)
         if old is None:
             return new
-        found = old.lerp(new, self.gate.weight([(old.reshape(1, -1), new.reshape(1, -1))], w))
+        found = old.lerp(new, self.gate.weight([(old.sum(), new.sum())], w))
         self.drift = relative_change(old, found)
         return found
 
@@ -95,18 +95,9 @@ class Block:
         """Statistics of all processes from their all-reduced `sums`."""
         raise NotImplementedError
 
-    def update_average(self, statistics: Any, decay: float) -> None:
-        """Update the running average."""
-        raise NotImplementedError
-
     @staticmethod
     def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
-        """`update_average` of several blocks of this class."""
-        for block, own in zip(blocks, statistics, strict=True):
-            block.update_average(own, decay)
-
-    def decompose(self, damping: float) -> None:
-        """Prepare `solve` for the current running average plus ``damping I``."""
+        """Update the running averages of several blocks of this class."""
         raise NotImplementedError
 
     @property
@@ -134,7 +125,7 @@ class Block:
 
     @property
     def cost(self) -> float:
-        """Operations of `decompose`, up to a constant factor."""
+        """Operations of `invert`, up to a constant factor."""
         return float(self.dimension)
 
     @property
@@ -162,23 +153,15 @@ class Block:
         raise NotImplementedError
 
     @staticmethod
-    def decompose_all(blocks: Sequence[Any], damping: float) -> None:
-        """`decompose` several blocks of this class, all of which have statistics."""
-        for block in blocks:
-            block.decompose(damping)
+    def invert(blocks: Sequence[Any], share: float, damping: float | None) -> None:
+        """Prepare `solve` of several blocks of this class, all of which have statistics; see `invert`.
 
-    @staticmethod
-    def invert(blocks: Sequence[Any], share: float) -> None:
-        """Prepare `solve` of several blocks of this class, all of which have statistics; see `invert`."""
+        If a decomposition fails, it raises before any block has changed.
+        """
         raise NotImplementedError
 
     failures = 0  # consecutive failures of decompositions
     drift: Tensor | None = None  # not part of a checkpoint
-
-    @property
-    def inverse_tensors(self) -> list[Tensor]:
-        """Results of a decomposition that `solve` uses."""
-        return []
 
     def without_correlations(self) -> AbstractContextManager[None]:
         """Inside, M is its diagonal."""
@@ -189,7 +172,7 @@ class Block:
         raise NotImplementedError
 
     def results(self) -> dict[str, Any]:
-        """What `decompose` and `invert` set, as plain tensors and numbers."""
+        """What `invert` sets, as plain tensors and numbers."""
         state = self.state()
         return {k: state[k] for k in self.broadcast_fields}
 

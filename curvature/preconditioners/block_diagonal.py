@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from curvature.gradients import candidate_axes, certain_layouts, joint_bias, terms_by_parameter, weighted_gradients
-from curvature.kronecker import KroneckerStatistics, Scheme, cuts_of
+from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import full_precision, look, stack, widen, without_autocast
 from curvature.operators import Named
@@ -93,7 +93,7 @@ def _kronecker_block(
     scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE, block_size)
     if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
         return None
-    dense = [max(cut) for cut, flat in zip(cuts_of(scheme), scheme.diagonal, strict=True) if not flat]
+    dense = [max(sizes) for sizes, flat in zip(scheme.block_sizes, scheme.diagonal, strict=True) if not flat]
     is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
     block = LAYERS["kronecker" if is_large else kind](names, scheme)
     block.reason = "too large for an eigenbasis; Kronecker factors are used" if is_large and kind == "eigen" else ""
@@ -360,11 +360,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
         found = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
         fine = look([_is_finite(own) for _, own in found])
-        good = list(itertools.compress(found, fine))
-        _update([pair for pair in good if not _is_waiting(pair[1])], decay)
-        for leaf, own in good:
-            if isinstance(own, KroneckerStatistics) and own.waiting:  # one of the large sums at a time
-                _update([(leaf, own.completed())], decay)
+        _update(list(itertools.compress(found, fine)), decay)
 
 
 def _told(term: Term, noise: Sequence[Tensor], copied: Sequence[Tensor]) -> Term:
@@ -392,12 +388,8 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _is_waiting(statistics: BlockStatistics) -> bool:
-    return isinstance(statistics, KroneckerStatistics) and bool(statistics.waiting)
-
-
 def _is_finite(statistics: BlockStatistics) -> Tensor:
-    """A flag (): whether all sums are finite, and will be where activations wait to be summed up."""
+    """A flag (): whether all sums are finite."""
     return stack(widen(x.sum()) for x in statistics.tensors()).sum().isfinite()
 
 

@@ -61,10 +61,12 @@ class DiagonalBlock(Block):
     def statistics_from(self, sums: Mapping[str, Tensor]) -> DiagonalStatistics:
         return DiagonalStatistics(float(sums["samples"]), sums["sum"])
 
-    def update_average(self, statistics: DiagonalStatistics, decay: float) -> None:
-        if statistics.samples:
-            self.values = self.average(self.values, statistics.sum / statistics.samples, decay)
-            self.updates += 1
+    @staticmethod
+    def update_all(blocks: Sequence[Any], statistics: Sequence[DiagonalStatistics], decay: float) -> None:
+        for block, own in zip(blocks, statistics, strict=True):
+            if own.samples:
+                block.values = block.average(block.values, own.sum / own.samples, decay)
+                block.updates += 1
 
     def empty_like(self) -> Block:
         return DiagonalBlock(self.names[0], self.shape, self.dtype, self.reason)
@@ -79,18 +81,11 @@ class DiagonalBlock(Block):
         assert self.values is not None
         return self.values.lerp(self.values.mean(), 1 / (1 + self.updates / 2))
 
-    def decompose(self, damping: float) -> None:
-        if self.values is not None:
-            self.inverse = 1 / (self.smoothed + damping)
-
     @staticmethod
-    def invert(blocks: Sequence[Any], share: float) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None) -> None:
         for block in blocks:
-            block.inverse = 1 / (block.smoothed + share * nonzero_or_one(block.mean_eigenvalue))
-
-    @property
-    def inverse_tensors(self) -> list[Tensor]:
-        return [] if self.inverse is None else [self.inverse]
+            own = share * nonzero_or_one(block.mean_eigenvalue) if damping is None else damping
+            block.inverse = 1 / (block.smoothed + own)
 
     def solve(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         assert self.inverse is not None

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from curvature.kronecker import (
     Basis,
-    KroneckerInverse,
-    KroneckerStatistics,
+    DiagonalMatrix,
+    EigenInverse,
+    Matrix,
     Scheme,
+    SideStatistics,
     carry_diagonal,
     eigenbases,
     nonzero_or_one,
@@ -22,9 +24,7 @@ from curvature.linalg import eigenvalue_rounding
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import Term, sum_in_place
 
-Sides = tuple[Tensor, Tensor]  # U_B (g, o, o) and U_A (g, i, i), or ones (g, d) for the identity
-
-
+Matrices = tuple[Matrix, Matrix]  # U_B and U_A
 MIN_SAMPLES = 16  # whose squares stand for those of a batch, where gradients of samples have to be built
 
 
@@ -44,7 +44,7 @@ def _some_squares(basis: Basis, count: int, terms: Sequence[Any], rank: int, wor
 
 
 @dataclass
-class EigenStatistics(KroneckerStatistics):
+class EigenStatistics(SideStatistics):
     """Moments, and squared per-sample gradients in the eigenbasis in which they were measured.
 
     Attributes:
@@ -53,7 +53,7 @@ class EigenStatistics(KroneckerStatistics):
         squares_samples: number of samples in that sum: those before the first basis do not count.
     """
 
-    basis: Sides | None = None
+    basis: Matrices | None = None
     squares: Tensor | None = None
     squares_samples: float = 0.0
 
@@ -65,7 +65,7 @@ class EigenStatistics(KroneckerStatistics):
             self.squares = other.squares if self.squares is None else self.squares.add_(other.squares)
             self.basis, self.squares_samples = other.basis, self.squares_samples + other.squares_samples
 
-    def squares_in(self, basis: Sides) -> Tensor:
+    def squares_in(self, basis: Matrices) -> Tensor:
         """The squares in another basis."""
         assert self.squares is not None and self.basis is not None
         is_same = all(own is other for own, other in zip(self.basis, basis, strict=True))
@@ -98,7 +98,7 @@ class EigenStatistics(KroneckerStatistics):
 
 
 class EigenBlock(KroneckerBlock):
-    """``Q diag(values) Q^T`` per group, with ``Q = kron(U_B, U_A)`` of the factors at the last `decompose`.
+    """``Q diag(values) Q^T`` per group, with ``Q = kron(U_B, U_A)`` of the factors at the last `invert`.
 
     `values` (g, o, i) is the running mean over samples of the squared per-sample gradients in that basis, the sum over
     places inside the square (equation 11). It is updated between decompositions and carried over to each new basis.
@@ -113,18 +113,19 @@ class EigenBlock(KroneckerBlock):
         super().__init__(names, scheme)
         self.values: Tensor | None = None
         self.seen = 0  # updates of `values`
-        self.row_values: Tensor | None = None  # eigenvalues of the factors at the last `decompose`, (g, o)
+        self.row_values: Tensor | None = None  # eigenvalues of the factors at the last `invert`, (g, o)
         self.column_values: Tensor | None = None  # (g, i)
 
     @property
-    def basis(self) -> Sides | None:
+    def basis(self) -> Matrices | None:
+        """That of the last `invert`."""
         return None if self.inverse is None else (self.inverse.rows, self.inverse.columns)
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
         found = super().measure(terms, samples, rank, world_size)
         if found is None:
             return None
-        found = EigenStatistics(self.scheme, samples, found.activations, found.backprops, found.waiting)
+        found = EigenStatistics(self.scheme, found.activations, found.backprops, samples)
         if self.basis is not None:
             found.squares = self._squares(terms, self.basis, rank, world_size)
             found.basis, found.squares_samples = self.basis, samples
@@ -147,12 +148,13 @@ class EigenBlock(KroneckerBlock):
     @staticmethod
     def joined(blocks: Sequence[Any]) -> Any:
         found = KroneckerBlock.joined(blocks)
-        found.inverse = None if blocks[0].inverse is None else KroneckerInverse.stacked([b.inverse for b in blocks])
+        first, *others = (block.inverse for block in blocks)
+        found.inverse = None if first is None else first.stacked(others)
         return found
 
-    def _squares(self, terms: Sequence[Term], sides: Sides, rank: int, world_size: int) -> Tensor:
+    def _squares(self, terms: Sequence[Term], matrices: Matrices, rank: int, world_size: int) -> Tensor:
         """Sum over the batch's samples; terms with the same number of samples belong together."""
-        basis = Basis(self.scheme, *(side if side.ndim == 3 else None for side in sides))
+        basis = Basis(self.scheme, *(None if isinstance(m, DiagonalMatrix) else m.entries for m in matrices))
         found: dict[int, list[Any]] = {}
         for term in terms:
             found.setdefault(len(term), []).append(term)
@@ -184,18 +186,19 @@ class EigenBlock(KroneckerBlock):
             self.seen += 1
 
     @staticmethod
-    def decompose_all(blocks: Sequence[Any], damping: float, share: float = 0.0) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None) -> None:
         """Move to the eigenbases of the current factors, and prepare `solve` in them.
 
         Args:
-            damping: added to all values.
             share: adds to each eigenvalue the difference between ``kron(B + share mean(B) I, A + share mean(A) I)``
                 and ``kron(B, A)``, mean() being the mean eigenvalue (`curvature.kronecker.factored_inverses`).
+            damping: is added to all values instead.
         """
-        sides = [side for block in blocks for side in (block.rows, block.columns)]
-        found = eigenbases(sides, [cut for block in blocks for cut in block.cuts])
+        found = eigenbases([side for block in blocks for side in block.sides])
         for block, rows, columns in zip(blocks, found[::2], found[1::2], strict=True):
-            block._turn(rows, columns, damping, share)
+            tiny = torch.finfo(block.scheme.dtype).tiny ** 0.5
+            dampings = (tiny, share) if damping is None else (damping, 0.0)
+            block._turn(rows, columns, *dampings)
 
     def _turn(self, row_basis: Any, column_basis: Any, damping: float, share: float) -> None:
         (self.row_values, rows), (self.column_values, columns) = row_basis, column_basis
@@ -204,15 +207,15 @@ class EigenBlock(KroneckerBlock):
             self.values = self._evened(carried, (rows, columns))
         if not self.seen:
             self.values = self.row_values[:, :, None] * self.column_values[:, None, :]
-        self.inverse = KroneckerInverse(rows, columns, self._inverted(damping, share), cuts=self.cuts).owned()
+        self.inverse = EigenInverse(rows, columns, self._inverted(damping, share)).owned()
 
-    def _evened(self, values: Tensor, basis: Sides) -> Tensor:
+    def _evened(self, values: Tensor, basis: Matrices) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it.
 
         Steps would depend on that: the mean is the same in all bases of the null space.
         """
-        for dim, eigenvalues, side in ((1, self.row_values, basis[0]), (2, self.column_values, basis[1])):
-            if side.ndim == 3 and eigenvalues is not None:
+        for dim, eigenvalues, matrix in ((1, self.row_values, basis[0]), (2, self.column_values, basis[1])):
+            if not isinstance(matrix, DiagonalMatrix) and eigenvalues is not None:
                 is_null = eigenvalues <= eigenvalue_rounding(eigenvalues.amax(1, keepdim=True))
                 is_null = is_null.unsqueeze(3 - dim)
                 mean = (values * is_null).sum(dim, keepdim=True) / is_null.sum(dim, keepdim=True).clamp(min=1)
@@ -224,12 +227,6 @@ class EigenBlock(KroneckerBlock):
         b, a = self.row_values[:, :, None], self.column_values[:, None, :]
         mean_b, mean_a = nonzero_or_one(b.mean(1, keepdim=True)), nonzero_or_one(a.mean(2, keepdim=True))
         return 1 / (self.values + share * (mean_b * a + mean_a * b) + share**2 * mean_a * mean_b + damping)
-
-    @staticmethod
-    def invert(blocks: Sequence[Any], share: float) -> None:
-        for dtype in dict.fromkeys(block.scheme.dtype for block in blocks):
-            alike = [block for block in blocks if block.scheme.dtype == dtype]
-            EigenBlock.decompose_all(alike, torch.finfo(dtype).tiny ** 0.5, share)
 
     @property
     def mean_eigenvalue(self) -> Tensor:

@@ -59,9 +59,6 @@ class FullBlock(Block):
             block.absorb(new, decay)  # a running average has a trace of its own
             block.updates += 1
 
-    def update_average(self, statistics: CurvatureStatistics, decay: float) -> None:
-        self.update_all([self], [statistics], decay)
-
     def summarized(self, rows: RowStatistics | None) -> tuple[Jacobian, Any, Tensor] | None:
         """The rows of the block's parameters, and what `summarize` says of them; None if they are not there."""
         if rows is None or any(rows.shapes.get(name) != shape for name, shape in self.shapes.items()):
@@ -90,6 +87,7 @@ class FullBlock(Block):
         return [found[name].to(g.dtype) for name, g in given.items()]
 
     def decompose(self, damping: Damping) -> None:
+        """Prepare `solve` with the damped curvature; if that fails, it raises before anything has changed."""
         self.damping = damping
 
     @staticmethod
@@ -99,14 +97,14 @@ class FullBlock(Block):
             block.decompose(damping)
 
     @staticmethod
-    def decompose_all(blocks: Sequence[Any], damping: float) -> None:
-        blocks[0].decompose_each(blocks, [damping] * len(blocks))
+    def invert(blocks: Sequence[Any], share: float, damping: float | None) -> None:
+        dampings: list[Damping] = [damping if damping is not None else block.own_damping(share) for block in blocks]
+        blocks[0].decompose_each(blocks, dampings)
 
-    @staticmethod
-    def invert(blocks: Sequence[Any], share: float) -> None:
-        dampings = [share * block.trace / block.rank for block in blocks]
-        # without curvature: along the gradient
-        blocks[0].decompose_each(blocks, [torch.where(damping != 0, damping, 1.0) for damping in dampings])
+    def own_damping(self, share: float) -> Tensor:
+        """A share of the mean eigenvalue that is not zero; without curvature 1, along the gradient."""
+        damping = share * self.trace / self.rank
+        return torch.where(damping != 0, damping, 1.0)
 
     @property
     def is_ready(self) -> bool:
@@ -162,20 +160,17 @@ class DenseFullBlock(FullBlock):
     def absorb(self, new: Tensor, decay: float) -> None:
         new = new / self.count
         old = new if self.matrix is None else self.matrix
-        w = self.gate.weight([(old[None], new[None])], self.debiased_weight(decay))
+        w = self.gate.weight([(old.diagonal().sum(), new.diagonal().sum())], self.debiased_weight(decay))
         self.matrix = old.lerp(new, w)
         self.trace = self.matrix.trace()
 
     def decompose(self, damping: Damping) -> None:
         assert self.matrix is not None
-        self.damping = damping = as_number(damping)
+        number = as_number(damping)
         is_diagonal = self.matrix.ndim == 1
         what = "NaturalGradient: the curvature"
-        self.root = (self.matrix + damping).sqrt().diag() if is_diagonal else cholesky(self.matrix, damping, what)
-
-    @property
-    def inverse_tensors(self) -> list[Tensor]:
-        return [] if self.root is None else [self.root]
+        self.root = (self.matrix + number).sqrt().diag() if is_diagonal else cholesky(self.matrix, number, what)
+        self.damping = number
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None) 
 
     Args:
         share: damping relative to each block's own curvature, see `curvature.kronecker.factored_inverses`.
-        damping: added to the block instead.
+        damping: added to the block instead; None: the share.
 
     Raises:
         torch.linalg.LinAlgError: a block failed for the third time in a row.
@@ -42,15 +42,9 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None) 
 
 def _succeeds(kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None) -> bool:
     """Prepare blocks of one class together; where a decomposition fails, they stay as they were."""
-    before = [dict(vars(b)) for b in blocks]
     try:
-        if damping is None:
-            kind.invert(blocks, share)
-        else:
-            kind.decompose_all(blocks, damping)
+        kind.invert(blocks, share, damping)
     except torch.linalg.LinAlgError:
-        for block, own in zip(blocks, before, strict=True):
-            vars(block).update(own)
         return False
     return True
 

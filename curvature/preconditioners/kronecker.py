@@ -2,20 +2,18 @@
 
 A block is a layer's weight with its bias as the last input. On the weight arranged as (g, o, i) it is
 ``kron(rows, columns)`` per group g: rows from backprops, columns from activations (arXiv:1503.05671, equation 1;
-arXiv:2311.00636 for shared weights, "expand"). A side that is too large is a `curvature.linalg.sketch`, the one-hot
-side of an embedding a diagonal; of any other large one a triangle is kept (`curvature.kronecker.pack`). All matrices
-are means over samples of E[J^T v v^T J] with the injected vectors v.
+arXiv:2311.00636 for shared weights, "expand"). All matrices are means over samples of E[J^T v v^T J] with the injected
+vectors v.
 
 Indices: n sample, t place, g group, i input, o output.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -23,33 +21,28 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from curvature.kronecker import (
+    DiagonalSide,
     KroneckerInverse,
-    KroneckerStatistics,
-    Packed,
+    Product,
     Scheme,
     Side,
-    as_packed,
-    cuts_of,
-    diagonal_of,
+    SideStatistics,
+    SketchSide,
     eigen_inverses,
-    entries_of,
     factored_inverses,
-    inverses_in_blocks,
-    kept_activations,
+    inverse_of_state,
+    stored_entries,
     subsample_samples,
-    whole,
 )
-from curvature.linalg import average_moments
 from curvature.preconditioners.block import Block, relative_change
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
 
-SIDES, NONE = ("row_side", "column_side"), (None, None)
 MAX_JOINED = 1 << 16  # entries of a layer's activations and backprops, up to which copying them costs less than a call
 
 
 class KroneckerBlock(Block):
-    """``kron(rows, columns)`` per group; each side (g, d, d), or (g, d) where it is diagonal, or a sketch.
+    """``kron(rows, columns)`` per group.
 
     Args:
         names: the weight, and its bias where that is one more input of it.
@@ -64,55 +57,45 @@ class KroneckerBlock(Block):
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
         super().__init__(names)
         self.scheme = scheme
-        self.row_side: Tensor | None = None  # as `curvature.kronecker.pack` keeps it
-        self.column_side: Tensor | None = None
+        self.row_side: Side | None = None  # of the running average
+        self.column_side: Side | None = None
         self.inverse: KroneckerInverse | None = None
 
     def state(self) -> dict[str, Any]:
-        inverse = {} if self.inverse is None else {f.name: getattr(self.inverse, f.name) for f in fields(self.inverse)}
         scheme = asdict(self.scheme)
         scheme["few"] = scheme.pop("sketched")  # as checkpoints call it
-        return super().state() | {"scheme": scheme, "inverse": inverse}
+        rows, columns = (None if side is None else side.state() for side in (self.row_side, self.column_side))
+        inverse = {} if self.inverse is None else self.inverse.state()
+        return super().state() | {"scheme": scheme, "row_side": rows, "column_side": columns, "inverse": inverse}
 
     def after_restore(self) -> None:
-        place = None if self.row_side is None else self.row_side.device
-        parts: Any = pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse)
-        self.inverse = KroneckerInverse(**parts) if parts else None
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
         changed = {"arrangement": AffineLayout(**form["arrangement"]), "sketched": form.pop("few")}
         self.scheme = Scheme(**form | changed)
+        rows: Any = self.row_side
+        columns: Any = self.column_side
+        if rows is not None and columns is not None:
+            self.row_side, self.column_side = (self.scheme.side_of_entries(*x) for x in enumerate((rows, columns)))
+        place = None if rows is None else rows.device
+        self._load_inverse(pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse))
+
+    def _load_inverse(self, state: Any) -> None:
+        self.inverse = inverse_of_state(state) if state else None
 
     @property
-    def sides(self) -> list[Side] | None:
+    def sides(self) -> Product | None:
         """Those of the running average; None before the first update."""
-        if self.row_side is None or self.column_side is None:
-            return None
-        both = zip((self.row_side, self.column_side), self.cuts, strict=True)
-        return [as_packed(side, cut) for side, cut in both]
-
-    @property
-    def rows(self) -> Tensor | None:
-        """The side of the outputs, unpacked."""
-        return None if self.sides is None else whole(self.sides[0])
-
-    @property
-    def columns(self) -> Tensor | None:
-        """The side of the inputs, unpacked."""
-        return None if self.sides is None else whole(self.sides[1])
+        return None if self.row_side is None or self.column_side is None else (self.row_side, self.column_side)
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
         if not all(self.scheme.accepts(t) for t in terms):
             return None
-        found = KroneckerStatistics(self.scheme, samples)
-        for reading, parts in self.scheme.readings(terms).items():
-            some = subsample_samples(parts, self.scheme.sharing, rank, world_size)
-            waiting = kept_activations(self.scheme, some)
-            if waiting is None:
-                found.activations[reading] = self.scheme.activations(some)
-            else:
-                found.waiting[reading] = waiting
-            found.backprops[reading] = self.scheme.backprops([parts])
-        return found.packed()
+        here, found = self.scheme, SideStatistics(self.scheme, samples=samples)
+        for reading, parts in here.readings(terms).items():
+            moment, number = here.activations(subsample_samples(parts, here.sharing, rank, world_size))
+            found.activations[reading] = here.side(reading.activation_side, moment), number
+            found.backprops[reading] = here.side(reading.backprop_side, here.backprops([parts]))
+        return found
 
     @staticmethod
     def measure_all(
@@ -154,7 +137,7 @@ class KroneckerBlock(Block):
         )
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
-        found = KroneckerStatistics(self.scheme)
+        found = SideStatistics(self.scheme)
         found.load_sums(sums)
         return found
 
@@ -165,72 +148,49 @@ class KroneckerBlock(Block):
 
     def load_results(self, results: Mapping[str, Any]) -> None:
         super().load_results(results)
-        parts: Any = self.inverse
-        self.inverse = KroneckerInverse(**parts) if parts else None
-
-    def update_average(self, statistics: Any, decay: float) -> None:
-        self.update_all([self], [statistics], decay)
+        self._load_inverse(results["inverse"])
 
     @staticmethod
     def update_all(blocks: Sequence[Any], statistics: Sequence[Any], decay: float) -> None:
         seen = [(b, own) for b, own in zip(blocks, statistics, strict=True) if own.samples and own.backprops]
         news = [own.factors(1 / own.samples) for _, own in seen]
-        pairs = [b._diagonals(*sides) for (b, _), sides in zip(seen, news, strict=True)]
-        weights = OutlierFilter.weights([b.gate for b, _ in seen], pairs, [b.debiased_weight(decay) for b, _ in seen])
-        for (block, _), sides, w in zip(seen, news, weights, strict=True):
-            changes = []
-            for name, old, new, is_sketch in zip(SIDES, block.sides or NONE, sides, block.scheme.sketched, strict=True):
-                before = old.entries if isinstance(old, Packed) else old
-                setattr(block, name, average_moments(before, new, w))
-                if before is not None and not is_sketch:  # a sketch turns without a change
-                    changes.append(relative_change(before, getattr(block, name)))
-            block.drift = torch.stack(changes).amax() if changes else None
-            block.updates += 1
+        traces = [_traces(block.sides, new) for (block, _), new in zip(seen, news, strict=True)]
+        weights = OutlierFilter.weights([b.gate for b, _ in seen], traces, [b.debiased_weight(decay) for b, _ in seen])
+        for (block, _), new, weight in zip(seen, news, weights, strict=True):
+            block._average(new, weight)
 
-    def _diagonals(self, *news: Tensor) -> list[tuple[Tensor | None, Tensor]]:
-        """Of both sides, old and new."""
-        old = [None, None] if self.sides is None else list(map(diagonal_of, self.sides))
-        return list(zip(old, map(diagonal_of, map(as_packed, news, self.cuts)), strict=True))
+    def _average(self, new: Product, weight: float | Tensor) -> None:
+        old: tuple[Side | None, Side | None] = self.row_side, self.column_side
+        rows, columns = (side.averaged(before, weight) for side, before in zip(new, old, strict=True))
+        pairs = [(before, side) for before, side in zip(old, (rows, columns), strict=True) if before is not None]
+        # a sketch turns without a change
+        moved = [relative_change(b.entries, s.entries) for b, s in pairs if not isinstance(s, SketchSide)]
+        self.drift = torch.stack(moved).amax() if moved else None
+        self.row_side, self.column_side = rows, columns
+        self.updates += 1
 
     @property
     def is_ready(self) -> bool:
         return self.inverse is not None
 
-    def decompose(self, damping: float) -> None:
-        if self.sides is not None:
-            self.decompose_all([self], damping)
-
     @staticmethod
-    def decompose_all(blocks: Sequence[Any], damping: float) -> None:
-        cuts = [cut for block in blocks for cut in block.cuts]
-        inverses = eigen_inverses([b.sides for b in blocks], damping, cuts)
-        for block, found in zip(blocks, inverses, strict=True):
-            block.inverse = found.owned()
-
-    @staticmethod
-    def invert(blocks: Sequence[Any], share: float) -> None:
-        cut = [b for b in blocks if b.is_cut]
-        parts = inverses_in_blocks([b.sides for b in cut], share, [c for b in cut for c in b.cuts])
-        for block, found in zip(cut, parts, strict=True):
-            block.inverse = found.owned()
-        blocks = [b for b in blocks if not b.is_cut]
-        pairs, before = [b.sides for b in blocks], [b.inverse for b in blocks]
+    def invert(blocks: Sequence[Any], share: float, damping: float | None) -> None:
+        products, before = [b.sides for b in blocks], [b.inverse for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
-        for block in itertools.compress(blocks, anew):
-            block.tried = block.updates
-        for block, found in zip(blocks, factored_inverses(pairs, share, before, anew), strict=True):
-            block.inverse = found.owned()
-
-    @property
-    def inverse_tensors(self) -> list[Tensor]:
-        i = self.inverse
-        return [] if i is None else [t for t in (i.rows, i.columns, i.values, *i.shifts) if t is not None]
+        if damping is None:
+            inverses = factored_inverses(products, share, before, anew)
+        else:
+            inverses = eigen_inverses(products, damping)
+        for block, inverse, is_new in zip(blocks, inverses, anew, strict=True):
+            block.inverse = inverse.owned()
+            if damping is None and is_new:
+                block.tried = block.updates
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:
         before = self.row_side, self.column_side
         if self.sides is not None:
-            self.row_side, self.column_side = map(diagonal_of, self.sides)
+            self.row_side, self.column_side = (DiagonalSide(side.diagonal()) for side in self.sides)
         yield
         self.row_side, self.column_side = before
 
@@ -244,7 +204,8 @@ class KroneckerBlock(Block):
     @staticmethod
     def joint_inverse(blocks: Sequence[Any]) -> KroneckerInverse:
         """The inverses of blocks of one form as one, of which those of the blocks are parts from then on."""
-        whole = KroneckerInverse.stacked([block.inverse for block in blocks])
+        first, *others = (block.inverse for block in blocks)
+        whole = first.stacked(others)
         for block, part in zip(blocks, whole.parts(len(blocks)), strict=True):
             block.inverse = part
         return whole
@@ -252,18 +213,8 @@ class KroneckerBlock(Block):
     @property
     def mean_eigenvalue(self) -> Tensor:
         assert self.sides is not None
-        rows, columns = (diagonal_of(side).mean(1) for side in self.sides)
+        rows, columns = (side.diagonal().mean(1) for side in self.sides)
         return (rows * columns).mean()
-
-    @property
-    def cuts(self) -> list[tuple[int, ...]]:
-        """Numbers of rows of the diagonal blocks of both sides."""
-        return cuts_of(self.scheme)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a side has several diagonal blocks."""
-        return any(len(cut) > 1 for cut in self.cuts)
 
     @property
     def dimension(self) -> int:
@@ -271,16 +222,16 @@ class KroneckerBlock(Block):
 
     @property
     def expected_bytes(self) -> int:
-        here, cuts = self.scheme, self.cuts
+        here, dense = self.scheme, self.scheme.entries
         averages = (
-            here.sides[k] if here.diagonal[k] or here.sketched[k] else here.arrangement.groups * entries_of(cuts[k])
-            for k in (0, 1)
+            n if here.diagonal[k] or here.sketched[k] else here.arrangement.groups * stored_entries(here.block_sizes[k])
+            for k, n in enumerate(dense)
         )
-        return (sum(averages) + sum(here.sides)) * here.dtype.itemsize
+        return (sum(averages) + sum(dense)) * here.dtype.itemsize
 
     @property
     def cost(self) -> float:
-        return float(sum(map(_cost, self.sides or (), self.cuts)))
+        return float(sum(side.cost for side in self.sides or ()))
 
     def condition(self) -> float:
         return math.nan if self.inverse is None else self.inverse.condition()
@@ -288,23 +239,19 @@ class KroneckerBlock(Block):
     def describe(self) -> str:
         if self.sides is None:
             return "not seen yet"
-        ranks = (None, None) if self.inverse is None else self.inverse.ranks
+        matrices = (None, None) if self.inverse is None else (self.inverse.rows, self.inverse.columns)
+        ranks = [None if matrix is None else matrix.rank for matrix in matrices]
         rows, columns = (
-            "x".join(2 * [str(s.shape[-1])])
-            + " diagonal" * (s.ndim == 2)
-            + (f" in {len(cut)} blocks" if len(cut) > 1 else "")
-            + ("" if rank is None else f" by {rank} eigenvalues")
-            for s, rank, cut in zip(self.sides, ranks, self.cuts, strict=True)
+            side.describe() + ("" if rank is None else f" by {rank} eigenvalues")
+            for side, rank in zip(self.sides, ranks, strict=True)
         )
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
 
 
-def _cost(side: Side, cut: Sequence[int]) -> int:
-    """Operations of a decomposition, up to a constant factor."""
-    if side.ndim == 3 and len(cut) > 1:
-        return len(side) * sum(size**3 for size in cut)
-    return math.prod(side.shape) * (side.shape[1] if side.ndim == 3 else 1)
+def _traces(old: Product | None, new: Product) -> list[tuple[Tensor | None, Tensor]]:
+    """Of both sides, old and new."""
+    return [(None if old is None else old[k].diagonal().sum(), side.diagonal().sum()) for k, side in enumerate(new)]
 
 
 def grouped(forms: Sequence[Any]) -> list[list[int]]:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvature.linalg import moment_diagonal
-
 OUTLIER_FACTOR = 1e3  # ratio to the trace of the running average
 
 
@@ -25,28 +23,28 @@ class OutlierFilter:
         self.closed: Tensor | None = None
         self.count: Tensor | None = None
 
-    def weight(self, sides: Sequence[tuple[Tensor | None, Tensor]], weight: float) -> Tensor | float:
-        """`weight`, or zero if the trace of a new side is more than `OUTLIER_FACTOR` times that of the old one.
+    def weight(self, traces: Sequence[tuple[Tensor | None, Tensor]], weight: float) -> Tensor | float:
+        """`weight`, or zero if the trace of a new matrix is more than `OUTLIER_FACTOR` times that of the old one.
 
         Args:
-            sides: pairs (old, new) of matrices, diagonals or sketches; old is None before the first update.
-            weight: of the new sides in the average.
+            traces: pairs (old, new) for one or more matrices; old is None before the first update.
+            weight: of the new matrices in the average.
         """
-        return OutlierFilter.weights([self], [sides], [weight])[0]
+        return OutlierFilter.weights([self], [traces], [weight])[0]
 
     @staticmethod
     def weights(
         filters: Sequence[OutlierFilter],
-        sides: Sequence[Sequence[tuple[Tensor | None, Tensor]]],
+        traces: Sequence[Sequence[tuple[Tensor | None, Tensor]]],
         weights: Sequence[float],
     ) -> list[Tensor | float]:
-        """The `weight` of each filter, given its sides, as many for each."""
+        """The `weight` of each filter, given its traces, as many for each."""
         found: list[Tensor | float] = list(weights)
-        old = [k for k, own in enumerate(sides) if all(before is not None for before, _ in own)]
-        place = lambda k: (sides[k][0][1].dtype, sides[k][0][1].device)
+        old = [k for k, own in enumerate(traces) if all(before is not None for before, _ in own)]
+        place = lambda k: (traces[k][0][1].dtype, traces[k][0][1].device)
         for where in dict.fromkeys(map(place, old)):
             alike = [k for k in old if place(k) == where]
-            far = _are_far([filters[k] for k in alike], [sides[k] for k in alike])
+            far = _are_far([filters[k] for k in alike], [traces[k] for k in alike])
             kept = (~far).to(where[0]).unbind()
             for k, is_far, weight in zip(alike, far.unbind(), kept, strict=True):
                 own, found[k] = filters[k], weight * weights[k]
@@ -66,15 +64,13 @@ class OutlierFilter:
         gate = OutlierFilter()
         if foreign := sorted(set(state) - set(vars(gate))):
             raise ValueError(f"a filter of outliers has no {', '.join(map(repr, foreign))}")
-        vars(gate).update({name: flag.to(device, copy=True) for name, flag in state.items()})
+        for name, flag in state.items():
+            setattr(gate, name, flag.to(device, copy=True))
         return gate
 
 
-def _are_far(filters: Sequence[OutlierFilter], sides: Sequence[Sequence[tuple[Any, Tensor]]]) -> Tensor:
-    """Whether a side of each is out of scale, unless the last was so (n,)."""
-    old, new = (
-        torch.stack([moment_diagonal(x).sum() for x in part])
-        for part in zip(*(pair for own in sides for pair in own), strict=True)
-    )
+def _are_far(filters: Sequence[OutlierFilter], traces: Sequence[Sequence[tuple[Any, Tensor]]]) -> Tensor:
+    """Whether a matrix of each is out of scale, unless the last was so (n,)."""
+    old, new = map(torch.stack, zip(*(pair for own in traces for pair in own), strict=True))
     far = ((new > OUTLIER_FACTOR * old) & (old > 0)).view(len(filters), -1).any(1)
     return far & ~torch.stack([torch.zeros_like(far[0]) if f.closed is None else f.closed for f in filters])

@@ -51,10 +51,6 @@ class RowRangeBlock(Block):
             return []
         return [(self.parts[rows], own) for rows, own in found.items()]
 
-    def decompose(self, damping: float) -> None:
-        for part in self.leaves:
-            part.decompose(damping)
-
     @property
     def is_ready(self) -> bool:
         return all(part.is_ready for part in self.leaves)

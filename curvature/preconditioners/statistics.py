@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.kronecker import KroneckerStatistics
 from curvature.preconditioners.block import BlockStatistics
 
 
@@ -69,12 +68,6 @@ class CurvatureStatistics:
                 self.blocks[name] = block
         for name, square in other.along.items():
             self.along[name] = self.along[name] + square if name in self.along else square
-
-    def secure(self) -> None:
-        """Be independent of the pass that was measured: its inputs may change once its backward pass has begun."""
-        for block in self.blocks.values():
-            if isinstance(block, KroneckerStatistics):
-                block.secure()
 
     def scale_vectors_(self, times: float) -> None:
         """Rescale as if the vectors had been `times` as long."""

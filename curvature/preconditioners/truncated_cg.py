@@ -51,8 +51,9 @@ class ConjugateGradientBlock(FullBlock):
         self.jacobian = new.merged()
 
     def decompose(self, damping: Damping) -> None:
-        self.damping = as_number(damping)
-        invert(self.factors.blocks, 0.0, self.damping)
+        number = as_number(damping)
+        invert(self.factors.blocks, 0.0, number)
+        self.damping = number
 
     def solve_named(self, gradient: dict[str, Tensor], damping: Damping) -> Named:
         jacobian, count = self.jacobian, self.count

@@ -17,7 +17,7 @@ class WoodburyBlock(FullBlock):
     """The last batch alone, solved in parameter or sample space, whichever is smaller (Woodbury's identity)."""
 
     structure = "woodbury"
-    fresh: LeastSquares | None = None  # of the last batch, until `decompose`
+    fresh: LeastSquares | None = None  # of the last batch, until `invert`
     problem: LeastSquares | None = None  # of the last batch whose decomposition succeeded
     divisor = 1.0  # its `count`
     scaled: Damping = 0.0  # its damping
@@ -30,19 +30,15 @@ class WoodburyBlock(FullBlock):
     def absorb(self, new: LeastSquares, decay: float) -> None:
         self.fresh = new
 
-    def decompose(self, damping: Damping) -> None:
-        self.decompose_each([self], [damping])
-
     @staticmethod
     def decompose_each(blocks: Sequence[Any], dampings: Sequence[Damping]) -> None:
         """The host asks once for all blocks whether decompositions have succeeded."""
+        new = [(b, damping * b.count) for b, damping in zip(blocks, dampings, strict=True) if b.fresh is not None]
+        LeastSquares.prepare_all([block.fresh for block, _ in new], [scaled for _, scaled in new])
+        for block, scaled in new:
+            block.scaled, block.problem, block.divisor, block.fresh = scaled, block.fresh, block.count, None
         for block, damping in zip(blocks, dampings, strict=True):
             block.damping = damping
-        new = [block for block in blocks if block.fresh is not None]
-        scaled = [block.damping * block.count for block in new]
-        LeastSquares.prepare_all([block.fresh for block in new], scaled)
-        for block, own in zip(new, scaled, strict=True):
-            block.scaled, block.problem, block.divisor, block.fresh = own, block.fresh, block.count, None
 
     @contextmanager
     def without_correlations(self) -> Iterator[None]:

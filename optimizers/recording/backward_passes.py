@@ -33,7 +33,6 @@ class Measured:
 
     def add_(self, other: Measured) -> None:
         """Add in place; may reuse the memory of `other`."""
-        other.curvature.secure()
         self.curvature.add_(other.curvature)
         known = self.outputs
         self.outputs = {**known, **{k: known[k] + x if k in known else x for k, x in other.outputs.items()}}

@@ -202,7 +202,6 @@ class LayerBackprops:
             self.is_measuring = False
             for use, edge in zip(tape.uses, before, strict=True):
                 use.edge = edge
-        measured.secure()
         both = (samples_first(as_real(x), found.count) for x in (output, vectors))
         self.measured.append(Measured(measured, OutputScale.in_metric(squares_along(*both), found.count)))
         arrival.is_measured = True

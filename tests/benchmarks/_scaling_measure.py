@@ -147,8 +147,8 @@ def _inverted(opt: KFAC, rank: int, ranks: int, rounds: int) -> dict[str, float]
 
     def by_cholesky() -> None:
         for block in own:
-            for side in (block.rows, block.columns):
-                spd_inverse(side + SHARE * torch.eye(side.shape[1]))
+            for side in block.sides:
+                spd_inverse(side.dense() + SHARE * torch.eye(side.size))
 
     return {
         "inversions": seconds(by_cholesky, rounds),

@@ -39,8 +39,8 @@ def factors_of(problem: str, name: str, steps: int) -> tuple[Tensor, Tensor]:
         opt.step()
     (block,) = (b for b in opt.store.blocks if isinstance(b, KroneckerBlock) and b.names[0] == name)
     gradients = [dict(model.named_parameters())[k].grad for k in block.names]
-    assert block.columns is not None
-    return block.columns[0].clone(), block.scheme.arrangement.to_matrices(gradients)[0].clone()
+    assert block.column_side is not None
+    return block.column_side.dense()[0].clone(), block.scheme.arrangement.to_matrices(gradients)[0].clone()
 
 
 def schulz(matrix: Tensor, start: Tensor) -> tuple[Tensor, int]:

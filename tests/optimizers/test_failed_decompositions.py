@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import curvature
-from curvature.kronecker import pack
 from curvature.kronecker.inverses import eigenbases
+from curvature.kronecker.sides import DenseSide
 from curvature.linalg import recovery_counts
 from curvature.linalg.decompositions import full_precision, spd_inverse, symmetric_eigh
 from curvature.preconditioners import BlockDiagonalCurvature, invert, residual_blocks
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
+from support.running_blocks import columns_of, rows_of
 from support.training import assert_same, copied, curvature_of, task, train
 
 Fault = Callable[[Any], Any]
@@ -182,25 +183,25 @@ def block_of(rows: Tensor, columns: Tensor, kind: str = "kronecker") -> Kronecke
     factors.update_average(factors.measure(tape, [output], [torch.ones(1, *output.shape)], 2), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock)
-    block.row_side, block.column_side = map(pack, (rows, columns), block.cuts)
+    block.row_side, block.column_side = (block.scheme.side(k, x) for k, x in enumerate((rows, columns)))
     return block
 
 
 def test_matrices_of_one_shape_share_no_fate(faulty):
     """Of two blocks inverted together one fails for good: the other has its inverse, the first keeps its old one."""
     good, bad = (block_of(spd(1, 4, 4, seed=k), spd(1, 3, 3, seed=k + 2)) for k in (0, 1))
-    assert bad.columns is not None
-    first = bad.columns[0, 0, 0] / bad.columns[0].diagonal().mean() + 0.05
+    columns = columns_of(bad)[0]
+    first = columns[0, 0] / columns.diagonal().mean() + 0.05
     x = torch.randn(4, 3)
     invert([good, bad], 0.05)
     old = bad.solve([x])[0]
     assert good.row_side is not None
-    good.row_side *= 2
+    good.row_side = good.row_side.scaled(2)
     faulty(silent, on=lambda matrix: matrix.shape[-1] == 3 and bool(((matrix[..., 0, 0] - first).abs() < 1e-3).any()))
     with recovery_counts() as counts:
         invert([good, bad], 0.05)
     assert torch.equal(bad.solve([x])[0], old) and counts["kept"] == 1
-    alone = block_of(good.rows, good.columns)  # type: ignore[arg-type]
+    alone = block_of(rows_of(good), columns_of(good))
     invert([alone], 0.05)
     torch.testing.assert_close(good.solve([x])[0], alone.solve([x])[0])
 
@@ -375,5 +376,7 @@ def test_layers_of_one_shape_are_decomposed_together(kind: type[KFAC], options: 
 
 def test_bases_of_several_shapes():
     sides = [spd(1, 3, 3), spd(2, 4, 4), spd(1, 3, 3, seed=1)]
-    for side, (values, vectors) in zip(sides, eigenbases(sides), strict=True):
+    bases = eigenbases([DenseSide(side) for side in sides])
+    for side, (values, basis) in zip(sides, bases, strict=True):
+        vectors = basis.entries
         torch.testing.assert_close(vectors @ values.diag_embed() @ vectors.mT, side)

@@ -13,6 +13,7 @@ from torch import nn
 import curvature.plots
 from optimizers import EKFAC, KFAC
 from optimizers.schedule import DRIFT, Schedule
+from support.running_blocks import columns_of, rows_of
 from support.training import TASKS, closure_of, task, train, train_by_closure
 
 pytestmark = pytest.mark.fast
@@ -118,9 +119,9 @@ def test_the_change_of_an_average_is_measured():
     opt = KFAC(model, factor_every=1)
     train(model, opt, loss, x, y, 2)
     block = opt.store.blocks[0]
-    before = block.rows, block.columns
+    before = rows_of(block), columns_of(block)
     train(model, opt, loss, x[: len(x) // 3], y[: len(y) // 3], 1)
-    after = block.rows, block.columns
+    after = rows_of(block), columns_of(block)
     changes = [float((new - old).norm() / old.norm()) for old, new in zip(before, after, strict=True)]
     assert float(block.drift) == pytest.approx(max(changes), rel=1e-3)
 

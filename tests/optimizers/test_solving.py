@@ -100,7 +100,9 @@ def test_together_is_alone(name: str, kind: str, damping: float | None, device: 
     model, blocks = curvature_of(name, kind, damping, device)
     sizes: list[int] = []
     stacked = KroneckerInverse.stacked
-    monkeypatch.setattr(KroneckerInverse, "stacked", lambda parts: sizes.append(len(parts)) or stacked(parts))
+    monkeypatch.setattr(
+        KroneckerInverse, "stacked", lambda own, others: sizes.append(len(others)) or stacked(own, others)
+    )
     assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset()), 1e-12)
     assert len(sizes) == MODELS[name][2]
 
@@ -114,7 +116,7 @@ def test_parameters_with_options_of_their_own(kind: str, apart: set[str], device
 
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])
 def test_layers_of_one_form_whose_inverses_are_too_large_to_copy(kind: str, device: str, monkeypatch):
-    monkeypatch.setattr("curvature.kronecker.inverses.STACKED_MAX_SIDE", 2)
+    monkeypatch.setattr("curvature.kronecker.applied.STACKED_MAX_SIDE", 2)
     model, blocks = curvature_of("linear", kind, None, device)
     assert_solved(model, blocks, vector_of(model, blocks, torch.float64, frozenset()), 1e-12)
 

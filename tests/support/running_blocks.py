@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvature import capture
+from curvature.kronecker import DiagonalSide, Side
 from curvature.preconditioners import BlockDiagonalCurvature, CurvatureStatistics
 from support.cases.case import Raw, seeded
 
@@ -111,6 +112,20 @@ def jacobians(model: nn.Module, x: Tensor, names: Sequence[str]) -> list[Tensor]
         entries = model(x[n : n + 1])[0].flatten()
         rows.append([torch.autograd.grad(e, parameters, retain_graph=True) for e in entries])
     return [torch.stack([torch.stack([e[k] for e in row]) for row in rows]) for k in range(len(names))]
+
+
+def rows_of(block: Any) -> Tensor:
+    """The side of the outputs, (g, d, d), or (g, d) if it is a diagonal."""
+    return _entries(block.row_side)
+
+
+def columns_of(block: Any) -> Tensor:
+    """The side of the inputs."""
+    return _entries(block.column_side)
+
+
+def _entries(side: Side) -> Tensor:
+    return side.entries if isinstance(side, DiagonalSide) else side.dense()
 
 
 def full(side: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvature.kronecker.factors
 from curvature.kronecker import second_moments
-from curvature.kronecker.factors import Reading, Scheme
+from curvature.kronecker.factors import Affine, Product, Reading, Scheme
 from curvature.kronecker.statistics import merge_products
 from curvature.terms import ElementwiseProduct, OuterProduct
 from curvature.terms.contractions import gradients
@@ -207,6 +207,12 @@ def test_tables(name: str, sharing: str):
     close(scheme.backprops([terms["words.weight"]], weights=WEIGHTS)[0], torch.as_tensor(outputs))
 
 
+def product_of(scheme: Scheme, reading: Reading, terms: Sequence[Affine], weights: Tensor | None = None) -> Product:
+    moment, number = scheme.activations(terms)
+    backprops = scheme.side(reading.backprop_side, scheme.backprops([terms], weights=weights))
+    return scheme.product(reading, scheme.side(reading.activation_side, moment), number, backprops)
+
+
 def test_a_batch_of_frozen_rows_has_no_curvature():
     model = built(lambda: Raw(lambda m, x: m.words(x), words=nn.Embedding(V, D, padding_idx=3)))
     terms, _, _ = terms_of(model, torch.tensor([[3, 3], [3, 3], [3, 3]]) + torch.tensor([[0], [0], [1]]))
@@ -214,10 +220,8 @@ def test_a_batch_of_frozen_rows_has_no_curvature():
     for sharing in ("expand", "reduce"):
         scheme = scheme_of(model, "words.weight", terms, None, sharing)
         (reading,) = scheme.readings(terms["words.weight"])
-        sides = scheme.product(
-            reading, *scheme.activations(terms["words.weight"]), scheme.backprops([terms["words.weight"]])
-        )
-        assert all((side == 0).all() for side in sides)
+        sides = product_of(scheme, reading, terms["words.weight"])
+        assert all((side.entries == 0).all() for side in sides)
 
 
 # -- tied weights
@@ -251,14 +255,11 @@ def test_tied_decoder(name: str, sharing: str):
     total, number = scheme.activations(decoder)
     close(total / number, moment)
     close(scheme.backprops([decoder], weights=WEIGHTS), outputs.diagonal(dim1=1, dim2=2))
-    sides = [
-        scheme.product(k, *scheme.activations(found), scheme.backprops([found], weights=WEIGHTS))
-        for k, found in readings.items()
-    ]
-    assert [(r.shape, c.shape) for r, c in sides] == [((1, V), (1, D, D))] * 2
-    rows, columns = merge_products(sides)
-    trace = sum(r.sum() * c.diagonal(dim1=1, dim2=2).sum() for r, c in sides)
-    close(rows.sum() * columns.diagonal(dim1=1, dim2=2).sum(), torch.as_tensor(trace))
+    products = [product_of(scheme, k, found, WEIGHTS) for k, found in readings.items()]
+    assert [(r.entries.shape, c.entries.shape) for r, c in products] == [((1, V), (1, D, D))] * 2
+    rows, columns = merge_products(products)
+    trace = sum(r.diagonal().sum() * c.diagonal().sum() for r, c in products)
+    close(rows.diagonal().sum() * columns.diagonal().sum(), torch.as_tensor(trace))
 
 
 def test_the_reads_of_one_kind_are_places_of_one_use():

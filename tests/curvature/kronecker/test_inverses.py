@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.kronecker.inverses import KroneckerInverse, eigen_inverses, factored_inverses
+from curvature.kronecker import EigenInverse, KroneckerInverse, Product, Side
+from curvature.kronecker.applied import DenseMatrix
+from curvature.kronecker.inverses import eigen_inverses, factored_inverses
+from curvature.kronecker.sides import DenseSide, DiagonalSide, SketchSide
 from curvature.linalg.sketch import compress, sketch_rows
 
 pytestmark = pytest.mark.fast
@@ -37,8 +40,14 @@ PAIRS = {
 }
 
 
+def product(*sides: Tensor) -> Product:
+    rows, columns = (DiagonalSide(side) if side.ndim == 2 else DenseSide(side) for side in sides)
+    return rows, columns
+
+
 def fresh(pairs: list[tuple[Tensor, Tensor]]) -> list[KroneckerInverse]:
-    return factored_inverses(pairs, SHARE, [None] * len(pairs), [True] * len(pairs))
+    products = [product(*pair) for pair in pairs]
+    return factored_inverses(products, SHARE, [None] * len(pairs), [True] * len(pairs))
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -68,15 +77,17 @@ def test_in_a_basis():
     expected = (
         torch.kron(left[0], right[0]) @ torch.diag(values.flatten()) @ torch.kron(left[0], right[0]).T @ x.flatten()
     )
-    torch.testing.assert_close(KroneckerInverse(left, right, values)(x).flatten(), expected)
+    torch.testing.assert_close(EigenInverse(DenseMatrix(left), DenseMatrix(right), values)(x).flatten(), expected)
 
 
 def test_singular_factors_without_damping():
     """The pseudo-inverse: what no sample reaches does not move."""
     rows, columns = spd(1, 3).float(), spd(1, 6, rank=2).float()
     x = rows @ torch.ones(1, 3, 6) @ columns  # within what the factors reach
-    torch.testing.assert_close(eigen_inverses([(rows, columns)], 0.0)[0](x), torch.ones(1, 3, 6) @ projector(columns))
-    zero = eigen_inverses([(torch.zeros(1, 3, 3), columns)], 0.0)[0](torch.ones(1, 3, 6))
+    torch.testing.assert_close(
+        eigen_inverses([product(rows, columns)], 0.0)[0](x), torch.ones(1, 3, 6) @ projector(columns)
+    )
+    zero = eigen_inverses([product(torch.zeros(1, 3, 3), columns)], 0.0)[0](torch.ones(1, 3, 6))
     assert isinstance(zero, Tensor) and torch.equal(zero, torch.zeros(1, 3, 6))
 
 
@@ -89,7 +100,8 @@ def test_a_diagonal_beside_a_sketch():
     root = torch.sin(torch.arange(4 * 600.0).double()).reshape(4, 600)
     diagonal = torch.tensor([[1.0, 2.0, 5.0]]).double()
     x = torch.cos(torch.arange(3 * 600.0).double()).reshape(1, 3, 600)
-    found = eigen_inverses([(diagonal, compress(sketch_rows(root)))], 0.3)[0](x)
+    sides: tuple[Side, Side] = DiagonalSide(diagonal), SketchSide(compress(sketch_rows(root)))
+    found = eigen_inverses([sides], 0.3)[0](x)
     dense = torch.kron(diagonal[0].diag(), root.T @ root) + 0.3 * torch.eye(1800).double()
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found.flatten(), torch.linalg.solve(dense, x.flatten()))

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from curvature.kronecker.inverses import KroneckerInverse, factored_inverses
+from curvature.kronecker import KroneckerInverse
+from curvature.kronecker.inverses import factored_inverses
+from curvature.kronecker.sides import DenseSide
 from curvature.linalg.low_rank import KEEP_FACTOR, LOW_RANK_MIN_SIZE, MAX_RANK_DIVISOR, low_rank_inverses
 from curvature.preconditioners import invert
 from optimizers import KFAC
@@ -109,16 +111,18 @@ def test_several_are_as_each_alone():
 def test_sides_of_an_inverse():
     """Rows by their largest eigenvalues, columns by Cholesky; again, from the last; condition."""
     rows, columns = with_values(power_law(1.5))[None], with_values(torch.arange(1.0, 21.0).double())[None]
-    (first,) = factored_inverses([(rows, columns)], DAMPING, [None], [True])
-    (found,) = factored_inverses([(rows, columns)], DAMPING, [first], [False])
-    (whole,) = factored_inverses([(rows, columns)], DAMPING, [None], [False])
-    assert first.ranks[0] == found.ranks[0] and found.ranks[1] is None and whole.ranks == (None, None)
+    product = DenseSide(rows), DenseSide(columns)
+    (first,) = factored_inverses([product], DAMPING, [None], [True])
+    (found,) = factored_inverses([product], DAMPING, [first], [False])
+    (whole,) = factored_inverses([product], DAMPING, [None], [False])
+    assert first.rows.rank == found.rows.rank is not None
+    assert found.columns.rank is None and whole.rows.rank is None and whole.columns.rank is None
     x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
     columns = columns + DAMPING * columns[0].trace() / 20 * torch.eye(20)
     vectors, shift = low_rank_inverse(rows[0], DAMPING, None) or (x, x)
     expected = (shift * (torch.eye(SIZE).double() - vectors @ vectors.mT)) @ x[0] @ torch.linalg.inv(columns[0])
     torch.testing.assert_close(first(x)[0], expected)
-    mirrored = KroneckerInverse(first.columns, first.rows, None, first.shifts[::-1])
+    mirrored = KroneckerInverse(first.columns, first.rows)
     torch.testing.assert_close(mirrored(x.mT), first(x).mT)
     spread = torch.linalg.eigvalsh(shift * (torch.eye(SIZE).double() - vectors @ vectors.mT))
     cond = float(spread.max() / spread.min()) * float(torch.linalg.cond(columns[0]))

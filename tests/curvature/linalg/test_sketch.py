@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from curvature import capture
+from curvature.kronecker import Product
 from curvature.kronecker.inverses import eigen_inverses, factored_inverses
+from curvature.kronecker.sides import DenseSide, SketchSide
 from curvature.linalg.sketch import (
     MAX_SKETCH_ROWS,
     SKETCH_RANK,
-    add_moments,
-    average_moments,
     compress,
-    moment_diagonal,
-    scale_moment,
     sketch_rows,
     sketch_spectrum,
 )
@@ -27,6 +25,7 @@ from curvature.preconditioners import BlockDiagonalCurvature
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
+from support.running_blocks import columns_of, rows_of
 
 D = 600
 LARGE = 550  # a limit for the tests, so that layers of D inputs or outputs have sketches
@@ -45,13 +44,13 @@ def dense(sketch: Tensor) -> Tensor:
 
 def test_few_rows_are_kept_exactly():
     a, b = rows(40), rows(50, seed=1)
-    found = average_moments(
-        average_moments(None, scale_moment(sketch_rows(a), 1 / 40), 1.0), scale_moment(sketch_rows(b), 1 / 50), 0.25
-    )
+    first = SketchSide(sketch_rows(a)).scaled(1 / 40).averaged(None, 1.0)
+    side = SketchSide(sketch_rows(b)).scaled(1 / 50).averaged(first, 0.25)
+    found = side.entries
     torch.testing.assert_close(dense(found), 0.75 * a.T @ a / 40 + 0.25 * b.T @ b / 50)
     gram = found[0, :-1] @ found[0, :-1].T
     torch.testing.assert_close(gram, torch.diag(gram.diagonal()), rtol=0, atol=1e-9 * gram.max().item())
-    torch.testing.assert_close(moment_diagonal(found).sum(), dense(found).trace())
+    torch.testing.assert_close(side.diagonal().sum(), dense(found).trace())
 
 
 def test_what_is_left_out_keeps_the_trace():
@@ -77,9 +76,10 @@ def test_many_rows_are_mixed():
 
 
 def test_sums_stay_small():
-    total = sketch_rows(rows(MAX_SKETCH_ROWS))
+    side = SketchSide(sketch_rows(rows(MAX_SKETCH_ROWS)))
     for k in range(1, 5):
-        total = add_moments(total, sketch_rows(rows(MAX_SKETCH_ROWS, seed=k)))
+        side = side.add_(SketchSide(sketch_rows(rows(MAX_SKETCH_ROWS, seed=k))))
+    total = side.entries
     assert total.shape[1] <= 2 * MAX_SKETCH_ROWS + 1
     exact = sum(rows(MAX_SKETCH_ROWS, seed=k).square().sum() for k in range(5))
     torch.testing.assert_close(total.square().sum(), exact)
@@ -95,18 +95,20 @@ def full(size: int) -> Tensor:
 @pytest.mark.parametrize("how", ["share", "damping"])
 def test_inverses(which: str, how: str):
     """Against those of the matrices that the sketches stand for."""
-    large = average_moments(None, scale_moment(sketch_rows(rows(60, decay=0.5)), 1 / 60), 1.0)
-    other = average_moments(None, scale_moment(sketch_rows(rows(30, seed=1)), 1 / 30), 1.0)
-    left, right = {"columns": (full(20), large), "rows": (large, full(20)), "both": (other, large)}[which]
-    b, a = (dense(side) if side.shape[2] == D else side[0] for side in (left, right))
+    large = SketchSide(sketch_rows(rows(60, decay=0.5))).scaled(1 / 60).averaged(None, 1.0)
+    other = SketchSide(sketch_rows(rows(30, seed=1))).scaled(1 / 30).averaged(None, 1.0)
+    small = DenseSide(full(20))
+    products: dict[str, Product] = {"columns": (small, large), "rows": (large, small), "both": (other, large)}
+    product = products[which]
+    b, a = (dense(side.entries) if isinstance(side, SketchSide) else side.dense()[0] for side in product)
     x = torch.sin(torch.arange(float(len(b) * len(a))).double()).reshape(1, len(b), len(a))
     if how == "share":
-        (found,) = factored_inverses([(left, right)], 0.05, [None], [True])
+        (found,) = factored_inverses([product], 0.05, [None], [True])
         one, two = (m + 0.05 * m.trace() / len(m) * torch.eye(len(m)).double() for m in (b, a))
         expected = torch.linalg.solve(one, x[0]) @ torch.linalg.inv(two)
         spread = torch.linalg.cond(one) * torch.linalg.cond(two)
     else:
-        found = eigen_inverses([(left, right)], 0.3)[0]
+        found = eigen_inverses([product], 0.3)[0]
         (u, p), (v, q) = torch.linalg.eigh(b), torch.linalg.eigh(a)
         damped = u[:, None] * v + 0.3
         expected = p @ ((p.T @ x[0] @ q) / damped) @ q.T
@@ -192,12 +194,12 @@ def test_activations_of_some_samples_are_enough(count: int, stride: int):
         out = layer(x)
     factors.update_average(factors.measure(tape, [out], [out.detach()[None]], count), 0.9)
     (block,) = factors.blocks
-    assert isinstance(block, KroneckerBlock) and block.rows is not None and block.columns is not None
+    assert isinstance(block, KroneckerBlock)
     a = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].mT.flatten(0, 1)
-    torch.testing.assert_close(block.columns[0], a.T @ a / len(a))
+    torch.testing.assert_close(columns_of(block)[0], a.T @ a / len(a))
     # in double precision: 25,600 places summed in single precision are off by 7e-6 themselves
     b = out.detach().double().mT.flatten(0, 1)
-    torch.testing.assert_close(block.rows[0], (b.T @ b / count).float())
+    torch.testing.assert_close(rows_of(block)[0], (b.T @ b / count).float())
 
 
 def test_places_that_are_averaged_first_are_one_sample():
@@ -209,6 +211,6 @@ def test_places_that_are_averaged_first_are_one_sample():
         out = layer(x)
     factors.update_average(factors.measure(tape, [out], [out.detach()[None]], 64), 0.9)
     (block,) = factors.blocks
-    assert isinstance(block, KroneckerBlock) and block.columns is not None
+    assert isinstance(block, KroneckerBlock)
     a = torch.cat([x.mean(2), torch.ones(64, 1)], 1)
-    torch.testing.assert_close(block.columns[0], a.T @ a / 64)
+    torch.testing.assert_close(columns_of(block)[0], a.T @ a / 64)

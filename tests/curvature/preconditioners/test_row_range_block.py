@@ -61,7 +61,7 @@ def test_solutions_are_those_of_the_builder(name: str, bias: bool, kind: str, sh
     operator = curvature.kfac(model, nn.MSELoss(reduction="sum"), [(x, y)], sharing=sharing)
     g, names = gradients(model), ["attention.in_proj_weight"] + ["attention.in_proj_bias"] * bias
     assert block.names == tuple(names) and block.dimension == sum(g[k].numel() for k in names)
-    block.decompose(0.3)
+    invert([block], 0.0, 0.3)
     expected = operator.solve(g, damping=2 * N * 0.3)
     for k, found in solution(block, g).items():
         close(found, 2 * N * expected[k])
@@ -70,7 +70,7 @@ def test_solutions_are_those_of_the_builder(name: str, bias: bool, kind: str, sh
     close(block.mean_eigenvalue * block.dimension, trace)
     if kind == "eigen" and sharing == "expand":  # and then in its basis; that of "reduce" is not unique here
         store.update_average(measure(store, model, x, unit_vectors), 0.0)
-        block.decompose(0.3)
+        invert([block], 0.0, 0.3)
         expected = curvature.ekfac(model, nn.MSELoss(reduction="sum"), [(x, y)], sharing=sharing).solve(
             g, damping=2 * N * 0.3
         )

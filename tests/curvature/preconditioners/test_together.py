@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import curvature.preconditioners.kronecker
-from curvature.kronecker import KroneckerInverse
+from curvature.kronecker.applied import DenseMatrix, KroneckerInverse, LowRankMatrix
 from curvature.preconditioners import Block, BlockDiagonalCurvature, invert
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
 from support.cases.case import Raw, seeded
-from support.running_blocks import close, measure, normal_vectors
+from support.running_blocks import close, measure, normal_vectors, rows_of
 
 pytestmark = pytest.mark.fast
 
@@ -113,7 +113,7 @@ def test_layers_of_several_precisions():
     for _ in range(3):
         store.update_average(measure(store, model, x, normal_vectors(2)), 0.9)
         invert(store.blocks, 0.1)
-    assert [block.rows.dtype for block in store.blocks] == [torch.float32, torch.float64]
+    assert [rows_of(block).dtype for block in store.blocks] == [torch.float32, torch.float64]
     assert [block.updates for block in store.blocks] == [3, 3] and not any(block.outliers for block in store.blocks)
 
 
@@ -124,7 +124,7 @@ def tensors_of(block: Block) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["kronecker", "eigen"])
 def test_inverses_that_were_made_together_do_not_keep_each_other(kind: str):
     """Blocks take turns: the last one to keep its inverse must not hold the memory of all that were made with it."""
-    found = [t for block in curvature_of("linear", kind, None, "cpu")[1] for t in block.inverse_tensors]
+    found = [t for block in curvature_of("linear", kind, None, "cpu")[1] for t in block.inverse.tensors()]
     assert len(found) == (12 if kind == "eigen" else 8)
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in found)
 
@@ -132,5 +132,6 @@ def test_inverses_that_were_made_together_do_not_keep_each_other(kind: str):
 @pytest.mark.parametrize("size", [256, 257])
 def test_large_inverses_are_not_copied(size: int):
     eye = torch.eye(size)[None]
-    assert (KroneckerInverse(eye, eye[:, :3, :3]).form is None) == (size > 256)
-    assert KroneckerInverse(eye[:, :, :1], eye, None, (torch.ones(1), None)).form is None
+    whole, small = DenseMatrix(eye), DenseMatrix(eye[:, :3, :3])
+    assert (KroneckerInverse(whole, small).form is None) == (size > 256)
+    assert KroneckerInverse(LowRankMatrix(eye[:, :, :1], torch.ones(1)), small).form is None

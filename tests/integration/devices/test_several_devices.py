@@ -77,7 +77,8 @@ def test_steps_over_several_devices_are_those_on_one(name: str, two_devices: tup
     for own, p in zip(found.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(own.cpu(), p, rtol=1e-6, atol=1e-8)
     first, second = opt.store.blocks
-    assert first.rows.device == torch.device(two_devices[0]) and second.rows.device == torch.device(two_devices[1])
+    places = [block.row_side.entries.device for block in (first, second)]
+    assert places == list(map(torch.device, two_devices))
 
 
 @pytest.mark.parametrize("kind", [KFAC, EKFAC])

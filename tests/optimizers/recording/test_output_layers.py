@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from curvature import propagated
 from optimizers import KFAC
+from support.running_blocks import rows_of
 
 
 class Model(nn.Module):
@@ -31,7 +32,7 @@ def row_side(model: nn.Module, **settings: object) -> Tensor:
     opt = KFAC(model, **settings)
     model(x).square().mean().backward()
     opt.step()
-    (found,) = [block.rows for block in opt.store.blocks if block.names[0] == "head.weight"]
+    (found,) = [rows_of(block) for block in opt.store.blocks if block.names[0] == "head.weight"]
     return found
 
 

@@ -16,7 +16,6 @@ MUTANTS = [
     *broken(
         "curvature/preconditioners/diagonal.py",
         "curvature/preconditioners",
-        ("statistics.sum / statistics.samples", "statistics.sum"),
         ("1 / (1 + self.updates / 2)", "1.0"),
     ),
     *broken(
@@ -46,7 +45,7 @@ MUTANTS = [
     *broken(
         "curvature/preconditioners/woodbury.py",
         "optimizers/test_natural_gradient_training.py",
-        ("block.damping * block.count for block", "block.damping for block"),
+        ("damping * b.count) for b", "damping) for b"),
     ),
     *broken(
         "curvature/preconditioners/full.py",
@@ -64,11 +63,5 @@ MUTANTS = [
         "curvature/preconditioners/outliers.py",
         "optimizers/steps/test_nonfinite_batches.py curvature/preconditioners",
         ("return far & ~torch.stack(", "return far | ~torch.stack("),
-        ("(sides[k][0][1].dtype, sides[k][0][1].device)", "(torch.float32, None)"),
-    ),
-    *broken(
-        "curvature/preconditioners/inversion.py",
-        "optimizers/test_failed_decompositions.py",
-        ("vars(block).update(own)", "pass"),
     ),
 ]

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import curvature.kronecker.packing as packing
-from curvature.kronecker.packing import PACKED_MIN_SIDE, Packed, as_packed, diagonal_of, entries_of, pack, whole
+import curvature.kronecker.sides
+from curvature.kronecker.sides import PACKED_MIN_SIDE, DenseSide, PackedSide, stored_entries, stored_side
 from optimizers import EKFAC, KFAC
 
 LARGE = PACKED_MIN_SIDE + 1
@@ -26,35 +26,33 @@ def symmetric(groups: int, d: int) -> Tensor:
 def test_a_side_is_its_lower_triangle(d: int, groups: int):
     side = symmetric(groups, d)
     side[:, 0, -1] = torch.nan if d > 1 else 1.0  # above the diagonal
-    packed = Packed.of(side, (d,))
+    packed = PackedSide.of(side, (d,))
     rows, columns = torch.tril_indices(d, d)
     lower = side[:, rows, columns]
     assert torch.equal(packed.entries.sort(1).values, lower.sort(1).values)
-    assert torch.equal(packed.whole(), side.tril() + side.tril(-1).mT)
-    assert torch.equal(packed.diagonal(), side.diagonal(dim1=1, dim2=2)) and packed.shape == side.shape
+    assert torch.equal(packed.dense(), side.tril() + side.tril(-1).mT)
+    assert torch.equal(packed.diagonal(), side.diagonal(dim1=1, dim2=2)) and (len(packed), packed.size) == (groups, d)
 
 
 @pytest.mark.parametrize("cut", [(2, 2, 1), (3, 3), (5,)])
 def test_of_diagonal_blocks_nothing_else_is_kept(cut: tuple[int, ...]):
     side = symmetric(2, sum(cut))
-    packed, expected = Packed.of(side, cut), torch.stack([torch.block_diag(*blocks(own, cut)) for own in side])
-    assert torch.equal(packed.whole(), expected) and packed.entries.shape == (2, sum(n * (n + 1) // 2 for n in cut))
+    packed, expected = PackedSide.of(side, cut), torch.stack([torch.block_diag(*blocks_of(own, cut)) for own in side])
+    assert torch.equal(packed.dense(), expected) and packed.entries.shape == (2, sum(n * (n + 1) // 2 for n in cut))
     assert torch.equal(packed.diagonal(), side.diagonal(dim1=1, dim2=2))
 
 
-def blocks(side: Tensor, cut: tuple[int, ...]) -> list[Tensor]:
+def blocks_of(side: Tensor, cut: tuple[int, ...]) -> list[Tensor]:
     return [side[sum(cut[:k]) : sum(cut[: k + 1]), sum(cut[:k]) : sum(cut[: k + 1])] for k in range(len(cut))]
 
 
-@pytest.mark.parametrize("d", [2, LARGE])
-def test_what_is_packed_is_known_again(d: int):
-    side, diagonal = symmetric(2, d), torch.rand(2, d)
-    kept = pack(side, (d,))
-    assert kept.numel() == 2 * entries_of((d,)) and (kept is side) == (d < PACKED_MIN_SIDE)
-    assert torch.equal(whole(as_packed(kept, (d,))), side) and pack(kept, (d,)) is kept
-    assert as_packed(pack(diagonal, (d,)), (d,)) is diagonal and diagonal_of(diagonal) is diagonal
-    sketch = torch.randn(1, 3, d + 2)
-    assert as_packed(pack(sketch, (d + 2,)), (d + 2,)) is sketch
+@pytest.mark.parametrize(("d", "blocks"), [(2, (2,)), (4, (2, 2)), (LARGE, (LARGE,))])
+def test_large_sides_and_blocks_are_packed(d: int, blocks: tuple[int, ...]):
+    matrix = symmetric(2, d)
+    side = stored_side(matrix, blocks)
+    assert type(side) is (DenseSide if blocks == (2,) else PackedSide)
+    assert side.entries.numel() == 2 * stored_entries(blocks) and side.sizes == blocks
+    assert torch.equal(side.dense(), torch.stack([torch.block_diag(*blocks_of(own, blocks)) for own in matrix]))
 
 
 def step_on(model: nn.Module, opt: KFAC, x: Tensor, y: Tensor) -> None:
@@ -74,7 +72,7 @@ def test_training_is_the_same(make: Any, options: Any, tied: bool, monkeypatch: 
     """Packed and not, up to the rounding of sums; large sides alone or together."""
     found = []
     for size, alone in ((1, 1), (1, 512), (1000, 512)):
-        monkeypatch.setattr(packing, "PACKED_MIN_SIDE", size)
+        monkeypatch.setattr(curvature.kronecker.sides, "PACKED_MIN_SIDE", size)
         monkeypatch.setattr("curvature.kronecker.inverses.JOINED_MAX_SIDE", alone)
         torch.manual_seed(0)
         first, last = nn.Linear(9, 9, bias=not tied), nn.Linear(9, 9, bias=not tied)
@@ -84,7 +82,7 @@ def test_training_is_the_same(make: Any, options: Any, tied: bool, monkeypatch: 
         for _ in range(6):
             step_on(model, opt, torch.randn(8, 9, dtype=torch.float64), torch.randint(3, (8,)))
         (kept,) = {type(block.sides[0]) for block in opt.store.blocks if block.names[0] == "0.weight"}
-        assert (kept is Packed) == (size == 1)
+        assert (kept is PackedSide) == (size == 1 or bool(options))
         found.append([p.detach().clone() for p in model.parameters()])
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-7, atol=1e-9)

@@ -1,0 +1,264 @@
+"""Matrices that a step multiplies gradients (g, o, i) with, from the left and from the right, and inverses made of two.
+
+Each kind of matrix is a type with the same methods; x is changed in place where it is the caller's own, because
+allocating memory costs more than arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvature.kronecker.sides import ranges
+from curvature.linalg import eigenvalues_of, matmul, own_precision
+
+STACKED_MAX_SIDE = 256  # rows up to which copying inverses costs less than a call for each
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """Base: symmetric, or orthogonal, matrices (d, d), one for each of g groups."""
+
+    entries: Tensor
+
+    def left(self, x: Tensor, own: bool = False) -> Tensor:
+        """The product with x (g, d, i) from the left."""
+        raise NotImplementedError
+
+    def right(self, x: Tensor, own: bool = False) -> Tensor:
+        """The product with x (g, o, d) from the right."""
+        raise NotImplementedError
+
+    @property
+    def T(self) -> Matrix:
+        """The transpose."""
+        return self
+
+    def spectrum(self) -> Tensor:
+        """Eigenvalues (g, d) of a symmetric one, in any order."""
+        raise NotImplementedError
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for matrices that can be stacked; None if this one cannot, or is so large that it does not pay."""
+        is_small = self.entries.shape[-1] <= STACKED_MAX_SIDE
+        return (type(self), self.entries.shape, self.entries.device) if is_small else None
+
+    @property
+    def rank(self) -> int | None:
+        """Number of directions that are told apart; None: all are."""
+        return None
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.entries,)
+
+    def owned(self) -> Matrix:
+        """The same; a copy, if it was made together with others, and would keep these in memory."""
+        is_part = self.entries.untyped_storage().nbytes() > self.entries.nbytes
+        return replace(self, entries=self.entries.clone()) if is_part else self
+
+    def state(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+        """For a checkpoint: entries, scale, and numbers of rows of diagonal blocks, see `matrix_of_state`."""
+        return self.entries, None, ()
+
+
+class DiagonalMatrix(Matrix):
+    """A diagonal, entries (g, d)."""
+
+    def left(self, x: Tensor, own: bool = False) -> Tensor:
+        return self.entries[:, :, None] * x
+
+    def right(self, x: Tensor, own: bool = False) -> Tensor:
+        return x * self.entries[:, None, :]
+
+    def spectrum(self) -> Tensor:
+        return self.entries
+
+
+class DenseMatrix(Matrix):
+    """All entries (g, d, d)."""
+
+    def left(self, x: Tensor, own: bool = False) -> Tensor:
+        return self.entries @ x
+
+    def right(self, x: Tensor, own: bool = False) -> Tensor:
+        return x @ self.entries
+
+    @property
+    def T(self) -> Matrix:
+        return replace(self, entries=self.entries.mT)
+
+    def spectrum(self) -> Tensor:
+        return eigenvalues_of(self.entries)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMatrix(DenseMatrix):
+    """Entries (g, d, d) that are zero outside of diagonal blocks, of as many rows as `sizes` says."""
+
+    sizes: tuple[int, ...]
+
+    def left(self, x: Tensor, own: bool = False) -> Tensor:
+        return torch.cat([self.entries[:, rows, rows] @ x[:, rows] for rows in ranges(self.sizes)], 1)
+
+    def right(self, x: Tensor, own: bool = False) -> Tensor:
+        return torch.cat([x[:, :, rows] @ self.entries[:, rows, rows] for rows in ranges(self.sizes)], 2)
+
+    @property
+    def form(self) -> Hashable:
+        form = super().form
+        return form and (form, self.sizes)
+
+    def state(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+        return self.entries, None, self.sizes
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankMatrix(Matrix):
+    """``scale (I - V V^T)``, entries being V (g, d, r) with orthogonal columns; scale (g,)."""
+
+    scale: Tensor
+
+    def left(self, x: Tensor, own: bool = False) -> Tensor:
+        out = x if own else x.clone()
+        return out.baddbmm_(self.entries, self.entries.mT @ x, alpha=-1).mul_(self.scale)
+
+    def right(self, x: Tensor, own: bool = False) -> Tensor:
+        out = x if own else x.clone()
+        return out.baddbmm_(x @ self.entries, self.entries.mT, alpha=-1).mul_(self.scale)
+
+    def spectrum(self) -> Tensor:
+        inside = 1 - self.entries.square().sum(1)
+        return self.scale[:, None] * torch.cat([inside, torch.ones_like(self.scale)[:, None]], 1)
+
+    form = None
+
+    @property
+    def rank(self) -> int | None:
+        return self.entries.shape[2]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.entries, self.scale
+
+    def state(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
+        return self.entries, self.scale, ()
+
+
+def dense_or_blocks(entries: Tensor, sizes: Sequence[int]) -> DenseMatrix:
+    """Entries (g, d, d), which are zero outside of the diagonal blocks of these sizes."""
+    return BlockMatrix(entries, tuple(sizes)) if len(sizes) > 1 else DenseMatrix(entries)
+
+
+@dataclass(frozen=True, eq=False)
+class KroneckerInverse:
+    """``rows X columns``: the inverse of a product of sides is that of its sides."""
+
+    rows: Matrix
+    columns: Matrix
+
+    def __call__(self, x: Tensor, own: bool = False) -> Tensor:
+        """The product with x (g, o, i), in place if x is our own."""
+        with own_precision(x):
+            return self.columns.right(self.rows.left(x, own), True)
+
+    def condition(self) -> float:
+        """Largest over smallest nonzero eigenvalue, the maximum over groups."""
+        spreads = [s.amax(1) / s.amin(1) for s in (self.rows.spectrum(), self.columns.spectrum())]
+        return float((spreads[0] * spreads[1]).max())
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for inverses that can be stacked; None if this one cannot."""
+        forms = type(self), self.rows.form, self.columns.form
+        return None if None in forms else forms
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *self.rows.tensors(), *self.columns.tensors()
+
+    def with_tensors(self, *tensors: Tensor) -> KroneckerInverse:
+        """One of this form, with other `tensors`."""
+        rows, columns = tensors
+        return KroneckerInverse(replace(self.rows, entries=rows), replace(self.columns, entries=columns))
+
+    def stacked(self, others: Sequence[Any]) -> Any:
+        """One inverse for this one and others of its form, their groups one after the other."""
+        return self.with_tensors(*map(torch.cat, zip(self.tensors(), *(o.tensors() for o in others), strict=True)))
+
+    def parts(self, count: int) -> list[Any]:
+        """What was `stacked`, in its memory."""
+        return [self.with_tensors(*own) for own in zip(*(t.chunk(count) for t in self.tensors()), strict=True)]
+
+    def owned(self) -> Any:
+        """The same with `Matrix.owned`."""
+        return replace(self, rows=self.rows.owned(), columns=self.columns.owned())
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, see `inverse_of_state`."""
+        (rows, row_scale, row_sizes), (columns, column_scale, column_sizes) = self.rows.state(), self.columns.state()
+        scales, sizes = (row_scale, column_scale), (row_sizes, column_sizes)
+        return {"rows": rows, "columns": columns, "values": None, "shifts": scales, "cuts": sizes}
+
+
+@dataclass(frozen=True, eq=False)
+class EigenInverse(KroneckerInverse):
+    """``rows ((rows^T X columns) * values) columns^T`` in an orthogonal basis."""
+
+    values: Tensor
+
+    def __call__(self, x: Tensor, own: bool = False) -> Tensor:
+        with own_precision(x):
+            inner = self.columns.right(self.rows.T.left(x)).mul_(self.values)
+            return self.columns.T.right(self.rows.left(inner))
+
+    def condition(self) -> float:
+        spread = self.values.flatten(1)
+        least = torch.where(spread > 0, spread, torch.inf).amin(1)
+        return float((spread.amax(1) / least).max())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *super().tensors(), self.values
+
+    def with_tensors(self, *tensors: Tensor) -> EigenInverse:
+        rows, columns, values = tensors
+        return EigenInverse(replace(self.rows, entries=rows), replace(self.columns, entries=columns), values)
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"values": self.values}
+
+
+class PartialEigenInverse(EigenInverse):
+    """In partial bases (1, o, r) and (1, i, s): the last of each axis of values (1, r + 1, s + 1) is for the rest."""
+
+    form = None
+
+    def __call__(self, x: Tensor, own: bool = False) -> Tensor:
+        """The product outside both bases, plus the differences within the one, the other, and both."""
+        rows, columns, values = self.rows.entries, self.columns.entries, self.values
+        outside, row, column = values[:, -1:, -1:], values[:, :-1, -1:], values[:, -1:, :-1]
+        left, right = matmul(rows.mT, x), matmul(x, columns)
+        both = (values[:, :-1, :-1] - row - column + outside) * matmul(left, columns)
+        within = matmul(rows, (row - outside) * left + matmul(both, columns.mT))
+        return outside * x + within + matmul((column - outside) * right, columns.mT)
+
+
+def inverse_of_state(state: Mapping[str, Any]) -> KroneckerInverse:
+    """The inverse with this `state`, in which shapes tell kinds apart."""
+    (row_scale, column_scale), (row_sizes, column_sizes) = state["shifts"], state["cuts"]
+    rows = matrix_of_state(state["rows"], row_scale, row_sizes)
+    columns = matrix_of_state(state["columns"], column_scale, column_sizes)
+    values = state["values"]
+    if values is None:
+        return KroneckerInverse(rows, columns)
+    is_partial = state["rows"].ndim == 3 and values.shape[1] > state["rows"].shape[2]
+    return (PartialEigenInverse if is_partial else EigenInverse)(rows, columns, values)
+
+
+def matrix_of_state(entries: Tensor, scale: Tensor | None, sizes: Sequence[int]) -> Matrix:
+    """The matrix with this `Matrix.state`."""
+    if scale is not None:
+        return LowRankMatrix(entries, scale)
+    return DiagonalMatrix(entries) if entries.ndim == 2 else dense_or_blocks(entries, sizes)

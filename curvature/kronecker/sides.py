@@ -1,0 +1,293 @@
+"""Sides of Kronecker products: symmetric positive semi-definite matrices (d, d), one for each of g groups.
+
+Each form of storage is a type, and all have the methods of `Side`. A side that is too large to store is a sketch, that
+of one-hot vectors a diagonal. Large ones are stored as triangles, in the rectangular full packed format of LAPACK
+(Gustavson, Wasniewski, Dongarra and Langou, 2010, ACM Trans. Math. Softw. 37): the left half of the lower triangle as
+it is, and the rest of it transposed into the corner above.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from curvature.linalg import MAX_SKETCH_ROWS, SKETCH_RANK, compress, count_recovery
+
+PACKED_MIN_SIDE = 64  # rows from which the memory is worth the calls
+
+Kind = TypeVar("Kind", bound="Side")
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """Base: matrices that are linear in the numbers that are stored.
+
+    Attributes:
+        entries: the numbers, (g, ...).
+    """
+
+    entries: Tensor
+
+    def __len__(self) -> int:
+        """Number of groups."""
+        return len(self.entries)
+
+    @property
+    def size(self) -> int:
+        """Number of rows d."""
+        return self.entries.shape[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of rows of the diagonal blocks outside of which the matrix is zero."""
+        return (self.size,)
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for sides that can be stacked."""
+        return type(self), self.sizes, self.entries.shape[1:], self.entries.dtype, self.entries.device
+
+    def stacked(self: Kind, others: Sequence[Any]) -> Kind:
+        """The groups of this side and of others of its form, one after the other."""
+        return replace(self, entries=torch.cat([self.entries, *(side.entries for side in others)])) if others else self
+
+    def parts(self: Kind, count: int) -> list[Kind]:
+        """The groups in as many equal parts."""
+        return [replace(self, entries=part) for part in self.entries.chunk(count)]
+
+    def scaled(self: Kind, factor: float | Tensor) -> Kind:
+        """Times a number, or one for each group (g,)."""
+        return replace(self, entries=self.entries * for_groups(factor, self.entries))
+
+    def add_(self: Kind, other: Any) -> Kind:
+        """The sum with a side of the same form, in the memory of this one if it has the space."""
+        self.entries.add_(other.entries)
+        return self
+
+    def averaged(self: Kind, old: Any, weight: float | Tensor) -> Kind:
+        """``(1 - weight) old + weight self``; without an old side this one."""
+        return self if old is None else replace(self, entries=old.entries.lerp(self.entries, weight))
+
+    def diagonal(self) -> Tensor:
+        """(g, d)."""
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """(g, d, d), where that can be stored."""
+        raise NotImplementedError
+
+    def to_sum(self, rank: int, world_size: int) -> Tensor:
+        """What adds up over processes, of which this one is `rank`, for `Scheme.side_from_sum`."""
+        return self.entries
+
+    def state(self) -> Tensor:
+        """Entries as a checkpoint has them, see `Scheme.side_of_entries`."""
+        return self.entries
+
+    @property
+    def cost(self) -> int:
+        """Operations of a decomposition, up to a constant factor."""
+        return len(self) * sum(n**3 for n in self.sizes)
+
+    def describe(self) -> str:
+        """Its shape, for reports."""
+        return f"{self.size}x{self.size}"
+
+
+class DiagonalSide(Side):
+    """A diagonal, entries (g, d)."""
+
+    def diagonal(self) -> Tensor:
+        return self.entries
+
+    def dense(self) -> Tensor:
+        return torch.diag_embed(self.entries)
+
+    @property
+    def cost(self) -> int:
+        return self.entries.numel()
+
+    def describe(self) -> str:
+        return super().describe() + " diagonal"
+
+
+class DenseSide(Side):
+    """All entries (g, d, d)."""
+
+    def diagonal(self) -> Tensor:
+        return self.entries.diagonal(dim1=1, dim2=2)
+
+    def dense(self) -> Tensor:
+        return self.entries
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSide(Side):
+    """Diagonal blocks, usually one, of which the lower triangles are stored one after the other: (g, entries of all).
+
+    Attributes:
+        blocks: numbers of rows of the blocks.
+    """
+
+    blocks: tuple[int, ...]
+
+    @staticmethod
+    def of(matrix: Tensor, blocks: Sequence[int]) -> PackedSide:
+        """Of matrices (g, d, d), whose entries above the diagonal and outside of the blocks are not looked at."""
+        packed = (_packed(matrix[:, rows, rows]) for rows in ranges(blocks))
+        return PackedSide(torch.cat([x.flatten(1) for x in packed], 1), tuple(blocks))
+
+    @property
+    def size(self) -> int:
+        return sum(self.blocks)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.blocks
+
+    def diagonal(self) -> Tensor:
+        parts = zip(self._triangles(), self.blocks, strict=True)
+        return torch.cat([x for part, n in parts for x in _diagonals(part, n)], 1)
+
+    def dense(self) -> Tensor:
+        if len(self.blocks) == 1:
+            return _unpacked(self.entries, self.size)
+        matrix = self.entries.new_zeros(len(self), self.size, self.size)
+        for part, rows, n in zip(self._triangles(), ranges(self.blocks), self.blocks, strict=True):
+            matrix[:, rows, rows] = _unpacked(part, n)
+        return matrix
+
+    def state(self) -> Tensor:
+        return self.entries if self.size >= PACKED_MIN_SIDE else self.dense()
+
+    def describe(self) -> str:
+        return super().describe() + (f" in {len(self.blocks)} blocks" if len(self.blocks) > 1 else "")
+
+    def _triangles(self) -> Sequence[Tensor]:
+        return self.entries.split([triangle(n) for n in self.blocks], 1)
+
+
+class SketchSide(Side):
+    """Rows (1, r + 1, d) that stand for ``sum_k s_k s_k^T + |s_last|^2 / d I``, k over all but the last.
+
+    The trace is the sum of their squares (`curvature.linalg.sketch_rows`).
+    """
+
+    def scaled(self, factor: float | Tensor) -> SketchSide:
+        return SketchSide(self.entries * factor**0.5)
+
+    def add_(self, other: SketchSide) -> SketchSide:
+        one, two = self.entries, other.entries
+        last = (one[:, -1:].square() + two[:, -1:].square()).sqrt()
+        both = SketchSide(torch.cat([one[:, :-1], two[:, :-1], last], 1))
+        return both._compressed(None) if both.entries.shape[1] > 2 * MAX_SKETCH_ROWS else both
+
+    def averaged(self, old: SketchSide | None, weight: float | Tensor) -> SketchSide:
+        new = self if old is None else old.scaled(1 - weight).add_(self.scaled(weight))
+        return new._compressed(old)
+
+    def diagonal(self) -> Tensor:
+        return self.entries.square().sum(1)
+
+    @property
+    def cost(self) -> int:
+        return self.entries.numel() * self.entries.shape[1]
+
+    def to_sum(self, rank: int, world_size: int) -> Tensor:
+        """Zeros but for this sketch, in a place of its own."""
+        small = compress(self.entries)
+        places = small.new_zeros(world_size, 1, SKETCH_RANK + 1, self.size)
+        places[rank, :, : small.shape[1] - 1], places[rank, :, -1] = small[:, :-1], small[:, -1]
+        return places
+
+    @staticmethod
+    def from_sum(places: Tensor) -> SketchSide:
+        """The sum of the sketches of all processes."""
+        first, *others = map(SketchSide, places)
+        for other in others:
+            first = first.add_(other)
+        return first
+
+    def _compressed(self, old: SketchSide | None) -> SketchSide:
+        """`compress`; if that fails, the old sketch, or without one a multiple of the identity of the same trace."""
+        try:
+            return SketchSide(compress(self.entries))
+        except torch.linalg.LinAlgError:
+            count_recovery("diagonal" if old is None else "kept")
+        if old is not None:
+            return old
+        identity = torch.zeros_like(self.entries[:, : SKETCH_RANK + 1])
+        identity[:, -1] = (self.entries.square().sum() / self.size).sqrt()
+        return SketchSide(identity)
+
+
+def stored_side(matrix: Tensor, blocks: Sequence[int]) -> DenseSide | PackedSide:
+    """Of matrices (g, d, d), what takes least memory where that matters."""
+    is_packed = len(blocks) > 1 or matrix.shape[1] >= PACKED_MIN_SIDE
+    return PackedSide.of(matrix, blocks) if is_packed else DenseSide(matrix)
+
+
+def stored_entries(blocks: Sequence[int]) -> int:
+    """How many numbers `stored_side` stores for each group."""
+    is_packed = len(blocks) > 1 or sum(blocks) >= PACKED_MIN_SIDE
+    return sum(map(triangle, blocks)) if is_packed else sum(blocks) ** 2
+
+
+def triangle(d: int) -> int:
+    """Number of entries of a triangle with its diagonal."""
+    return d * (d + 1) // 2
+
+
+def for_groups(factor: Any, entries: Tensor) -> Any:
+    """A number, or one for each group (g,), by which entries (g, ...) can be multiplied."""
+    is_by_group = isinstance(factor, Tensor) and factor.ndim == 1
+    return factor.reshape(-1, *[1] * (entries.ndim - 1)) if is_by_group else factor
+
+
+def ranges(blocks: Sequence[int]) -> Iterator[slice]:
+    """The rows of each diagonal block."""
+    return (slice(end - n, end) for n, end in zip(blocks, itertools.accumulate(blocks), strict=True))
+
+
+def _rectangle(d: int) -> tuple[int, int, int]:
+    """Columns on the left, rows on the right, and 1 where the left starts in the second row (d is even)."""
+    left = (d + 1) // 2
+    return left, d - left, 1 - d % 2
+
+
+def _packed(matrix: Tensor) -> Tensor:
+    left, right, down = _rectangle(matrix.shape[1])
+    packed = matrix.new_empty(len(matrix), matrix.shape[1] + down, left)
+    packed[:, down:] = matrix[:, :, :left]
+    corner = packed[:, :right, 1 - down :]
+    corner.copy_(torch.where(_upper(right, matrix), matrix[:, left:, left:].mT, corner))
+    return packed
+
+
+def _unpacked(entries: Tensor, d: int) -> Tensor:
+    left, right, down = _rectangle(d)
+    rectangle = entries.view(len(entries), d + down, left)
+    matrix = entries.new_empty(len(entries), d, d)
+    matrix[:, left:, :left] = rectangle[:, down + left :]
+    matrix[:, :left, left:] = rectangle[:, down + left :].mT
+    lower, upper = rectangle[:, down : down + left], rectangle[:, :right, 1 - down :]
+    torch.where(_upper(left, entries), lower.mT, lower, out=matrix[:, :left, :left])
+    torch.where(_upper(right, entries), upper, upper.mT, out=matrix[:, left:, left:])
+    return matrix
+
+
+def _diagonals(entries: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    left, right, down = _rectangle(d)
+    rectangle = entries.view(len(entries), d + down, left)
+    lower, upper = rectangle[:, down : down + left], rectangle[:, :right, 1 - down :]
+    return lower.diagonal(dim1=1, dim2=2), upper.diagonal(dim1=1, dim2=2)
+
+
+def _upper(d: int, like: Tensor) -> Tensor:
+    """A mask (d, d) of the upper triangle with the diagonal."""
+    return torch.ones(d, d, dtype=torch.bool, device=like.device).triu()
