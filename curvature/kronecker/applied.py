@@ -247,7 +247,8 @@ class PartialEigenInverse(EigenInverse):
 
 def inverse_of_state(state: Mapping[str, Any]) -> KroneckerInverse:
     """The inverse with this `state`, in which shapes tell kinds apart."""
-    (row_scale, column_scale), (row_sizes, column_sizes) = state["shifts"], state["cuts"]
+    row_scale, column_scale = state["shifts"]
+    row_sizes, column_sizes = state.get("cuts", ((), ()))  # earlier files have none
     rows = matrix_of_state(state["rows"], row_scale, row_sizes)
     columns = matrix_of_state(state["columns"], column_scale, column_sizes)
     values = state["values"]

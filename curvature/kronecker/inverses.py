@@ -21,7 +21,7 @@ from curvature.kronecker.applied import (
     dense_or_blocks,
 )
 from curvature.kronecker.factors import Product
-from curvature.kronecker.sides import DiagonalSide, Side, SketchSide, ranges
+from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, SketchSide, ranges
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
     Lazily,
@@ -199,8 +199,9 @@ def _tried(side: Side, share: float) -> tuple[Tensor, Tensor]:
 
 def _inverted(side: Side, share: float, invert: Callable[[Tensor], Tensor]) -> Tensor:
     """Damped inverses, in units of the mean eigenvalue, so that no product of small numbers underflows."""
-    scale = _mean(side)[:, None, None]
-    matrix = side.dense() / scale
+    whole = DenseSide(side.dense())
+    scale = _mean(whole)[:, None, None]
+    matrix = whole.entries / scale
     matrix.diagonal(dim1=1, dim2=2).add_(share)
     return _joined([invert(block) for block in _blocks(matrix, side.sizes)], side.sizes).div_(scale)
 

@@ -81,6 +81,10 @@ class Side:
         """(g, d, d), where that can be stored."""
         raise NotImplementedError
 
+    def unpacked(self) -> Side:
+        """The same, whose entries are those of the matrix, where it is stored as triangles."""
+        return self
+
     def to_sum(self, rank: int, world_size: int) -> Tensor:
         """What adds up over processes, of which this one is `rank`, for `Scheme.side_from_sum`."""
         return self.entries
@@ -161,6 +165,9 @@ class PackedSide(Side):
         for part, rows, n in zip(self._triangles(), ranges(self.blocks), self.blocks, strict=True):
             matrix[:, rows, rows] = _unpacked(part, n)
         return matrix
+
+    def unpacked(self) -> DenseSide:
+        return DenseSide(self.dense())
 
     def state(self) -> Tensor:
         return self.entries if self.size >= PACKED_MIN_SIDE else self.dense()

@@ -71,12 +71,14 @@ class SideStatistics(KroneckerStatistics):
 
     def factors(self, scale: float) -> Product:
         """The factors of outputs and of inputs, backprops multiplied by `scale`."""
-        return merge_products(
-            [
-                self.scheme.product(reading, *self.activations[reading], moment.scaled(scale))
-                for reading, moment in self.backprops.items()
-            ]
-        )
+        products = [
+            self.scheme.product(reading, *self.activations[reading], moment.scaled(scale))
+            for reading, moment in self.backprops.items()
+        ]
+        if len(products) == 1:
+            return products[0]
+        rows, columns = merge_products([(rows.unpacked(), columns.unpacked()) for rows, columns in products])
+        return self.scheme.side(0, rows.entries), self.scheme.side(1, columns.entries)
 
     def parts(self, schemes: Sequence[Scheme]) -> list[Any]:
         """The statistics of layers of one layout that were measured as the groups of one."""
