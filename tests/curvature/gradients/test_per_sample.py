@@ -34,9 +34,12 @@ def each(cases: list[Case]) -> pytest.MarkDecorator:
 
 @functools.cache
 def reference(case: Case, device: str, n: int, seed: int) -> dict[str, Tensor]:
-    """The oracle's rows; the tests of one case share them."""
+    """The oracle's rows, which say something; the tests of one case share them."""
     model, loss = case.build(device)
-    return oracle.per_sample_gradients(model, loss, *case.batch(model, n, seed), case.sample_dim)
+    rows = oracle.per_sample_gradients(model, loss, *case.batch(model, n, seed), case.sample_dim)
+    assert all(row.isfinite().all() for row in rows.values()), "not finite"
+    assert n < case.n or any(row.any() for row in rows.values()), "every gradient is zero"
+    return rows
 
 
 def compute(quantity: str, case: Case, model: nn.Module, loss: Any, x: Any, y: Tensor) -> Any:
