@@ -16,7 +16,7 @@ import support.odd.networks
 import support.odd.parameters  # noqa: F401
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import placed, seeded
-from support.habits.table import copied, moved
+from support.habits import copied, moved
 from support.odd.table import DATA, ODD, Odd
 
 STEPS = 4
