@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _contest import machine
 from _gpu_models import FULL, SMALL, Case, Sizes, cases
-from _race_report import machine
 from _race_rivals import adamw, muon, sgd, soap
 from _rows import peak_bytes
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from _contest import machine
 from _gpu_networks import FULL, SMALL, Network
-from _race_report import machine
 from _workloads import LOSS
 from gpu import peak_bytes, save, shared_arguments, turned, wait
 
