@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import torch
 from _race_rivals import Entry, Setting
+from _report import load, machine, save
 from torch import Tensor, nn
 
 WIDEN = 6  # how often a grid may grow
@@ -154,33 +153,6 @@ def next_rate(rates: Sequence[float], best: float, all_failed: bool) -> float | 
     return half_decade(max(rates) if up else min(rates), up)
 
 
-# -- files
-
-
-def load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def machine(device: str) -> str:
-    """Processor, threads and versions, in words."""
-    processor = platform.processor() or platform.machine()
-    known = Path("/proc/cpuinfo")
-    if known.exists():
-        names = [line.split(":", 1)[1].strip() for line in known.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    processor = torch.cuda.get_device_name() if device.startswith("cuda") else processor
-    threads, python = torch.get_num_threads(), platform.python_version()
-    return f"{processor}, {threads} thread(s), torch {torch.__version__}, Python {python}"
-
-
-def words(setting: Setting) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in setting.items()) or "defaults"
-
-
 def save_tuned(path: Path, problem: str, entry: Entry, best: Trial, trials: Sequence[Trial], device: str) -> None:
     """Into the file of tuned settings, which is read again each time: another problem may be tuned meanwhile."""
     tuned = load(path)
@@ -204,10 +176,3 @@ def settings(path: Path, problem: str, entries: Sequence[Entry], how: str) -> di
     if missing:
         raise SystemExit(f"not tuned: {how} {' '.join(missing)}")
     return {entry: tuned[entry.name]["chosen"] if entry.lrs else {} for entry in entries}
-
-
-def markdown(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
-    """A table; `align` has "l" or "r" for each column, the last for all that follow."""
-    columns = align.ljust(len(head), align[-1])
-    rule = [{"l": "---", "r": "---:"}[side] for side in columns]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])

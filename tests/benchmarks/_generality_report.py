@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _contest import markdown
 from _generality_scores import LEAD, TOLERANCE, Record, Score, geometric, level, score
 from _race_report import COLOURS
 from _race_rivals import ENTRIES
+from _report import markdown
 
 PANELS = (  # what, whether it is a bound, title, below the axis, line
     ("speed", "slower", "times as fast as the best rival", "above 1 is ahead; hollow: less than this", 1.0),

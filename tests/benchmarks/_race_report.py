@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _contest import markdown, words
 from _race_rivals import ENTRIES, OURS, RIVALS, Setting
 from _race_run import Point, Run
+from _report import markdown, words
 
 OWN = {entry.name for entry in OURS}
 PALETTE = ("black", "crimson", "royalblue", "C1", "C2", "C4", "C5", "C6", "C8", "C9")

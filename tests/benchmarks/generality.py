@@ -22,13 +22,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from _contest import load, machine, save, save_tuned, settings, words
+from _contest import save_tuned, settings
 from _generality_families import FAMILIES
 from _generality_family import Family
 from _generality_report import Result, figure, line, table
 from _generality_run import GRIDS, Run, race, rank, tune
 from _race_rivals import ENTRIES, Entry
 from _race_run import WARM_UP
+from _report import load, machine, save, words
 
 import optimizers
 

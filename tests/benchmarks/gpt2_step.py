@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from _contest import machine
 from _gpu_models import Case, text
+from _report import machine
 from gpu import Run
 
 SIZE = {"vocabulary": 50257, "d": 768, "layers": 12, "heads": 12}

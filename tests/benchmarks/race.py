@@ -27,11 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from _contest import load, machine, markdown, save, save_tuned, settings, words
+from _contest import save_tuned, settings
 from _race_problems import PROBLEMS, Problem
 from _race_report import Record, Result, figure, grid_lines, table
 from _race_rivals import ENTRIES, OURS
 from _race_run import cost, race, rank, tune, warm_up
+from _report import load, machine, markdown, save, words
 
 TUNED = Path(__file__).with_name("race_tuned.json")
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from _contest import machine, markdown
+from _report import machine, markdown
 from _scaling_measure import check, gloo, measured, predicted
 from _scaling_model import Costs, Curve, Network, Step, step
 from _scaling_networks import DEPTHS, FAMILY_RANKS, FRACTIONS, NETWORKS, RANKS, SUPPOSED, WIDTHS, divided, mlp
