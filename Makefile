@@ -74,9 +74,11 @@ test-processors: .venv/test.stamp
 kernels: .venv/test.stamp
 	@PYTHONPATH=tests $(BIN)/python -m support.simulated_device.build
 
-# One line of code broken at a time: do the tests see it? MUTANTS="--only linear -n 2"
-mutants: .venv/test.stamp
-	$(BIN)/python tests/support/run_mutants.py $(MUTANTS)
+# The code of pyproject's [tool.mutmut] broken at one place at a time, in the folder mutants: do the fast tests see it?
+# Those that they do not see are listed; `.venv/bin/mutmut show NAME` has the change. MUTANTS="curvature.terms.pairs*"
+mutants: .venv/test.stamp .venv/mutation.stamp
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/mutmut run $(MUTANTS)
+	$(BIN)/mutmut results
 
 bench: .venv/bench.stamp
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done
@@ -120,7 +122,7 @@ package: .venv/test.stamp
 	$(BIN)/python tests/support/versions.py $(VERSIONS)
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build site *.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build mutants site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

@@ -12,6 +12,7 @@ from typing import Any
 from _generality_scores import LEAD, TOLERANCE, Record, Score, geometric, level, score
 from _race_report import COLOURS
 from _race_rivals import ENTRIES
+from _report import markdown
 
 PANELS = (  # what, whether it is a bound, title, below the axis, line
     ("speed", "slower", "times as fast as the best rival", "above 1 is ahead; hollow: less than this", 1.0),
@@ -126,9 +127,7 @@ def table(results: Mapping[str, Result], label: Callable[[str], str]) -> str:
     text = ""
     for name in names:
         own = {family: found[name] for family, found in scores.items() if name in found}
-        lines = [head, ["---"] * 2 + ["---:"] * 6 + ["---"]]
-        lines += [cells(results[family], found) for family, found in own.items()]
-        body = "\n".join("| " + " | ".join(row) + " |" for row in lines)
+        body = markdown(head, "llrrrrrrl", [cells(results[family], found) for family, found in own.items()])
         text += f"### {label(name)}\n\n{summary(own)}\n\n{body}\n\n"
     machines = "; ".join(sorted({result.machine for result in results.values()}))
     text += f"### Losses at the end of the budget\n\n{losses(results, label)}\n"
@@ -138,7 +137,7 @@ def table(results: Mapping[str, Result], label: Callable[[str], str]) -> str:
 def losses(results: Mapping[str, Result], label: Callable[[str], str]) -> str:
     """Markdown: the loss of every contestant at the end of the budget, the median over seeds."""
     names = list(dict.fromkeys(record.name for result in results.values() for record in result.records))
-    rows = [["family", "objective", *map(label, names)], ["---"] * 2 + ["---:"] * len(names)]
+    rows = []
     for family, result in results.items():
         pace = {record.seed: record.pace for record in reversed(result.records)}  # that of the rivals, who are first
         ends: dict[str, list[float]] = {name: [] for name in names}
@@ -146,7 +145,7 @@ def losses(results: Mapping[str, Result], label: Callable[[str], str]) -> str:
             ends[record.name].append(level(record.at_pace(pace[record.seed]).points, result.budget))
         middle = [statistics.median(ends[name]) if ends[name] else math.nan for name in names]
         rows.append([family, result.objective, *("-" if math.isnan(m) else f"{m:.3g}" for m in middle)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    return markdown(["family", "objective", *map(label, names)], "llr", rows) + "\n"
 
 
 def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str]) -> None:

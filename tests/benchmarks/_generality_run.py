@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from _contest import WIDEN, Training, Trial, next_rate
 from _generality_family import Family
 from _generality_scores import LEAD, Point, Record, Targets, crossing, level
 from _race_rivals import ENTRIES, Entry, Setting
-from _race_run import WIDEN, Trial, half_decade
 from torch import Tensor, nn
 
 FIRST = 4  # steps before the second evaluation
@@ -26,86 +24,21 @@ RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 GRIDS = {"sgd": (1e-2, 3e-2, 1e-1, 3e-1), "adamw": RATES, "muon": RATES, "soap": RATES}  # to begin with
 
 
-def built(entry: Entry, model: nn.Module, setting: Setting) -> Any:
-    """The optimizer of a setting, which may name a momentum other than the usual one."""
-    rest = {name: value for name, value in setting.items() if name != "momentum"}
-    optimizer = entry.make(model, None, **rest)
-    if "momentum" in setting:
-        for group in (group for part in getattr(optimizer, "parts", [optimizer]) for group in part.param_groups):
-            if "betas" in group:
-                group["betas"] = setting["momentum"], group["betas"][1]
-            else:
-                group["momentum"] = setting["momentum"]
-    return optimizer
-
-
-class Run:
-    """One training run: its models, optimizers, batches and random state, all fixed by the seed, and its own clock.
-
-    Attributes:
-        points: the evaluations; the last has an infinite loss where the run diverged.
-        end: "" while it goes on, "diverged" after a loss that is not finite, "stopped" otherwise, or the exception.
-    """
+class Run(Training):
+    """A run that ends "diverged", "stopped" or with an exception; its last loss is then infinite unless it stopped."""
 
     def __init__(self, family: Family, entry: Entry, setting: Setting, seed: int) -> None:
-        self.family, self.entry, self.setting, self.seed = family, entry, setting, seed
-        self.end, self.due = "", FIRST
-        self.durations: list[float] = []
-        self.seconds = 0.0
-        self.points: list[Point] = []
-        self.random = torch.Generator().manual_seed(seed).get_state()
-        with self._own_randomness():
-            self.models = family.make()
-            self.optimizers = [built(entry, model, setting) for model in self.models]
-        self.batches = family.batches(seed + 1)
-        self.evaluate()
+        super().__init__(family, entry, setting, seed, torch.device("cpu"))
 
-    @property
-    def steps(self) -> int:
-        return len(self.durations)
+    def make(self) -> Sequence[nn.Module]:
+        return self.problem.make()
 
-    @contextmanager
-    def _own_randomness(self) -> Iterator[None]:
-        """So that what a run draws does not depend on whose turn came before."""
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.random)
-            yield
-            self.random = torch.get_rng_state()
+    def train(self, batch: Any) -> Tensor:
+        return self.problem.train(self.models, batch, self.update)
 
-    def _update(self, index: int, loss: Callable[[], Tensor]) -> Tensor:
-        """The user's loop."""
-        optimizer = self.optimizers[index]
-        found: list[Tensor] = []
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            found.append(loss())
-            found[-1].backward()
-            return found[-1]
-
-        if self.entry.closure:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-        return found[0].detach()
-
-    def step(self) -> None:
-        batch = next(self.batches)
-        loss, end = math.nan, "diverged"
-        with self._own_randomness():
-            start = time.process_time()
-            try:
-                loss = self.family.train(self.models, batch, self._update).item()
-            except Exception as error:  # its row of the table says so, and the other rows are made
-                end = f"{type(error).__name__}: {error}"[:200]
-            self.durations.append(time.process_time() - start)
-        self.seconds += self.durations[-1]
-        if not math.isfinite(loss):
-            self._fail(end)
-
-    def _fail(self, end: str) -> None:
-        self.end = end
+    def fail(self, error: Exception | None) -> None:
+        """Its row of the table says so, and the other rows are made."""
+        self.end = f"{type(error).__name__}: {error}"[:200] if error else "diverged"
         self.points.append(Point(self.steps, self.seconds, math.inf, math.inf))
 
     @torch.no_grad()
@@ -114,21 +47,14 @@ class Run:
             model.eval()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same draws at every evaluation
-            loss, metric = self.family.evaluate(self.models)
+            loss, metric = self.problem.evaluate(self.models)
         for model in self.models:
             model.train()
-        self.due = max(self.steps + 1, int(self.family.growth * self.steps), FIRST)
+        self.due = max(self.steps + 1, int(self.problem.growth * self.steps), FIRST)
         if math.isfinite(loss):
             self.points.append(Point(self.steps, self.seconds, loss, metric))
         else:
-            self._fail("diverged")
-
-    def advance(self, seconds: float) -> None:
-        """Go on until its clock stands at `seconds`, or to its end, evaluating in between."""
-        while not self.end and self.seconds < seconds:
-            self.step()
-            if self.steps >= self.due and not self.end:
-                self.evaluate()
+            self.fail(None)
 
     def look(self) -> None:
         """Evaluate where it stands, if it goes on."""
@@ -183,11 +109,10 @@ def tune_rate(family: Family, entry: Entry, budget: float, extra: Setting) -> It
     for lr in (*grid[1:3], grid[0], *grid[3:]):
         yield tried(lr)
     for _ in range(WIDEN):
-        if min(trials) < best() < max(trials):
+        rate = next_rate(list(trials), best(), all(math.isinf(trial.loss) for trial in trials.values()))
+        if rate is None:
             break
-        failed = all(math.isinf(trial.loss) for trial in trials.values())
-        up = best() == max(trials) and not failed
-        yield tried(half_decade(max(trials) if up else min(trials), up))
+        yield tried(rate)
 
 
 class Pace:

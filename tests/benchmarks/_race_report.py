@@ -1,20 +1,18 @@
-"""What came out of the races: files, tables and figures."""
+"""What came out of the races: tables and figures."""
 
 from __future__ import annotations
 
-import json
 import math
-import platform
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from _race_rivals import ENTRIES, OURS, RIVALS, Setting
-from _race_run import Point, Run, Trial
+from _race_run import Point, Run
+from _report import markdown, words
 
 OWN = {entry.name for entry in OURS}
 PALETTE = ("black", "crimson", "royalblue", "C1", "C2", "C4", "C5", "C6", "C8", "C9")
@@ -85,36 +83,6 @@ class Result:
         return found
 
 
-def machine(device: str) -> str:
-    """Processor, threads and versions, in words."""
-    processor = platform.processor() or platform.machine()
-    known = Path("/proc/cpuinfo")
-    if known.exists():
-        names = [line.split(":", 1)[1].strip() for line in known.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    processor = torch.cuda.get_device_name() if device.startswith("cuda") else processor
-    threads, python = torch.get_num_threads(), platform.python_version()
-    return f"{processor}, {threads} thread(s), torch {torch.__version__}, Python {python}"
-
-
-def load(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
-def save(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-def words(setting: Setting) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in setting.items()) or "defaults"
-
-
-def entry_of(trial: Trial) -> dict[str, Any]:
-    """A trial for the file of tuned settings."""
-    saved = {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(trial).items()}
-    return {**saved, "loss": float(f"{trial.loss:.4g}") if math.isfinite(trial.loss) else None}
-
-
 def grid_lines(tuned: Mapping[str, Mapping[str, Any]], title: str) -> Iterator[str]:
     """The grids of one problem, as they stand in the file of tuned settings."""
     yield f"**{title}**\n"
@@ -179,8 +147,7 @@ def table(result: Result) -> str:
             "to SGD's", "test loss", "accuracy"]  # fmt: skip
     order = sorted(groups, key=lambda name: times[name])
     rows = [cells(groups[name], best, 0.0 if math.isnan(sgd_step) else sgd_step) for name in order]
-    lines = [head, ["---"] * 2 + ["---:"] * (len(head) - 2), *rows]
-    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    body = markdown(head, "llr", rows)
     seeds = len({record.seed for record in result.records})
     note = f"Training loss {result.target:g} {result.unit}; {seeds} seed(s); {result.machine}."
     return f"### {result.title}\n\n{note}\n\n{body}\n"

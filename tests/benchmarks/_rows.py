@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _report import markdown
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -244,9 +245,7 @@ def report(head: Sequence[str], columns: Sequence[str], rows: Iterable[Row], opt
         rounds.append(len(row.times[PLAIN]))
         print(" | ".join(lines[-1]), flush=True)
     head = [*head[:2], f"{PLAIN}, ms", *head[2:], *columns]
-    body = [head, ["---"] * 2 + ["---:"] * (len(head) - 2), *lines]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in body)
-    text = f"{table}\n\n{machine(timing, rounds)}\n"
+    text = f"{markdown(head, 'llr', lines)}\n\n{machine(timing, rounds)}\n"
     print(f"\n{text}")
     if options.out:
         options.out.write_text(text)

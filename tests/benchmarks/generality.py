@@ -22,13 +22,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from _contest import save_tuned, settings
 from _generality_families import FAMILIES
 from _generality_family import Family
 from _generality_report import Result, figure, line, table
 from _generality_run import GRIDS, Run, race, rank, tune
-from _race_report import entry_of, load, machine, save, words
-from _race_rivals import ENTRIES, Entry, Setting
+from _race_rivals import ENTRIES, Entry
 from _race_run import WARM_UP
+from _report import load, machine, save, words
 
 import optimizers
 
@@ -69,23 +70,7 @@ def tune_all(options: argparse.Namespace, family: Family) -> None:
                 flush=True,
             )
         best = min(trials, key=rank)
-        tuned = load(options.tuned)  # read again each time: another family may be tuned meanwhile
-        found = {"chosen": best.setting, "machine": machine("cpu"), "grid": [entry_of(t) for t in trials]}
-        tuned.setdefault(family.name, {})[entry.name] = found
-        save(options.tuned, tuned)
-
-
-def settings(options: argparse.Namespace, family: Family) -> dict[Entry, Setting]:
-    """Those who take part, with what they were tuned to.
-
-    Raises:
-        SystemExit: a rival was not tuned yet.
-    """
-    tuned = load(options.tuned).get(family.name, {})
-    missing = [name for name in options.optimizers if name in GRIDS and name not in tuned]
-    if missing:
-        raise SystemExit(f"not tuned: generality.py --tune --families {family.name} --optimizers {' '.join(missing)}")
-    return {CONTESTANTS[n]: tuned[n]["chosen"] if n in GRIDS else {} for n in CONTESTANTS if n in options.optimizers}
+        save_tuned(options.tuned, family.name, entry, best, trials, "cpu")
 
 
 def race_all(options: argparse.Namespace, family: Family) -> Result:
@@ -93,7 +78,10 @@ def race_all(options: argparse.Namespace, family: Family) -> Result:
     Raises:
         SystemExit: a rival was not tuned, or the file of the rivals has no runs of this family and seed.
     """
-    contestants, budget = settings(options, family), options.scale * family.budget
+    chosen = [entry for name, entry in CONTESTANTS.items() if name in options.optimizers]
+    budget = options.scale * family.budget
+    how = f"generality.py --tune --families {family.name} --optimizers"
+    contestants = settings(options.tuned, family.name, chosen, how)
     for entry, setting in contestants.items():  # so that no clock pays for first calls
         run = Run(family, entry, setting, seed=0)
         run.advance(1e-3 * WARM_UP)

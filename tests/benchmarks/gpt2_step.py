@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 from _gpu_models import Case, text
-from _race_report import machine
+from _report import machine
 from gpu import Run
 
 SIZE = {"vocabulary": 50257, "d": 768, "layers": 12, "heads": 12}

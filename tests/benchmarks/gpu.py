@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from _gpu_models import FULL, SMALL, Case, Sizes, cases
-from _race_report import machine
 from _race_rivals import adamw, muon, sgd, soap
+from _report import machine, markdown
 from _rows import peak_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -225,9 +225,9 @@ def cells(result: Result, base: Result) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    lines = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *(cells(result, results[0]) for result in results)]
+    rows = [cells(result, results[0]) for result in results]
     title = f"**{results[0].model}, {results[0].precision}**"
-    return f"{title}\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return f"{title}\n\n{markdown(HEAD, 'lr', rows)}\n"
 
 
 def measured(options: argparse.Namespace, sizes: Sizes) -> Iterator[list[Result]]:

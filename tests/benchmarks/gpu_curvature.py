@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from _gpu_networks import FULL, SMALL, Network
-from _race_report import machine
+from _report import machine, markdown
 from _workloads import LOSS
 from gpu import peak_bytes, save, shared_arguments, turned, wait
 
@@ -96,13 +96,13 @@ def measure(name: str, network: Network, device: str, rounds: int) -> list[Resul
 
 def table(title: str, results: Sequence[Result], with_published: bool) -> str:
     base = results[0].seconds
-    lines = ["quantity", "median, ms", "to the gradient", "peak MB", "curvlinops, RTX A6000"], ["---", *4 * ["---:"]]
+    head, rows = ["quantity", "median, ms", "to the gradient", "peak MB", "curvlinops, RTX A6000"], []
     for result in results:
         ratio = statistics.median(own / plain for own, plain in zip(result.seconds, base, strict=True))
         milliseconds = f"{1e3 * statistics.median(result.seconds):.3g}"
         published = PUBLISHED[result.network].get(result.quantity, "-") if with_published else "-"
-        lines += ([result.quantity, milliseconds, f"{ratio:.2f}", f"{result.peak / 1e6:.0f}", published],)
-    return f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+        rows.append([result.quantity, milliseconds, f"{ratio:.2f}", f"{result.peak / 1e6:.0f}", published])
+    return f"**{title}**\n\n{markdown(head, 'lr', rows)}\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from _networks import Block
+from _report import markdown
 from _rows import peak_bytes
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -174,15 +175,15 @@ def cell(found: float, expected: float) -> str:
 
 def table(results: Mapping[str, Mapping[str, Curve]]) -> str:
     head = ["quantity", *(f"{name}: {what}" for name in results for what in ("time", "memory"))]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = []
     for quantity in QUANTITIES:
         line = [quantity]
         for name, curves in results.items():
             growth, curve = GROWTHS[name], curves[quantity]
             for values, expected in ((curve.seconds, growth.time), (curve.peaks, growth.memory)):
                 line.append(cell(exponent(growth.sizes, values), expected.get(quantity, expected[""])))
-        lines.append(line)
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+        rows.append(line)
+    return markdown(head, "lr", rows) + "\n"
 
 
 STYLES = dict(zip(QUANTITIES, ("k-", "C0-", "C0--", "C1-", "C1--", "C2-", "C2--", "C4-", "C3-"), strict=True))

@@ -27,10 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from _contest import save_tuned, settings
 from _race_problems import PROBLEMS, Problem
-from _race_report import Record, Result, entry_of, figure, grid_lines, load, machine, save, table, words
-from _race_rivals import ENTRIES, OURS, Entry, Setting
-from _race_run import cost, race, tune, warm_up
+from _race_report import Record, Result, figure, grid_lines, table
+from _race_rivals import ENTRIES, OURS
+from _race_run import cost, race, rank, tune, warm_up
+from _report import load, machine, markdown, save, words
 
 TUNED = Path(__file__).with_name("race_tuned.json")
 
@@ -65,38 +67,16 @@ def tune_all(options: argparse.Namespace, problem: Problem) -> None:
         trials = []
         for trial in tune(problem, entry, options.cap_scale * problem.cap):
             trials.append(trial)
-            tell(
-                problem,
-                f"{entry.name:10s} {words(trial.setting):24s}",
-                trial.end,
-                trial.loss,
-                trial.steps,
-                trial.seconds,
-            )
-        best = min(trials, key=lambda trial: trial.rank)
-        tuned = load(options.tuned)  # read again each time: another problem may be tuned meanwhile
-        found = {"chosen": best.setting, "machine": machine(options.device), "grid": [entry_of(t) for t in trials]}
-        tuned.setdefault(problem.name, {})[entry.name] = found
-        save(options.tuned, tuned)
+            what = f"{entry.name:10s} {words(trial.setting):24s}"
+            tell(problem, what, trial.end, trial.loss, trial.steps, trial.seconds)
+        best = min(trials, key=rank)
+        save_tuned(options.tuned, problem.name, entry, best, trials, options.device)
         print(f"{problem.name}: {entry.label}: {words(best.setting)}", flush=True)
 
 
-def settings(options: argparse.Namespace, problem: Problem) -> dict[Entry, Setting]:
-    """Those who take part, with what they were tuned to.
-
-    Raises:
-        SystemExit: a rival was not tuned yet.
-    """
-    tuned = load(options.tuned).get(problem.name, {})
-    chosen = [ENTRIES[name] for name in ENTRIES if name in options.only]
-    missing = [entry.name for entry in chosen if entry.lrs and entry.name not in tuned]
-    if missing:
-        raise SystemExit(f"not tuned: race.py --tune --problem {problem.name} --only {' '.join(missing)}")
-    return {entry: tuned[entry.name]["chosen"] if entry.lrs else {} for entry in chosen}
-
-
 def race_all(options: argparse.Namespace, problem: Problem) -> Result:
-    contestants = settings(options, problem)
+    chosen = [ENTRIES[name] for name in ENTRIES if name in options.only]
+    contestants = settings(options.tuned, problem.name, chosen, f"race.py --tune --problem {problem.name} --only")
     warm_up(problem, contestants)
     records = []
     for seed in range(options.seeds):
@@ -111,23 +91,22 @@ def race_all(options: argparse.Namespace, problem: Problem) -> Result:
 
 def cost_table(options: argparse.Namespace, problems: Sequence[Problem]) -> str:
     ours = [entry for entry in OURS if entry.name in options.only]
-    lines = ["| problem | optimizer | median, ms | to SGD's | mean, ms | to SGD's | longest, ms |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    head, rows = ["problem", "optimizer", "median, ms", "to SGD's", "mean, ms", "to SGD's", "longest, ms"], []
     for problem in problems:
         costs = cost(problem, [ENTRIES["sgd"], *ours], steps=100, skipped=30)
         base = costs[ENTRIES["sgd"]]
         for entry, found in costs.items():
             numbers = [found.median, found.median / base.median, found.mean, found.mean / base.mean, found.longest]
-            lines.append(f"| {problem.name} | {entry.label} | " + " | ".join(f"{x:.3g}" for x in numbers) + " |")
-            print(lines[-1], flush=True)
-    return "\n".join(lines) + f"\n\n100 steps after 30, of all in turn; {machine(options.device)}.\n"
+            rows.append([problem.name, entry.label, *(f"{x:.3g}" for x in numbers)])
+            print(*rows[-1], flush=True)
+    return markdown(head, "llr", rows) + f"\n\n100 steps after 30, of all in turn; {machine(options.device)}.\n"
 
 
 def batch_table(options: argparse.Namespace, names: Sequence[str]) -> str:
     """Steps and seconds to the target at several batch sizes, the median of the seeds."""
     ours = {entry: {} for entry in OURS if entry.name in options.only}
-    columns = [f"{entry.label}, {what}" for entry in ours for what in ("steps", "s")]
-    lines = ["| problem | batch | " + " | ".join(columns) + " |", "| --- | ---: |" + " ---: |" * len(columns)]
+    head = ["problem", "batch", *(f"{entry.label}, {what}" for entry in ours for what in ("steps", "s"))]
+    rows = []
     for name, size in itertools.product(names, options.batches):
         problem = PROBLEMS[name](options.device, batch=size)
         cap = options.cap_scale * problem.cap
@@ -140,10 +119,10 @@ def batch_table(options: argparse.Namespace, names: Sequence[str]) -> str:
                 for what in ("step", "seconds")
             )
             cells += [f"{steps:.0f}", f"{seconds:.2f}"] if math.isfinite(steps) else ["-", f"not in {cap:.0f}"]
-        lines.append(f"| {name} | {size} | " + " | ".join(cells) + " |")
-        print(lines[-1], flush=True)
+        rows.append([name, str(size), *cells])
+        print(*rows[-1], flush=True)
     seeds = "one seed" if options.seeds == 1 else f"median of {options.seeds} seeds"
-    return "\n".join(lines) + f"\n\n{seeds[0].upper()}{seeds[1:]}; {machine(options.device)}.\n"
+    return markdown(head, "lr", rows) + f"\n\n{seeds[0].upper()}{seeds[1:]}; {machine(options.device)}.\n"
 
 
 def report(options: argparse.Namespace, results: dict[str, Result]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from _race_report import machine
+from _report import machine, markdown
 from _scaling_measure import check, gloo, measured, predicted
 from _scaling_model import Costs, Curve, Network, Step, step
 from _scaling_networks import DEPTHS, FAMILY_RANKS, FRACTIONS, NETWORKS, RANKS, SUPPOSED, WIDTHS, divided, mlp
@@ -27,8 +27,7 @@ Rows = Iterator[Sequence[str]]
 
 
 def table(head: Sequence[str], rows: Rows) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *rows]) + "\n"
+    return markdown(head, "lr", rows) + "\n"
 
 
 def stopped(steps: Sequence[Step]) -> tuple[int, str]:

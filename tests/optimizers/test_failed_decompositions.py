@@ -22,6 +22,7 @@ from curvature.preconditioners import BlockDiagonalCurvature, invert, residual_b
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import seeded
+from support.combinations import in_pairs
 from support.running_blocks import columns_of, rows_of
 from support.training import assert_same, copied, curvature_of, task, train
 
@@ -155,9 +156,7 @@ DEGENERATE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", DEGENERATE)
-@pytest.mark.parametrize("columns", DEGENERATE)
-@pytest.mark.parametrize("kind", ["kronecker", "eigen"])
+@in_pairs(rows=DEGENERATE, columns=DEGENERATE, kind=["kronecker", "eigen"])
 def test_degenerate_factors_have_finite_inverses(rows: str, columns: str, kind: str):
     block = block_of(DEGENERATE[rows].clone(), DEGENERATE[columns].clone(), kind)
     invert([block], 0.05)

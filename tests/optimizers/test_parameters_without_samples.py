@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
+from support.combinations import in_pairs
 from support.comparisons import right_rows
 from support.oracles import brute_force as oracle
 
@@ -58,9 +59,11 @@ def problem(forward: Forward) -> tuple[nn.Module, Tensor, Tensor]:
         return model, torch.randn(N, 2).double(), torch.randn(N, 2).double()
 
 
-@pytest.mark.parametrize("forward", MODELS)
-@pytest.mark.parametrize("inject", [None, curvature.exact(), curvature.sampled(1), curvature.empirical()])
-@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient])
+@in_pairs(
+    forward=MODELS,
+    inject=[None, curvature.exact(), curvature.sampled(1), curvature.empirical()],
+    make=[KFAC, EKFAC, NaturalGradient],
+)
 def test_training_goes_on(forward: Forward, inject: Any, make: Any) -> None:
     model, x, y = problem(forward)
     opt = make(model, **({} if inject is None else {"loss": LOSS, "inject": inject}))

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from optimizers import EKFAC, KFAC, NaturalGradient
-from support.habits.table import X, Y, assert_same, backward, copied, flat, net, train
+from support.habits import X, Y, assert_same, backward, copied, flat, net, train
 
 pytestmark = pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
 Kind = type[KFAC]

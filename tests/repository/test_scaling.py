@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import math
 import random
 from dataclasses import asdict
 from pathlib import Path
@@ -75,21 +74,6 @@ def test_one_rank_communicates_nothing(model: ModuleType, costs: Any, network: A
         assert alone.parts["inversions"] == pytest.approx(work / model.EVERY)
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 1024])
-def test_who_keeps_everything_receives_gradients_alone(model: ModuleType, costs: Any, network: Any, ranks: int) -> None:
-    for layers in networks(model):
-        gradients = sum(layer.bytes for layer in layers)
-        found = {f: model.step(layers, 32, ranks, f, costs, network) for f in FRACTIONS}
-        averaged = 2 * (ranks - 1) / ranks * gradients  # as SGD
-        assert found[1.0].ordinary == pytest.approx(averaged)
-        assert found[1.0].parts["gradients sent"] == 0
-        assert found[1.0].memory == sum(layer.inverses for layer in layers)
-        assert found[0.0].parts["inverses sent"] == 0
-        assert averaged < found[0.0].ordinary <= averaged + gradients
-        assert found[0.0].memory <= found[0.5].memory <= found[1.0].memory
-        assert found[0.0].ordinary >= found[0.5].ordinary >= found[1.0].ordinary
-
-
 def test_bytes_by_hand(model: ModuleType, costs: Any, network: Any) -> None:
     """Two equal layers, two ranks: each owns one."""
     layers = listed().mlp(2, 3)  # 3 x 4: gradients 48 bytes, factors and inverses 4 (9 + 16) = 100
@@ -128,51 +112,6 @@ def test_work_is_kept_and_well_divided(model: ModuleType, ranks: int) -> None:
         in_turn = [k % ranks for k in range(len(work))]
         alone = [model.longest(work, x) for x in (in_turn, [0] * len(work))]
         assert max(loads) <= alone[1] * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("ranks, g", [(8, 1), (8, 2), (8, 4), (8, 8), (1024, 512), (1, 1)])
-def test_groups_have_equal_shares(model: ModuleType, ranks: int, g: int) -> None:
-    work = [float(k % 7 + 1) for k in range(40)]
-    groups, owners = model.placed(work, ranks, g)
-    assert [owner // g for owner in owners] == groups and max(owners) < ranks
-    assert model.longest(work, groups) == pytest.approx(sum(work) * g / ranks, rel=0.2)
-
-
-def test_the_longest_goes_first(model: ModuleType) -> None:
-    """Graham's own example of the bound: the best possible is 9, the longest first takes 11."""
-    work = [5.0, 5.0, 4.0, 4.0, 3.0, 3.0, 3.0]
-    assert model.longest(work, model.assigned(work, 3)) == 11
-    assert model.longest([7.0, 6.0, 5.0, 4.0, 3.0, 2.0], model.assigned([7.0, 6.0, 5.0, 4.0, 3.0, 2.0], 3)) == 9
-
-
-def test_a_better_assignment_takes_no_longer(model: ModuleType, costs: Any) -> None:
-    for layers in networks(model):
-        work = [model.inversion(layer, costs) for layer in layers]
-        before = math.inf
-        for ranks in (1, 2, 4, 8, 64, 1024):
-            owners = model.assigned(work, ranks)
-            at_once, in_turns = (model.inverting(work, owners, turns) for turns in (False, True))
-            assert max(work) * (1 - 1e-12) <= at_once <= in_turns * (1 + 1e-12) <= sum(work) * (1 + 1e-9)
-            assert at_once <= model.inverting(work, [0] * len(work), False) * (1 + 1e-12)
-            assert at_once <= before * (1 + 1e-12)
-            before = at_once
-        assert at_once == pytest.approx(max(work))  # more ranks than layers
-
-
-@pytest.mark.parametrize("fraction", FRACTIONS)
-def test_without_costs_of_communication_more_ranks_are_no_slower(
-    model: ModuleType, costs: Any, fraction: float
-) -> None:
-    free = model.Network(0.0, math.inf)
-    for layers in networks(model):
-        found = [model.step(layers, 32, p, fraction, costs, free).seconds for p in (1, 2, 4, 16, 256)]
-        assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(found))
-
-
-def test_workers(model: ModuleType) -> None:
-    assert [model.workers_of(f, 8) for f in FRACTIONS] == [1, 4, 8]
-    assert [model.workers_of(f, 1) for f in FRACTIONS] == [1, 1, 1]
-    assert [model.workers_of(f, 6) for f in (0.3, 0.5, 0.9)] == [2, 3, 6]
 
 
 def test_networks_have_the_parameters_of_the_papers(model: ModuleType) -> None:

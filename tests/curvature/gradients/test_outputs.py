@@ -14,6 +14,7 @@ from torch import distributions as D
 
 import curvature
 from support.cases.case import Raw, seeded
+from support.combinations import member
 
 pytestmark = pytest.mark.fast
 N = 5
@@ -107,13 +108,13 @@ def test_a_loss_of_such_an_output_has_rows_and_all_that_is_made_of_them(name: st
 
 
 @pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "more than logits"])
-@pytest.mark.parametrize("build", [curvature.fisher_diagonal, curvature.kfac, curvature.gauss_newton])
-def test_matrices_say_what_was_found_and_what_to_return(build: Any, name: str) -> None:
+def test_matrices_say_what_was_found_and_what_to_return(name: str) -> None:
     model, loss, x, y = problem(name)
-    kind = type(model(x)).__name__
-    with pytest.raises(TypeError, match=rf"found a {kind}.*; return all .* as one tensor"):
-        found = build(model, loss, (x, y))
-        found @ torch.ones(found.shape[1], dtype=torch.float64)
+    said = rf"found a {type(model(x)).__name__}.*; return all .* as one tensor"
+    for build in (curvature.fisher_diagonal, curvature.kfac, curvature.gauss_newton):
+        with member(build.__name__), pytest.raises(TypeError, match=said):
+            found = build(model, loss, (x, y))
+            found @ torch.ones(found.shape[1], dtype=torch.float64)
 
 
 # of the outputs above those whose samples nobody can tell apart

@@ -1,7 +1,5 @@
 """GaussianNLLLoss, which torch calls with three arguments, of models with a mean and a variance head."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +8,7 @@ from torch import nn
 from curvature import check_gradients, per_sample_gradients
 from curvature.gradients.batch import Batch
 from curvature.losses.per_sample import join_heads, per_sample_losses, resolve, sample_masses
+from support.combinations import pairwise
 from support.moments import rand, randn
 
 pytestmark = pytest.mark.fast
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.fast
 DOUBLE = torch.float64
 OPTIONS = [
     {"reduction": reduction, "full": full, "eps": eps}
-    for reduction, full, eps in itertools.product(("mean", "sum"), (False, True), (1e-6, 0.8))
+    for reduction, full, eps in pairwise(("mean", "sum"), (False, True), (1e-6, 0.8))
 ]
 LOSSES = pytest.mark.parametrize("loss", [nn.GaussianNLLLoss(**options) for options in OPTIONS], ids=map(str, OPTIONS))
 

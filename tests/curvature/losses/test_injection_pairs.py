@@ -12,6 +12,7 @@ from torch import nn
 from curvature.losses.injections import Curved, empirical, exact, isotropic, propagated, sampled
 from curvature.losses.output_hessian import hessian_product
 from curvature.losses.per_sample import resolve, sample_masses
+from support.combinations import member
 from support.moments import (
     MANY,
     binary,
@@ -138,14 +139,15 @@ def drawn(target, link, rows, shape=(C,)):
 
 
 @ROWS
-@pytest.mark.parametrize("inject", [exact(), Curved()], ids=["exact", "curved"])
 @pytest.mark.parametrize("loss, target, link", CONVEX + OPAQUE)
-def test_pairs_and_products_are_the_hessian(loss, target, link, inject, rows):
+def test_pairs_and_products_are_the_hessian(loss, target, link, rows):
     output, y = drawn(target, link, rows)
     want = sample_hessians(loss, output, y, 2)
-    got = matrix(inject, output, loss, y, 2, size=4)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    assert_products(inject, output, loss, y, want)
+    for inject in (exact(), Curved()):
+        with member(inject):
+            got = matrix(inject, output, loss, y, 2, size=4)
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+            assert_products(inject, output, loss, y, want)
 
 
 @ROWS
@@ -307,19 +309,19 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 4, 64])
 @pytest.mark.parametrize("inject, loss, target", STREAMS)
-def test_sizes_and_numbers(inject, loss, target, size):
+def test_sizes_and_numbers(inject, loss, target):
     output = randn(4, C)
-    chunks = list(inject.pairs(output, loss, target(output), count=2, size=size))
-    sizes = [len(left) for left, _ in chunks]
-    assert all(n == size for n in sizes[:-1]) and sizes[-1] <= size
-    # two places a sample, each of which has a Hessian of rank C - 1 under cross-entropy
-    spared = 2 if isinstance(loss, nn.CrossEntropyLoss) and inject in (exact(), Curved()) else 0
-    assert sum(sizes) == inject.number(output, 2) - spared
-    for left, right in chunks:
-        assert left.shape[1:] == output.shape and (right is None or right.shape == left.shape)
-        assert (right is not None) == (loss is mixing and inject in (exact(), Curved()))
+    for size in (1, 4, 64):
+        chunks = list(inject.pairs(output, loss, target(output), count=2, size=size))
+        sizes = [len(left) for left, _ in chunks]
+        assert all(n == size for n in sizes[:-1]) and sizes[-1] <= size, sizes
+        # two places a sample, each of which has a Hessian of rank C - 1 under cross-entropy
+        spared = 2 if isinstance(loss, nn.CrossEntropyLoss) and inject in (exact(), Curved()) else 0
+        assert sum(sizes) == inject.number(output, 2) - spared
+        for left, right in chunks:
+            assert left.shape[1:] == output.shape and (right is None or right.shape == left.shape)
+            assert (right is not None) == (loss is mixing and inject in (exact(), Curved()))
 
 
 def test_a_callable_of_many_entries_streams():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvature.losses.output_hessian import hessian_root, label_gradient_sampler, term_masses
+from support.combinations import member
 from support.moments import (
     MANY,
     binary,
@@ -149,6 +150,18 @@ def fits(loss, shape):
 SHAPES = [(4, C), (4, C, PLACES), (2, C, 2, 2)]
 
 
+def assert_roots(loss, target, shapes, needed=True):
+    """The root of every sample's Hessian, with the target and, where it is not needed, without."""
+    for shape in shapes:
+        output = randn(*shape)
+        y = target(output)
+        for given in [y] if needed else [y, None]:
+            got = columns(loss, output, given)
+            for n in range(len(output)):
+                with member(f"{shape}, sample {n}, with target: {given is not None}"):
+                    torch.testing.assert_close(got[n], hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
+
+
 def columns(loss, output, target=None):
     """S S^T of every sample, (N, D, D), S being read off column by column."""
     size = output[0].numel()
@@ -156,24 +169,9 @@ def columns(loss, output, target=None):
     return second_moment(hessian_root(loss, output, target)(basis))
 
 
-def on_shapes(cases, applies):
-    """Every case on every shape that it applies to."""
-    return [
-        pytest.param(*case.values, shape, id=f"{case.id}-{shape}")
-        for case in cases
-        for shape in SHAPES
-        if applies(case.values[0], shape)
-    ]
-
-
-@pytest.mark.parametrize("loss, target, needed, shape", on_shapes(LIKELIHOODS, fits))
-def test_roots_of_likelihoods(loss, target, needed, shape):
-    output = randn(*shape)
-    y = target(output)
-    for given in [y] if needed else [y, None]:
-        got = columns(loss, output, given)
-        for n in range(len(output)):
-            torch.testing.assert_close(got[n], hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize("loss, target, needed", LIKELIHOODS)
+def test_roots_of_likelihoods(loss, target, needed):
+    assert_roots(loss, target, [shape for shape in SHAPES if fits(loss, shape)], needed)
 
 
 def takes(loss, shape):
@@ -181,13 +179,9 @@ def takes(loss, shape):
     return len(shape) == 2 or not isinstance(loss, nn.MultiLabelSoftMarginLoss)
 
 
-@pytest.mark.parametrize("loss, target, shape", on_shapes(OTHERS, takes))
-def test_roots_of_other_losses(loss, target, shape):
-    output = randn(*shape)
-    y = target(output)
-    got = columns(loss, output, y)
-    for n in range(len(output)):
-        torch.testing.assert_close(got[n], hessian(loss, output, y, n), rtol=1e-10, atol=1e-10)
+@pytest.mark.parametrize("loss, target", OTHERS)
+def test_roots_of_other_losses(loss, target):
+    assert_roots(loss, target, [shape for shape in SHAPES if takes(loss, shape)])
 
 
 def test_a_sample_that_ignores_everything_has_no_curvature():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvature.losses.per_sample import per_sample_losses, reduction_of
+from support.combinations import in_pairs
 
 # torch's advice on shapes and on the mean of a KL divergence, where a test means exactly that
 pytestmark = pytest.mark.filterwarnings("ignore:(Using a target size|reduction. 'mean'|There is a performance drop)")
@@ -57,9 +58,9 @@ LAYOUTS = {
     "BCN": lambda n: ((2, C, n), 2, 1),
     "BCTN_flat": lambda n: ((2, C, 3, n * 2), -1, -1),
 }
-layouts = pytest.mark.parametrize("layout", LAYOUTS)
 reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
 counts = pytest.mark.parametrize("count", [1, 3])
+REDUCTIONS, COUNTS = ["mean", "sum"], [1, 3]
 
 
 def options(kind, **values):
@@ -67,39 +68,35 @@ def options(kind, **values):
     chosen = [{}]
     for name, value in values.items():
         chosen += [{**option, name: value} for option in chosen]
-    return [pytest.param(kind, option, id="+".join([kind.__name__, *option])) for option in chosen]
+    return {"+".join([kind.__name__, *option]): (kind, option) for option in chosen}
 
 
 WEIGHT = torch.tensor([0.3, 2.0, 0.7, 1.4], dtype=DOUBLE)
-CE_OPTIONS = options(nn.CrossEntropyLoss, weight=WEIGHT, ignore_index=2, label_smoothing=0.2)
-NLL_OPTIONS = options(nn.NLLLoss, weight=WEIGHT, ignore_index=0)
+OF_INDICES = options(nn.CrossEntropyLoss, weight=WEIGHT, ignore_index=2, label_smoothing=0.2)
+OF_INDICES |= options(nn.NLLLoss, weight=WEIGHT, ignore_index=0)
+OF_PROBABILITIES = options(nn.CrossEntropyLoss, weight=WEIGHT, label_smoothing=0.2)
 
 
-@counts
-@reductions
-@layouts
-@pytest.mark.parametrize("kind, option", CE_OPTIONS + NLL_OPTIONS)
-def test_class_indices(kind, option, layout, reduction, count):
+@in_pairs(loss=OF_INDICES, layout=LAYOUTS, reduction=REDUCTIONS, count=COUNTS)
+def test_class_indices(loss, layout, reduction, count):
+    kind, option = OF_INDICES[loss]
     shape, output_dim, target_dim = LAYOUTS[layout](count)
     target = randint(C, (shape[0], *shape[2:]))
     agree(kind(reduction=reduction, **option), randn(*shape), target, count, output_dim, target_dim)
 
 
-@counts
-@reductions
-@layouts
-@pytest.mark.parametrize("kind, option", options(nn.CrossEntropyLoss, weight=WEIGHT, label_smoothing=0.2))
-def test_class_probabilities(kind, option, layout, reduction, count):
+@in_pairs(loss=OF_PROBABILITIES, layout=LAYOUTS, reduction=REDUCTIONS, count=COUNTS)
+def test_class_probabilities(loss, layout, reduction, count):
+    kind, option = OF_PROBABILITIES[loss]
     shape, dim, _ = LAYOUTS[layout](count)
     target = randn(*shape, seed=1).softmax(1)
     agree(kind(reduction=reduction, **option), randn(*shape), target, count, dim, dim)
 
 
-@reductions
-@pytest.mark.parametrize("kind, option", CE_OPTIONS + NLL_OPTIONS)
-@pytest.mark.parametrize("shape", [(3, C), (3, C, 5), (3, C, 2, 3), (15, C)], ids=str)
-def test_sample_without_valid_place(shape, kind, option, reduction):
+@in_pairs(name=OF_INDICES, shape=[(3, C), (3, C, 5), (3, C, 2, 3), (15, C)], reduction=REDUCTIONS)
+def test_sample_without_valid_place(name, shape, reduction):
     """All places ignored: torch's value (nan for a mean, 0 for a sum) and a gradient of exactly zero, also twice."""
+    kind, option = OF_INDICES[name]
     loss = kind(reduction=reduction, **option)
     target = randint(C, (shape[0], *shape[2:]))
     rows = shape[0] // 3
@@ -156,26 +153,21 @@ OTHERS = {
 }
 
 
-@counts
-@reductions
-@pytest.mark.parametrize("layout", [*LAYOUTS, *OTHERS])
-@pytest.mark.parametrize("name", POINTWISE)
+@in_pairs(name=POINTWISE, layout=[*LAYOUTS, *OTHERS], reduction=REDUCTIONS, count=COUNTS)
 def test_losses_of_entries(name, layout, reduction, count):
     shape, dim, _ = (LAYOUTS | OTHERS)[layout](count)
     kind, output, target = POINTWISE[name]
     agree(kind(reduction=reduction), output(*shape), target(*shape), count, dim, dim)
 
 
-@reductions
-@counts
-@pytest.mark.parametrize("kind", [nn.BCEWithLogitsLoss, nn.BCELoss])
-@pytest.mark.parametrize(
-    "shape, tail",
-    [((C,), (C,)), ((C,), ()), ((C,), (1, C)), ((C, 2, 3), (C, 2, 3)), ((C, 2, 3), (C, 1, 1)), ((C, 2, 3), (3,))],
-    ids=str,
-)
-def test_bce_weights(shape, tail, kind, count, reduction):
+FLAT, IMAGE = (C,), (C, 2, 3)
+WEIGHTED = [(FLAT, (C,)), (FLAT, ()), (FLAT, (1, C)), (IMAGE, IMAGE), (IMAGE, (C, 1, 1)), (IMAGE, (3,))]
+
+
+@in_pairs(shapes=WEIGHTED, kind=[nn.BCEWithLogitsLoss, nn.BCELoss], reduction=REDUCTIONS, count=COUNTS)
+def test_bce_weights(shapes, kind, reduction, count):
     """Weights that broadcast over the samples."""
+    shape, tail = shapes
     option = {"weight": rand(*tail, seed=3)}
     if kind is nn.BCEWithLogitsLoss:
         option["pos_weight"] = 3 * rand(*tail, seed=4)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import curvature
 from support.cases.case import seeded
+from support.combinations import in_pairs
 
 pytestmark = pytest.mark.fast
 
@@ -74,10 +75,12 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("sizes", [[3, 3, 1], [1, 3, 3]])
-@pytest.mark.parametrize("sequence_first", [False, True])
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("builder", [curvature.kfac, curvature.ekfac])
+@in_pairs(
+    head=HEADS,
+    builder=[curvature.kfac, curvature.ekfac],
+    sequence_first=[False, True],
+    sizes=[[3, 3, 1], [1, 3, 3]],
+)
 def test_batches_of_one_sample_are_read_as_others(
     builder: Callable[..., curvature.BlockDiagonal], head: str, sequence_first: bool, sizes: list[int]
 ) -> None:

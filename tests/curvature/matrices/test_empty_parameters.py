@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
+from support.combinations import in_pairs, member
 
 pytestmark = pytest.mark.fast
 N, LOSS = 5, nn.CrossEntropyLoss()
@@ -91,19 +92,23 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("build", BUILDERS, ids=lambda build: build.__name__)
-def test_matrices_are_those_without_it(build: Any, name: str) -> None:
+@in_pairs(name=MODELS, build=BUILDERS, form=FORMS)
+def test_matrices_are_those_without_it(name: str, build: Any, form: str) -> None:
     model, alike, x, y = problem(name)
     halves = [(x[:2], y[:2]), (x[2:], y[2:])]
     found, expected = build(model, LOSS, halves), build(alike, LOSS, halves)
     v = torch.linspace(-1, 1, expected.shape[1], dtype=torch.float64)
-    for form in FORMS.values():
-        assert_same(form(found, v), form(expected, v))
+    assert_same(FORMS[form](found, v), FORMS[form](expected, v))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_draws_have_the_shapes_of_all_parameters(name: str) -> None:
+    model, _, x, y = problem(name)
+    found = curvature.kfac(model, LOSS, (x, y))
     drawn = found.sample(3, damping=0.5)
-    assert {name: tuple(p.shape) for name, p in model.named_parameters()} == {
-        name: tuple(g.shape[1:])
-        for name, g in (found.space.split(drawn) if isinstance(drawn, Tensor) else drawn).items()
+    parts = found.space.split(drawn) if isinstance(drawn, Tensor) else drawn
+    assert {name: tuple(g.shape[1:]) for name, g in parts.items()} == {
+        name: tuple(p.shape) for name, p in model.named_parameters()
     }
 
 
@@ -135,11 +140,12 @@ OTHERS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("what", OTHERS)
-def test_all_else_is_as_without_it(what: str, name: str) -> None:
-    model, alike, x, y = problem(name)
-    for _ in range(2):  # the second call has a plan
-        assert_same(OTHERS[what](model, x, y), OTHERS[what](alike, x, y))
+def test_all_else_is_as_without_it(name: str) -> None:
+    for what, function in OTHERS.items():
+        model, alike, x, y = problem(name)
+        with member(what):
+            for _ in range(2):  # the second call has a plan
+                assert_same(function(model, x, y), function(alike, x, y))
 
 
 def with_loss(model: nn.Module) -> KFAC:
@@ -147,15 +153,15 @@ def with_loss(model: nn.Module) -> KFAC:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("make", [KFAC, EKFAC, NaturalGradient, with_loss])
-def test_optimizers_take_the_steps_of_the_model_without_it(make: Any, name: str) -> None:
-    model, alike, x, y = problem(name)
-    for m in (model, alike):
-        opt = make(m)
-        for _ in range(3):
-            opt.zero_grad()
-            LOSS(m(x), y).backward()
-            opt.step()
-        again = make(m)
-        again.load_state_dict(opt.state_dict())
-    torch.testing.assert_close(model.layer.weight, alike.layer.weight)
+def test_optimizers_take_the_steps_of_the_model_without_it(name: str) -> None:
+    for make in (KFAC, EKFAC, NaturalGradient, with_loss):
+        model, alike, x, y = problem(name)
+        with member(make.__name__):
+            for m in (model, alike):
+                opt = make(m)
+                for _ in range(3):
+                    opt.zero_grad()
+                    LOSS(m(x), y).backward()
+                    opt.step()
+                make(m).load_state_dict(opt.state_dict())
+            torch.testing.assert_close(model.layer.weight, alike.layer.weight)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import curvature
 from support.cases.case import Case, Raw, floats, indices, seeded
 from support.cases.matrices import batch_of, batches, deep_linear, extra, reference, shared_reference, small
+from support.combinations import member
 from support.comparisons import check_operator, matches
 from support.moments import source, within_five_errors
 from support.oracles import brute_force as oracle
@@ -54,28 +55,26 @@ def test_cases_named_are_all_there():
     assert len(OTHERS) == len(ELSEWHERE) and not (WIDE | SPREAD | BATCHED) - {case.id for case in CASES}
 
 
-@sharings
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_factors_of_every_layer(case: Case, sharing: str):
+def test_factors_of_every_layer(case: Case):
+    """And eigenvalues that are exact in the basis of the factors."""
     model, loss, data, layers = prepared(case)
-    with unchanged(model, data):
-        found = curvature.kfac(model, loss, data, sharing=sharing)
-    matches(found.to_dense(), kronecker(layers, sharing))
+    for sharing in ("expand", "reduce"):
+        with member(sharing):
+            with unchanged(model, data):
+                found = curvature.kfac(model, loss, data, sharing=sharing)
+            matches(found.to_dense(), kronecker(layers, sharing))
+    with member("eigenvalues"):
+        exact = layers[0].matrices.fisher
+        with unchanged(model, data):
+            found = curvature.ekfac(model, loss, data)
+        matches(found.to_dense(), torch.stack([layer.rescaled(exact) for layer in layers]).sum(0), 1e-8)
+        matches(found.trace(), exact.trace())
 
 
 # Eigenvectors are the same up to sign where no two eigenvalues are, and where they are zero it does not matter: with
 # "expand" always, with "reduce" if there are more samples than inputs.
 SPREAD = {"linear", "linear_2_leading", "linear_no_bias", "conv1d_groups", "conv1d_depthwise", "layer_norm_places"}
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_eigenvalues_are_exact_in_the_basis_of_the_factors(case: Case):
-    model, loss, data, layers = prepared(case)
-    exact = layers[0].matrices.fisher
-    with unchanged(model, data):
-        found = curvature.ekfac(model, loss, data)
-    matches(found.to_dense(), torch.stack([layer.rescaled(exact) for layer in layers]).sum(0), 1e-8)
-    matches(found.trace(), exact.trace())
 
 
 @pytest.mark.parametrize("case", [case for case in LAYERS if case.id in SPREAD], ids=name_of)

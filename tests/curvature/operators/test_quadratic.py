@@ -10,6 +10,7 @@ import curvature
 from curvature.operators import BlockDiagonal, Dense, Diagonal, MatrixFree, Sum
 from curvature.operators.space import MAX_DIRECT_SIZE
 from support.cases.case import seeded
+from support.combinations import member
 from support.comparisons import matches
 from support.structures import Source, structures
 
@@ -35,17 +36,18 @@ def test_penalties(structure):
 
 
 @pytest.mark.parametrize("structure", structures())
-@pytest.mark.parametrize("damping", [0.0, 0.7])
-def test_merging(structure, damping):
+def test_merging(structure):
     """The minimiser of the sum of the quadratic losses."""
     make = structures()[structure]
     (one, first), (other, second) = make(Source()), make(Source(seed=5))
     thetas = [Source(seed=k).normal(one.space.size) for k in (1, 2)]
-    eye = damping * torch.eye(one.space.size, dtype=first.dtype)
-    expected = torch.linalg.solve(first + second + 2 * eye, (first + eye) @ thetas[0] + (second + eye) @ thetas[1])
-    found = curvature.merge([one.space.split(t) for t in thetas], [one, other], damping)
-    assert list(found) == list(one.space.names)
-    matches(one.space.flatten(found), expected, 1e-8)
+    for damping in (0.0, 0.7):
+        eye = damping * torch.eye(one.space.size, dtype=first.dtype)
+        expected = torch.linalg.solve(first + second + 2 * eye, (first + eye) @ thetas[0] + (second + eye) @ thetas[1])
+        found = curvature.merge([one.space.split(t) for t in thetas], [one, other], damping)
+        assert list(found) == list(one.space.names)
+        with member(f"damping {damping}"):
+            matches(one.space.flatten(found), expected, 1e-8)
 
 
 def network() -> nn.Module:

@@ -25,6 +25,7 @@ from curvature.terms import (
     unfold,
 )
 from support.cases.case import seeded
+from support.combinations import member
 
 pytestmark = pytest.mark.fast
 
@@ -168,7 +169,6 @@ FAMILIES: dict[str, Callable[[], list[Built]]] = {
     "groups_beside_plain": lambda: [grouped(2, 2, 2, 3), outer(2, 4, 3)],
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
-each_chunk = pytest.mark.parametrize("chunk", [1, 40, 1 << 24])
 
 
 def built(family: str, device: str) -> tuple[list[Term], Tensor]:
@@ -223,47 +223,34 @@ def test_depthwise_gradients_in_single_precision(size: Sizes, dilation: int, str
         torch.testing.assert_close(found, expected.float(), rtol=1e-4, atol=1e-4)
 
 
-@each_chunk
 @each_family
-def test_norms_squared(family: str, chunk: int, device, monkeypatch):
-    for module in (contractions, pairs):
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk)
-    terms, rows = built(family, device)
-    assert_equal(contractions.norms_squared(terms), rows.reshape(N, -1).square().sum(1))
-
-
-@each_chunk
-@each_family
-def test_gram(family: str, chunk: int, device, monkeypatch):
-    monkeypatch.setattr(pairs, "CACHED_CHUNK_ELEMENTS", chunk)
+def test_norms_and_gram(family: str, device, monkeypatch):
     terms, rows = built(family, device)
     flat = rows.reshape(N, -1)
-    assert_equal(contractions.gram(terms), flat @ flat.T)
+    for chunk in (1, 40, 1 << 24):
+        with member(f"norms in chunks of {chunk}"), monkeypatch.context() as patch:
+            patch.setattr(contractions, "CHUNK_ELEMENTS", chunk)
+            patch.setattr(pairs, "CHUNK_ELEMENTS", chunk)
+            assert_equal(contractions.norms_squared(terms), flat.square().sum(1))
+        with member(f"Gram matrix in chunks of {chunk}"), monkeypatch.context() as patch:
+            patch.setattr(pairs, "CACHED_CHUNK_ELEMENTS", chunk)
+            assert_equal(contractions.gram(terms), flat @ flat.T)
 
 
 @each_family
-def test_weighted_sum(family: str, device):
+def test_sums_products_and_parts(family: str, device):
     terms, rows = built(family, device)
     weights = torch.linspace(-1, 2, N, dtype=torch.float64, device=device)
-    assert_equal(contractions.weighted_sum(terms, weights), torch.einsum("n,n...->...", weights, rows))
-
-
-@each_family
-@pytest.mark.parametrize("is_contiguous", [True, False])
-def test_inner_products(family: str, is_contiguous: bool, device):
-    terms, rows = built(family, device)
+    with member("weighted sum"):
+        assert_equal(contractions.weighted_sum(terms, weights), torch.einsum("n,n...->...", weights, rows))
+    with member("samples"):
+        assert_equal(contractions.gradients([term.samples(slice(1, 4)) for term in terms]), rows[1:4])
     with seeded(4):
         vector = torch.randn(rows.shape[1:], dtype=torch.float64).to(device)
-    if not is_contiguous:
-        vector = vector.mT.contiguous().mT if vector.ndim > 1 else vector.repeat_interleave(2)[::2].view(vector.shape)
-    assert_equal(contractions.inner_products(terms, vector), rows.reshape(N, -1) @ vector.flatten())
-
-
-@each_family
-def test_samples(family: str, device):
-    terms, rows = built(family, device)
-    part = slice(1, 4)
-    assert_equal(contractions.gradients([term.samples(part) for term in terms]), rows[part])
+    strided = vector.mT.contiguous().mT if vector.ndim > 1 else vector.repeat_interleave(2)[::2].view(vector.shape)
+    for v in (vector, strided):
+        with member(f"inner products with a vector of strides {v.stride()}"):
+            assert_equal(contractions.inner_products(terms, v), rows.reshape(N, -1) @ v.flatten())
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name.endswith(("small", "large"))])

@@ -22,6 +22,7 @@ from curvature import empirical
 from curvature.recording import warn_once
 from optimizers import EKFAC, KFAC, NaturalGradient
 from support.cases.case import Raw, seeded
+from support.combinations import in_pairs
 
 pytestmark = pytest.mark.fast
 
@@ -255,9 +256,7 @@ UNKNOWN: dict[str, tuple[Callable[[], Any], Loss]] = {
 }
 
 
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("name", UNKNOWN)
-@pytest.mark.parametrize("kind", ["KFAC", "NaturalGradient"])
+@in_pairs(name=UNKNOWN, kind=["KFAC", "NaturalGradient"], named=[False, True])
 def test_what_nothing_tells_is_logged(kind: str, name: str, named: bool, logged: pytest.LogCaptureFixture):
     make, loss = UNKNOWN[name]
     curvature_of(OPTIMIZERS[kind], make, loss, loss=loss if named else None)

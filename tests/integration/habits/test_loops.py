@@ -1,16 +1,18 @@
-"""Habits in the loop itself: gradients, batches, schedules, looks in between."""
+"""Habits in the loop of `torch.optim.SGD` itself: gradients, batches, schedules, looks in between."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import lr_scheduler
 
-from support.habits.table import (
+from support.habits import (
     EXACT,
+    QUIET,
     Make,
     X,
     Y,
@@ -18,21 +20,23 @@ from support.habits.table import (
     assert_same,
     backward,
     copied,
+    every_optimizer,
     flat,
-    habit,
     here,
-    loop_habit,
     moved,
     net,
     reference,
     train,
+    without_closure,
 )
+
+pytestmark = QUIET
 
 ACCUMULATED = {"halves": [(0, 8), (8, 16)], "uneven": [(0, 3), (3, 4), (4, 16)]}
 
 
-@loop_habit
-def accumulation(make: Make) -> None:
+@without_closure
+def test_accumulated_gradients_are_those_of_the_big_batch(make: Make) -> None:
     """Equal to the big batch."""
     x = X.double()
     whole = net().double()
@@ -48,8 +52,8 @@ def accumulation(make: Make) -> None:
         assert_close(model, whole, 1e-12)
 
 
-@loop_habit
-def clipped_norms(make: Make) -> None:
+@without_closure
+def test_clipped_norms_are_those_of_the_step(make: Make) -> None:
     """The step is that of the clipped gradient, and no longer than the trust region has it."""
     model, other = net(), net()
     opt, same = make(model), make(other)
@@ -68,8 +72,8 @@ def clipped_norms(make: Make) -> None:
     assert not torch.equal(flat(model), flat(reference(make, 4)))
 
 
-@loop_habit
-def clipped_values(make: Make) -> None:
+@without_closure
+def test_clipped_values_are_those_of_the_step(make: Make) -> None:
     model, other = net(), net()
     opt, same = make(model), make(other)
     backward(model, opt), backward(other, same)
@@ -93,8 +97,8 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-@loop_habit
-def schedulers(make: Make) -> None:
+@without_closure
+def test_what_schedulers_set_is_used(make: Make) -> None:
     """What they set is what is used: as if set by hand; the momentum too."""
     for name, schedule in SCHEDULERS.items():
         model, other, third = net(), net(), net()
@@ -114,8 +118,8 @@ def schedulers(make: Make) -> None:
         assert len(set(seen)) > 2 and not torch.equal(flat(model), flat(reference(make, 6))), name
 
 
-@habit
-def warm_up_from_zero(make: Make) -> None:
+@every_optimizer
+def test_a_warm_up_may_begin_at_zero(make: Make) -> None:
     model = net()
     opt, before = make(model, lr=0.0), copied(model)
     train(model, opt, 2)
@@ -125,15 +129,15 @@ def warm_up_from_zero(make: Make) -> None:
     assert moved(model, before) == set(before)
 
 
-@habit
-def rates_that_are_tensors(make: Make) -> None:
+@every_optimizer
+def test_a_rate_may_be_a_tensor(make: Make) -> None:
     model = net()
     train(model, make(model, lr=torch.tensor(0.5)))
     assert_same(model, reference(make, lr=0.5))
 
 
-@loop_habit
-def zero_grad_to_zeros(make: Make) -> None:
+@without_closure
+def test_gradients_may_be_set_to_zeros(make: Make) -> None:
     model = net()
     opt = make(model)
     for _ in range(3):
@@ -145,8 +149,8 @@ def zero_grad_to_zeros(make: Make) -> None:
     assert_same(model, reference(make))
 
 
-@loop_habit
-def gradients_by_hand(make: Make) -> None:
+@without_closure
+def test_gradients_may_be_assigned_by_hand(make: Make) -> None:
     model = net()
     opt = make(model)
     for _ in range(3):
@@ -157,8 +161,8 @@ def gradients_by_hand(make: Make) -> None:
     assert_same(model, reference(make))
 
 
-@loop_habit
-def some_gradients_are_none(make: Make) -> None:
+@without_closure
+def test_parameters_without_a_gradient_stay(make: Make) -> None:
     model = net()
     opt = make(model)
     train(model, opt, 2)
@@ -172,9 +176,11 @@ def some_gradients_are_none(make: Make) -> None:
     assert moved(model, before) == {"0.bias", "2.weight", "2.bias"} and opt.steps == 3
 
 
-@loop_habit
-def evaluation_between_steps(make: Make) -> None:
+@without_closure
+def test_evaluation_between_steps_changes_nothing(make: Make, device: str) -> None:
     """In all modes, with gradients and without; nothing that is not sent back counts."""
+    if device == "sim":
+        pytest.skip("the simulated device has no views in inference mode")
     model = net()
     opt = make(model, **EXACT)
     for step in range(12):
@@ -187,8 +193,8 @@ def evaluation_between_steps(make: Make) -> None:
     assert_same(model, reference(make, 12, **EXACT))
 
 
-@habit
-def evaluation_without_gradients(make: Make) -> None:
+@every_optimizer
+def test_evaluation_without_gradients_changes_nothing(make: Make) -> None:
     model = net(inner=nn.Dropout(0.0))
     opt = make(model)
 
@@ -206,8 +212,8 @@ def evaluation_without_gradients(make: Make) -> None:
     assert_same(model, other)
 
 
-@loop_habit
-def zeroed_gradients_leave_no_trace(make: Make) -> None:
+@without_closure
+def test_zeroed_gradients_leave_no_trace(make: Make) -> None:
     model = net()
     opt = make(model, **EXACT)
     for _ in range(3):
@@ -217,8 +223,8 @@ def zeroed_gradients_leave_no_trace(make: Make) -> None:
     assert_same(model, reference(make, **EXACT))
 
 
-@loop_habit
-def zero_grad_before_backward(make: Make) -> None:
+@without_closure
+def test_zero_grad_may_come_just_before_backward(make: Make) -> None:
     """The other usual place."""
     model = net()
     opt = make(model)
@@ -230,8 +236,8 @@ def zero_grad_before_backward(make: Make) -> None:
     assert_same(model, reference(make))
 
 
-@loop_habit
-def several_forwards_and_one_backward(make: Make) -> None:
+@without_closure
+def test_several_forwards_and_one_backward_are_the_big_batch(make: Make) -> None:
     model, other = net().double(), net().double()
     opt, same = make(model, **EXACT), make(other, **EXACT)
     x = X.double()
@@ -243,8 +249,8 @@ def several_forwards_and_one_backward(make: Make) -> None:
     assert_close(model, other, 1e-12)
 
 
-@loop_habit
-def several_backwards(make: Make) -> None:
+@without_closure
+def test_several_backwards_add_up(make: Make) -> None:
     model = net()
     opt = make(model)
     for _ in range(3):
@@ -256,8 +262,8 @@ def several_backwards(make: Make) -> None:
     assert_close(model, reference(make), 1e-6)
 
 
-@loop_habit
-def two_models(make: Make) -> None:
+@without_closure
+def test_two_models_of_a_gan_do_not_disturb_each_other(make: Make) -> None:
     """A GAN: the discriminator is as without the generator's steps, whose gradients it sees and zeroes."""
     options: dict[str, Any] = EXACT | {"loss": nn.BCEWithLogitsLoss()}
     ends, judge = [], nn.functional.binary_cross_entropy_with_logits
@@ -282,8 +288,8 @@ def two_models(make: Make) -> None:
     assert_same(*ends)
 
 
-@loop_habit
-def one_model_within_another(make: Make) -> None:
+@without_closure
+def test_a_model_within_another_has_an_optimizer_of_its_own(make: Make) -> None:
     """Two optimizers over its parts; each as if the other were not there."""
     whole = here(nn.Sequential(net(), nn.Linear(3, 3)))
     opts = [make(whole[0]), make(whole[1])]
@@ -296,8 +302,8 @@ def one_model_within_another(make: Make) -> None:
     assert moved(whole, before) == set(before) and [opt.steps for opt in opts] == [3, 3]
 
 
-@habit
-def closures(make: Make) -> None:
+@every_optimizer
+def test_closures_return_the_loss_before_the_step(make: Make) -> None:
     """As for LBFGS: the loss before the step comes back."""
     model = net()
     opt = make(model)
@@ -307,8 +313,8 @@ def closures(make: Make) -> None:
     assert_same(model, reference(make))
 
 
-@loop_habit
-def batches_of_all_sizes(make: Make) -> None:
+@without_closure
+def test_batches_of_all_sizes_count(make: Make) -> None:
     """Every one of them counts."""
     model = net()
     opt, before = make(model), copied(model)
@@ -319,16 +325,16 @@ def batches_of_all_sizes(make: Make) -> None:
     assert opt.steps == 5 and opt.skipped == 0 and {b.updates for b in opt.store.blocks} == {5}
 
 
-@habit
-def anomaly_mode(make: Make) -> None:
+@every_optimizer
+def test_anomaly_mode_changes_nothing(make: Make) -> None:
     model = net()
     with torch.autograd.set_detect_anomaly(True):
         train(model, make(model))
     assert_same(model, reference(make))
 
 
-@habit
-def deterministic_algorithms(make: Make) -> None:
+@every_optimizer
+def test_deterministic_algorithms_change_nothing(make: Make) -> None:
     model = net()
     torch.use_deterministic_algorithms(True)
     try:
@@ -338,8 +344,8 @@ def deterministic_algorithms(make: Make) -> None:
     assert_same(model, reference(make))
 
 
-@loop_habit
-def steps_within_no_grad(make: Make) -> None:
+@without_closure
+def test_steps_may_be_within_no_grad(make: Make) -> None:
     model = net()
     opt = make(model)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Habits in models: what they are made of and what they return."""
+"""Habits with models that `torch.optim.SGD` trains: what they are made of and what they return."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from support.cases.case import Raw, seeded
-from support.habits.table import (
+from support.habits import (
     EXACT,
+    QUIET,
     Make,
     X,
     assert_close,
     assert_same,
     copied,
+    every_optimizer,
     flat,
-    habit,
     here,
-    loop_habit,
     moved,
     net,
     reference,
     train,
+    without_closure,
 )
+
+pytestmark = QUIET
 
 
 @dataclass
@@ -53,8 +56,8 @@ RETURNS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-@habit
-def outputs_of_all_kinds(make: Make) -> None:
+@every_optimizer
+def test_models_may_return_outputs_of_all_kinds(make: Make) -> None:
     plain = reference(make)
     for wrapped, unwrapped in RETURNS.values():
         model = Raw(lambda m, x, f=wrapped: f(m.net(x)), net=net())
@@ -81,8 +84,10 @@ def reader(sparse: bool = False) -> nn.Module:
         return here(Raw(run, words=nn.Embedding(7, 4, sparse=sparse), head=nn.Linear(4, 3)))
 
 
-@loop_habit
-def sparse_embeddings(make: Make) -> None:
+@without_closure
+def test_sparse_embeddings_train_as_dense_ones(make: Make, device: str) -> None:
+    if device == "sim":
+        pytest.skip("the simulated device has no sparse tensors")
     models = [reader(True), reader(False)]
     for model in models:
         train(model, make(model), x=words())
@@ -90,8 +95,8 @@ def sparse_embeddings(make: Make) -> None:
     assert_same(*models)
 
 
-@habit
-def tied_weights(make: Make) -> None:
+@every_optimizer
+def test_tied_weights_stay_tied_and_are_trained(make: Make) -> None:
     """One parameter, read twice, with the gradient of both reads."""
     model = Raw(lambda m, i: F.linear(m.words(i).mean(1), m.words.weight)[:, :3], words=nn.Embedding(7, 4))
     checked(make, model, words(), fall=1.0)
@@ -101,8 +106,8 @@ def tied_weights(make: Make) -> None:
     assert two[2].weight is two[0].weight
 
 
-@habit
-def parametrizations_of_weights(make: Make) -> None:
+@every_optimizer
+def test_parametrized_weights_are_trained_and_keep_their_form(make: Make) -> None:
     one = torch.eye(8, device=X.device)
     for change, is_kept in (
         (parametrizations.weight_norm, lambda w: True),
@@ -117,16 +122,16 @@ def parametrizations_of_weights(make: Make) -> None:
         assert is_kept(model[0].weight)
 
 
-@loop_habit
-def in_place_activations(make: Make) -> None:
+@without_closure
+def test_in_place_activations_change_nothing(make: Make) -> None:
     models = [net(inner=nn.ReLU()), net(inner=nn.ReLU(inplace=True))]
     for model in models:
         train(model, make(model))
     assert_same(*models)
 
 
-@habit
-def batch_norm(make: Make) -> None:
+@every_optimizer
+def test_batch_norm_is_trained_and_its_statistics_are_those_of_sgd(make: Make) -> None:
     """Its parameters are trained, and its running statistics are those of SGD."""
     checked(make, net(inner=nn.Sequential(nn.BatchNorm1d(6), nn.Tanh())))
     models = [net(inner=nn.BatchNorm1d(6)) for _ in range(2)]
@@ -138,8 +143,8 @@ def batch_norm(make: Make) -> None:
     )
 
 
-@habit
-def attention(make: Make) -> None:
+@every_optimizer
+def test_attention_is_trained(make: Make) -> None:
     run = lambda m, x: m.head(m.attention(x, x, x, need_weights=False)[0].mean(1))
     checked(
         make,
@@ -149,15 +154,15 @@ def attention(make: Make) -> None:
     )
 
 
-@habit
-def recurrent_layers(make: Make) -> None:
+@every_optimizer
+def test_recurrent_layers_are_trained(make: Make) -> None:
     for layer in (nn.LSTM(4, 5, batch_first=True), nn.GRU(4, 5, batch_first=True)):
         model = Raw(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=layer, head=nn.Linear(5, 3))
         checked(make, model, X.view(16, 2, 4), fall=1.0)
 
 
-@loop_habit
-def sequences_of_all_lengths(make: Make) -> None:
+@without_closure
+def test_sequences_of_all_lengths_count(make: Make) -> None:
     run = lambda m, x: m.head(m.layer(x)[0][:, -1])
     model = here(Raw(run, layer=nn.GRU(4, 5, batch_first=True), head=nn.Linear(5, 3)))
     opt = make(model)
@@ -168,8 +173,8 @@ def sequences_of_all_lengths(make: Make) -> None:
     assert {b.updates for b in opt.store.blocks} == {4}
 
 
-@loop_habit
-def activation_checkpointing(make: Make) -> None:
+@without_closure
+def test_activation_checkpointing_gives_the_same_run(make: Make) -> None:
     """Equal to the model without, in both of its ways; also where recorded and other steps alternate."""
     plain = reference(make, 13)
     for reentrant in (False, True):
@@ -183,8 +188,8 @@ def activation_checkpointing(make: Make) -> None:
     assert torch._C._len_torch_function_stack() == 0
 
 
-@loop_habit
-def low_precision(make: Make) -> None:
+@without_closure
+def test_parameters_in_low_precision_go_where_others_go(make: Make) -> None:
     """Parameters keep their type, and go where those in single precision go."""
     start, end = flat(net()), flat(reference(make, 4, **EXACT))
     for dtype in (torch.bfloat16, torch.float16):
@@ -194,8 +199,8 @@ def low_precision(make: Make) -> None:
         assert (flat(model).float() - end).norm() < 0.2 * (end - start).norm()
 
 
-@loop_habit
-def double_precision(make: Make) -> None:
+@without_closure
+def test_double_precision_is_kept(make: Make) -> None:
     model = net().double()
     train(model, make(model), x=X.double())
     assert (flat(model) - flat(reference(make))).abs().max() > 0  # other random vectors, at the least
@@ -210,8 +215,8 @@ def double_precision(make: Make) -> None:
     assert {p.dtype for p in other.parameters()} == {torch.float64}
 
 
-@habit
-def a_default_device_elsewhere(make: Make) -> None:
+@every_optimizer
+def test_a_default_device_elsewhere_changes_nothing(make: Make) -> None:
     """What the optimizer makes is where the parameters are."""
     model = net()
     torch.set_default_device("meta")
@@ -222,8 +227,8 @@ def a_default_device_elsewhere(make: Make) -> None:
     assert_same(model, reference(make))
 
 
-@habit
-def lists_of_parameters(make: Make) -> None:
+@every_optimizer
+def test_lists_and_dicts_of_parameters_are_trained(make: Make) -> None:
     class Lists(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -236,8 +241,8 @@ def lists_of_parameters(make: Make) -> None:
     checked(make, Lists())
 
 
-@habit
-def lazy_layers(make: Make) -> None:
+@every_optimizer
+def test_lazy_layers_are_trained_once_they_have_shapes(make: Make) -> None:
     """Their parameters have no shape yet when the optimizer is made."""
     model = here(nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3)))
     opt = make(model)
@@ -245,8 +250,8 @@ def lazy_layers(make: Make) -> None:
     assert losses[-1] < 0.9 * losses[0] and opt.steps == 8 and "0.weight" in opt.report()
 
 
-@habit
-def other_tensors(make: Make) -> None:
+@every_optimizer
+def test_whole_numbers_stay_and_single_numbers_are_trained(make: Make) -> None:
     """Whole-numbered parameters and buffers stay; one number is a parameter; no layer has to be linear."""
     run = lambda m, x: m.size * (x * m.scale)[:, :3] + m.shift
     model = Raw(run, size=(), scale=(8,), shift=(3,))
@@ -258,14 +263,14 @@ def other_tensors(make: Make) -> None:
     assert moved(model, before) == {"size", "scale", "shift"} and losses[-1] < losses[0]
 
 
-@loop_habit
-def a_huge_layer(make: Make) -> None:
+@without_closure
+def test_a_huge_layer_is_trained(make: Make) -> None:
     model = nn.Sequential(nn.Linear(8, 2200), nn.ReLU(), nn.Linear(2200, 3))
     checked(make, model, steps=3, fall=1.0)
 
 
-@loop_habit
-def layers_unused_for_ever(make: Make) -> None:
+@without_closure
+def test_layers_that_are_never_used_stay(make: Make) -> None:
     """They stay, and the others are as without them."""
     model = Raw(lambda m, x: m.net(x), net=net(), spare=nn.Linear(3, 3))
     before = copied(here(model))
@@ -276,8 +281,8 @@ def layers_unused_for_ever(make: Make) -> None:
     assert "spare.weight" in opt.report()
 
 
-@loop_habit
-def layers_unused_at_times(make: Make) -> None:
+@without_closure
+def test_layers_unused_at_times_move_when_used(make: Make) -> None:
     run = lambda m, x: (m.one if m.turn % 2 else m.two)(m.inner(x).tanh())
     model = Raw(run, inner=nn.Linear(8, 6), one=nn.Linear(6, 3), two=nn.Linear(6, 3))
     opt = make(here(model))
@@ -288,9 +293,11 @@ def layers_unused_at_times(make: Make) -> None:
         assert moved(model, before) == {f"{layer}.{kind}" for layer in ("inner", used) for kind in ("weight", "bias")}
 
 
-@loop_habit
-def data_parallel(make: Make) -> None:
+@without_closure
+def test_data_parallel_is_the_module_itself(make: Make, device: str) -> None:
     """Which is the module itself where there is no GPU; the optimizer of the wrapper, or of what it wraps."""
+    if device == "sim":
+        pytest.skip("the simulated device has no copies of a model, as torch makes them for several CUDA devices")
     for outer in (True, False):
         model = net()
         wrapped = nn.DataParallel(model)
@@ -298,8 +305,8 @@ def data_parallel(make: Make) -> None:
         assert_same(model, reference(make))
 
 
-@loop_habit
-def scripted_modules(make: Make) -> None:
+@without_closure
+def test_scripted_models_are_refused_and_scripted_parts_are_trained(make: Make) -> None:
     """A whole model is refused by name; a part of one is trained by a diagonal."""
     for whole in (torch.jit.script(net()), torch.jit.trace(net(), X)):
         with pytest.raises(TypeError, match=r"model: .*scripted or traced"):
@@ -312,8 +319,8 @@ def scripted_modules(make: Make) -> None:
     assert moved(model, before) == set(before) and "nothing yet" not in opt.report()
 
 
-@habit
-def nothing_to_train(make: Make) -> None:
+@every_optimizer
+def test_a_model_with_nothing_to_train_is_refused(make: Make) -> None:
     model = net().requires_grad_(False)
     with pytest.raises(ValueError, match="model: no parameter requires a gradient"):
         make(model)

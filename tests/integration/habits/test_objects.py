@@ -16,28 +16,31 @@ from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from support.habits.table import (
+from support.habits import (
     EXACT,
     MAKERS,
+    QUIET,
     Make,
     X,
     Y,
     assert_same,
     backward,
     copied,
+    every_optimizer,
     flat,
-    habit,
     here,
-    loop_habit,
     moved,
     net,
     reference,
     train,
+    without_closure,
 )
 
+pytestmark = QUIET
 
-@loop_habit
-def rates_of_groups(make: Make) -> None:
+
+@without_closure
+def test_half_the_rate_of_a_group_is_half_its_step(make: Make) -> None:
     """Half the rate is half the step; zero is none."""
     steps = []
     for rate in (1.0, 0.5, 0.0):
@@ -61,8 +64,8 @@ def split(opt: torch.optim.Optimizer, **options: float) -> None:
     opt.add_param_group(head)
 
 
-@loop_habit
-def weight_decay_of_groups(make: Make) -> None:
+@without_closure
+def test_weight_decay_of_a_group_is_decoupled(make: Make) -> None:
     """Decoupled: ``p -= 1e-3 * lr * weight_decay * p``, in the group that says so."""
     models = [net(), net()]
     before = copied(models[0])
@@ -75,8 +78,8 @@ def weight_decay_of_groups(make: Make) -> None:
     assert torch.equal(decayed["0.weight"], plain["0.weight"])
 
 
-@loop_habit
-def damping_of_groups(make: Make) -> None:
+@without_closure
+def test_much_damping_of_a_group_leaves_its_gradients_direction(make: Make) -> None:
     """Much of it leaves the gradient's own direction; all parameters together can have one only."""
     model = net().double()
     opt, before = make(model), copied(model)
@@ -94,8 +97,8 @@ def damping_of_groups(make: Make) -> None:
     assert cosines["2.weight"] > 0.9999 > 0.99 > cosines["0.weight"]
 
 
-@habit
-def groups_are_as_in_torch(make: Make) -> None:
+@every_optimizer
+def test_groups_are_as_in_torch(make: Make) -> None:
     model = net()
     opt = make(model, lr=0.5, weight_decay=0.1)
     assert isinstance(opt, torch.optim.Optimizer) and len(opt.param_groups) == 1
@@ -107,8 +110,8 @@ def groups_are_as_in_torch(make: Make) -> None:
         make(model, foreach=True)
 
 
-@habit
-def freezing_and_thawing(make: Make) -> None:
+@every_optimizer
+def test_frozen_layers_stay_and_thawed_ones_move(make: Make) -> None:
     model = net()
     opt = make(model)
     train(model, opt, 2)
@@ -122,8 +125,8 @@ def freezing_and_thawing(make: Make) -> None:
     assert moved(model, before) == set(before)
 
 
-@habit
-def layers_that_come_later(make: Make) -> None:
+@every_optimizer
+def test_layers_that_come_later_are_trained_once_they_are_in_a_group(make: Make) -> None:
     """Not trained until they are in a group, as with SGD; the report says so."""
     model = net()
     opt = make(model)
@@ -138,8 +141,8 @@ def layers_that_come_later(make: Make) -> None:
     assert moved(model, before) == set(before) and "in no parameter group" not in opt.report()
 
 
-@habit
-def names_that_change(make: Make) -> None:
+@every_optimizer
+def test_parameters_whose_name_changes_are_trained_on(make: Make) -> None:
     """As by pruning: the parameter is the same, its name another."""
     model = net()
     opt = make(model)
@@ -151,8 +154,8 @@ def names_that_change(make: Make) -> None:
     assert int((model[0].weight == 0).sum()) == 24 and "0.weight_orig" in opt.report()
 
 
-@habit
-def hooks_of_steps(make: Make) -> None:
+@every_optimizer
+def test_hooks_of_steps_are_called_once_before_and_after(make: Make) -> None:
     """Once each, before and after the parameters move."""
     model, seen = net(), []
     opt = make(model)
@@ -167,8 +170,8 @@ def hooks_of_steps(make: Make) -> None:
     assert moves == [False, True, False, False, True]
 
 
-@habit
-def hooks_of_states(make: Make) -> None:
+@every_optimizer
+def test_hooks_of_states_are_called(make: Make) -> None:
     model, seen = net(), []
     opt = make(model)
     opt.register_state_dict_pre_hook(lambda *_: seen.append("saving"))
@@ -181,8 +184,8 @@ def hooks_of_states(make: Make) -> None:
     assert seen == ["saving", "loading", "loaded"]
 
 
-@habit
-def hooks_that_write_in_states(make: Make) -> None:
+@every_optimizer
+def test_hooks_may_write_in_states(make: Make) -> None:
     """As those of torch's own tests: beside the parameters, in the optimizer, in a copy of what is loaded."""
     model = net()
     opt = make(model)
@@ -200,8 +203,8 @@ def hooks_that_write_in_states(make: Make) -> None:
     assert moved(model, before) == set(before)
 
 
-@habit
-def rates_that_are_tensors(make: Make) -> None:
+@every_optimizer
+def test_rates_of_groups_may_be_tensors_that_a_schedule_changes(make: Make) -> None:
     """Of one entry, in the constructor and in groups, which a schedule then changes in place; parameters with names."""
     models = [net(), net()]
     for model, made in zip(models, (float, lambda rate: torch.tensor([rate])), strict=True):
@@ -216,8 +219,8 @@ def rates_that_are_tensors(make: Make) -> None:
     assert_same(*models)
 
 
-@habit
-def no_parameter_has_a_gradient(make: Make) -> None:
+@every_optimizer
+def test_a_step_without_any_gradient_is_none(make: Make) -> None:
     """A step is then none, as in torch.optim: before the first one, after it, and where all is frozen."""
     model = net()
     opt = make(model)
@@ -244,8 +247,8 @@ def no_parameter_has_a_gradient(make: Make) -> None:
     assert not torch.equal(flat(model), before)
 
 
-@habit
-def averaged_models(make: Make) -> None:
+@every_optimizer
+def test_averaged_models_are_left_alone(make: Make) -> None:
     """A copy of the model is none of the optimizer's business, with gradients or without."""
     model = net()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
@@ -263,8 +266,8 @@ def averaged_models(make: Make) -> None:
     assert torch.allclose(flat(average.module), expected)
 
 
-@habit
-def copies(make: Make) -> None:
+@every_optimizer
+def test_copies_and_pickles_go_on_alike(make: Make) -> None:
     """Of the model and the optimizer together, of the optimizer alone, which then has a model of its own; pickles."""
     model = net()
     opt = make(model)
@@ -287,8 +290,8 @@ def copies(make: Make) -> None:
         assert_same(model, other)
 
 
-@habit
-def pickled_models(make: Make) -> None:
+@every_optimizer
+def test_a_pickled_model_is_a_plain_model(make: Make) -> None:
     """A model is saved whole while the optimizer is attached; what is read is a plain model."""
     model = net()
     opt = make(model)
@@ -300,8 +303,8 @@ def pickled_models(make: Make) -> None:
     assert_same(model, reference(make))
 
 
-@habit
-def what_is_left(make: Make) -> None:
+@every_optimizer
+def test_an_optimizer_that_is_gone_leaves_nothing(make: Make) -> None:
     """Nothing, where the optimizer is gone; and a second one is like the first."""
     model = net()
     start = copy.deepcopy(model.state_dict())
@@ -325,8 +328,8 @@ class Interrupted(nn.Tanh):
         return super().forward(x)
 
 
-@loop_habit
-def interrupts(make: Make) -> None:
+@without_closure
+def test_an_interrupted_forward_pass_leaves_no_trace(make: Make) -> None:
     """In the middle of a forward pass: the next batch is as if there had been none."""
     inner = Interrupted()
     model = net(inner=inner)
@@ -342,8 +345,8 @@ def interrupts(make: Make) -> None:
     assert_same(model, reference(make))
 
 
-@habit
-def other_threads(make: Make) -> None:
+@every_optimizer
+def test_training_in_another_thread_is_the_same(make: Make) -> None:
     model, errors = net(), []
     opt = make(model)
 
@@ -360,8 +363,8 @@ def other_threads(make: Make) -> None:
     assert_same(model, reference(make))
 
 
-@loop_habit
-def several_optimizers_of_one_model(make: Make) -> None:
+@without_closure
+def test_sgd_may_train_a_part_of_the_model(make: Make) -> None:
     """SGD for a part, whose parameters are taken out of the groups."""
     model = net()
     opt = make(model)
@@ -378,8 +381,8 @@ def several_optimizers_of_one_model(make: Make) -> None:
     assert_same(model, frozen)
 
 
-@loop_habit
-def weights_loaded_between_steps(make: Make) -> None:
+@without_closure
+def test_weights_may_be_loaded_between_steps(make: Make) -> None:
     """`load_state_dict` of the model: training goes on from there."""
     model = net()
     opt = make(model, **EXACT)

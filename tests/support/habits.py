@@ -1,7 +1,4 @@
-"""What people do in training loops with `torch.optim.SGD`: the table of habits, and what all of them use.
-
-A habit is a function of how to make the optimizer of a model. It compares with a run without it, or with a number.
-"""
+"""What tests of habits in training loops share: a small model and its data, the plain loop, and what compares runs."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,26 +22,15 @@ MAKERS: dict[str, Make] = {
     "KFAC-adaptive": functools.partial(KFAC, adaptive=True),
     "NaturalGradient-search": functools.partial(NaturalGradient, line_search=True),
 }  # fmt: skip
-PLAIN = list(MAKERS)[:3]
-
-HABITS: dict[str, tuple[Callable[[Make], None], list[str]]] = {}
+PLAIN = ("KFAC", "EKFAC", "NaturalGradient")
+every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)  # such tests make their steps by `train`
+without_closure = pytest.mark.parametrize("make", [MAKERS[name] for name in PLAIN], ids=PLAIN)
+QUIET = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit", "ignore:None of the inputs")
 # curvature without chance, for runs that draw other random vectors
 EXACT: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "inject": curvature.exact()}
 
 with seeded(0):
     X, Y = torch.randn(16, 8), torch.randint(3, (16,))
-
-
-def habit(function: Callable[[Make], None]) -> Callable[[Make], None]:
-    """In loops of all kinds: the cell makes its steps by `train`."""
-    HABITS[function.__name__] = function, list(MAKERS)
-    return function
-
-
-def loop_habit(function: Callable[[Make], None]) -> Callable[[Make], None]:
-    """In loops without a closure."""
-    HABITS[function.__name__] = function, PLAIN
-    return function
 
 
 def net(seed: int = 1, inner: nn.Module | None = None) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""Habits around the loop: parameters in other places, changes in place, data, chance."""
+"""Habits around the loop of `torch.optim.SGD`: parameters in other places, changes in place, data, chance."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from support.cases.case import seeded
-from support.habits.table import Make, X, Y, assert_same, flat, habit, loop_habit, net, reference, train
+from support.habits import QUIET, Make, X, Y, assert_same, every_optimizer, flat, net, reference, train, without_closure
+
+pytestmark = QUIET
 
 
-@loop_habit
-def functional_calls(make: Make) -> None:
+@without_closure
+def test_functional_calls_with_the_parameters_or_copies_train_as_the_model(make: Make) -> None:
     """With the parameters, or others in their place."""
     plain = reference(make, 12)
     for stand_in in (lambda p: p, torch.clone):
@@ -24,8 +26,8 @@ def functional_calls(make: Make) -> None:
         assert_same(model, plain)
 
 
-@loop_habit
-def gradients_of_functions(make: Make) -> None:
+@without_closure
+def test_gradients_by_torch_func_may_be_assigned_by_hand(make: Make) -> None:
     """By torch.func.grad, assigned by hand."""
     model = net()
     opt = make(model)
@@ -37,8 +39,8 @@ def gradients_of_functions(make: Make) -> None:
     assert_same(model, reference(make, 12))
 
 
-@loop_habit
-def gradients_of_gradients(make: Make) -> None:
+@without_closure
+def test_a_penalty_on_a_gradient_is_followed(make: Make) -> None:
     """A penalty on the gradient by the input: it is in `.grad`, and the step follows that."""
     ends = []
     for strength in (0.0, 10.0):
@@ -54,8 +56,8 @@ def gradients_of_gradients(make: Make) -> None:
     assert ends[1] < ends[0]
 
 
-@habit
-def noise_in_place(make: Make) -> None:
+@every_optimizer
+def test_parameters_changed_between_steps_stay_so(make: Make) -> None:
     """Parameters changed between steps stay so."""
     model = net()
     opt, before = make(model, lr=0.0), flat(model)
@@ -67,8 +69,8 @@ def noise_in_place(make: Make) -> None:
     assert torch.allclose(flat(model), before + 1.5)
 
 
-@loop_habit
-def loaders_with_workers(make: Make) -> None:
+@without_closure
+def test_loaders_with_workers_give_the_same_run(make: Make) -> None:
     ends = []
     for workers in (0, 1):
         model = net()
@@ -80,8 +82,8 @@ def loaders_with_workers(make: Make) -> None:
     assert_same(*ends)
 
 
-@habit
-def random_numbers_are_the_models_own(make: Make) -> None:
+@every_optimizer
+def test_random_numbers_are_the_models_own(make: Make) -> None:
     """With dropout the losses at rate zero are those of SGD."""
     losses, states = [], []
     for build in (make, torch.optim.SGD):

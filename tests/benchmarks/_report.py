@@ -1,0 +1,42 @@
+"""Files, tables and words of benchmarks' reports."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def markdown(head: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
+    """A table; `align` has "l" or "r" for each column, the last for all that follow."""
+    columns = align.ljust(len(head), align[-1])
+    rule = [{"l": "---", "r": "---:"}[side] for side in columns]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+
+
+def machine(device: str) -> str:
+    """Processor, threads and versions, in words."""
+    processor = platform.processor() or platform.machine()
+    known = Path("/proc/cpuinfo")
+    if known.exists():
+        names = [line.split(":", 1)[1].strip() for line in known.read_text().splitlines() if "model name" in line]
+        processor = names[0] if names else processor
+    processor = torch.cuda.get_device_name() if device.startswith("cuda") else processor
+    threads, python = torch.get_num_threads(), platform.python_version()
+    return f"{processor}, {threads} thread(s), torch {torch.__version__}, Python {python}"
+
+
+def words(setting: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in setting.items()) or "defaults"
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
