@@ -14,11 +14,28 @@ from _race_report import COLOURS
 from _race_rivals import ENTRIES
 from _report import markdown
 
-PANELS = (  # what, whether it is a bound, title, below the axis, line
-    ("speed", "slower", "times as fast as the best rival", "above 1 is ahead; hollow: less than this", 1.0),
-    ("steps", "more", "steps, of tuned AdamW's", "below 1 is ahead; hollow: more than this", 1.0),
-    ("loss", "", "loss at equal time, of the best rival's", f"at most {TOLERANCE:g} holds", TOLERANCE),
+PANELS = (  # what, its mark as a bound, whether smaller is better, title
+    ("speed", "slower", False, "times as fast as the best rival"),
+    ("steps", "more", True, "times fewer steps than AdamW"),
 )
+NAMES = {
+    "vit": "ViT",
+    "resnet": "residual CNN",
+    "batchnorm": "CNN with BatchNorm",
+    "lstm": "LSTM",
+    "gpt": "GPT",
+    "dropout": "encoder with dropout",
+    "tabular": "tabular regression",
+    "siren": "coordinate network",
+    "vae": "VAE",
+    "variance": "mean-and-variance regression",
+    "modular": "addition modulo 97",
+    "ratings": "ratings",
+    "softmax": "softmax regression",
+    "gan": "GAN",
+    "policy": "policy gradient",
+    "noise": "fine-tuning with wrong labels",
+}
 TICKS = (0.001, 0.01, 0.03, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 100, 1000)
 FAR = 1e3  # ratios beyond are drawn there
 
@@ -149,7 +166,7 @@ def losses(results: Mapping[str, Result], label: Callable[[str], str]) -> str:
 
 
 def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str]) -> None:
-    """Three panels of ratios, a row for each family: a dot for each seed, hollow where a bound, and the median."""
+    """Two panels, right is better, a row for each family: a dot for each seed, an arrow for a bound, the median."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -157,22 +174,29 @@ def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str
 
     scores = {family: result.scores() for family, result in results.items()}
     names = list(dict.fromkeys(name for own in scores.values() for name in own))
-    drawn, axes = plt.subplots(1, 3, figsize=(13, 1.6 + 0.36 * len(scores)), sharey=True)
-    for panel, (what, bound, title, note, mark) in zip(axes, PANELS, strict=True):
+    first = lambda family: statistics.median(one.speed for one in scores[family][names[0]])
+    order = sorted((family for family in scores if names[0] in scores[family]), key=first, reverse=True)
+    drawn, axes = plt.subplots(1, len(PANELS), figsize=(10, 1.6 + 0.36 * len(order)), sharey=True, layout="constrained")
+    for panel, (what, bound, is_inverted, title) in zip(axes, PANELS, strict=True):
         for shift, name in enumerate(names):
             style = {"color": COLOURS.get(name, "0.4"), "zorder": 3}
-            for row, found in enumerate(own.get(name, []) for own in scores.values()):
+            for row, of_family in enumerate(scores[family].get(name, []) for family in order):
                 y = row + 0.26 * (shift - (len(names) - 1) / 2)
-                values = [min(max(getattr(one, what), 1 / FAR), FAR) for one in found]
-                for one, value in zip(found, values, strict=True):
-                    face = "white" if bound and getattr(one, bound) else style["color"]
-                    panel.plot(value, y, "o", ms=4, alpha=0.6, mew=0.9, mfc=face, **style)
+                values = [min(max(getattr(one, what), 1 / FAR), FAR) for one in of_family]
+                values = [1 / value if is_inverted else value for value in values]
+                for one, value in zip(of_family, values, strict=True):
+                    panel.plot(value, y, "<" if getattr(one, bound) else "o", ms=4, alpha=0.6, **style)
                 if values:
                     panel.plot(statistics.median(values), y, "|", ms=11, mew=2.5, **style)
             panel.plot([], [], "|", ms=11, mew=2.5, label=label(name), **style)
-        panel.axvline(mark, color="0.3", lw=0.9, zorder=1)
-        panel.set(xscale="log", title=title, xlabel=note, ylim=(len(scores) - 0.4, -0.6))
-        panel.set_yticks(range(len(scores)), list(scores))
+        panel.axvline(1, color="0.3", lw=0.9, zorder=1)
+        panel.set(
+            xscale="log",
+            title=title,
+            xlabel="right of 1 is better; an arrow: at most this",
+            ylim=(len(order) - 0.4, -0.6),
+        )
+        panel.set_yticks(range(len(order)), [NAMES[family] for family in order])
         low, high = panel.get_xlim()
         ticks = [t for t in TICKS if low <= t <= high]
         panel.set_xticks(ticks, [f"{t:g}" for t in ticks])
@@ -181,7 +205,6 @@ def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str
         panel.grid(axis="y", color="0.93", lw=0.7)
         panel.set_axisbelow(True)
     handles, labels = axes[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="lower center", ncols=len(names), frameon=False)
-    drawn.tight_layout(rect=(0, 0.04, 1, 1))
+    drawn.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
     drawn.savefig(path, dpi=130)
     plt.close(drawn)

@@ -82,6 +82,11 @@ class Result:
             found.setdefault(record.name, []).append(record)
         return found
 
+    def best_rivals(self) -> list[str]:
+        """The two that come to the target first, in the median of the seeds."""
+        seconds = {name: middle(seconds_of(records)) for name, records in self.grouped().items() if name not in OWN}
+        return sorted(seconds, key=lambda name: seconds[name])[:2]
+
 
 def grid_lines(tuned: Mapping[str, Mapping[str, Any]], title: str) -> Iterator[str]:
     """The grids of one problem, as they stand in the file of tuned settings."""
@@ -170,10 +175,12 @@ def figure(results: Mapping[str, Result], path: Path) -> None:
     for axes, result in zip(grid.flat, results.values(), strict=False):
         for name, records in result.grouped().items():
             at, curves = sampled(records)
-            own = name in OWN
-            style = {"color": COLOURS[name], "ls": LINES[name], "lw": 2.8 if own else 1.3, "zorder": 3 if own else 2}
+            own, is_best = name in OWN, name in result.best_rivals()
+            colour = COLOURS[name] if own or is_best else "0.75"
+            style = {"color": colour, "ls": LINES[name], "lw": 2.8 if own else 1.3, "zorder": 3 if own else 2}
             (handles[name],) = axes.plot(at, np.median(curves, 0), label=ENTRIES[name].label, **style)
-            axes.fill_between(at, curves.min(0), curves.max(0), color=COLOURS[name], alpha=0.12, lw=0)
+            if own or is_best:
+                axes.fill_between(at, curves.min(0), curves.max(0), color=colour, alpha=0.12, lw=0)
         axes.axhline(result.target, color="0.3", lw=0.8, ls=":")
         axes.set(xscale="log", yscale="log", xlabel=result.clock, ylabel=f"training loss [{result.unit}]")
         last = max(record.points[-1].seconds for record in result.records)
@@ -192,7 +199,7 @@ def figure(results: Mapping[str, Result], path: Path) -> None:
         ncols=3 * columns,
         frameon=False,
         handlelength=3.5,
-        title="lines: medians of seeds; bands: from the best seed to the worst; dotted: target",
+        title="medians of seeds, bands from best to worst; dotted: target; grey: all rivals but the best two",
     )
     drawn.tight_layout(rect=(0, 1.1 / (4.4 * rows + 1.1), 1, 1))
     drawn.savefig(path, dpi=130)

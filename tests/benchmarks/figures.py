@@ -28,24 +28,6 @@ REGION = re.compile(
     r"(<!-- results: (?P<what>\S+)(?: (?P<index>\d+))? -->\n)(?P<body>.*?)(<!-- end of results -->)", re.S
 )
 NUMBER = re.compile(r"[<>]?\d[\d,.]*(e-?\d+)?( †)?( \(.*\))?|-|wrong.*|no .*|unsupported.*")
-NAMES = {
-    "vit": "a ViT",
-    "resnet": "a residual CNN",
-    "batchnorm": "a CNN with BatchNorm",
-    "lstm": "an LSTM",
-    "gpt": "a GPT",
-    "dropout": "an encoder with dropout",
-    "tabular": "tabular regression",
-    "siren": "a coordinate network",
-    "vae": "a VAE",
-    "variance": "mean-and-variance regression",
-    "modular": "addition modulo 97",
-    "ratings": "ratings",
-    "softmax": "softmax regression",
-    "gan": "a GAN",
-    "policy": "a policy gradient",
-    "noise": "fine-tuning with wrong labels",
-}
 PICTURES = {  # commands that draw what is stored
     "generality": "generality.py --report --json {runs} --figure docs/generality.png",
     "race": "race.py --report --json {runs} --figure docs/race.png",
@@ -87,7 +69,7 @@ def rows_of(name: str) -> str:
 
 def families() -> str:
     """KFAC beside the best rival, by family, in one line each."""
-    from _generality_report import Result
+    from _generality_report import NAMES, Result
     from _generality_scores import geometric
 
     saved = json.loads((RESULTS / "generality.runs.json").read_text("utf-8"))
