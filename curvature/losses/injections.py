@@ -28,9 +28,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from curvature.losses.output_batch import OutputBatch
 from curvature.losses.output_hessian import (
     LinearMap,
+    OutputBatch,
     OutputCurvature,
     fisher_information,
     hessian,
@@ -39,7 +39,8 @@ from curvature.losses.output_hessian import (
     label_gradient_sampler,
     term_masses,
 )
-from curvature.losses.per_sample import Loss, per_sample_losses
+from curvature.losses.per_sample import per_sample_losses
+from curvature.losses.table import Loss
 
 SEED = 0x5EED
 VECTORS_PER_CHUNK = 64

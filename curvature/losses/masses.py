@@ -15,17 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from curvature.losses.per_sample import (
-    REDUCTIONS,
-    Loss,
     is_in_closed_form,
     map_target,
-    name_of,
     per_sample_losses,
-    reduction_of,
     require_scalar,
-    resolve,
     sample_masses,
 )
+from curvature.losses.table import TORCH_LOSSES, Loss, name_of, reduction_of, resolve
 
 FAR_POINTS = 8
 CHECKED: set[Any] = set()  # kinds of torch's losses and of batches whose masses were found to be as expected
@@ -139,7 +135,7 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
 
 
 def _alone(loss: Loss, point: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
-    if type(loss) in REDUCTIONS:
+    if type(loss) in TORCH_LOSSES:
         return per_sample_losses(loss, point, target, count, output_dim, target_dim)
     try:
         return per_sample_losses(loss, point, target, count, output_dim, target_dim)

@@ -2,8 +2,8 @@
 
 For sample n, H is a curvature of the per-sample loss l_n at its rows of the output. l_n is a sum of *terms* times their
 *masses* (1, or 1/T in a mean of T terms; class weights, ignored places, soft targets that do not sum to 1),
-and a term of mass 1 has the H of its likelihood (`likelihoods`): a ``_Kind`` names it for each torch loss.
-For every other loss, H is the Hessian, by differentiating twice.
+and a term of mass 1 has the H of its likelihood (`likelihoods`), which `table` names for each torch loss. For every
+other loss, H is the Hessian, by differentiating twice.
 
 A root is a function eps -> S eps with ``S S^T = H``, S square, applied to every sample; a product is u -> H u.
 Arguments and results have shape (k, *output.shape).
@@ -14,7 +14,6 @@ consecutive ones per sample; dim 1 holds the classes.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable
@@ -22,26 +21,71 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvature.linalg import symmetric_eigh
-from curvature.losses import likelihoods
 from curvature.losses.likelihoods import Likelihood
-from curvature.losses.output_batch import unit_vectors
-from curvature.losses.per_sample import (
-    GaussianNLLLoss,
-    Loss,
-    name_of,
-    per_sample_losses,
-    reduction_of,
-    resolve,
-    sample_masses,
-)
+from curvature.losses.per_sample import per_sample_losses, sample_masses
+from curvature.losses.table import TORCH_LOSSES, Loss, TorchLoss, name_of, reduction_of, resolve, unreduced
 
 LinearMap = Callable[[Tensor], Tensor]  # (k, *output.shape) to the same
 Draw = Callable[[int, torch.Generator], Tensor]
 Columns = tuple[int, Callable[[int, int], Tensor]]  # number of vectors; (start, stop) -> vectors start..stop
 COLUMNS_PER_CHUNK = 64  # columns of H at a time
+
+
+@dataclass(frozen=True)
+class OutputBatch:
+    """An output (N*m, ...), m consecutive rows for each of ``count`` = N samples; no graph, at least float32."""
+
+    output: Tensor
+    loss: Loss | None
+    target: Any
+    count: int
+    generator: torch.Generator | None
+
+    @staticmethod
+    def of(
+        output: Tensor, loss: Loss | None, target: Any, count: int | None, generator: torch.Generator | None
+    ) -> OutputBatch:
+        """Check the output; ``count`` None means one row per sample.
+
+        Raises:
+            ValueError: the output is not a floating point tensor, is empty, or its rows do not divide into N samples.
+        """
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            found = output.dtype if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"output must be a floating point tensor of shape (N, ...), got {found}")
+        if output.ndim == 0 or output.numel() == 0:
+            raise ValueError(f"output must have at least one sample along dim 0, got shape {tuple(output.shape)}")
+        count = len(output) if count is None else count
+        if count < 1 or len(output) % count:
+            raise ValueError(f"output must have rows for {count} samples along dim 0, got shape {tuple(output.shape)}")
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        return OutputBatch(output.detach().to(dtype), loss, target, count, generator)
+
+    def source(self, seed: int) -> torch.Generator:
+        """The generator where the output is: the given one, one that it seeds, or one with this seed."""
+        given, device = self.generator, self.output.device
+        if given is not None and given.device == device:
+            return given
+        drawn = seed if given is None else torch.randint(2**62, (), generator=given, device=given.device)
+        return torch.Generator(device).manual_seed(int(drawn))
+
+    def flat(self, vectors: Tensor) -> Tensor:
+        """(k, N*m, ...) to (k, N, D), with D the entries of one sample's output."""
+        return vectors.reshape(len(vectors), self.count, -1)
+
+    def basis(self, start: int, stop: int) -> Tensor:
+        """`unit_vectors` of entries start..stop of a sample's output."""
+        return unit_vectors(self.output, self.count, torch.arange(start, stop, device=self.output.device))
+
+
+def unit_vectors(output: Tensor, count: int, entries: Tensor) -> Tensor:
+    """Unit vectors of these entries (k,) of a sample's output, the same for every sample: (k, *output.shape)."""
+    vectors = output.new_zeros(len(entries), 1, output.numel() // count)
+    vectors[torch.arange(len(entries), device=output.device), 0, entries] = 1
+    return vectors.expand(-1, count, -1).reshape(len(entries), *output.shape)
 
 
 @dataclass(frozen=True)
@@ -75,22 +119,22 @@ def fisher_information(loss: Loss, output: Tensor, target: Any = None, count: in
         ValueError: the target is needed but missing, shapes do not fit, a mass is negative, or the loss is neither a
             sum nor a mean.
     """
-    loss, kind = _resolve(loss)
-    if kind is None or kind.likelihood is None:
-        return _by_differentiating(loss, kind, output, target, count)
+    loss, row = _resolve(loss)
+    if row is None or row.likelihood is None:
+        return _by_differentiating(loss, row, output, target, count)
     masses = term_masses(loss, output, target, count=count)
-    return _of_likelihood(kind.likelihood(loss, output), masses, output, count)
+    return _of_likelihood(row.likelihood(loss, output), masses, output, count)
 
 
 def hessian(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> OutputCurvature:
     """The Hessian of l_n. Arguments and errors as for `fisher_information`."""
-    loss, kind = _resolve(loss)
-    if kind is not None and kind.likelihood is not None:
+    loss, row = _resolve(loss)
+    if row is not None and row.likelihood is not None:
         masses = term_masses(loss, output, target, count=count)
-        unit = kind.likelihood(loss, output)
+        unit = row.likelihood(loss, output)
         if unit.is_hessian:
             return _of_likelihood(unit, masses, output, count)
-    return _by_differentiating(loss, kind, output, target, count)
+    return _by_differentiating(loss, row, output, target, count)
 
 
 def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> LinearMap:
@@ -174,14 +218,14 @@ def label_gradient_root(
 
 def _drawn_from(loss: Loss, output: Tensor, target: Any, count: int | None) -> tuple[Likelihood, Tensor]:
     """The likelihood, and the roots of the terms' masses."""
-    loss, kind = _resolve(loss)
-    if kind is None or kind.likelihood is None:
-        known = ", ".join(t.__name__ for t, row in _KINDS.items() if row.likelihood is not None)
+    loss, row = _resolve(loss)
+    if row is None or row.likelihood is None:
+        known = ", ".join(t.__name__ for t, row in TORCH_LOSSES.items() if row.likelihood is not None)
         raise ValueError(
             f"sampled() draws labels from the likelihood of the loss, and {name_of(loss)} has none that is known here; "
             f"these have one: {known}. Use exact(), propagated() or isotropic() instead"
         )
-    return kind.likelihood(loss, output), term_masses(loss, output, target, count=count).sqrt()
+    return row.likelihood(loss, output), term_masses(loss, output, target, count=count).sqrt()
 
 
 def term_masses(
@@ -203,94 +247,33 @@ def term_masses(
     Raises:
         ValueError: weights need the target, a mass is negative, shapes do not fit.
     """
-    loss, kind = _resolve(loss)
-    if kind is None:
+    loss, row = _resolve(loss)
+    if row is None:
         return torch.ones_like(output)
     count = count or len(output)
-    if kind.classes and output.ndim < 2:
+    if row.classes is not None and output.ndim < 2:
         raise ValueError(f"{name_of(loss)} takes outputs of shape (N, C, ...), got {tuple(output.shape)}")
     if target is None:
-        for name in kind.weights if strict else ():
+        for name in row.weights if strict else ():
             if getattr(loss, name) is not None:
                 raise ValueError(f"{name_of(loss)} has {name}=, which needs targets: pass target=")
-        target = kind.stand_in(output) if kind.stand_in else None
-    masses = torch.ones_like(output[:, :1] if kind.classes else output)
-    if target is not None and kind.probe is not None:
-        return _probed_masses(loss, kind.probe(output), output, target, count).reshape(masses.shape)
-    terms = masses[:, : output.shape[1] // 2] if kind.heads else masses
-    if target is not None and not kind.classes:
+        target = row.stand_in(output) if row.stand_in else None
+    masses = torch.ones_like(output if row.classes is None else output[:, :1])
+    if target is not None and row.probe is not None:
+        return _probed_masses(loss, row, output, target, count).reshape(masses.shape)
+    terms = masses[:, : output.shape[1] // 2] if row.heads else masses
+    if target is not None and row.classes is None:
         _require_broadcast(loss, terms, target)
     # batchmean sums within a sample
     return masses / (terms.numel() // count) if getattr(loss, "reduction", "mean") == "mean" else masses
 
 
-@dataclass(frozen=True)
-class _LossKind:
-    """A torch loss whose terms are entries of the output, or vectors of classes.
-
-    Attributes:
-        likelihood: (loss, output) -> the likelihood of terms of mass 1. None: none is known; the Hessian is diagonal.
-        classes: whether a term uses all of dim 1, the classes, instead of one entry.
-        heads: whether a term uses an entry of each half of dim 1.
-        probe: output -> (f, value): a term of mass 1 has this value if all of the output is f. None: all masses are 1.
-        weights: attributes of the loss that make the masses depend on the target.
-        stand_in: output -> a substitute for a missing target.
-    """
-
-    likelihood: Callable[[Any, Tensor], Likelihood] | None = None
-    classes: bool = False
-    heads: bool = False
-    probe: Callable[[Tensor], tuple[float, float]] | None = None
-    weights: tuple[str, ...] = ()
-    stand_in: Callable[[Tensor], Tensor] | None = None
-
-
-def _poisson(loss: Any, output: Tensor) -> Likelihood:
-    return likelihoods.Poisson(output) if loss.log_input else likelihoods.PoissonRate(output, loss.eps)
-
-
-# By exact type, since a subclass may compute something else.
-_ENTRYWISE = _LossKind()
-_KINDS: dict[type, _LossKind] = {
-    nn.CrossEntropyLoss: _LossKind(
-        lambda _, output: likelihoods.Categorical(output),
-        classes=True,
-        probe=lambda output: (0.0, math.log(output.shape[1])),
-        weights=("weight",),
-    ),
-    nn.NLLLoss: _LossKind(
-        lambda _, output: likelihoods.LogProbabilities(output),
-        classes=True,
-        probe=lambda _: (-1.0, 1.0),
-        weights=("weight",),
-    ),
-    nn.BCEWithLogitsLoss: _LossKind(
-        lambda _, output: likelihoods.Bernoulli(output),
-        probe=lambda _: (0.0, math.log(2)),
-        weights=("pos_weight",),
-        stand_in=torch.zeros_like,
-    ),
-    nn.BCELoss: _LossKind(
-        lambda _, output: likelihoods.BernoulliProbability(output),
-        probe=lambda _: (0.5, math.log(2)),
-        stand_in=torch.zeros_like,
-    ),
-    nn.MSELoss: _LossKind(lambda _, output: likelihoods.Normal(output)),
-    nn.PoissonNLLLoss: _LossKind(_poisson),
-    GaussianNLLLoss: _LossKind(lambda loss, output: likelihoods.NormalHeads(*loss.heads(output)), heads=True),
-    nn.L1Loss: _ENTRYWISE,
-    nn.SmoothL1Loss: _ENTRYWISE,
-    nn.HuberLoss: _ENTRYWISE,
-    nn.KLDivLoss: _ENTRYWISE,
-    nn.SoftMarginLoss: _ENTRYWISE,
-}
-
-
-def _resolve(loss: Loss) -> tuple[Any, _LossKind | None]:
-    """The resolved loss and its kind, None for any other callable."""
+def _resolve(loss: Loss) -> tuple[Any, TorchLoss | None]:
+    """The resolved loss, and its row if that says something of the Hessian."""
     loss = resolve(loss)
     reduction_of(loss)  # refuses "none"
-    return loss, _KINDS.get(type(loss))
+    row = TORCH_LOSSES.get(type(loss))
+    return loss, row if row is not None and (row.likelihood or row.is_diagonal) else None
 
 
 def _of_likelihood(unit: Likelihood, masses: Tensor, output: Tensor, count: int | None) -> OutputCurvature:
@@ -318,13 +301,13 @@ def _columns(root: LinearMap, output: Tensor, count: int | None, spares_last_cla
 
 
 def _by_differentiating(
-    loss: Loss, kind: _LossKind | None, output: Tensor, target: Any, count: int | None
+    loss: Loss, row: TorchLoss | None, output: Tensor, target: Any, count: int | None
 ) -> OutputCurvature:
     """Differentiate twice; if H is known to be diagonal, give its root, too."""
-    if target is None and kind is not None:
+    if target is None and row is not None:
         raise _missing_target(loss)
     product = functools.partial(hessian_product, loss, output, target, count or len(output))
-    if kind is not _ENTRYWISE:
+    if row is None or not row.is_diagonal:
         return OutputCurvature(product)
     curves = product()(torch.ones_like(output)[None])[0]
     _require_semidefinite(loss, curves)
@@ -333,16 +316,15 @@ def _by_differentiating(
     return OutputCurvature(lambda: lambda u: curves * u, root, _columns(root, output, count))
 
 
-def _probed_masses(loss: Any, probe: tuple[float, float], output: Tensor, target: Tensor, count: int) -> Tensor:
+def _probed_masses(loss: Any, row: TorchLoss, output: Tensor, target: Tensor, count: int) -> Tensor:
     """Read the masses from the loss, at an output where each term is its mass times a known value."""
-    at, value = probe
+    assert row.probe is not None
+    at, value = row.probe(output)
     dtype = output.dtype if loss.weight is None else loss.weight.dtype
     flat = output.new_full((), at, dtype=dtype).expand(output.shape)
     if target.is_floating_point():
         target = target.to(dtype)
-    unreduced = copy.copy(loss)
-    unreduced.reduction = "none"
-    terms = unreduced.forward(flat, target)
+    terms = unreduced(loss, flat, target)
     sums = terms.reshape(count, -1).sum(1)
     # a mean divides by the total weight of terms that are not ignored; if that is zero, torch has 0/0 and no curvature
     share = torch.where(sums == 0, 0, 1 / sample_masses(loss, flat, target, count).to(sums.dtype))

@@ -1,123 +1,19 @@
-"""Per-sample losses: the terms of a loss, how it averages or sums them, and the loss of every sample alone.
+"""Per-sample losses: the loss of every sample alone, and the mass of each sample in the loss of a batch."""
 
-Only this module knows reductions, class weights, ``ignore_index``, ``label_smoothing`` and ``pos_weight``.
+from __future__ import annotations
 
-A torch loss sums or averages *terms* (``reduction="none"`` returns them), each of which belongs to one sample. A mean
-divides by the *mass* of its terms: their number or, with class indices, the total weight of the classes that are not
-ignored. A ``_Reduction`` describes each torch loss; every other callable is run on each sample alone.
-
-`resolve` turns what a user passes into a callable of (output, target). Call only what it returns.
-"""
-
-import copy
-import functools
 import logging
 import math
-import sys
-import types
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-Loss = Callable[[Any, Any], Tensor]
+from curvature.losses.table import TORCH_LOSSES, Loss, name_of, reduction_of, resolve
 
-_log = logging.getLogger("curvature")
-
-
-def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
-    """Whether the loss of a batch is the mean or the sum of the losses of its samples.
-
-    Args:
-        loss: a torch loss module or a callable; without an attribute ``reduction`` it counts as a mean.
-            ``KLDivLoss(reduction="batchmean")`` is a mean (of losses that are sums).
-
-    Raises:
-        ValueError: any other reduction, such as ``"none"``.
-    """
-    reduction = getattr(loss, "reduction", "mean")
-    if reduction == "batchmean" and isinstance(loss, nn.KLDivLoss):
-        return "mean"
-    if reduction == "mean" or reduction == "sum":
-        return "mean" if reduction == "mean" else "sum"
-    raise ValueError(f"{name_of(loss)} has reduction={reduction!r}, which is no scalar loss: use 'mean' or 'sum'")
-
-
-def resolve(loss: Loss) -> Loss:
-    """The loss as a callable of (output, target) in the form that this package knows.
-
-    A function of ``torch.nn.functional`` becomes its module; torch's ``GaussianNLLLoss``, which takes three arguments,
-    becomes `GaussianNLLLoss` of this module. Every other loss is returned unchanged.
-    """
-    if isinstance(loss, types.FunctionType):
-        return _FUNCTIONS.get(loss, loss)
-    return GaussianNLLLoss(loss) if type(loss) is nn.GaussianNLLLoss else loss
-
-
-class GaussianNLLLoss(nn.Module):
-    """Torch's loss of this name for an output that holds both heads: along dim 1 the means, then as many variances.
-
-    The target has the shape of the means. As in torch, variances below ``eps`` count as ``eps``, and pass the gradient
-    at ``eps``.
-    """
-
-    def __init__(self, loss: nn.GaussianNLLLoss) -> None:
-        super().__init__()
-        self.reduction, self.full, self.eps = loss.reduction, loss.full, loss.eps
-
-    def forward(self, output: Any, target: Tensor) -> Tensor:
-        """The loss at ``output`` of shape (N, 2d, ...), or a tuple (mean, variance).
-
-        Raises:
-            ValueError: the output does not consist of two heads, the target does not have the shape of the means, or a
-                variance is negative.
-        """
-        mean, variance = self.heads(output)
-        if target.shape != mean.shape:
-            raise ValueError(f"GaussianNLLLoss: target {tuple(target.shape)}, but the means are {tuple(mean.shape)}")
-        terms = 0.5 * (variance.log() + (mean - target).square() / variance)
-        if self.full:
-            terms = terms + 0.5 * math.log(2 * math.pi)
-        return terms if self.reduction == "none" else terms.mean() if self.reduction == "mean" else terms.sum()
-
-    def heads(self, output: Any) -> tuple[Tensor, Tensor]:
-        """Mean and variance, the latter at least ``eps``; errors as for `forward`."""
-        output = join_heads(self, output)
-        if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] % 2:
-            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(
-                "GaussianNLLLoss takes an output (N, 2d, ...), whose dim 1 holds the means and then the variances, or "
-                f"a tuple (mean, variance), each (N, d, ...); found {found}"
-            )
-        mean, variance = output.chunk(2, 1)
-        try:
-            negative = bool((variance < 0).any())
-        except RuntimeError:  # vmap does not allow branching on values
-            negative = False
-        if negative:
-            raise ValueError(
-                "GaussianNLLLoss: the variances have negative entries; softplus or exp makes them positive"
-            )
-        passing = self.eps + (variance - variance.detach())  # the gradient passes, as in torch
-        return mean, torch.where(variance < self.eps, passing, variance)
-
-
-def join_heads(loss: Loss, output: Any) -> Any:
-    """Concatenate a tuple (mean, variance) for `GaussianNLLLoss` along dim 1; return any other output unchanged.
-
-    A variance that torch would broadcast to the mean is expanded first.
-    """
-    if not isinstance(loss, GaussianNLLLoss) or not isinstance(output, tuple | list) or len(output) != 2:
-        return output
-    mean, variance = output
-    if mean.ndim < 2:
-        raise ValueError(f"GaussianNLLLoss: the mean must have shape (N, d, ...), found {tuple(mean.shape)}")
-    if variance.shape == mean.shape[:-1]:
-        variance = variance.unsqueeze(-1)
-    return torch.cat([mean, variance.expand_as(mean)], 1)
+log = logging.getLogger("curvature")
 
 
 def per_sample_losses(
@@ -149,22 +45,23 @@ def per_sample_losses(
     output_dim = _sample_dim("output", output, count, output_dim)
     map_target(lambda t: _sample_dim("target", t, count, target_dim), target)
 
-    rule = REDUCTIONS.get(type(loss))
-    if rule is None or not isinstance(target, Tensor):
+    row = TORCH_LOSSES.get(type(loss))
+    if row is None or not isinstance(target, Tensor):
         return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
     target_dim %= target.ndim
-    if rule.broadcasts and count > 1:
+    if row.broadcasts and count > 1:
         _refuse_mixing(loss, output, target, output_dim, target_dim)
-    dim = rule.dim_of_terms(output, target, output_dim, target_dim)
+    dim = row.dim_of_terms(output, target, output_dim, target_dim)
     if dim is None or getattr(loss, "reduction", "mean") == "batchmean":
         # batchmean divides by the size of dim 0, not by a number of terms
         return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
 
-    terms, mass = _terms(loss, rule, output, target)
+    terms = row.terms(loss, output, target)
     sums = _sum_by_sample(terms, count, dim)
     if not mean:
         return sums
-    return sums / (terms.numel() // count if mass is None else _sum_by_sample(mass, count, dim))
+    masses = row.masses(loss, target) if row.masses else None
+    return sums / (terms.numel() // count if masses is None else _sum_by_sample(masses, count, dim))
 
 
 def sample_masses(
@@ -189,16 +86,16 @@ def sample_masses(
     mean = reduction_of(loss) == "mean"
     output_dim = _sample_dim("output", output, count, output_dim)
     map_target(lambda t: _sample_dim("target", t, count, target_dim), target)
-    masses = torch.ones(count, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
-    rule = REDUCTIONS.get(type(loss))
-    if rule is None or not mean or getattr(loss, "reduction", "mean") == "batchmean":
-        return masses
-    mass = rule.mass(loss, target) if rule.mass and isinstance(target, Tensor) else None
-    if mass is not None:
-        return _sum_by_sample(mass.to(masses), count, target_dim % target.ndim)
-    if rule.summed is not None and output_dim == rule.summed % output.ndim:
-        return masses
-    return masses * (math.prod(rule.shape_of_terms(output)) // count)
+    ones = torch.ones(count, dtype=torch.promote_types(output.dtype, torch.float32), device=output.device)
+    row = TORCH_LOSSES.get(type(loss))
+    if row is None or not mean or getattr(loss, "reduction", "mean") == "batchmean":
+        return ones
+    masses = row.masses(loss, target) if row.masses and isinstance(target, Tensor) else None
+    if masses is not None:
+        return _sum_by_sample(masses.to(ones), count, target_dim % target.ndim)
+    if row.classes is not None and output_dim == row.classes % output.ndim:
+        return ones
+    return ones * (math.prod(row.shape_of_terms(output)) // count)
 
 
 def is_in_closed_form(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> bool:
@@ -207,130 +104,17 @@ def is_in_closed_form(loss: Loss, output: Tensor, target: Any, output_dim: int =
     False is no refusal: the loss has to be tried. Arguments as for `per_sample_losses`.
     """
     loss = resolve(loss)
-    rule = REDUCTIONS.get(type(loss))
-    if rule is None or not isinstance(target, Tensor) or getattr(loss, "reduction", "mean") == "batchmean":
+    row = TORCH_LOSSES.get(type(loss))
+    if row is None or not isinstance(target, Tensor) or getattr(loss, "reduction", "mean") == "batchmean":
         return False
-    return rule.dim_of_terms(output, target, output_dim % output.ndim, target_dim % target.ndim) is not None
+    return row.dim_of_terms(output, target, output_dim % output.ndim, target_dim % target.ndim) is not None
 
 
 def is_entrywise(loss: Loss) -> bool:
     """Whether a torch loss treats all entries of output and target alike, so that their axes may be permuted."""
-    rule = REDUCTIONS.get(type(resolve(loss)))
+    row = TORCH_LOSSES.get(type(resolve(loss)))
     plain = getattr(loss, "weight", None) is getattr(loss, "pos_weight", None) is None
-    return type(rule) is _Reduction and rule.summed is None and plain
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """How the terms of a torch loss relate to the entries of its output.
-
-    Attributes:
-        summed: the dim of the output that a term sums over (the classes); None: every entry is a term. The target has
-            the shape of the output or, if torch takes class indices, that of the terms.
-        broadcasts: whether torch broadcasts output and target of different shapes.
-        mass: ``mass(loss, target)``: the mass of each term in a mean, in the shape of the terms. None: all are 1.
-    """
-
-    summed: int | None
-    broadcasts: bool = False
-    mass: Callable[[Any, Tensor], Tensor | None] | None = None
-
-    def shape_of_terms(self, output: Tensor) -> list[int]:
-        """Shape of the output without the summed dim."""
-        shape = list(output.shape)
-        if self.summed is not None:
-            del shape[self.summed]
-        return shape
-
-    def dim_of_terms(self, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> int | None:
-        """The dim of the terms that holds the samples; None if these shapes are not covered."""
-        dim = output_dim
-        if self.summed is not None:
-            summed = self.summed % output.ndim
-            if output_dim == summed:
-                return None
-            dim -= output_dim > summed
-        if target.shape == output.shape and target_dim == output_dim:
-            return dim
-        if list(target.shape) == self.shape_of_terms(output) and target_dim == dim:
-            return dim
-        return None
-
-
-class _HeadsReduction(_Reduction):
-    """One term per mean, in the first half of dim 1, and its variance, in the second half."""
-
-    def shape_of_terms(self, output: Tensor) -> list[int]:
-        shape = list(output.shape)
-        shape[1:2] = [size // 2 for size in shape[1:2]]
-        return shape
-
-    def dim_of_terms(self, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> int | None:
-        fits = output_dim != 1 and list(target.shape) == self.shape_of_terms(output)
-        return output_dim if fits and target_dim == output_dim else None
-
-
-def _class_mass(loss: Any, target: Tensor) -> Tensor | None:
-    """Mass of terms with class indices: the weight of the class, 0 if ignored. Terms with probabilities count 1."""
-    if target.is_floating_point():
-        return None
-    weight: Tensor | None = loss.weight
-    if weight is None:
-        return target.ne(loss.ignore_index)
-    ignored = target == loss.ignore_index
-    return weight[target.masked_fill(ignored, 0).long()].masked_fill(ignored, 0)
-
-
-# By exact type, since a subclass may compute something else.
-_ENTRYWISE = _Reduction(None, broadcasts=True)
-REDUCTIONS: dict[type, _Reduction] = {
-    nn.CrossEntropyLoss: _Reduction(1, mass=_class_mass),
-    nn.NLLLoss: _Reduction(1, mass=_class_mass),
-    nn.MultiMarginLoss: _Reduction(1),
-    nn.MultiLabelMarginLoss: _Reduction(1),
-    nn.MultiLabelSoftMarginLoss: _Reduction(-1, broadcasts=True),
-    nn.BCELoss: _Reduction(None),
-    nn.BCEWithLogitsLoss: _Reduction(None),
-    nn.MSELoss: _ENTRYWISE,
-    nn.L1Loss: _ENTRYWISE,
-    nn.SmoothL1Loss: _ENTRYWISE,
-    nn.HuberLoss: _ENTRYWISE,
-    nn.PoissonNLLLoss: _ENTRYWISE,
-    nn.KLDivLoss: _ENTRYWISE,
-    nn.SoftMarginLoss: _ENTRYWISE,
-    GaussianNLLLoss: _HeadsReduction(None),
-}
-# The modules that equal these functions with default arguments.
-_FUNCTIONS: dict[Any, nn.Module] = {
-    F.cross_entropy: nn.CrossEntropyLoss(),
-    F.nll_loss: nn.NLLLoss(),
-    F.multi_margin_loss: nn.MultiMarginLoss(),
-    F.multilabel_margin_loss: nn.MultiLabelMarginLoss(),
-    F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss(),
-    F.binary_cross_entropy: nn.BCELoss(),
-    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss(),
-    F.mse_loss: nn.MSELoss(),
-    F.l1_loss: nn.L1Loss(),
-    F.smooth_l1_loss: nn.SmoothL1Loss(),
-    F.huber_loss: nn.HuberLoss(),
-    F.poisson_nll_loss: nn.PoissonNLLLoss(),
-    F.kl_div: nn.KLDivLoss(),
-    F.soft_margin_loss: nn.SoftMarginLoss(),
-}
-
-
-def _terms(loss: Any, rule: _Reduction, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The terms of a torch loss and their masses (None: all 1). A mean is the quotient of the two sums."""
-    unreduced = copy.copy(loss)
-    unreduced.reduction = "none"
-    terms = unreduced.forward(output, target)
-    expected = rule.shape_of_terms(output)
-    if list(terms.shape) != expected:
-        raise ValueError(
-            f"{name_of(loss)} has terms of shape {tuple(terms.shape)} where its output of shape {tuple(output.shape)} "
-            f"has {tuple(expected)}: its weight must broadcast to the shape of the output"
-        )
-    return terms, rule.mass(loss, target) if rule.mass else None
+    return row is not None and row.classes is None and not row.heads and plain
 
 
 def _refuse_mixing(loss: Loss, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> None:
@@ -360,8 +144,8 @@ def _sample_by_sample(loss: Loss, output: Tensor, target: Any, count: int, outpu
         values = torch.func.vmap(alone, in_dims=tuple(dims), randomness="different")(*batched)
         assert isinstance(values, Tensor)
         return values
-    except Exception:  # anything that vmap does not support; an error of the loss itself recurs below
-        _log_loop(name_of(loss))
+    except Exception as error:  # anything that vmap does not support; an error of the loss itself recurs below
+        _log_loop(name_of(loss), str(error))
     samples = zip(*(t.unbind(dim) for t, dim in zip(cut, dims, strict=True)), strict=True)
     return torch.stack([alone(*(t.clone() for t in sample)) for sample in samples])
 
@@ -373,10 +157,9 @@ def require_scalar(loss: Loss, value: Any, what: str) -> Tensor:
     return value
 
 
-@functools.cache
-def _log_loop(name: str) -> None:
-    """Log once per kind of loss that it runs in a loop; call this while handling the reason."""
-    _log.info("%s: one sample after the other, because vmap cannot: %s", name, sys.exc_info()[1])
+@cache
+def _log_loop(name: str, why: str) -> None:
+    log.info("%s: one sample after the other, because vmap cannot: %s", name, why)
 
 
 def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:
@@ -410,7 +193,3 @@ def _sum_by_sample(tensor: Tensor, count: int, dim: int) -> Tensor:
     if tensor.shape == (count,):
         return tensor
     return tensor.movedim(dim, 0).reshape(count, -1).sum(1)
-
-
-def name_of(loss: Loss) -> str:
-    return getattr(loss, "__qualname__", type(loss).__qualname__)

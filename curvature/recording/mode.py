@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from curvature.functional import RECURRENT, is_checkpointed, plain_form, traceable_body
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
-from curvature.recording.loss_functions import LOSSES
+from curvature.losses import LOSS_FUNCTIONS
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 PLAIN = {Tensor, nn.Parameter}
 REDUCTIONS = {torch.sum, torch.mean, Tensor.sum, Tensor.mean}
 CONVERSIONS = {Tensor.to, Tensor.type_as}  # what else they receive is an example of a type, and no data
-NOTED = {*LOSSES, F.batch_norm, torch.autograd.grad}  # what the tape knows of beside reads
+NOTED = {*LOSS_FUNCTIONS, F.batch_norm, torch.autograd.grad}  # what the tape knows of beside reads
 
 
 def _quietly(values: Iterable[Tensor]) -> Any:

@@ -11,7 +11,8 @@ from torch import nn
 
 from curvature.losses.injections import Curved, empirical, exact, isotropic, propagated, sampled
 from curvature.losses.output_hessian import hessian_product
-from curvature.losses.per_sample import resolve, sample_masses
+from curvature.losses.per_sample import sample_masses
+from curvature.losses.table import resolve
 from support.combinations import member
 from support.moments import (
     MANY,

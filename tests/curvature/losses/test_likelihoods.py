@@ -11,7 +11,7 @@ from torch import nn
 from curvature.losses.injections import exact, propagated, sampled
 from curvature.losses.likelihoods import PROBABILITY_EPS
 from curvature.losses.output_hessian import hessian_root, label_gradient_sampler, term_masses
-from curvature.losses.per_sample import resolve
+from curvature.losses.table import resolve
 from support.moments import MANY, rand, randn, repeated, second_moment, source, within_five_errors
 
 C, PLACES = 3, 2

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses.per_sample import per_sample_losses, reduction_of
+from curvature.losses.per_sample import per_sample_losses
+from curvature.losses.table import reduction_of
 from support.combinations import in_pairs
 
 # torch's advice on shapes and on the mean of a KL divergence, where a test means exactly that

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvature.losses.per_sample import is_in_closed_form, per_sample_losses, resolve, sample_masses
+from curvature.losses.per_sample import is_in_closed_form, per_sample_losses, sample_masses
+from curvature.losses.table import resolve
 from support.combinations import member, pairwise
 from support.moments import rand, randn, source
 

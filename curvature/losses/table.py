@@ -1,0 +1,266 @@
+"""What is known of torch's losses: a row for each. A new loss is one row of `TORCH_LOSSES`.
+
+A torch loss sums or averages *terms* (``reduction="none"`` returns them), each of which belongs to one sample. A mean
+divides by the *mass* of its terms: their number or, with class indices, the total weight of the classes that are not
+ignored. Every other callable is run on each sample alone.
+
+`resolve` turns what a user passes into a callable of (output, target). Call only what it returns.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvature.losses import likelihoods
+from curvature.losses.likelihoods import Likelihood
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def name_of(loss: Loss) -> str:
+    return getattr(loss, "__qualname__", type(loss).__qualname__)
+
+
+def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
+    """Whether the loss of a batch is the mean or the sum of the losses of its samples.
+
+    Args:
+        loss: a torch loss module or a callable; without an attribute ``reduction`` it counts as a mean.
+            ``KLDivLoss(reduction="batchmean")`` is a mean (of losses that are sums).
+
+    Raises:
+        ValueError: any other reduction, such as ``"none"``.
+    """
+    reduction = getattr(loss, "reduction", "mean")
+    if reduction == "batchmean" and isinstance(loss, nn.KLDivLoss):
+        return "mean"
+    if reduction == "mean" or reduction == "sum":
+        return "mean" if reduction == "mean" else "sum"
+    raise ValueError(f"{name_of(loss)} has reduction={reduction!r}, which is no scalar loss: use 'mean' or 'sum'")
+
+
+def resolve(loss: Loss) -> Loss:
+    """The loss as a callable of (output, target) in the form that this package knows.
+
+    A function of ``torch.nn.functional`` becomes its module; torch's ``GaussianNLLLoss``, which takes three arguments,
+    becomes `GaussianNLLLoss` of this module. Every other loss is returned unchanged.
+    """
+    if isinstance(loss, types.FunctionType):
+        return MODULES.get(loss, loss)
+    return GaussianNLLLoss(loss) if type(loss) is nn.GaussianNLLLoss else loss
+
+
+class GaussianNLLLoss(nn.Module):
+    """Torch's loss of this name for an output that holds both heads: along dim 1 the means, then as many variances.
+
+    The target has the shape of the means. As in torch, variances below ``eps`` count as ``eps``, and pass the gradient
+    at ``eps``.
+    """
+
+    def __init__(self, loss: nn.GaussianNLLLoss) -> None:
+        super().__init__()
+        self.reduction, self.full, self.eps = loss.reduction, loss.full, loss.eps
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        """The loss at ``output`` of shape (N, 2d, ...), or a tuple (mean, variance).
+
+        Raises:
+            ValueError: the output does not consist of two heads, the target does not have the shape of the means, or a
+                variance is negative.
+        """
+        mean, variance = self.heads(output)
+        if target.shape != mean.shape:
+            raise ValueError(f"GaussianNLLLoss: target {tuple(target.shape)}, but the means are {tuple(mean.shape)}")
+        terms = 0.5 * (variance.log() + (mean - target).square() / variance)
+        if self.full:
+            terms = terms + 0.5 * math.log(2 * math.pi)
+        return terms if self.reduction == "none" else terms.mean() if self.reduction == "mean" else terms.sum()
+
+    def heads(self, output: Any) -> tuple[Tensor, Tensor]:
+        """Mean and variance, the latter at least ``eps``; errors as for `forward`."""
+        output = join_heads(self, output)
+        if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] % 2:
+            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(
+                "GaussianNLLLoss takes an output (N, 2d, ...), whose dim 1 holds the means and then the variances, or "
+                f"a tuple (mean, variance), each (N, d, ...); found {found}"
+            )
+        mean, variance = output.chunk(2, 1)
+        try:
+            negative = bool((variance < 0).any())
+        except RuntimeError:  # vmap does not allow branching on values
+            negative = False
+        if negative:
+            raise ValueError(
+                "GaussianNLLLoss: the variances have negative entries; softplus or exp makes them positive"
+            )
+        passing = self.eps + (variance - variance.detach())  # the gradient passes, as in torch
+        return mean, torch.where(variance < self.eps, passing, variance)
+
+
+def join_heads(loss: Loss, output: Any) -> Any:
+    """Concatenate a tuple (mean, variance) for `GaussianNLLLoss` along dim 1; return any other output unchanged.
+
+    A variance that torch would broadcast to the mean is expanded first.
+    """
+    if not isinstance(loss, GaussianNLLLoss) or not isinstance(output, tuple | list) or len(output) != 2:
+        return output
+    mean, variance = output
+    if mean.ndim < 2:
+        raise ValueError(f"GaussianNLLLoss: the mean must have shape (N, d, ...), found {tuple(mean.shape)}")
+    if variance.shape == mean.shape[:-1]:
+        variance = variance.unsqueeze(-1)
+    return torch.cat([mean, variance.expand_as(mean)], 1)
+
+
+@dataclass(frozen=True)
+class TorchLoss:
+    """A row of the table.
+
+    Attributes:
+        function: of ``torch.nn.functional``, the same as the module with default arguments.
+        classes: the dim of the output that a term sums over; None: every entry is a term. The target has the shape of
+            the output or, if torch takes class indices, that of the terms.
+        heads: whether a term uses an entry of each half of dim 1, a mean and its variance.
+        broadcasts: whether torch broadcasts output and target of different shapes.
+        masses: (loss, target) -> the mass of each term in a mean, in the shape of the terms. None: all are 1.
+        likelihood: (loss, output) -> the likelihood of terms of mass 1, for a negative log-likelihood.
+        is_diagonal: whether the Hessian is known to be diagonal, though not by a likelihood.
+        probe: output -> (f, value): a term of mass 1 has this value if all of the output is f. None: all masses are 1.
+        weights: attributes of the loss that make the masses depend on the target.
+        stand_in: output -> a substitute for a missing target.
+    """
+
+    function: Callable[..., Tensor] | None
+    classes: int | None = None
+    heads: bool = False
+    broadcasts: bool = False
+    masses: Callable[[Any, Tensor], Tensor | None] | None = None
+    likelihood: Callable[[Any, Tensor], Likelihood] | None = None
+    is_diagonal: bool = False
+    probe: Callable[[Tensor], tuple[float, float]] | None = None
+    weights: tuple[str, ...] = ()
+    stand_in: Callable[[Tensor], Tensor] | None = None
+
+    def shape_of_terms(self, output: Tensor) -> list[int]:
+        """Shape of the output without the dim of classes, or of one head."""
+        shape = list(output.shape)
+        if self.classes is not None:
+            del shape[self.classes]
+        elif self.heads:
+            shape[1:2] = [size // 2 for size in shape[1:2]]
+        return shape
+
+    def dim_of_terms(self, output: Tensor, target: Tensor, output_dim: int, target_dim: int) -> int | None:
+        """The dim of the terms that holds the samples; None if these shapes are not covered."""
+        dim = output_dim
+        if self.heads and dim == 1:
+            return None
+        if self.classes is not None:
+            classes = self.classes % output.ndim
+            if output_dim == classes:
+                return None
+            dim -= output_dim > classes
+        if target.shape == output.shape and target_dim == output_dim and not self.heads:
+            return dim
+        if list(target.shape) == self.shape_of_terms(output) and target_dim == dim:
+            return dim
+        return None
+
+    def terms(self, loss: Any, output: Tensor, target: Tensor) -> Tensor:
+        """The terms, which a mean divides by the sum of their masses."""
+        terms = unreduced(loss, output, target)
+        expected = self.shape_of_terms(output)
+        if list(terms.shape) != expected:
+            raise ValueError(
+                f"{name_of(loss)} has terms of shape {tuple(terms.shape)} where its output of shape "
+                f"{tuple(output.shape)} has {tuple(expected)}: its weight must broadcast to the shape of the output"
+            )
+        return terms
+
+
+def unreduced(loss: Any, output: Tensor, target: Tensor) -> Tensor:
+    """The terms of a torch loss."""
+    alike = copy.copy(loss)
+    alike.reduction = "none"
+    terms: Tensor = alike.forward(output, target)
+    return terms
+
+
+def _class_masses(loss: Any, target: Tensor) -> Tensor | None:
+    """With class indices the weight of the class, 0 if ignored. Terms with probabilities count 1."""
+    if target.is_floating_point():
+        return None
+    weight: Tensor | None = loss.weight
+    if weight is None:
+        return target.ne(loss.ignore_index)
+    ignored = target == loss.ignore_index
+    return weight[target.masked_fill(ignored, 0).long()].masked_fill(ignored, 0)
+
+
+def _poisson(loss: Any, output: Tensor) -> Likelihood:
+    return likelihoods.Poisson(output) if loss.log_input else likelihoods.PoissonRate(output, loss.eps)
+
+
+_entries = partial(TorchLoss, broadcasts=True)
+TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may compute something else
+    nn.CrossEntropyLoss: TorchLoss(
+        F.cross_entropy,
+        classes=1,
+        masses=_class_masses,
+        likelihood=lambda _, output: likelihoods.Categorical(output),
+        probe=lambda output: (0.0, math.log(output.shape[1])),
+        weights=("weight",),
+    ),
+    nn.NLLLoss: TorchLoss(
+        F.nll_loss,
+        classes=1,
+        masses=_class_masses,
+        likelihood=lambda _, output: likelihoods.LogProbabilities(output),
+        probe=lambda _: (-1.0, 1.0),
+        weights=("weight",),
+    ),
+    nn.BCEWithLogitsLoss: TorchLoss(
+        F.binary_cross_entropy_with_logits,
+        likelihood=lambda _, output: likelihoods.Bernoulli(output),
+        probe=lambda _: (0.0, math.log(2)),
+        weights=("pos_weight",),
+        stand_in=torch.zeros_like,
+    ),
+    nn.BCELoss: TorchLoss(
+        F.binary_cross_entropy,
+        likelihood=lambda _, output: likelihoods.BernoulliProbability(output),
+        probe=lambda _: (0.5, math.log(2)),
+        stand_in=torch.zeros_like,
+    ),
+    nn.MSELoss: _entries(F.mse_loss, likelihood=lambda _, output: likelihoods.Normal(output)),
+    nn.PoissonNLLLoss: _entries(F.poisson_nll_loss, likelihood=_poisson),
+    GaussianNLLLoss: TorchLoss(
+        None, heads=True, likelihood=lambda loss, output: likelihoods.NormalHeads(*loss.heads(output))
+    ),
+    nn.L1Loss: _entries(F.l1_loss, is_diagonal=True),
+    nn.SmoothL1Loss: _entries(F.smooth_l1_loss, is_diagonal=True),
+    nn.HuberLoss: _entries(F.huber_loss, is_diagonal=True),
+    nn.KLDivLoss: _entries(F.kl_div, is_diagonal=True),
+    nn.SoftMarginLoss: _entries(F.soft_margin_loss, is_diagonal=True),
+    nn.MultiMarginLoss: TorchLoss(F.multi_margin_loss, classes=1),
+    nn.MultiLabelMarginLoss: TorchLoss(F.multilabel_margin_loss, classes=1),
+    nn.MultiLabelSoftMarginLoss: TorchLoss(F.multilabel_soft_margin_loss, classes=-1, broadcasts=True),
+}
+# The modules that equal these functions with default arguments.
+MODULES: dict[Any, nn.Module] = {row.function: kind() for kind, row in TORCH_LOSSES.items() if row.function}
+# Torch's functions of outputs of a model, with samples along the first axis.
+LOSS_FUNCTIONS = {
+    *MODULES, F.gaussian_nll_loss, F.hinge_embedding_loss, F.cosine_embedding_loss, F.margin_ranking_loss,
+    F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
+}  # fmt: skip
