@@ -1,30 +1,23 @@
 """Per-sample gradients: gradients, norms and inner products of samples, and Jacobians.
 
 In: a model, a loss and a batch, or values with their graph. Out: for every parameter the terms (`curvature.terms`) of
-each sample's gradient, exact. `per_sample` holds the public functions. They record a forward pass and hand the tape to
-`plans`, which finds the axis of samples at every use by experiment (`sample_axes`), makes terms of the backprops
-(`parameter_terms`), checks them against autograd (`verification`), and remembers what it learnt. What no rule explains
-takes the `general_path`: vmap, or a loop over samples.
+each sample's gradient, exact. `per_sample` holds the public functions and the five steps behind them: record a forward
+pass, take each sample's own loss, find or learn a plan (`plans`, `learning`), make terms of the backprops
+(`parameter_terms`), contract them. What no rule explains takes the `general_path`: vmap, or a loop over samples.
 """
 
 from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.clipping import clipped_gradient
 from curvature.gradients.data import digests, kind_of, number_of_batches, pairs, require_order, require_pairs
+from curvature.gradients.derived_weights import Terms, computed_weights, joint_bias, layers_of
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import batched_vjp, output_changes
+from curvature.gradients.learning import differences, learn, single_sample_reference
 from curvature.gradients.meeting_samples import SamplesMeet, require_apart, where_samples_meet
 from curvature.gradients.noise_scale import NoiseScale, gradient_noise_scale
-from curvature.gradients.parameter_terms import (
-    Terms,
-    computed_weights,
-    joint_bias,
-    layers_of,
-    stacked_terms,
-    terms_by_parameter,
-    weighted_gradients,
-)
+from curvature.gradients.parameter_terms import stacked_terms, terms_by_parameter, weighted_gradients
 from curvature.gradients.per_sample import (
     check_gradients,
     per_sample_gradients,
@@ -33,18 +26,16 @@ from curvature.gradients.per_sample import (
     per_sample_norms_by_parameter,
     sample_terms,
 )
-from curvature.gradients.plans import Plan, find_plan, learn_and_verify, plan_key, record
+from curvature.gradients.plans import Plan, kept_plan, record, require_independent_samples
 from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sample_layouts
-from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
 
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "Terms",
     "batched_vjp", "candidate_axes", "certain_layouts", "check_gradients", "clipped_gradient", "computed_weights",
-    "differences",
-    "digests", "either_form", "find_plan", "general_path_terms", "gradient_noise_scale", "joint_bias", "kind_of",
-    "layers_of", "learn_and_verify", "number_of_batches", "output_changes", "over_samples", "pairs",
-    "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "plan_key",
-    "record", "require_apart", "require_independent_samples", "require_order", "require_pairs", "residual_jacobian",
+    "differences", "digests", "either_form", "general_path_terms", "gradient_noise_scale", "joint_bias",
+    "kept_plan", "kind_of", "layers_of", "learn", "number_of_batches", "output_changes", "over_samples", "pairs",
+    "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "record",
+    "require_apart", "require_independent_samples", "require_order", "require_pairs", "residual_jacobian",
     "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter",
     "validate_loss", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

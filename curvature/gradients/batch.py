@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,13 @@ class Batch:
             raise TypeError(f"y: expected a tensor, found {kind_of(y)}")
         x, y = map_tensors(_for_autograd, x), map_tensors(_for_autograd, y)
         return Batch(model, loss, x, y, count, dims, chosen, bags)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """All that may decide how the model's parameters are explained, but for what the model does."""
+        shapes = tuple((tuple(t.shape), t.dtype, t.device) for t in tensors_in(self.x))
+        training = tuple(module.training for module in self.model.modules())
+        return (shapes, self.count, self.takes_logits, self.dims, training, tuple(self.parameters))
 
     @property
     def is_uneven(self) -> bool:

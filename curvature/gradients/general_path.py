@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from curvature.gradients.batch import Batch
+from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows
-from curvature.gradients.parameter_terms import Terms
-from curvature.gradients.plans import Plan
-from curvature.gradients.verification import differences
+from curvature.gradients.learning import differences
+from curvature.gradients.object_outputs import losses_of_parts
+from curvature.gradients.plans import Plan, keep_plan, signature_of
 from curvature.linalg import full_precision
-from curvature.recording import ModelState, call_model, graph_bytes, map_tensors
+from curvature.recording import ModelState, Tape, call_model, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
@@ -53,6 +54,16 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
         if differences({k: g[-1] for k, g in found.items()}, alone):
             found, plan.loop = general_gradients(batch, names, loop=True)
     return {name: [DenseGradients(g)] for name, g in found.items()}
+
+
+def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | None, state: ModelState) -> Terms:
+    """Terms of every parameter for an output that is no tensor, whose samples only the loss can find."""
+    if plan is None:
+        plan = Plan([], set(batch.parameters))
+        keep_plan(batch.model, batch.key, signature_of(tape), plan)
+    losses = losses_of_parts(batch, output) if state.drew_random() else None
+    with state.again():
+        return general_path_terms(batch, plan, plan.general, losses)
 
 
 def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[str, Tensor], bool]:

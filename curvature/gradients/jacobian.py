@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from curvature.functional import ExactNorms
+from curvature.gradients.derived_weights import Terms
 from curvature.gradients.jacobian_products import gradient_rows
-from curvature.gradients.parameter_terms import Terms
-from curvature.gradients.plans import per_sample_terms, tape_signature
+from curvature.gradients.learning import learn
+from curvature.gradients.parameter_terms import precise_terms, zeros
+from curvature.gradients.plans import kept_plan
 from curvature.linalg import stack
 from curvature.recording import (
     Tape,
@@ -360,10 +362,16 @@ def _terms(
     require_exact_derivatives(edge)
     tape = tape_from_graph(edge, parameters) if recorded is None else recorded
     tape.graph = graph_signature(edge, parameters.values())
-    key = len(values), recorded is None, None if tape.graph is None else tuple(tape_signature(tape))
-    reference = lambda n: _row(edge, values, n, parameters)
-    general = lambda plan, names: _one_by_one(values, edge, {k: p for k, p in parameters.items() if k in names})
-    return per_sample_terms(model, key, tape, values, reference, general, edge)
+    key = len(values), recorded is None
+    plan = kept_plan(model, key, tape)
+    if plan is None:
+        plan, backprops = learn(model, key, tape, values, lambda n: _row(edge, values, n, parameters), edge)
+    else:
+        backprops = tape.gradients([edge], [torch.ones_like(values)])
+    terms, failed = precise_terms(tape, backprops, plan.layouts, plan.general)
+    if failed:
+        terms |= _one_by_one(values, edge, {name: p for name, p in parameters.items() if name in failed})
+    return {name: terms.get(name) or [zeros(tape, name, len(values))] for name in tape.parameters}
 
 
 def _row(edge: GradientEdge, values: Tensor, n: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from curvature.gradients.batch import Batch
-from curvature.gradients.plans import plan_key
 from curvature.linalg import full_precision
 from curvature.recording import ModelState, RandomState, Tape, map_tensors, tensors_in
 
@@ -52,10 +51,10 @@ def where_samples_meet(batch: Batch, tape: Tape) -> str:
 
     Found by two forward passes for each shape of the input, from where the recorded one began, and remembered.
     """
-    known, key = MEETING.setdefault(batch.model, {}), plan_key(batch)
-    if key not in known:
-        known[key] = _found(batch, tape.start) if batch.count > 1 else ""
-    return known[key]
+    modules = MEETING.setdefault(batch.model, {})
+    if batch.key not in modules:
+        modules[batch.key] = _found(batch, tape.start) if batch.count > 1 else ""
+    return modules[batch.key]
 
 
 @full_precision()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +13,19 @@ from torch.overrides import TorchFunctionMode
 
 from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch
-from curvature.gradients.general_path import general_path_terms
+from curvature.gradients.derived_weights import Terms
+from curvature.gradients.general_path import general_path_terms, terms_of_object_output
+from curvature.gradients.learning import differences, learn, single_sample_reference
 from curvature.gradients.meeting_samples import require_apart
-from curvature.gradients.object_outputs import losses_of_parts
-from curvature.gradients.parameter_terms import Terms
-from curvature.gradients.plans import PLANS, Contraction, Plan, per_sample_terms, plan_key, record
-from curvature.gradients.verification import differences, require_independent_samples, single_sample_reference
+from curvature.gradients.parameter_terms import Backprops, precise_terms, zeros
+from curvature.gradients.plans import record, require_independent_samples
 from curvature.linalg import full_precision, stack
-from curvature.losses import Loss, count_alike, name_of, require_weighted_sum
-from curvature.recording import creates_graph, preserve_state, trained_alone, warn_once
-from curvature.terms import DenseGradients, contractions
+from curvature.losses import Loss, count_alike, is_torch_loss, name_of, require_weighted_sum
+from curvature.recording import creates_graph, preserve_state, stream_backprops, trained_alone, warn_once
+from curvature.terms import DenseGradients, Term, contractions
 
+Contraction = Callable[[list[Term]], Any]
+WAITING_BYTES = 1 << 22  # of backprops that wait to be contracted
 UNEQUAL = (
     "clipped gradients: samples count differently in %s, which divides by the weights or tokens of the whole batch; "
     "their own losses know nothing of that and count alike. A loss (w * l).mean() keeps weights, and is private"
@@ -231,8 +234,7 @@ def sample_terms(batch: Batch) -> Terms:
 def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     """What `contract` makes of the terms of every parameter, in the order of the parameters.
 
-    Records one forward pass, takes the samples' own losses, and sends them back. Of no samples (Poisson sampling draws
-    such batches) the model is not called.
+    Of no samples (Poisson sampling draws such batches) the model is not called.
     """
     if not batch.count:
         return {name: contract([DenseGradients(p.new_empty(0, *p.shape))]) for name, p in batch.parameters.items()}
@@ -246,26 +248,55 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
 
 def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
     with preserve_state(batch.model) as state, trained_alone(batch.model, batch.parameters):
-        tape, output = record(batch)
+        # 1. record: which functions read which parameters, and what they met there
+        tape, output, plan = record(batch, state)
+        one_pass = state.is_of_one_pass()
         if tape.differentiates:
             _refuse_double_backward()
-        one_pass, key = state.is_of_one_pass(), plan_key(batch)
         require_independent_samples(tape)
         if batch.count == 1:
             return {name: contract([DenseGradients(g[None])]) for name, g in batch.gradients(output).items()}
         if not isinstance(output, Tensor):  # the loss takes it, but nothing says where its samples are
-            plan = PLANS.setdefault(batch.model, {}).setdefault(key, Plan([], [], set(batch.parameters)))
-            drawn = losses_of_parts(batch, output) if state.drew_random() else None
-            with state.again():
-                terms = general_path_terms(batch, plan, set(batch.parameters), drawn)
+            terms = terms_of_object_output(batch, tape, output, plan, state)
             return {name: contract(terms[name]) for name in batch.parameters}
-        require_apart(batch, tape)
-        with RefuseDoubleBackward():
-            losses = batch.losses(output)
-        where = output, batch.y, batch.count, *batch.dims[1:]
-        shares = require_weighted_sum(batch.loss, *where)
-        if batch.are_clipped and not count_alike(batch.loss, shares, *where):
-            warn_once(UNEQUAL, name_of(batch.loss))
-        reference = single_sample_reference(batch, one_pass)
-        general = lambda plan, names: general_path_terms(batch, plan, names, losses if one_pass else None)
-        return per_sample_terms(batch.model, key, tape, losses, reference, general, contract=contract)
+        if plan is None:
+            require_apart(batch, tape)
+
+        # 2. losses: each sample's own
+        losses = _own_losses(batch, output)
+
+        # 3. plan: where the samples are at every use; learnt at a new shape, which sends the losses back
+        backprops = None
+        if plan is None:
+            plan, backprops = learn(batch.model, batch.key, tape, losses, single_sample_reference(batch, one_pass))
+        layouts, general, results = plan.layouts, set(plan.general), dict[str, Any]()
+
+        # 4. terms of the backprops, and 5. their contraction, some parameters at a time: this frees the backprops
+        def take(arrived: Backprops, names: Collection[str]) -> None:
+            terms, failed = precise_terms(tape, arrived, layouts, general | tape.parameters.keys() - names)
+            general.update(failed.intersection(names))
+            results.update((name, contract(own)) for name, own in terms.items() if own)
+
+        if backprops is None:
+            stream_backprops(tape, [losses], [torch.ones_like(losses)], take, WAITING_BYTES)
+        else:
+            take(backprops, tape.parameters.keys())
+
+        # what no rule explains, and what the losses do not depend on
+        if general:
+            terms = general_path_terms(batch, plan, general, losses if one_pass else None)
+            results.update((name, contract(own)) for name, own in terms.items())
+        for name in tape.parameters.keys() - results.keys():
+            results[name] = contract([zeros(tape, name, batch.count)])
+        return {name: results[name] for name in tape.parameters}
+
+
+def _own_losses(batch: Batch, output: Tensor) -> Tensor:
+    """The samples' own losses (N,), where these make up the loss of the batch."""
+    with nullcontext() if is_torch_loss(batch.loss) else RefuseDoubleBackward():
+        losses = batch.losses(output)
+    where = output, batch.y, batch.count, *batch.dims[1:]
+    shares = require_weighted_sum(batch.loss, *where)
+    if batch.are_clipped and not count_alike(batch.loss, shares, *where):
+        warn_once(UNEQUAL, name_of(batch.loss))
+    return losses

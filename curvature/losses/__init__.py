@@ -18,10 +18,19 @@ from curvature.losses.injections import (
 )
 from curvature.losses.masses import NoWeightedSum, SampleMasses, count_alike, require_weighted_sum
 from curvature.losses.per_sample import is_entrywise, per_sample_losses
-from curvature.losses.table import LOSS_FUNCTIONS, GaussianNLLLoss, Loss, join_heads, name_of, reduction_of, resolve
+from curvature.losses.table import (
+    LOSS_FUNCTIONS,
+    GaussianNLLLoss,
+    Loss,
+    is_torch_loss,
+    join_heads,
+    name_of,
+    reduction_of,
+    resolve,
+)
 
 __all__ = [
     "Curved", "GaussianNLLLoss", "Injection", "LOSS_FUNCTIONS", "Loss", "NoWeightedSum", "Random", "SEED",
-    "SampleMasses", "count_alike", "empirical", "exact", "is_entrywise", "isotropic", "join_heads", "name_of",
-    "per_sample_losses", "propagated", "reduction_of", "require_weighted_sum", "resolve", "sampled",
+    "SampleMasses", "count_alike", "empirical", "exact", "is_entrywise", "is_torch_loss", "isotropic", "join_heads",
+    "name_of", "per_sample_losses", "propagated", "reduction_of", "require_weighted_sum", "resolve", "sampled",
 ]  # fmt: skip

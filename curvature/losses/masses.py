@@ -21,7 +21,7 @@ from curvature.losses.per_sample import (
     require_scalar,
     sample_masses,
 )
-from curvature.losses.table import TORCH_LOSSES, Loss, name_of, reduction_of, resolve
+from curvature.losses.table import Loss, is_torch_loss, name_of, reduction_of, resolve
 
 FAR_POINTS = 8
 CHECKED: set[Any] = set()  # kinds of torch's losses and of batches whose masses were found to be as expected
@@ -135,7 +135,7 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
 
 
 def _alone(loss: Loss, point: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
-    if type(loss) in TORCH_LOSSES:
+    if is_torch_loss(loss):
         return per_sample_losses(loss, point, target, count, output_dim, target_dim)
     try:
         return per_sample_losses(loss, point, target, count, output_dim, target_dim)

@@ -60,6 +60,10 @@ def resolve(loss: Loss) -> Loss:
     return GaussianNLLLoss(loss) if type(loss) is nn.GaussianNLLLoss else loss
 
 
+def is_torch_loss(loss: Loss) -> bool:
+    return type(loss) in TORCH_LOSSES
+
+
 class GaussianNLLLoss(nn.Module):
     """Torch's loss of this name for an output that holds both heads: along dim 1 the means, then as many variances.
 

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, jvp, vmap
 
 from curvature.functional import TwiceDifferentiable
-from curvature.gradients import Batch, RefuseNewData, plan_key, record
+from curvature.gradients import Batch, RefuseNewData, record
 from curvature.linalg import full_precision
 from curvature.matrices.linearised import by_backward_passes, is_near, log, random_directions, stacked
 from curvature.recording import ModelState, Tape, capture, graph_functions
@@ -52,14 +52,14 @@ class ForwardMode:
         """A recorded pass; without a direction, or where forward mode is wrong, ``J v`` is None."""
         with TwiceDifferentiable():
             found = None if direction is None else self._along(batch, direction)
-            return (*record(batch), None) if found is None else found
+            return (*record(batch)[:2], None) if found is None else found
 
     def columns(self, batch: Batch, tape: Tape, output: Tensor) -> Columns | None:
         """``J v`` for several directions (c, *shape) by name; None where forward mode is no faster, or wrong."""
         functions = graph_functions(output)
         if not any(slow in function.__name__ for function in functions for slow in SLOW_TWICE):
             return None
-        case = plan_key(batch), functions, "columns"
+        case = batch.key, functions, "columns"
         if case in self.refuted:
             return None
         start = tape.start or ModelState(batch.model)
@@ -79,7 +79,7 @@ class ForwardMode:
         return None
 
     def _along(self, batch: Batch, direction: Mapping[str, Tensor]) -> Recorded | None:
-        key, start = plan_key(batch), ModelState(batch.model)
+        key, start = batch.key, ModelState(batch.model)
         if key in self.refuted:
             return None
         try:

@@ -23,13 +23,12 @@ from curvature.gradients import (
     Plan,
     SamplesMeet,
     batched_vjp,
-    find_plan,
     general_path_terms,
+    kept_plan,
     kind_of,
-    learn_and_verify,
+    learn,
     number_of_batches,
     pairs,
-    plan_key,
     record,
     require_apart,
     require_independent_samples,
@@ -104,7 +103,7 @@ class DataSource:
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
-        forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch), None),
+        forward: Callable[[Batch], Recorded] = lambda batch: (*record(batch)[:2], None),
         wanted: Callable[[int], bool] = lambda number: True,
     ) -> None:
         """Call `visit` on every batch with samples, recorded. State of the model and random numbers are preserved.
@@ -193,15 +192,15 @@ class RecordedBatch:
         Not from the loss, which may be flat somewhere and then leaves doubts.
         """
 
-        def learn(known: Plan | None) -> Any:
-            generator = torch.Generator().manual_seed(0)
-            draw: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
-            probed = self._with_vector(torch.randn(self.output.shape, **draw).to(self.output))
-            with AttentionInBlocks():
-                reference = single_sample_reference(probed, self.one_pass)
-                return learn_and_verify(self.tape, probed.losses(self.output), reference, known=known)
-
-        return find_plan(self.batch.model, plan_key(self.batch), self.tape, learn)[0]
+        plan = kept_plan(self.batch.model, self.batch.key, self.tape)
+        if plan is not None:
+            return plan
+        self.require_apart()  # kept plans are of such batches
+        draw: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+        probed = self._with_vector(torch.randn(self.output.shape, **draw).to(self.output))
+        with AttentionInBlocks():
+            reference = single_sample_reference(probed, self.one_pass)
+            return learn(self.batch.model, self.batch.key, self.tape, probed.losses(self.output), reference)[0]
 
     def as_seen_by(self, inject: Injection, by_rows: bool = True) -> RecordedBatch:
         """This batch, or the same as one sample where its samples meet.

@@ -17,9 +17,9 @@ from curvature.recording.autograd_graph import (
 from curvature.recording.backprop_stream import stream_backprops
 from curvature.recording.eager import force_eager, unwrap_compiled
 from curvature.recording.function_model import FunctionModel
-from curvature.recording.listener import Listener, capture, capture_on
+from curvature.recording.listener import Listener, capture
 from curvature.recording.log import warn_once
-from curvature.recording.mode import creates_graph
+from curvature.recording.mode import creates_graph, record_call
 from curvature.recording.model_call import (
     ModelState,
     RandomState,
@@ -36,8 +36,8 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tenso
 
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
-    "call_model", "capture", "capture_on", "creates_graph", "force_eager", "fresh_random_numbers", "graph_bytes",
-    "graph_functions", "graph_leaves", "graph_signature", "in_turn", "is_sharded", "is_within", "logits", "map_tensors",
-    "preserve_state", "require_exact_derivatives", "stream_backprops", "tape_from_graph", "tensors_in", "trained_alone",
-    "trained_parameters", "unwrap_compiled", "warn_once",
+    "call_model", "capture", "creates_graph", "force_eager", "fresh_random_numbers", "graph_bytes",
+    "graph_functions", "graph_leaves", "graph_signature", "in_turn", "is_sharded", "is_within", "logits",
+    "map_tensors", "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops",
+    "tape_from_graph", "tensors_in", "trained_alone", "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

@@ -158,13 +158,7 @@ def capture(model: nn.Module, parameters: Iterable[str] | None = None) -> Iterat
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
     chosen = None if parameters is None else trained_parameters(model, parameters)
-    with capture_on(Tape(unwrap_compiled(model), chosen), model) as tape:
-        yield tape
-
-
-@contextmanager
-def capture_on(tape: Tape, model: nn.Module) -> Iterator[Tape]:
-    """`capture` of the parameters of a tape, on that tape."""
+    tape = Tape(unwrap_compiled(model), chosen)
     listener = Listener(unwrap_compiled(model), lambda: tape, lambda tape, output: None)
     listener.expect(True)
     try:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from curvature.functional import RECURRENT, is_checkpointed, plain_form, traceable_body
 from curvature.layers import RULES, RecordedCall, uses_running_statistics
 from curvature.losses import LOSS_FUNCTIONS
+from curvature.recording.model_call import call_model
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 PLAIN = {Tensor, nn.Parameter}
@@ -171,6 +172,14 @@ class RecordingMode(TorchFunctionMode):
             of_mean = next((name for name, x in self.model.named_buffers() if x is mean), "")
             name = next(iter(node.names)) if node else of_mean
             self.tape.mixing.append(name.rpartition(".")[0] or name or "a batch norm without parameters")
+
+
+def record_call(tape: Tape, model: nn.Module, x: Any) -> Any:
+    """What the model returns for x, recorded on the tape; the caller runs it uncompiled (`preserve_state`)."""
+    mode = RecordingMode(tape, model)
+    mode.mark_as_data(x)
+    with mode:
+        return call_model(model, x)
 
 
 def creates_graph(args: Sequence[Any], options: Mapping[str, Any]) -> bool:

@@ -50,17 +50,17 @@ def test_chunks_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("most", [0, 1 << 22])
 def test_backprops_are_contracted_as_they_arrive(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a known plan, in portions of one layer or all together, some samples of a norm at a time."""
-    monkeypatch.setattr("curvature.gradients.plans.WAITING_BYTES", most)
+    monkeypatch.setattr("curvature.gradients.per_sample.WAITING_BYTES", most)
     monkeypatch.setattr("curvature.layers.normalisation.CACHED_ELEMENTS", 1)
     with seeded(0):
         layers = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 4), Scaled(), nn.Linear(4, 3)
         model, x, y = nn.Sequential(*layers).double(), torch.randn(7, 1, 4, 4).double(), torch.randint(3, (7,))
     portions: list[int] = []
-    kept = curvature.gradients.plans.terms_by_parameter
+    kept = curvature.gradients.per_sample.precise_terms
     counted = lambda tape, backprops, *rest: (
         portions.append(sum(b is not None for b in backprops)) or kept(tape, backprops, *rest)
     )
-    monkeypatch.setattr(curvature.gradients.plans, "terms_by_parameter", counted)
+    monkeypatch.setattr(curvature.gradients.per_sample, "precise_terms", counted)
     wanted = per_sample_gradients(model, LOSS, x, y)
     norms = torch.stack([g.flatten(1).norm(dim=1) for g in wanted.values()]).norm(dim=0)
     curvature.per_sample_norms(model, LOSS, x, y)

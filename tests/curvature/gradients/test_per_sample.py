@@ -323,8 +323,8 @@ def test_model_may_change_between_calls(device):
 
 def test_structure_is_learnt_once_per_shape(monkeypatch):
     calls = []
-    original = curvature.gradients.plans.learn_and_verify
-    monkeypatch.setattr(curvature.gradients.plans, "learn_and_verify", lambda *a: calls.append(1) or original(*a))
+    original = curvature.gradients.per_sample.learn
+    monkeypatch.setattr(curvature.gradients.per_sample, "learn", lambda *a: calls.append(1) or original(*a))
     model, loss = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), nn.MSELoss()
     for n in (5, 5, 6, 5, 6):
         curvature.per_sample_norms(model, loss, torch.randn(n, 3), torch.randn(n, 2))

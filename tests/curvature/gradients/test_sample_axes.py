@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import curvature
-from curvature.gradients import plans
+from curvature.gradients import per_sample
 from curvature.gradients.plans import PLANS
 from curvature.gradients.sample_axes import find_layouts
 from curvature.layers import Layout
@@ -103,15 +103,26 @@ def test_a_deep_narrow_network_is_learnt_once(device):
 def test_two_kinds_of_passes_alternate(device, monkeypatch):
     """Matrices run attention in another form than per-sample quantities: each is learnt once."""
     learnt = []
-    for module in (plans, passes):
-        own = module.learn_and_verify
-        monkeypatch.setattr(module, "learn_and_verify", lambda *a, own=own, **k: (learnt.append(k), own(*a, **k))[1])
+    for module in (per_sample, passes):
+        own = module.learn
+        monkeypatch.setattr(module, "learn", lambda *a, own=own, **k: (learnt.append(k), own(*a, **k))[1])
     model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).to(device)
     x, y = torch.randn(3, 5, 4, device=device), torch.randn(3, 5, 4, device=device)
     for _ in range(3):
         curvature.per_sample_norms(model, nn.MSELoss(), x, y)
         curvature.fisher_diagonal(model, nn.MSELoss(), (x, y))
     assert len(learnt) == 2
+
+
+def test_plans_of_ever_other_passes_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr("curvature.gradients.plans.MOST_KINDS", 2)
+    model, x = nn.Linear(3, 3).double(), torch.randn(4, 3).double()
+    for depth in range(1, 5):
+        values = x
+        for _ in range(depth):
+            values = model(values)
+        curvature.Jacobian.of(values.sum(1), model)
+        assert len(PLANS[model]) == min(depth, 2)
 
 
 def test_what_stands_in_for_parameters_is_not_the_models_own():

@@ -1,16 +1,25 @@
-"""Check terms against autograd: their weighted sum, and one sample run alone."""
+"""What a new shape needs: where the samples are at every use, and whether the terms that follow from it are right.
+
+The axis of samples is found by experiment (`sample_axes`). Terms are checked against autograd in two ways: by their
+weighted sum, and by one sample run alone. A parameter that fails a check takes the general path.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from curvature.gradients.batch import Batch
-from curvature.gradients.parameter_terms import Terms
-from curvature.linalg import noise_floor, rounding_tolerance, to_host
+from curvature.gradients.derived_weights import Terms
+from curvature.gradients.parameter_terms import Backprops, precise_terms
+from curvature.gradients.plans import PLANS, Plan, keep_plan, signature_of
+from curvature.gradients.sample_axes import find_layouts, reproduce
+from curvature.linalg import full_precision, noise_floor, rounding_tolerance, to_device, to_host
 from curvature.recording import Tape, warn_once
 from curvature.terms import Term, contractions
 
@@ -19,13 +28,40 @@ log = logging.getLogger("curvature")
 Reference = Callable[[Tensor], dict[str, Tensor] | None]
 
 
-def require_independent_samples(tape: Tape) -> None:
-    """Raise ValueError where a module makes samples depend on each other."""
-    if tape.mixing:
-        raise ValueError(
-            f"{', '.join(dict.fromkeys(tape.mixing))}: BatchNorm in training mode makes each sample's output depend "
-            "on the others, so no sample has a gradient of its own; call model.eval() or use GroupNorm"
-        )
+@full_precision()
+def learn(
+    model: nn.Module, key: Any, tape: Tape, losses: Tensor, reference: Reference, edge: GradientEdge | None = None
+) -> tuple[Plan, list[Tensor | None]]:
+    """The plan for a tape, and the backprops of the losses: a kept plan that these confirm, or a new one.
+
+    A new plan is kept unless its batch left a doubt (a sample without gradient does). The host waits once to confirm;
+    to learn, once for the axes and once for the checks.
+
+    Args:
+        losses: (N,), one for each sample.
+        reference: plain gradients of sample n, computed without the tape; None where there are none.
+        edge: where the backward pass of the losses begins, if their own graph does not say it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = 0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64, device="cpu")
+    weights = to_device(drawn.to(losses.dtype), losses.device)
+    outputs = [losses if edge is None else edge]
+    backprops = tape.gradients(outputs, [torch.ones_like(losses)])
+    signature = signature_of(tape)
+    plan = PLANS.get(model, {}).get((key, signature))
+    if plan is not None and reproduce(plan.layouts, backprops, tape.gradients(outputs, [weights]), weights):
+        return plan, backprops
+    parameters = [node.tensor for node in tape.parameters.values()]
+    both = tape.gradients(outputs, [weights], also=parameters)
+    weighted, sums = both[: len(tape.uses)], both[len(tape.uses) :]
+    layouts, are_certain = find_layouts(backprops, weighted, weights)
+    terms, failed = precise_terms(tape, backprops, layouts, set())
+    failed |= failures(tape, terms, losses, weights, sums, backprops, reference)
+    _log_general(tape, failed)
+    plan = Plan(layouts, failed)
+    if are_certain:
+        keep_plan(model, key, signature, plan)
+    return plan, backprops
 
 
 def single_sample_reference(batch: Batch, one_pass: bool) -> Reference:
@@ -44,7 +80,7 @@ def single_sample_reference(batch: Batch, one_pass: bool) -> Reference:
 
 def failures(
     tape: Tape, terms: Terms, losses: Tensor, weights: Tensor, sums: Sequence[Tensor | None],
-    backprops: Sequence[Tensor | None], reference: Reference,
+    backprops: Backprops, reference: Reference,
 ) -> set[str]:  # fmt: skip
     """Names of the parameters whose terms are wrong.
 
@@ -110,7 +146,7 @@ def agreements(found: dict[str, Tensor], expected: dict[str, Tensor], low: float
     ]
 
 
-def note_general(tape: Tape, failed: set[str]) -> None:
+def _log_general(tape: Tape, failed: set[str]) -> None:
     """Log which parameters take the general path, and what reads them; once for the same parameters."""
     readers = {
         name: sorted({getattr(u.function, "__name__", str(u.function)) for u in tape.uses if name in u.names})
