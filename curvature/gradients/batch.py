@@ -90,7 +90,7 @@ class Batch:
             raise TypeError(
                 f"x: expected a tensor with an axis {dims[0]} of samples (or a tuple or dict), found {described(x)}"
             )
-        bags, packed = bags_in(model, x), packed_in(x)
+        bags, packed = ((), []) if isinstance(x, Tensor) else (bags_in(model, x), packed_in(x))
         count = inputs[0].shape[dims[0]]
         if bags or packed:
             count = number_of_bags(tensors_in(x)[bags[0][1]], y) if bags else int(packed[0].batch_sizes[0])

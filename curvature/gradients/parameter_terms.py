@@ -23,7 +23,7 @@ def terms_by_parameter(tape: Tape, backprops: Backprops, layouts: Layouts, skip:
     Args:
         skip: parameters to leave out; they count as not explained.
     """
-    of_uses = [
+    of_uses: list[UseTerms] = [
         None if use.names <= skip else _terms_of_use(use, b, own)
         for use, b, own in zip(tape.uses, backprops, layouts, strict=True)
     ]
@@ -57,26 +57,21 @@ def _terms_of_use(use: Use, b: Tensor | None, layouts: Iterable[Layout]) -> UseT
     if b is None or b.is_complex() or any(node.tensor.is_complex() for node in use.slots.values()):
         return None  # the rules do not conjugate
     for layout in layouts:
+        terms: dict[str, Term] = {}
         try:
-            return _terms_by_argument(use, b, layout)
+            for slot, node in use.slots.items():
+                try:
+                    terms[slot] = use.term(slot, b, layout)
+                except Unsupported:  # where the argument was computed may explain it (a weight times ones)
+                    if node.origin is None or len(use.slots) == 1:
+                        raise
+            return terms
         except Unsupported:
             continue
         except Exception as error:  # a call that the rule does not foresee must not stop the exact general path
             _warn_of_rule(use, error)
             return None
     return None
-
-
-def _terms_by_argument(use: Use, b: Tensor, layout: Layout) -> dict[str, Term]:
-    """A tensor computed from parameters may be missing: where it was computed may explain it (a weight times ones)."""
-    terms: dict[str, Term] = {}
-    for slot, node in use.slots.items():
-        try:
-            terms[slot] = use.term(slot, b, layout)
-        except Unsupported:
-            if node.origin is None or len(use.slots) == 1:
-                raise
-    return terms
 
 
 def _warn_of_rule(use: Use, error: Exception) -> None:

@@ -15,12 +15,12 @@ from curvature.recording.autograd_graph import (
     tape_from_graph,
 )
 from curvature.recording.backprop_stream import stream_backprops
-from curvature.recording.eager import force_eager, unwrap_compiled
-from curvature.recording.function_model import FunctionModel
+from curvature.recording.compiled import force_eager, unwrap_compiled
 from curvature.recording.listener import Listener, capture
 from curvature.recording.log import warn_once
 from curvature.recording.mode import creates_graph, record_call
 from curvature.recording.model_call import (
+    FunctionModel,
     ModelState,
     RandomState,
     as_arguments,

@@ -29,11 +29,13 @@ def stream_backprops(
             parameter comes once, with all of its uses. The last portion has the parameters whose uses got none. Calls
             come from autograd's threads, one at a time.
     """
-    stream = _Stream(tape, take, most_bytes)
     edges = [(use, use.edge) for use in tape.uses if use.edge is not None]
-    is_one_portion = sum(math.prod(use.shape) for use, _ in edges) * torch.double.itemsize <= most_bytes
-    ends = [use for use, _ in edges if is_one_portion or not use.follows_graph]
-    passed = [(use, edge) for use, edge in edges if use.follows_graph] if ends and not is_one_portion else []
+    if sum(math.prod(use.shape) for use, _ in edges) * torch.double.itemsize <= most_bytes:
+        take(tape.gradients(outputs, vectors), frozenset(tape.parameters))
+        return
+    stream = _Stream(tape, take, most_bytes)
+    ends = [use for use, _ in edges if not use.follows_graph]
+    passed = [(use, edge) for use, edge in edges if use.follows_graph] if ends else []
     handles = [edge.node.register_prehook(partial(stream.arrive, use, edge.output_nr)) for use, edge in passed]
     try:
         stream.keep_all(ends, _gradients(outputs, vectors, ends))

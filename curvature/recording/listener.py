@@ -11,10 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvature.recording.eager import EAGER_REQUESTS, force_eager_nonreentrant, is_within_compiled, unwrap_compiled
+from curvature.recording.compiled import (
+    EAGER_REQUESTS,
+    SubmoduleHooks,
+    force_eager_nonreentrant,
+    is_within_compiled,
+    running_frames,
+    unwrap_compiled,
+)
 from curvature.recording.mode import RecordingMode
 from curvature.recording.selection import trained_parameters
-from curvature.recording.submodules import SubmoduleHooks
 from curvature.recording.tape import Tape, tensors_in
 
 
@@ -75,7 +81,7 @@ class Listener:
             return
         if not self._listens_to(module):
             return
-        if self.frames and self.frames[-1] not in _running_frames():
+        if self.frames and self.frames[-1] not in running_frames():
             self.reset()  # an interrupt ended that call
         is_submodule = module in self.submodules.modules
         is_nested = self.running if is_submodule else any(self.running)  # a root that calls itself records once
@@ -125,14 +131,6 @@ class Listener:
         self.submodules.remove()
         for handle in self.handles:
             handle.remove()
-
-
-def _running_frames() -> list[Any]:
-    found, frame = [], sys._getframe(1)
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back  # type: ignore[assignment]
-    return found
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from threading import RLock
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from curvature.recording.eager import force_eager_nonreentrant
+from curvature.recording.compiled import force_eager_nonreentrant
 
 TURNS = RLock()
 
@@ -58,6 +59,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
     Goes into what torch's own trees go into, and into other mappings, dataclasses and objects with ``.logits``.
     """
+    if isinstance(tree, Tensor):
+        return function(tree)
 
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -83,9 +86,6 @@ class RandomState:
 
     def now(self) -> list[Tensor]:
         return [torch.get_rng_state(), *(_of(d).get_rng_state(*_index(d)) for d in self.devices)]
-
-    def has_moved(self) -> bool:
-        return self.differs(self.now())
 
     def differs(self, states: list[Tensor]) -> bool:
         return any(not torch.equal(a, b) for a, b in zip(self.states, states, strict=True))
@@ -175,7 +175,7 @@ class ModelState:
 
     def drew_random(self) -> bool:
         """Whether random numbers were drawn since, on the CPU or on the model's devices."""
-        return self.random.has_moved()
+        return self.random.differs(self.random.now())
 
     def is_of_one_pass(self) -> bool:
         """Whether another pass now would be of another function: random numbers were drawn since, or buffers moved."""
@@ -236,3 +236,43 @@ def preserve_state(model: nn.Module) -> Iterator[ModelState]:
                 yield state
         finally:
             state.restore()
+
+
+class FunctionModel(nn.Module):
+    """A function of parameters by name, ``function(parameters, *inputs)``, as a module with these parameters.
+
+    For models that are written as such functions (as those of ``torch.func``), with everything that takes a module.
+
+    Args:
+        function: takes a dict of tensors by name, then the model's inputs.
+        parameters: floating point tensors are trained; `nn.Parameter`s are taken as they are, other tensors share their
+            memory. Tensors of integers become buffers. Names may have dots; ``named_parameters()`` has those with one
+            after those without.
+
+    Raises:
+        TypeError: something else than a tensor among the parameters.
+        KeyError: a name is taken by something else in a module ("forward"), or is a prefix of another.
+    """
+
+    def __init__(self, function: Callable[..., Any], parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        for name, value in parameters.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{name}: expected a tensor, found {type(value).__name__}")
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner._modules[part]  # type: ignore[assignment]
+            if isinstance(value, nn.Parameter):
+                owner.register_parameter(last, value)
+            elif value.is_floating_point() or value.is_complex():
+                owner.register_parameter(last, nn.Parameter(value.detach()))
+            else:
+                owner.register_buffer(last, value)
+        self.names = list(parameters)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.function({name: attrgetter(name)(self) for name in self.names}, *inputs, **options)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from curvature.recording.eager import unwrap_compiled
+from curvature.recording.compiled import unwrap_compiled
 
 ORDER = " (the order is model, loss, data)"
 

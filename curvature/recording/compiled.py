@@ -1,4 +1,4 @@
-"""Models under ``torch.compile``: find the module that the user wrote, and make forward passes run uncompiled.
+"""Models that run otherwise than by a call of the module that the user wrote: compiled, or submodule by submodule.
 
 A `TorchFunctionMode` records the forward pass, and compiled code does not enter it. Under
 ``torch.compiler.set_stance("force_eager")`` compiled modules and functions run as they were written, and stay compiled.
@@ -7,9 +7,13 @@ A `TorchFunctionMode` records the forward pass, and compiled code does not enter
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
+from torch import Tensor, nn
 from torch.utils import checkpoint
 
 REENTRANT_CHECKPOINT = "CheckpointFunction"  # the autograd function behind a reentrant checkpoint
@@ -115,9 +119,64 @@ class EagerRequests:
 EAGER_REQUESTS = EagerRequests()
 
 
+def running_frames() -> list[FrameType]:
+    """Those on the stack, the innermost first."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
 def is_within_compiled() -> bool:
     """Whether a compiled function is on the stack, also one that is forced to run as it was written."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != COMPILED_FRAME:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return any(frame.f_code.co_name == COMPILED_FRAME for frame in running_frames())
+
+
+class SubmoduleHooks:
+    """Hooks on submodules with parameters (a LightningModule calls these), until the model itself is called.
+
+    Args:
+        modules: all of the model but itself.
+        enter, leave: the model's own hooks.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], enter: Callable[..., Any], leave: Callable[..., Any]) -> None:
+        others = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]
+        with_parameters = [m for m in others if next(m.parameters(), None) is not None]
+        self.modules = WeakSet(with_parameters)
+        self.last_called = ""  # since the last step
+        self.problem = ""  # why the calls do not show the model's output
+        self.handles = [
+            handle
+            for module in with_parameters
+            for handle in (
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(leave, always_call=True),
+            )
+        ]
+
+    def begin(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        """Note a recorded pass of a submodule.
+
+        If it continues with what another submodule returned, neither output is the model's: a `problem` for whoever
+        needs that output.
+        """
+        if self.last_called and any(x.grad_fn is not None for x in inputs):
+            self.problem = (
+                f"{type(module).__name__}: called with the result of {self.last_called}, both outside a forward pass "
+                "of the model that the optimizer was given, so its output is not known; call them in its forward and "
+                "call that"
+            )
+        self.last_called = type(module).__name__
+
+    def forget(self) -> None:
+        """Begin a new step."""
+        self.last_called = self.problem = ""
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles, self.modules = [], WeakSet()
+        self.forget()
