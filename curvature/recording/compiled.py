@@ -7,9 +7,10 @@ A `TorchFunctionMode` records the forward pass, and compiled code does not enter
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -28,32 +29,23 @@ def unwrap_compiled(model: Any) -> Any:
     return model
 
 
-# Stances that contexts here have set and not yet undone. They need not end in the reverse order of their start: the
-# garbage collector may end one of them while another is active.
+# What contexts here have set and not yet undone. They need not end in the reverse order of their start: the garbage
+# collector may end one of them while another is active.
 ACTIVE_STANCES: list[Any] = []
+REPLACED_CHECKPOINTS: list[Any] = []  # the first is torch's own
 
 
-class force_eager:
-    """A reentrant context in which compiled code runs as it was written.
-
-    Does nothing as long as nothing was compiled in this process.
-    """
-
-    def __init__(self) -> None:
-        self.stances: list[Any] = []
-
-    def __enter__(self) -> force_eager:
-        if "torch._dynamo" in sys.modules:
-            self.stances.append(torch.compiler.set_stance("force_eager"))
-            ACTIVE_STANCES.append(self.stances[-1])
-        else:
-            self.stances.append(None)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        stance = self.stances.pop()
-        if stance is None:
-            return
+@contextmanager
+def force_eager() -> Iterator[None]:
+    """Inside, compiled code runs as it was written. Does nothing as long as nothing was compiled in this process."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    stance = torch.compiler.set_stance("force_eager")
+    ACTIVE_STANCES.append(stance)
+    try:
+        yield
+    finally:
         ACTIVE_STANCES.remove(stance)
         if stance.stance is _current_stance():  # do not end somebody else's
             stance.__exit__(None, None, None)
@@ -62,22 +54,18 @@ class force_eager:
                 later.prev = stance.prev
 
 
-class force_eager_nonreentrant(force_eager):
+@contextmanager
+def force_eager_nonreentrant() -> Iterator[None]:
     """`force_eager` with non-reentrant checkpointing: the reentrant form runs the forward pass without gradients."""
-
-    replaced: ClassVar[list[Any]] = []  # what each active context has replaced; the first is torch's own
-
-    def __enter__(self) -> force_eager_nonreentrant:
-        super().__enter__()
-        self.replaced.append(getattr(checkpoint, REENTRANT_CHECKPOINT))
+    with force_eager():
+        REPLACED_CHECKPOINTS.append(getattr(checkpoint, REENTRANT_CHECKPOINT))
         setattr(checkpoint, REENTRANT_CHECKPOINT, NonReentrantCheckpoint)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        function = self.replaced.pop()
-        if not self.replaced:
-            setattr(checkpoint, REENTRANT_CHECKPOINT, function)
-        super().__exit__(*exception)
+        try:
+            yield
+        finally:
+            function = REPLACED_CHECKPOINTS.pop()
+            if not REPLACED_CHECKPOINTS:
+                setattr(checkpoint, REENTRANT_CHECKPOINT, function)
 
 
 class NonReentrantCheckpoint:
@@ -104,16 +92,16 @@ class EagerRequests:
 
     def __init__(self) -> None:
         self.owners: set[int] = set()
-        self.stance = force_eager()
+        self.contexts = ExitStack()
 
     def set(self, owner: object, wanted: bool) -> None:
         """Enter or withdraw the request of an owner."""
         was_forced = bool(self.owners)
         (self.owners.add if wanted else self.owners.discard)(id(owner))
         if self.owners and not was_forced:
-            self.stance.__enter__()
+            self.contexts.enter_context(force_eager())
         elif was_forced and not self.owners:
-            self.stance.__exit__()
+            self.contexts.close()
 
 
 EAGER_REQUESTS = EagerRequests()

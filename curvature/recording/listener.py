@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +24,15 @@ from curvature.recording.compiled import (
 from curvature.recording.mode import RecordingMode
 from curvature.recording.selection import trained_parameters
 from curvature.recording.tape import Tape, tensors_in
+
+
+@dataclass
+class Call:
+    """A forward pass that goes on: its frame, what records it, if anything does, and the contexts that it runs in."""
+
+    frame: FrameType
+    recorder: RecordingMode | None
+    contexts: ExitStack = field(default_factory=ExitStack)
 
 
 class Listener:
@@ -49,9 +60,7 @@ class Listener:
         submodules = [module for module in model.modules() if module is not model] if inside else []
         self.submodules = SubmoduleHooks(submodules, self.enter, self.leave)
         self.start, self.done = start, done
-        self.running: list[RecordingMode | None] = []
-        self.frames: list[Any] = []  # of the calls that `running` belongs to
-        self.eager = force_eager_nonreentrant()
+        self.running: list[Call] = []
         self.is_wrapper = unwrap_compiled(model) is not model
         self.may_be_compiled = True
         self.missed = False  # whether a compiled pass went by since `expect`
@@ -81,49 +90,43 @@ class Listener:
             return
         if not self._listens_to(module):
             return
-        if self.frames and self.frames[-1] not in running_frames():
+        if self.running and self.running[-1].frame not in running_frames():
             self.reset()  # an interrupt ended that call
         is_submodule = module in self.submodules.modules
-        is_nested = self.running if is_submodule else any(self.running)  # a root that calls itself records once
+        # a root that calls itself records once
+        is_nested = bool(self.running) if is_submodule else any(call.recorder for call in self.running)
         tape = None if is_nested else self.start()
-        recorder = None if tape is None else RecordingMode(tape, unwrap_compiled(self.model()))
-        if recorder is not None and is_submodule:
+        call = Call(sys._getframe(1), None if tape is None else RecordingMode(tape, unwrap_compiled(self.model())))
+        self.running.append(call)
+        if call.recorder is None:
+            return
+        if is_submodule:
             self.submodules.begin(module, list(tensors_in(args, kwargs)))
-        elif recorder is not None:
+        else:
             self.submodules.remove()
-        self.running.append(recorder)
-        self.frames.append(sys._getframe(1))
-        if recorder is not None:
-            self.may_be_compiled = is_within_compiled()
-            self.eager.__enter__()
-            recorder.mark_as_data((args, kwargs))
-            recorder.tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
-            recorder.__enter__()
+        self.may_be_compiled = is_within_compiled()
+        call.contexts.enter_context(force_eager_nonreentrant())
+        call.recorder.mark_as_data((args, kwargs))
+        call.recorder.tape.samples = next((len(x) for x in tensors_in(args, kwargs) if x.ndim), None)
+        call.contexts.enter_context(call.recorder)
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not self._listens_to(module) or not self.running:
             return
-        recorder, _ = self.running.pop(), self.frames.pop()
-        if recorder is not None:
-            self._stop(recorder)
-            # after an exception, always_call passes None as the output
-            if output is not None or sys.exc_info()[1] is recorder.exception_before:
-                self.done(recorder.tape, output)
+        call = self.running.pop()
+        call.contexts.close()
+        recorder = call.recorder
+        # after an exception, always_call passes None as the output
+        if recorder and (output is not None or sys.exc_info()[1] is recorder.exception_before):
+            self.done(recorder.tape, output)
 
     def _listens_to(self, module: nn.Module) -> bool:
         return hasattr(self, "model") and (module is self.model() or module in self.submodules.modules)
 
-    def _stop(self, recorder: RecordingMode) -> None:
-        recorder.__exit__(None, None, None)
-        self.eager.__exit__()
-
     def reset(self) -> None:
         """Leave the contexts of a forward pass that was interrupted: torch calls no hook after an interrupt."""
-        self.frames.clear()
         while self.running:
-            recorder = self.running.pop()
-            if recorder is not None:
-                self._stop(recorder)
+            self.running.pop().contexts.close()
 
     def remove(self) -> None:
         self.reset()

@@ -31,10 +31,9 @@ def test_contexts_end_in_any_order(order: tuple[int, ...]) -> None:
     assert stance() == "default" and checkpoint.CheckpointFunction is function
 
 
-def test_a_context_is_entered_again_while_it_is_on() -> None:
-    context = force_eager_nonreentrant()
-    with context:
-        with context:
+def test_a_context_within_another() -> None:
+    with force_eager_nonreentrant():
+        with force_eager_nonreentrant():
             assert stance() == "force_eager"
         assert stance() == "force_eager"
     assert stance() == "default"
