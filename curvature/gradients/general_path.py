@@ -48,13 +48,13 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
         log.info("%s: one backward pass of the recorded graph for each sample", ", ".join(sorted(names)))
         return {name: [DenseGradients(g)] for name, g in by_recorded_pass(batch, names, recorded).items()}
     batch = replace(batch, parameters={k: p for k, p in batch.parameters.items() if k in names})
-    found, plan.loop = general_gradients(batch, names, plan.loop)
+    rows, plan.loop = general_gradients(batch, names, plan.loop)
     if not plan.loop:
         with ModelState(batch.model).again():
             alone = batch.sample(batch.count - 1).gradients()
-        if differences({k: g[-1] for k, g in found.items()}, alone):
-            found, plan.loop = general_gradients(batch, names, loop=True)
-    return {name: [DenseGradients(g)] for name, g in found.items()}
+        if differences({k: g[-1] for k, g in rows.items()}, alone):
+            rows, plan.loop = general_gradients(batch, names, loop=True)
+    return {name: [DenseGradients(g)] for name, g in rows.items()}
 
 
 def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | None, state: ModelState) -> Terms:
@@ -196,10 +196,10 @@ def by_loop(batch: Batch, names: set[str]) -> dict[str, Tensor]:
     for n in range(batch.count):
         try:
             with start.again():
-                found = batch.sample(n).gradients()
+                gradients = batch.sample(n).gradients()
         except Exception as error:
             raise RuntimeError(
                 f"{', '.join(sorted(names))}: no per-sample rule, and sample {n} alone does not run: {error}"
             ) from error
-        rows.append({k: found[k] for k in names})
+        rows.append({k: gradients[k] for k in names})
     return {k: torch.stack([row[k] for row in rows]) for k in names}

@@ -59,9 +59,9 @@ def residual_jacobian(model: nn.Module, residual: Callable[..., Tensor], *batch:
     if not len(batch[0]):
         return {name: p.new_empty(0, *p.shape) for name, p in trained_parameters(model).items()}
     with preserve_state(model):
-        own = [x.detach().requires_grad_(x.is_floating_point()) for x in batch]
+        detached = [x.detach().requires_grad_(x.is_floating_point()) for x in batch]
         with ExactNorms():
-            values = residual(model, *own)
+            values = residual(model, *detached)
         if not isinstance(values, Tensor):
             raise TypeError(f"residual: expected a tensor (N,), found {type(values).__name__}")
         if values.shape != (len(batch[0]),):
@@ -131,8 +131,8 @@ class Jacobian:
             raise ValueError(NO_PARAMETERS)
         if not values.requires_grad:
             raise ValueError("values: they were computed without gradients, so that their derivatives are unknown")
-        found = _pieces(values.detach(), get_gradient_edge(values))
-        parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in found]
+        pieces = _pieces(values.detach(), get_gradient_edge(values))
+        parts = [(len(value), _terms(value, edge, parameters, model)) for value, edge in pieces]
         return Jacobian(parts, {name: tuple(p.shape) for name, p in parameters.items()}, values.new_zeros(()))
 
     @staticmethod
@@ -153,16 +153,16 @@ class Jacobian:
             with torch.enable_grad():
                 values = stack((outputs[k] * sent[k])[..., None].flatten(1).sum(1) for k in own_outputs).sum(0)
             edge = get_gradient_edge(values)
-            own = _terms(values.detach(), edge, parameters, model, tape)
-            parts.append((len(values), {k: [promote(t, torch.float32) for t in terms] for k, terms in own.items()}))
+            terms = _terms(values.detach(), edge, parameters, model, tape)
+            parts.append((len(values), {k: [promote(t, torch.float32) for t in own] for k, own in terms.items()}))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         zero = outputs[0].new_zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32))
         return Jacobian(parts, shapes, zero).stacked()
 
     def rows(self) -> dict[str, Tensor]:
         """{name: (M, *shape)}."""
-        found = {name: [contractions.gradients(terms[name]) for _, terms in self.parts] for name in self.shapes}
-        return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in found.items()}
+        of_pieces = {name: [contractions.gradients(terms[name]) for _, terms in self.parts] for name in self.shapes}
+        return {name: rows[0] if len(rows) == 1 else torch.cat(rows) for name, rows in of_pieces.items()}
 
     def to_dense(self) -> Tensor:
         """(M, P), parameters in the order of ``named_parameters()``."""
@@ -173,20 +173,20 @@ class Jacobian:
 
     def gram(self) -> Tensor:
         """``J J^T`` (M, M)."""
-        found = [[self.zero for _ in self.parts] for _ in self.parts]
+        blocks = [[self.zero for _ in self.parts] for _ in self.parts]
         for k, (_, left) in enumerate(self.parts):
-            own = contractions.settled(contractions.tentative_gram(left[name]) for name in self.shapes)
-            found[k][k] = contractions.sum_in_place(map(self._here, own))
+            diagonal = contractions.settled(contractions.tentative_gram(left[name]) for name in self.shapes)
+            blocks[k][k] = contractions.sum_in_place(map(self._here, diagonal))
             for j, (_, right) in enumerate(self.parts[:k]):
-                blocks = (self._here(contractions.cross_gram(left[name], right[name])) for name in self.shapes)
-                block = contractions.sum_in_place(blocks)
-                found[k][j], found[j][k] = block, block.mT
-        return torch.cat([torch.cat(row, 1) for row in found])
+                of_parameters = (self._here(contractions.cross_gram(left[name], right[name])) for name in self.shapes)
+                block = contractions.sum_in_place(of_parameters)
+                blocks[k][j], blocks[j][k] = block, block.mT
+        return torch.cat([torch.cat(row, 1) for row in blocks])
 
     def norms(self) -> Tensor:
         """Squared norms of the rows, (M,)."""
-        found = contractions.each_norms_squared([terms[name] for _, terms in self.parts for name in self.shapes])
-        norms = [self._here(own) for own in found]
+        squares = contractions.each_norms_squared([terms[name] for _, terms in self.parts for name in self.shapes])
+        norms = [self._here(own) for own in squares]
         count = len(self.shapes)
         return torch.cat([contractions.sum_in_place(norms[k : k + count]) for k in range(0, len(norms), count)])
 
@@ -331,15 +331,15 @@ def _moved(parts: Parts, device: torch.device | str) -> list[tuple[int, dict[str
 
 
 def _stacked(parts: Parts) -> Parts:
-    found: dict[str, list[Term]] = {}
+    together: dict[str, list[Term]] = {}
     for name in parts[0][1]:
-        own = [terms[name] for _, terms in parts]
-        held = sum(t.a.numel() + t.b.numel() if isinstance(t, OuterProduct) else 0 for terms in own for t in terms)
-        rows = contractions.stack_terms(own) if held <= STACKED_ELEMENTS else None
+        pieces = [terms[name] for _, terms in parts]
+        held = sum(t.a.numel() + t.b.numel() if isinstance(t, OuterProduct) else 0 for terms in pieces for t in terms)
+        rows = contractions.stack_terms(pieces) if held <= STACKED_ELEMENTS else None
         if rows is None:
             return parts
-        found[name] = rows
-    return [(sum(size for size, _ in parts), found)]
+        together[name] = rows
+    return [(sum(size for size, _ in parts), together)]
 
 
 def _pieces(values: Tensor, edge: GradientEdge) -> list[tuple[Tensor, GradientEdge]]:
@@ -376,8 +376,8 @@ def _terms(
 
 def _row(edge: GradientEdge, values: Tensor, n: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     one = torch.zeros_like(values).index_fill_(0, n, 1)
-    found = torch.autograd.grad(edge, list(parameters.values()), one, retain_graph=True, materialize_grads=True)
-    return dict(zip(parameters, found, strict=True))
+    gradients = torch.autograd.grad(edge, list(parameters.values()), one, retain_graph=True, materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def _one_by_one(values: Tensor, edge: GradientEdge, parameters: Mapping[str, nn.Parameter]) -> Terms:

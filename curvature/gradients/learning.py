@@ -128,21 +128,21 @@ def _sums_to(
     return difference <= max(rounding_tolerance(expected), low) * scale + floor
 
 
-def differences(found: dict[str, Tensor], expected: dict[str, Tensor], low: float = 0.0) -> list[str]:
+def differences(rows: dict[str, Tensor], expected: dict[str, Tensor], low: float = 0.0) -> list[str]:
     """Names whose gradients differ by more than rounding; kernels for one sample and for many round differently.
 
     `low` is the root of the coarsest rounding inside the model, under autocast.
     """
-    return [name for name, same in zip(found, to_host(agreements(found, expected, low)), strict=True) if not same]
+    return [name for name, same in zip(rows, to_host(agreements(rows, expected, low)), strict=True) if not same]
 
 
-def agreements(found: dict[str, Tensor], expected: dict[str, Tensor], low: float) -> list[Tensor]:
+def agreements(rows: dict[str, Tensor], expected: dict[str, Tensor], low: float) -> list[Tensor]:
     """For each name a flag (): whether rounding explains what the gradients differ by."""
     floor = noise_floor(expected.values())
     return [
         (g - expected[name]).norm()
         <= 10 * max(torch.finfo(g.dtype).eps ** 0.5, low) * expected[name].norm() + floor.to(g.real)
-        for name, g in found.items()
+        for name, g in rows.items()
     ]
 
 
@@ -153,6 +153,6 @@ def _log_general(tape: Tape, failed: set[str]) -> None:
         for name in sorted(failed)
     }
     unseen = "an autograd.Function or the like"  # what torch does not let a mode see
-    names = ", ".join(f"{name} (used in {', '.join(found) or unseen})" for name, found in readers.items())
+    names = ", ".join(f"{name} (used in {', '.join(functions) or unseen})" for name, functions in readers.items())
     if names:
         warn_once("no layer rule gives per-sample gradients of %s: computed exactly, but more slowly", names)

@@ -63,16 +63,16 @@ def _found(batch: Batch, start: ModelState | None) -> str:
     others = _copies(batch, n)
     ends: list[RandomState] = []
 
-    def rows(own: Batch) -> list[Tensor]:
+    def rows(part: Batch) -> list[Tensor]:
         with start.again(), torch.no_grad():
-            output = own.output()
+            output = part.output()
             ends.append(RandomState(batch.model.modules()))
-        return _rows(output, n if own.count > 1 else 0, own)
+        return _rows(output, n if part.count > 1 else 0, part)
 
     try:
         with _moved(batch.model):
-            found = rows(batch)
-            if not _differ(found, rows(others)):
+            in_batch = rows(batch)
+            if not _differ(in_batch, rows(others)):
                 return ""
             if ends[0].differs(ends[1].states):  # how many numbers it draws depends on the data: other draws
                 return "model" if _depends_on_others(batch, n, start) else ""
@@ -92,17 +92,17 @@ def _depends_on_others(batch: Batch, n: int, start: ModelState) -> bool:
         inputs.append(t.detach().clone().requires_grad_())
         return inputs[-1]
 
-    own = replace(batch, x=map_tensors(leaf, batch.x))
+    tracked = replace(batch, x=map_tensors(leaf, batch.x))
     with start.again(), torch.enable_grad():
-        value = sum(row.square().sum() for row in _rows(own.output(), n, batch))
+        value = sum(row.square().sum() for row in _rows(tracked.output(), n, batch))
     if not inputs or not isinstance(value, Tensor) or not value.requires_grad:
         log.info("not tried whether samples depend on one another: the pass draws as many numbers as the data say")
         return False
-    found = torch.autograd.grad(value, inputs, materialize_grads=True)
-    alone = [torch.zeros_like(g) for g in found]
-    for g, kept in zip(found, alone, strict=True):
-        kept.narrow(dim, n, 1).copy_(g.narrow(dim, n, 1))
-    return _differ(list(found), alone)
+    slopes = torch.autograd.grad(value, inputs, materialize_grads=True)
+    alone = [torch.zeros_like(g) for g in slopes]
+    for g, own in zip(slopes, alone, strict=True):
+        own.narrow(dim, n, 1).copy_(g.narrow(dim, n, 1))
+    return _differ(list(slopes), alone)
 
 
 def _copies(batch: Batch, n: int) -> Batch:

@@ -110,13 +110,13 @@ def _add_computed(
         if id(node) in seen or node.names <= failed:
             continue
         seen.add(id(node))
-        own, results, is_explained = _terms_of_reads(node, of_uses, backprops)
+        of_node, results, is_explained = _terms_of_reads(node, of_uses, backprops)
         nodes += results
-        if not is_explained or (own and not _is_uncounted(node, of_uses)):
+        if not is_explained or (of_node and not _is_uncounted(node, of_uses)):
             failed |= node.names
-        elif own:
+        elif of_node:
             try:
-                for name, of_parameter in pulled_back(node, own, tape, skip).items():
+                for name, of_parameter in pulled_back(node, of_node, tape, skip).items():
                     terms[name] += of_parameter
             except Unsupported:
                 failed |= node.names
@@ -166,11 +166,11 @@ def weighted_gradients(
     """
     total = torch.zeros_like(node.tensor)
     for use in node.uses:
-        found = None if use.results else _terms_of_use(use, backprops[use.index], layouts[use.index])
-        for slot, term in (found or {}).items():
+        by_argument = None if use.results else _terms_of_use(use, backprops[use.index], layouts[use.index])
+        for slot, term in (by_argument or {}).items():
             if use.slots[slot] is node:
-                own = weights if len(term) == len(weights) else weights.new_ones(len(term))
-                total += term.weighted_sum(own.to(term.device))
+                of_samples = weights if len(term) == len(weights) else weights.new_ones(len(term))
+                total += term.weighted_sum(of_samples.to(term.device))
     names = sorted(node.names)
     roots = [tape.parameters[name].tensor for name in names]
     pulled = torch.autograd.grad(node.tensor, roots, total, retain_graph=True, allow_unused=True)

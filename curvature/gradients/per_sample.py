@@ -82,11 +82,11 @@ def per_sample_gradients(
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
     if out is None and (chunk is None or not batch.count):
         return contracted(batch, contractions.gradients)
-    found = _results(batch, out)
+    results = _results(batch, out)
     for _, part in batch.parts(chunk, "chunk"):
         for name, gradients in contracted(batch.part(part), contractions.gradients).items():
-            found[name][part] = gradients
-    return found
+            results[name][part] = gradients
+    return results
 
 
 def _results(batch: Batch, out: Mapping[str, Any] | None) -> dict[str, Tensor]:
@@ -94,11 +94,11 @@ def _results(batch: Batch, out: Mapping[str, Any] | None) -> dict[str, Tensor]:
     shapes = {name: (batch.count, *p.shape) for name, p in batch.parameters.items()}
     if out is None:
         return {name: torch.empty(shapes[name], dtype=p.dtype, device=p.device) for name, p in batch.parameters.items()}
-    found = {name: tuple(t.shape) for name, t in out.items()}
-    for name in dict.fromkeys([*shapes, *found]):
-        if found.get(name) != shapes.get(name):
+    given = {name: tuple(t.shape) for name, t in out.items()}
+    for name in dict.fromkeys([*shapes, *given]):
+        if given.get(name) != shapes.get(name):
             expected = shapes.get(name, "no such parameter")
-            raise ValueError(f"out: expected {name} of shape {expected}, found {found.get(name, 'none')}")
+            raise ValueError(f"out: expected {name} of shape {expected}, found {given.get(name, 'none')}")
     return {name: out[name] if isinstance(out[name], Tensor) else torch.from_numpy(out[name]) for name in shapes}
 
 
@@ -135,8 +135,8 @@ def per_sample_norms_by_parameter(
     those of `per_sample_norms`. Arguments and errors as for `per_sample_gradients`.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
-    found = _settled(batch, contractions.tentative_norms_squared)
-    return {name: squares.sqrt() for name, squares in found.items()}
+    norms_squared = _settled(batch, contractions.tentative_norms_squared)
+    return {name: squares.sqrt() for name, squares in norms_squared.items()}
 
 
 @either_form
@@ -158,8 +158,8 @@ def per_sample_gram(
 
 def _settled(batch: Batch, contract: Contraction) -> dict[str, Tensor]:
     """What `contract` makes of the terms of every parameter, once it is right."""
-    found = contracted(batch, contract)
-    return dict(zip(found, contractions.settled(found.values()), strict=True))
+    tentative = contracted(batch, contract)
+    return dict(zip(tentative, contractions.settled(tentative.values()), strict=True))
 
 
 @either_form
@@ -185,14 +185,14 @@ def check_gradients(
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
     if _is_random(batch):
         raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
-    found = per_sample_gradients(model, loss, x, y, parameters=parameters, sample_dim=sample_dim)
+    rows = per_sample_gradients(model, loss, x, y, parameters=parameters, sample_dim=sample_dim)
     for n in range(batch.count):
         with preserve_state(batch.model), trained_alone(batch.model, batch.parameters):
             alone = batch.sample(n).gradients()
-        for name in differences({k: g[n] for k, g in found.items()}, alone):
+        for name in differences({k: g[n] for k, g in rows.items()}, alone):
             raise RuntimeError(
-                f"{name}: the gradient of sample {n} has norm {found[name][n].norm():.10g}, "
-                f"run alone {alone[name].norm():.10g}; their difference {(found[name][n] - alone[name]).norm():.3g}"
+                f"{name}: the gradient of sample {n} has norm {rows[name][n].norm():.10g}, "
+                f"run alone {alone[name].norm():.10g}; their difference {(rows[name][n] - alone[name]).norm():.3g}"
             )
 
 
@@ -275,7 +275,7 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         def take(arrived: Backprops, names: Collection[str]) -> None:
             terms, failed = precise_terms(tape, arrived, layouts, general | tape.parameters.keys() - names)
             general.update(failed.intersection(names))
-            results.update((name, contract(own)) for name, own in terms.items() if own)
+            results.update((name, contract(of_parameter)) for name, of_parameter in terms.items() if of_parameter)
 
         if backprops is None:
             stream_backprops(tape, [losses], [torch.ones_like(losses)], take, WAITING_BYTES)
@@ -285,7 +285,7 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         # what no rule explains, and what the losses do not depend on
         if general:
             terms = general_path_terms(batch, plan, general, losses if one_pass else None)
-            results.update((name, contract(own)) for name, own in terms.items())
+            results.update((name, contract(of_parameter)) for name, of_parameter in terms.items())
         for name in tape.parameters.keys() - results.keys():
             results[name] = contract([zeros(tape, name, batch.count)])
         return {name: results[name] for name in tape.parameters}

@@ -75,8 +75,8 @@ def find_layouts(
     told = iter([float(x) for x in to_host(asked)])
     if count == 1:
         return tried, all(told)
-    fits = [_fitting(own, [next(told) for _ in range(3 + len(own))]) if own else [] for own in tried]
-    return [own[:1] for own in fits], all(len(own) <= 1 for own in fits)
+    fits = [_fitting(layouts, [next(told) for _ in range(3 + len(layouts))]) if layouts else [] for layouts in tried]
+    return [layouts[:1] for layouts in fits], all(len(layouts) <= 1 for layouts in fits)
 
 
 def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:
@@ -92,7 +92,7 @@ def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:
         good = [(error, layout) for error, layout in zip(errors, layouts, strict=True) if error <= limit]
         if good:
             near = 10 * min(error for error, _ in good) + rounding
-            return [layout for error, layout in sorted(good, key=lambda own: own[0] > near)]
+            return [layout for error, layout in sorted(good, key=lambda pair: pair[0] > near)]
     return []
 
 
@@ -104,8 +104,8 @@ def reproduce(
     floor = noise_floor(weighted)
     flags = [
         _error(layout, b, bw, weights) <= _allowed(bw.norm(), b, floor)
-        for own, b, bw in zip(layouts, backprops, weighted, strict=True)
-        for layout in own
+        for at_use, b, bw in zip(layouts, backprops, weighted, strict=True)
+        for layout in at_use
         if b is not None and bw is not None
     ]
     return all(map(bool, to_host(flags)))
@@ -149,7 +149,7 @@ def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layo
         the output is shared between them, mixes them, or was not reached.
     """
     layouts, _ = _experiment(tape, output, sample_dim)
-    return [next(iter(own), None) for own in layouts]
+    return [next(iter(at_use), None) for at_use in layouts]
 
 
 def certain_layouts(tape: Tape, output: Tensor, asked: Sequence[bool]) -> list[Layout | None] | None:
@@ -158,7 +158,7 @@ def certain_layouts(tape: Tape, output: Tensor, asked: Sequence[bool]) -> list[L
     So it is where gradients vanish, as below a last layer of zeros.
     """
     layouts, is_certain = _experiment(tape, output, 0, asked)
-    return [next(iter(own), None) for own in layouts] if is_certain else None
+    return [next(iter(at_use), None) for at_use in layouts] if is_certain else None
 
 
 @full_precision()
@@ -174,5 +174,5 @@ def _experiment(
     weighted = vector * weights.reshape([-1 if k == sample_dim % output.ndim else 1 for k in range(output.ndim)])
     backprops, weighted_backprops = (tape.gradients([output], [v]) for v in (vector, weighted))
     if asked is not None:
-        backprops = [b if own else None for b, own in zip(backprops, asked, strict=True)]
+        backprops = [b if is_asked else None for b, is_asked in zip(backprops, asked, strict=True)]
     return find_layouts(backprops, weighted_backprops, weights)

@@ -58,11 +58,11 @@ def require_weighted_sum(
     settings = _settings(loss)
     if count == 1 or (settings is not None and (settings, batch) in CHECKED):
         return None
-    found = shares(loss, output, target, count, output_dim, target_dim)
+    measured = shares(loss, output, target, count, output_dim, target_dim)
     masses = sample_masses(loss, output, target, count, output_dim, target_dim)
     expected = masses / masses.sum() if reduction_of(loss) == "mean" else masses
-    if not _near(found, torch.where(found == 0, 0, expected).nan_to_num(0.0), found.amax()):
-        raise NoWeightedSum(loss, f"shares {_some(found)} where its terms say {_some(expected)}")
+    if not _near(measured, torch.where(measured == 0, 0, expected).nan_to_num(0.0), measured.amax()):
+        raise NoWeightedSum(loss, f"shares {_some(measured)} where its terms say {_some(expected)}")
     if settings is not None:
         if len(CHECKED) >= MOST_CHECKED:  # batches of ever other lengths
             CHECKED.clear()
@@ -72,30 +72,30 @@ def require_weighted_sum(
 
 def _settings(loss: Any) -> Any:
     """Equal for losses of torch that do the same but for their weights; None where an object has more than settings."""
-    own = {name: value for name, value in vars(loss).items() if not name.startswith("_")}
+    settings = {name: value for name, value in vars(loss).items() if not name.startswith("_")}
     hooks = [getattr(loss, name, None) for name in ("_forward_hooks", "_forward_pre_hooks")]
-    if any(hooks) or not all(isinstance(value, PLAIN) for value in own.values()):
+    if any(hooks) or not all(isinstance(value, PLAIN) for value in settings.values()):
         return None
     weights = tuple((name, None if x is None else x.shape) for name, x in vars(loss).get("_buffers", {}).items())
-    return type(loss), tuple(sorted(own.items())), weights
+    return type(loss), tuple(sorted(settings.items())), weights
 
 
 def count_alike(
-    loss: Loss, found: Tensor | None, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
+    loss: Loss, shares: Tensor | None, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
 ) -> bool:
     """Whether all samples have one share in the loss of the batch, those aside that have none.
 
     Args:
-        found: what `require_weighted_sum` has returned.
+        shares: what `require_weighted_sum` has returned.
     """
     loss = resolve(loss)
-    if found is None:
+    if shares is None:
         weighs = getattr(loss, "weight", None) is not None or isinstance(target, Tensor) and target.numel() > count
         if not weighs or not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
             return True
-        found = sample_masses(loss, output, target, count, output_dim, target_dim)
-    some = found[found > 0]
-    return not len(some) or _near(some, some[0], some[0])
+        shares = sample_masses(loss, output, target, count, output_dim, target_dim)
+    counted = shares[shares > 0]
+    return not len(counted) or _near(counted, counted[0], counted[0])
 
 
 def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0) -> Tensor:
@@ -127,10 +127,10 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
     for point in _points(output, count, output_dim):
         if len(rows) > 2 and bool((_is_known(rows) | empty).all()):
             break
-        (_, batch), (values, own) = _slope(whole, point), _slope(alone, point)
+        (_, batch), (values, slope) = _slope(whole, point), _slope(alone, point)
         empty |= values.isnan()
         if batch.isfinite().all():
-            rows.append((by_sample(batch), by_sample(own.nan_to_num(0.0, 0.0, 0.0))))
+            rows.append((by_sample(batch), by_sample(slope.nan_to_num(0.0, 0.0, 0.0))))
     return _quotients(loss, rows, empty) if rows else output.new_zeros(count)
 
 
@@ -173,35 +173,35 @@ def _slope(losses: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, T
 
 def _is_known(rows: list[tuple[Tensor, Tensor]]) -> Tensor:
     """(N,): whether the sample's own loss has a gradient that is more than rounding at one of the points."""
-    sizes = torch.stack([own.norm(dim=1) for _, own in rows]).amax(0)
+    sizes = torch.stack([slope.norm(dim=1) for _, slope in rows]).amax(0)
     return sizes > 1e3 * torch.finfo(sizes.dtype).eps * sizes.amax()
 
 
 def _quotients(loss: Loss, rows: list[tuple[Tensor, Tensor]], empty: Tensor) -> Tensor:
-    batch, own = (torch.stack(column) for column in zip(*rows, strict=True))  # (points, N, D)
-    known = _is_known(rows)
-    found = torch.where(known, (batch * own).sum((0, 2)) / own.square().sum((0, 2)), 0)
+    batch, alone = (torch.stack(column) for column in zip(*rows, strict=True))  # (points, N, D)
+    is_known = _is_known(rows)
+    measured = torch.where(is_known, (batch * alone).sum((0, 2)) / alone.square().sum((0, 2)), 0)
     eps = torch.finfo(batch.dtype).eps
     sizes = batch.norm(dim=2)
-    left = (batch - found[:, None] * own).norm(dim=2)
+    left = (batch - measured[:, None] * alone).norm(dim=2)
     wrong = left > 10 * eps**0.5 * sizes + 100 * eps * sizes.amax()
     if bool(wrong.any()):
         worst = float((left / sizes.clamp(min=eps * float(sizes.amax()))).amax())
         raise NoWeightedSum(loss, f"{min(1.0, worst):.0%} of its gradient at the output of a sample is not of that")
-    return _rounded(found, known | empty)
+    return _rounded(measured, is_known | empty)
 
 
-def _rounded(found: Tensor, known: Tensor) -> Tensor:
+def _rounded(measured: Tensor, is_known: Tensor) -> Tensor:
     """Shares of a plain mean or sum without their rounding, and for samples of which nothing is known, too."""
-    for plain in (1 / len(found), 1.0):
-        near = (found - plain).abs() <= 100 * torch.finfo(found.dtype).eps * plain
-        if bool((near | ~known).all()) and bool(known.any()):
-            return torch.full_like(found, plain)
-    return found
+    for plain in (1 / len(measured), 1.0):
+        near = (measured - plain).abs() <= 100 * torch.finfo(measured.dtype).eps * plain
+        if bool((near | ~is_known).all()) and bool(is_known.any()):
+            return torch.full_like(measured, plain)
+    return measured
 
 
-def _near(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
-    return bool(((found - expected).abs() <= 10 * torch.finfo(found.dtype).eps ** 0.5 * scale).all())
+def _near(values: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    return bool(((values - expected).abs() <= 10 * torch.finfo(values.dtype).eps ** 0.5 * scale).all())
 
 
 def _some(values: Tensor) -> str:
@@ -241,13 +241,13 @@ class SampleMasses:
             return sample_masses(self.loss, output, target, count, output_dim, target_dim)
         dims = output_dim, target_dim
         is_first = self.first is None or number == self.first
-        found = (
+        masses = (
             self._of_first(number, output, target, count, dims)
             if is_first
             else self._beside_first(output, target, count, dims)
         )
-        self.is_plain &= bool((found == 1).all())
-        return found
+        self.is_plain &= bool((masses == 1).all())
+        return masses
 
     def whole(self, number: int, output: Tensor) -> Tensor:
         """(1,): the mass of a batch whose samples meet in the loss, which has to be the only one.
@@ -272,13 +272,13 @@ class SampleMasses:
             )
 
     def _of_first(self, number: int, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
-        found = shares(self._callable, output, target, count, *dims)
-        n = int(found.argmax())
-        if found[n] <= 0:
-            return found
-        self.first, self.kind = number, _kind(found)
+        measured = shares(self._callable, output, target, count, *dims)
+        n = int(measured.argmax())
+        if measured[n] <= 0:
+            return measured
+        self.first, self.kind = number, _kind(measured)
         self.is_sum = self.kind != "mean"
-        masses = found * count if self.kind == "mean" else found
+        masses = measured * count if self.kind == "mean" else measured
         one = map_target(lambda t: _rows(t, n, count, dims[1]), target)
         self.reference = _rows(output.detach(), n, count, dims[0]), one, masses[n]
         return masses
@@ -293,20 +293,20 @@ class SampleMasses:
             both = torch.cat([output_of_one, output.detach()], dims[0])
             targets = _joined(target_of_one, target, dims[1])
         except RuntimeError as error:
-            if self.kind == "sum" and _kind(found := shares(self._callable, output, target, count, *dims)) != "mean":
-                return found
+            if self.kind == "sum" and _kind(measured := shares(self._callable, output, target, count, *dims)) != "mean":
+                return measured
             raise self._only_one_batch(f"their outputs or targets do not fit together: {error}") from error
-        found = shares(self._callable, both, targets, count + 1, *dims)
-        if not found[1:].any():  # no term of this batch counts
-            return found[1:]
-        kind = _kind(found)
+        measured = shares(self._callable, both, targets, count + 1, *dims)
+        if not measured[1:].any():  # no term of this batch counts
+            return measured[1:]
+        kind = _kind(measured)
         if self.kind and kind != self.kind or not kind:
             raise self._only_one_batch(f"it is a {self.kind or 'sum'} over one batch, but not over another")
         self.kind, self.is_sum = kind, kind != "mean"
         return (
-            found[1:]
+            measured[1:]
             if self.is_sum
-            else _rounded(found[1:] / found[0] * mass, torch.ones_like(found[1:], dtype=torch.bool))
+            else _rounded(measured[1:] / measured[0] * mass, torch.ones_like(measured[1:], dtype=torch.bool))
         )
 
     @property
@@ -321,10 +321,10 @@ class SampleMasses:
         )
 
 
-def _kind(found: Tensor) -> str:
+def _kind(measured: Tensor) -> str:
     """What shares tell of a loss: "mean", "sum" or "other", "" if it may be either of the first two."""
-    one = torch.ones((), dtype=found.dtype, device=found.device)
-    is_mean, is_sum = _near(found.sum(), one, one), _near(found[found > 0], one, one)
+    one = torch.ones((), dtype=measured.dtype, device=measured.device)
+    is_mean, is_sum = _near(measured.sum(), one, one), _near(measured[measured > 0], one, one)
     if is_mean and is_sum:
         return ""
     return "mean" if is_mean else "sum" if is_sum else "other"

@@ -101,12 +101,12 @@ def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
             if node not in data:
                 zero = next(iter(inputs.values())).tensor.new_zeros(())
                 for k, x in enumerate(node._input_metadata):
-                    found = ParameterNode(zero.expand(x.shape), use.names, weakref.ref(use), GradientEdge(node, k))
-                    use.results.append(found)
-                    constant[node, k] = found
-    own = constant.get((result.node, result.output_nr))
-    if own is not None and own.origin is None:  # a parameter itself, which no node reads
-        _add_use(tape, "the result", {"argument0": own}, None, None)
+                    computed = ParameterNode(zero.expand(x.shape), use.names, weakref.ref(use), GradientEdge(node, k))
+                    use.results.append(computed)
+                    constant[node, k] = computed
+    whole = constant.get((result.node, result.output_nr))
+    if whole is not None and whole.origin is None:  # a parameter itself, which no node reads
+        _add_use(tape, "the result", {"argument0": whole}, None, None)
     return tape
 
 
@@ -116,7 +116,7 @@ def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple
     None where the data may move samples: an index, a mask, a function of the user's. Whatever Python decides is in the
     graph: which function comes after which, which of several outputs goes where, axes, and places along them.
     """
-    nodes, leaves, found = _inputs_first(result.node), set(map(id, parameters)), []
+    nodes, leaves, signature = _inputs_first(result.node), set(map(id, parameters)), []
     if any(_may_move(node, leaves) for node in nodes):
         return None
     numbers = {node: k for k, node in enumerate(nodes)}
@@ -127,8 +127,8 @@ def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple
             names = [name for name in dir(kind) if name.startswith("_saved_") and not hasattr(kind, f"_raw{name}")]
             SETTINGS[kind] = [name for name in names if _setting(node, name) != TENSOR]
         edges = tuple((numbers[step], output) for step, output in node.next_functions if step is not None)
-        found.append((kind, edges, *(_setting(node, name) for name in SETTINGS[kind])))
-    return tuple(found)
+        signature.append((kind, edges, *(_setting(node, name) for name in SETTINGS[kind])))
+    return tuple(signature)
 
 
 def _may_move(node: Any, leaves: set[int]) -> bool:
@@ -193,8 +193,8 @@ def _inputs_first(last: GraphNode) -> list[GraphNode]:
 def graph_leaves(result: Tensor) -> list[Tensor]:
     """The leaf tensors of the graph of a result."""
     nodes = [] if result.grad_fn is None else _inputs_first(result.grad_fn)
-    found = [getattr(node, "variable", None) for node in nodes]
-    return [x for x in found if x is not None]
+    variables = [getattr(node, "variable", None) for node in nodes]
+    return [x for x in variables if x is not None]
 
 
 def _is_identity(node: Any) -> bool:
@@ -204,8 +204,8 @@ def _is_identity(node: Any) -> bool:
 
 def _is_transpose(node: Any) -> bool:
     """Whether a node transposes a matrix: `t`, `T`, `mT`, `transpose` or `permute`. Axis -k is saved as 2^64 - k."""
-    found = TRANSPOSES.get(node.name())
-    return found is not None and len(node._input_metadata[0].shape) == 2 and found(node)
+    exchanges = TRANSPOSES.get(node.name())
+    return exchanges is not None and len(node._input_metadata[0].shape) == 2 and exchanges(node)
 
 
 def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, ParameterNode]) -> Use:
@@ -216,9 +216,9 @@ def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, ParameterNode]) -> U
         saved, names = arguments(node)
     except RuntimeError:  # no rule, or a saved tensor was overwritten, which the general path reports
         kind = Tensor.t if _is_transpose(node) else node.name()
-        return _add_use(tape, kind, {f"argument{k}": found for k, found in inputs.items()}, None, None)
-    slots = {names[k]: found for k, found in inputs.items()}
-    args: dict[str, Any] = {name: found.tensor.detach() for name, found in slots.items()}
+        return _add_use(tape, kind, {f"argument{k}": parameter for k, parameter in inputs.items()}, None, None)
+    slots = {names[k]: parameter for k, parameter in inputs.items()}
+    args: dict[str, Any] = {name: parameter.tensor.detach() for name, parameter in slots.items()}
     args |= {k: x.detach() if isinstance(x, Tensor) else x for k, x in saved.items() if x is not None}
     if function in (torch.mul, torch.div, torch.add, torch.sub):
         args = {name: next(iter(args.values())).new_zeros(()) for name in names} | args | {"function": function}

@@ -53,20 +53,20 @@ class RecordingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = tensors_in(*args, *kwargs.values())
+        tensors = tensors_in(*args, *kwargs.values())
         if func in CONVERSIONS:
-            found = found[:1]
+            tensors = tensors[:1]
         if func in NOTED:
-            self._note(func, args, kwargs, found)
-        for x in found if self.sharded else ():
+            self._note(func, args, kwargs, tensors)
+        for x in tensors if self.sharded else ():
             if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in self.nodes:
                 self._adopt_unsharded(x)
-        if self.nodes.keys().isdisjoint(map(id, found)) or not torch.is_grad_enabled():
+        if self.nodes.keys().isdisjoint(map(id, tensors)) or not torch.is_grad_enabled():
             out = func(*args, **kwargs)
-            if self._are_data(found):
+            if self._are_data(tensors):
                 self.mark_as_data(out)
                 if func in REDUCTIONS and out.requires_grad and not out.ndim:
-                    self.tape.reductions.append((found[0], out))
+                    self.tape.reductions.append((tensors[0], out))
             return out
         plain = plain_form(func, args, kwargs)
         if plain is not None and func in RECURRENT:
@@ -77,15 +77,15 @@ class RecordingMode(TorchFunctionMode):
         if plain is not None:
             with self:
                 return plain(*args, **kwargs)
-        return self._record(func, args, kwargs, found)
+        return self._record(func, args, kwargs, tensors)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, found: list[Tensor]) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
         """Enter what is no read of a parameter on the tape: losses, derivatives, layers that mix samples."""
         if func is F.batch_norm:
             self._note_mixing(args, kwargs)
         elif func is torch.autograd.grad:
             self.tape.differentiates |= creates_graph(args, kwargs)
-        elif torch.is_grad_enabled() and any(x.requires_grad and self._are_data([x]) for x in found):
+        elif torch.is_grad_enabled() and any(x.requires_grad and self._are_data([x]) for x in tensors):
             self.tape.losses.append((func, args, kwargs))
 
     def _adopt_unsharded(self, parameter: nn.Parameter) -> None:
@@ -95,13 +95,13 @@ class RecordingMode(TorchFunctionMode):
                 node = self.tape.parameters[name]
                 node.tensor, self.nodes[id(p)] = p, node
 
-    def _record(self, func: Any, args: Any, kwargs: Any, found: list[Tensor], run: Any = None) -> Any:
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], run: Any = None) -> Any:
         """Run a function that receives a parameter, or `run` that stands for it, and enter it on the tape."""
         rule, nodes = RULES.get(func), self.nodes
         used: dict[int, ParameterNode] = {}
         before, follows_graph = [], False
-        with _quietly(found):
-            for x in found:
+        with _quietly(tensors):
+            for x in tensors:
                 node = nodes.get(id(x))
                 if node is None:
                     follows_graph = follows_graph or x.requires_grad
@@ -114,21 +114,21 @@ class RecordingMode(TorchFunctionMode):
             versions = [(x, x._version) for k, x in saved.items() if isinstance(x, Tensor) and k not in slots]
         out = (run or func)(*args, **kwargs)
         outs = tensors_in(out)
-        with _quietly([*found, *outs]):
+        with _quietly([*tensors, *outs]):
             outs = [x for x in outs if x.requires_grad]
             if not outs or any(out is x and x._version == version for x, version in before):
                 return out  # nothing to differentiate, or the very tensor that came in (`to` the device that it is on)
             is_known = rule is not None and len(outs) == 1 and all(k in rule.parameters for k in slots)
             if rule is None or not is_known or len(used) > len({*map(id, slots.values())}):
                 rule, slots = None, {f"argument{k}": node for k, node in enumerate(used.values())}
-            known = () if rule is None or is_checkpointed() else rule.statistics(outs[0])
-            call = RecordedCall(saved, tuple(outs[0].shape), known) if rule is not None else None
+            statistics = () if rule is None or is_checkpointed() else rule.statistics(outs[0])
+            call = RecordedCall(saved, tuple(outs[0].shape), statistics) if rule is not None else None
             edge = _edge_of(outs[0]) if rule is not None else None
             use = Use(len(self.tape.uses), func, rule, call, slots, edge, versions if rule else [], follows_graph)
             self.tape.uses.append(use)
             for node in used.values():
                 node.readers.append(weakref.ref(use))
-            if self._are_data(found) or any(id(x) in nodes for x in outs):  # the latter are overwritten parameters
+            if self._are_data(tensors) or any(id(x) in nodes for x in outs):  # the latter are overwritten parameters
                 self.mark_as_data(out)
             else:
                 use.results = [ParameterNode(x, use.names, weakref.ref(use)) for x in outs]
@@ -144,9 +144,9 @@ class RecordingMode(TorchFunctionMode):
 
         def together(run: Any, x: Tensor, *weights: Any) -> Tensor:
             self.mark_as_data(x)
-            found = tensors_in(x, *weights)
-            is_read = any(id(x) in self.nodes for x in found)
-            return self._record(F.linear, (x, *weights), {}, found, run) if is_read else run(x, *weights)
+            tensors = tensors_in(x, *weights)
+            is_read = any(id(x) in self.nodes for x in tensors)
+            return self._record(F.linear, (x, *weights), {}, tensors, run) if is_read else run(x, *weights)
 
         out = RECURRENT[func](*args, **kwargs, linear=linear, together=together)
         self.mark_as_data(out)
@@ -159,8 +159,8 @@ class RecordingMode(TorchFunctionMode):
     def _are_data(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of the tensors depends on the model's input."""
         for x in tensors:
-            known = self.data.get(id(x))
-            if known is not None and known() is x:
+            data = self.data.get(id(x))
+            if data is not None and data() is x:
                 return True
         return False
 
