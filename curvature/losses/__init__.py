@@ -16,10 +16,12 @@ from curvature.losses.injections import (
     propagated,
     sampled,
 )
+from curvature.losses.label_distributions import LabelDistribution, Prediction
 from curvature.losses.masses import NoWeightedSum, SampleMasses, count_alike, require_weighted_sum
 from curvature.losses.per_sample import is_entrywise, per_sample_losses
 from curvature.losses.table import (
     LOSS_FUNCTIONS,
+    TORCH_LOSSES,
     GaussianNLLLoss,
     Loss,
     is_torch_loss,
@@ -30,7 +32,8 @@ from curvature.losses.table import (
 )
 
 __all__ = [
-    "Curved", "GaussianNLLLoss", "Injection", "LOSS_FUNCTIONS", "Loss", "NoWeightedSum", "Random", "SEED",
-    "SampleMasses", "count_alike", "empirical", "exact", "is_entrywise", "is_torch_loss", "isotropic", "join_heads",
-    "name_of", "per_sample_losses", "propagated", "reduction_of", "require_weighted_sum", "resolve", "sampled",
+    "Curved", "GaussianNLLLoss", "Injection", "LOSS_FUNCTIONS", "LabelDistribution", "Loss", "NoWeightedSum",
+    "Prediction", "Random", "SEED", "SampleMasses", "TORCH_LOSSES", "count_alike", "empirical", "exact",
+    "is_entrywise", "is_torch_loss", "isotropic", "join_heads", "name_of", "per_sample_losses", "propagated",
+    "reduction_of", "require_weighted_sum", "resolve", "sampled",
 ]  # fmt: skip

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvature.losses import likelihoods
+from curvature.losses import label_distributions, likelihoods
+from curvature.losses.label_distributions import LabelDistribution
 from curvature.losses.likelihoods import Likelihood
 
 Loss = Callable[[Any, Any], Tensor]
@@ -143,6 +144,7 @@ class TorchLoss:
         probe: output -> (f, value): a term of mass 1 has this value if all of the output is f. None: all masses are 1.
         weights: attributes of the loss that make the masses depend on the target.
         stand_in: output -> a substitute for a missing target.
+        labels: the distribution of a label given the output, as posteriors predict it.
     """
 
     function: Callable[..., Tensor] | None
@@ -155,6 +157,7 @@ class TorchLoss:
     probe: Callable[[Tensor], tuple[float, float]] | None = None
     weights: tuple[str, ...] = ()
     stand_in: Callable[[Tensor], Tensor] | None = None
+    labels: LabelDistribution | None = None
 
     def shape_of_terms(self, output: Tensor) -> list[int]:
         """Shape of the output without the dim of classes, or of one head."""
@@ -225,6 +228,7 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         likelihood=lambda _, output: likelihoods.Categorical(output),
         probe=lambda output: (0.0, math.log(output.shape[1])),
         weights=("weight",),
+        labels=label_distributions.Categorical(),
     ),
     nn.NLLLoss: TorchLoss(
         F.nll_loss,
@@ -240,6 +244,7 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         probe=lambda _: (0.0, math.log(2)),
         weights=("pos_weight",),
         stand_in=torch.zeros_like,
+        labels=label_distributions.Bernoulli(),
     ),
     nn.BCELoss: TorchLoss(
         F.binary_cross_entropy,
@@ -247,10 +252,17 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         probe=lambda _: (0.5, math.log(2)),
         stand_in=torch.zeros_like,
     ),
-    nn.MSELoss: _entries(F.mse_loss, likelihood=lambda _, output: likelihoods.Normal(output)),
-    nn.PoissonNLLLoss: _entries(F.poisson_nll_loss, likelihood=_poisson),
+    nn.MSELoss: _entries(
+        F.mse_loss,
+        likelihood=lambda _, output: likelihoods.Normal(output),
+        labels=label_distributions.Normal(),
+    ),
+    nn.PoissonNLLLoss: _entries(F.poisson_nll_loss, likelihood=_poisson, labels=label_distributions.Poisson()),
     GaussianNLLLoss: TorchLoss(
-        None, heads=True, likelihood=lambda loss, output: likelihoods.NormalHeads(*loss.heads(output))
+        None,
+        heads=True,
+        likelihood=lambda loss, output: likelihoods.NormalHeads(*loss.heads(output)),
+        labels=label_distributions.NormalHeads(),
     ),
     nn.L1Loss: _entries(F.l1_loss, is_diagonal=True),
     nn.SmoothL1Loss: _entries(F.smooth_l1_loss, is_diagonal=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,10 @@ from torch import Tensor, nn
 
 from curvature.gradients import Jacobian, either_form
 from curvature.linalg import widen, widest
-from curvature.losses import Loss
+from curvature.losses import TORCH_LOSSES, LabelDistribution, Loss, name_of, reduction_of, resolve
 from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac
 from curvature.operators import BlockDiagonal, Diagonal, SampleSpace, Space
 from curvature.recording import trained_parameters, unwrap_compiled
-from curvature.uses.posteriors.labels import LabelDistribution, labels_of
 from curvature.uses.posteriors.layered import LayeredCurvature, module_of, positive_scalar
 from curvature.uses.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws
 
@@ -104,6 +104,32 @@ def laplace(
     home, parameters = curvature.space.device, dict(model.named_parameters())
     mean = curvature.flatten(parameters)
     return LaplacePosterior(model, fit.to(home), curvature, mean, curvature.prior(prior), sigma.to(home))
+
+
+def labels_of(loss: Loss) -> tuple[Any, LabelDistribution]:
+    """The loss as a sum without constants, and the distribution of labels behind it.
+
+    Raises:
+        TypeError: the loss is not callable.
+        ValueError: it is none of the known negative log-likelihoods, or its reduction is "none".
+    """
+    if not callable(loss):
+        raise TypeError(f"loss: expected a loss module, found {type(loss).__name__}")
+    resolved: Any = resolve(loss)
+    reduction_of(resolved)
+    row = TORCH_LOSSES.get(type(resolved))
+    labels = None if row is None else row.labels
+    if labels is None or (isinstance(resolved, nn.PoissonNLLLoss) and not resolved.log_input):
+        names = ", ".join(kind.__name__ for kind, row in TORCH_LOSSES.items() if row.labels is not None)
+        raise ValueError(
+            f"loss: a posterior needs a likelihood of the labels, and {name_of(resolved)} has none here; these have "
+            f"one: {names} (PoissonNLLLoss with log_input=True), and the functions of the same names"
+        )
+    summed = copy.copy(resolved)
+    summed.reduction = "sum"
+    if hasattr(summed, "full"):
+        summed.full = False
+    return summed, labels
 
 
 def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any) -> tuple[DataFit, frozenset[str]]:

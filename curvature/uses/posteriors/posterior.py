@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from curvature.linalg import NotDefinite, psd_eigh
-from curvature.losses import Loss
+from curvature.losses import LabelDistribution, Loss, Prediction
 from curvature.matrices import DataSource, RecordedBatch
 from curvature.operators import BlockDiagonal
-from curvature.uses.posteriors.labels import LabelDistribution, Prediction
 from curvature.uses.posteriors.layered import LayeredCurvature, positive_scalar
 from curvature.uses.posteriors.outputs import output_covariance
 

@@ -7,14 +7,11 @@ the noise is a number of its own, and the factor is ``1 / (2 noise^2)``.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
-
-from curvature.losses import GaussianNLLLoss, Loss, name_of, reduction_of, resolve
+from torch import Tensor
 
 
 class Prediction(NamedTuple):
@@ -125,38 +122,3 @@ class NormalHeads(LabelDistribution):
 def _moderated(f: Tensor, variance: Tensor) -> Tensor:
     """MacKay's probit approximation to the mean of a sigmoid (1992, doi:10.1162/neco.1992.4.5.720)."""
     return f / (1 + math.pi / 8 * variance).sqrt()
-
-
-# By exact type, since a subclass may compute something else.
-_LABELS: dict[type, LabelDistribution] = {
-    nn.CrossEntropyLoss: Categorical(),
-    nn.BCEWithLogitsLoss: Bernoulli(),
-    nn.MSELoss: Normal(),
-    nn.PoissonNLLLoss: Poisson(),
-    GaussianNLLLoss: NormalHeads(),
-}
-
-
-def labels_of(loss: Loss) -> tuple[Any, LabelDistribution]:
-    """The loss as a sum without constants, and the distribution of labels behind it.
-
-    Raises:
-        TypeError: the loss is not callable.
-        ValueError: it is none of the known negative log-likelihoods, or its reduction is "none".
-    """
-    if not callable(loss):
-        raise TypeError(f"loss: expected a loss module, found {type(loss).__name__}")
-    module: Any = resolve(loss)
-    reduction_of(module)
-    labels = _LABELS.get(type(module))
-    if labels is None or (isinstance(labels, Poisson) and not module.log_input):
-        names = ", ".join(kind.__name__ for kind in _LABELS)
-        raise ValueError(
-            f"loss: a posterior needs a likelihood of the labels, and {name_of(module)} has none here; these have one: "
-            f"{names} (PoissonNLLLoss with log_input=True), and the functions of the same names"
-        )
-    summed = copy.copy(module)
-    summed.reduction = "sum"
-    if hasattr(summed, "full"):
-        summed.full = False
-    return summed, labels
