@@ -1,4 +1,4 @@
-# make demo | check | test | test-device | test-processors | mutants | bench | race | generality | lint | format | docs | package | clean
+# make demo | examples | check | test | test-device | test-processors | mutants | bench | race | generality | lint | format | docs | package | clean
 #
 # Each target makes the virtual environment .venv, installs what it needs at the versions of constraints.txt and runs.
 # A second run installs nothing. Options: PYTHON=python3.12, DEVICE=cuda (tests, demo and benchmarks read it),
@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2 --dist worksteal
+SCRIPTS := $(filter-out examples/demo% examples/laplace_backend.py,$(wildcard examples/*.py))
 RACES := tests/benchmarks/race.py tests/benchmarks/generality.py
 BENCHMARKS ?= $(filter-out tests/benchmarks/_% $(RACES) tests/benchmarks/bench_all.py tests/benchmarks/figures.py,$(wildcard tests/benchmarks/*.py))
 RACE_ARGS ?= --json out/race.json --table out/race.md --figure out/race.png
@@ -33,11 +34,21 @@ SIMULATED := DEVICE=sim SIM_DEVICES=2 SIM_TF32=1
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 SSE := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 
-.PHONY: demo check fast test test-device test-processors kernels mutants bench bench-all figures race generality lint format docs package clean
+.PHONY: demo examples check fast test test-device test-processors kernels mutants bench bench-all figures race generality lint format docs package clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo.stamp
 	$(BIN)/python examples/demo.py
+
+# The scripts of examples/, without what they kept last time; the site shows what they print.
+examples: .venv/test.stamp .venv/bench.stamp
+	rm -rf out/attribution
+	mkdir -p docs/results/examples
+	@set -e; for file in $(SCRIPTS); do \
+		echo "== $$file"; \
+		case $$file in *_ddp.py) run="torchrun --standalone --nproc-per-node 2";; *) run=python;; esac; \
+		$(BIN)/$$run $$file > docs/results/examples/$$(basename $$file .py).txt; \
+	done
 
 # The inner loop: lint, types, and the tests marked `fast`, one case of each rule, builder, injection and optimizer.
 check: .venv/test.stamp
