@@ -38,6 +38,7 @@ class TrustRegionConstants:
     late_rate: float = 0.05  # of growth, later: the slopes of a loss that others change are positive at any step size
     shrink: float = 1.0  # over the number of steps: batches without replacement have negative slopes at any step size
     slope_decay: float = 0.9  # of the running means of slopes
+    straight: float = 0.9  # a larger ratio of slopes says that the loss falls as steeply as before
     start: float = 40.0  # steps after which `rate` has halved
     flat: float = 1e-5  # of the steepest slope: below, the loss is zero or slopes are rounding, and say nothing
     lr_growth: float = 1.1  # per step, of the learning rate that is taken for the usual one
@@ -46,7 +47,11 @@ class TrustRegionConstants:
     overshoot: float = 2.0  # a ratio of slopes below minus this, with a long gradient: the step is undone
     least_shrink: float = 0.2  # of the step size after an overshoot
     # bounds
-    trust: float = 0.15  # longest step of a layer, as a share of its norm, over the root of the number of layers
+    first_trust: float = 0.15  # longest step of a layer, as a share of its norm, over the root of the number of layers
+    largest_trust: float = 0.2  # after many steps that could have been longer
+    wider: float = 1.1  # the bound on layers at each step after which the loss falls as steeply as before ...
+    narrower: float = 0.8  # ... and at each other step
+    slack: float = 2.0  # how far the step size may stay above the steps that the bounds on the layers allow
     change_factor: float = 1.5  # longest change of the outputs for step size one, as a multiple of its running mean
     change_decay: float = 0.95  # of that running mean
     largest_output_change: float = 0.2  # of the outputs' size, for the gradient of the step
@@ -67,6 +72,7 @@ class TrustState(NamedTuple):
 
     Attributes:
         size: multiplies the direction.
+        trust: longest step of a layer, relative to the norm of its parameters.
         slope: of the loss along the last step, at its start; zero if there is none.
         uncut: what the slope would be without the bounds on the layers.
         starts, ends: running means of the slopes at the start and at the end of steps.
@@ -81,6 +87,7 @@ class TrustState(NamedTuple):
     """
 
     size: float
+    trust: float
     change: float
     largest_change: float
     least_output_change: float
@@ -202,21 +209,21 @@ class TrustRegionStep(StepRule):
 
         # 5. the step size follows the slopes, within bounds on the change of the outputs
         steps, lr = context.monitor.steps - self.begin, max(own["lr"] for own in context.options.values())
+        least_trust = c.first_trust / math.sqrt(max(context.preconditioner.layers, 1))
         if state is None:
-            state = started(change, facts.norm, c)
+            state = started(change, facts.norm, least_trust, c)
         else:
-            state = adapted(state, ratio, facts.norm, steps, lr, c)
+            state = adapted(state, ratio, facts.norm, steps, lr, least_trust, c)
         state, size = bounded(state, change, context.outputs.rms, c)
 
         # 6. no layer moves by more than a share of its norm
-        trust = c.trust / math.sqrt(max(context.preconditioner.layers, 1))
         lrs = [context.options[first]["lr"] for first, *_ in layout.layers]
-        rates = within_trust(context, layout, size, trust, lengths, facts.sizes, lrs)
+        rates = within_trust(context, layout, size, state.trust, lengths, facts.sizes, lrs)
 
         # 7. the step, and what is to be known of it at the next one
         found.keep()
         found.u.multiply_layers_([-rate * scale for rate, scale in zip(rates, scales, strict=True)])
-        _bound_rows(context, found.u, trust, facts.sizes)
+        _bound_rows(context, found.u, state.trust, facts.sizes)
         decay_weights(context, layout)
         self._keep(context, found.u, [rate**2 * energy for rate, energy in zip(rates, energies, strict=True)])
         slope = -sum(rate * slope for rate, slope in zip(rates, slopes, strict=True))
@@ -380,15 +387,16 @@ def _energy(product: float, damping: float, length: float) -> float:
 # -- how far to go
 
 
-def started(change: float, norm: float, c: TrustRegionConstants) -> TrustState:
+def started(change: float, norm: float, least_trust: float, c: TrustRegionConstants) -> TrustState:
     """The state before the first step.
 
     Args:
         change: predicted root mean square change of an output entry for step size one.
         norm: of the gradient.
+        least_trust: the first bound on layers.
     """
     size = c.first_output_change / max(change, torch.finfo(torch.float32).tiny)
-    return TrustState(size, change, change, c.least_output_change, norm)
+    return TrustState(size, least_trust, change, change, c.least_output_change, norm)
 
 
 def slope_ratio(slope: float, predicted: float) -> float:
@@ -398,8 +406,10 @@ def slope_ratio(slope: float, predicted: float) -> float:
     return min(slope / predicted, 1.0)
 
 
-def adapted(state: TrustState, ratio: float, norm: float, steps: int, lr: float, c: TrustRegionConstants) -> TrustState:
-    """The step size after a look at the last step.
+def adapted(
+    state: TrustState, ratio: float, norm: float, steps: int, lr: float, least_trust: float, c: TrustRegionConstants
+) -> TrustState:
+    """The step size and the bound on layers after a look at the last step.
 
     Args:
         ratio: of slopes.
@@ -407,12 +417,14 @@ def adapted(state: TrustState, ratio: float, norm: float, steps: int, lr: float,
         steps: number of steps before.
         lr: the largest of all groups. Below one the step size adapts proportionally slower; where a scheduler has
             lowered it, short steps say nothing about long ones, and the step size does not grow.
+        least_trust: the bound on layers to fall back to.
     """
     starts = c.slope_decay * state.starts + (1 - c.slope_decay) * state.slope
-    ends = c.slope_decay * state.ends + (1 - c.slope_decay) * max(ratio, -c.overshoot) * state.slope
+    seen = max(ratio, -c.overshoot)  # as one that is just undone
+    ends = c.slope_decay * state.ends + (1 - c.slope_decay) * seen * state.slope
     mean, steepness = slope_ratio(ends, starts), abs(state.slope)
     is_long = norm > max(c.long_gradient * state.norm, state.norm + c.spreads * state.spread)
-    is_unstable = ratio < 0 and is_long
+    is_unstable, is_straight = ratio < 0 and is_long, ratio > c.straight
 
     rate = max(c.rate * c.start / (c.start + steps), c.late_rate)
     growth = max(min(rate * mean, c.rate * mean), -c.shrink / (1 + steps))
@@ -423,12 +435,16 @@ def adapted(state: TrustState, ratio: float, norm: float, steps: int, lr: float,
     growth *= min(lr, 1.0)
     if steepness < c.flat * c.memory * state.steepest:
         growth = 0.0
+    # far above the steps that the bounds on the layers allow, the step size would shrink without effect
+    size = min(state.size, c.slack * state.made) if growth < 0 else state.size
 
     counted = min(norm, c.longest_gradient * state.norm) if state.norm else norm
     weight = max(1 / (1 + steps), 1 - c.norm_decay)
     off = counted - state.norm
+    trust = state.trust * (c.wider if is_straight else c.narrower)
     return state._replace(
-        size=state.size * math.exp(growth),
+        size=size * math.exp(growth),
+        trust=min(max(trust, least_trust), c.largest_trust),
         starts=starts,
         ends=ends,
         steepest=max(steepness, c.memory * state.steepest),

@@ -44,14 +44,14 @@ class Stepping:
 @pytest.mark.parametrize(
     ("make", "kept", "forward", "finish"),
     [
-        (KFAC, 3.5, 0.6, 7.0),  # of 6 averages as triangles, inverses by few eigenvalues
-        # and of squares in the basis; 0.5 or 1.5 in a pass, see below; all blocks are inverted in one step, one by one
-        (EKFAC, 10.6, 1.8, 11.5),
+        (KFAC, 3.5, 4.5, 7.0),  # of 6 averages as triangles, inverses by few eigenvalues
+        # and of squares in the basis; all blocks are inverted in one step, one by one
+        (EKFAC, 10.6, 5.0, 11.5),
     ],
     ids=["KFAC", "EKFAC"],
 )
 def test_renewals(make: Any, kept: float, forward: float, finish: float):
-    """In sides: what stays, what a recorded pass takes (statistics of all layers at once were 4.7), and a step.
+    """In sides: what stays, what a recorded pass takes (statistics of all layers, as triangles), and a step.
 
     The profiler takes off what is released only if an earlier profile has seen it allocated: all steps are profiled.
     """
