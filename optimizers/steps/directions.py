@@ -49,7 +49,7 @@ class Momentum:
     """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients.
 
     Where no momentum is given, the mean remembers more and more steps, and a share of the present gradient is mixed in
-    (quasi-hyperbolic momentum, arXiv:1810.06801): the long mean alone follows too late (docs/benchmarks.md).
+    (quasi-hyperbolic momentum, arXiv:1810.06801): the long mean alone follows too late (docs/lab_book.md).
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from optimizers.steps.updates import kept_by_decay
 
 @dataclass(frozen=True)
 class TrustRegionConstants:
-    """The numbers of the algorithm. None is derived: they come of experiments on the families of docs/benchmarks.md."""
+    """The numbers of the algorithm. None is derived: they come of experiments on the families of docs/lab_book.md."""
 
     first_output_change: float = 0.3  # root mean square change of an output entry that the first step aims at
     # how the step size follows the slopes

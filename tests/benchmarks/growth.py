@@ -1,6 +1,6 @@
 """How time and memory grow with batch, width, classes, length and kernel size, beside what the arithmetic says.
 
-    python tests/benchmarks/growth.py --figure docs/growth.png --out growth.md      # five minutes of one thread
+    python tests/benchmarks/growth.py --figure growth.png --out growth.md           # five minutes of one thread
     python tests/benchmarks/growth.py --only classes --rounds 2
 
 Each quantity runs on networks that differ in one size alone. The table has the exponents that the last two doublings

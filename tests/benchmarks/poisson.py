@@ -107,15 +107,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    print(f"root mean square error after {arguments.seconds:g} s, one column a seed (steps)")
+    print(f"root mean square error after {arguments.seconds:g} s (steps)\n")
+    print("| network | method |", *(f"seed {seed} |" for seed in range(arguments.seeds)))
+    print("| --- | --- |" + " ---: |" * arguments.seeds)
     for sizes in NETWORKS:
-        print("-".join(map(str, sizes)))
         for name, settings in METHODS.items():
             cells = []
             for seed in range(arguments.seeds):
                 error, steps = min(run(method, seed, sizes, arguments.seconds) for method in settings)
                 cells.append(f"{error:.1e} ({steps})")
-            print(f"  {name:16}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+            print(f"| {'-'.join(map(str, sizes))} | {name} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

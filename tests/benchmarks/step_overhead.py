@@ -178,6 +178,7 @@ def main(args: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     if chosen.families is not None:
         print("family | SGD, ms | mean", *KINDS, *PARTS, sep=" | ")
+        print(*["---"] * (3 + len(KINDS) + len(PARTS)), sep=" | ")
         for name in chosen.families or FAMILIES:
             print(prices(name, chosen.optimizer, chosen.steps), flush=True)
         return
