@@ -79,4 +79,5 @@ class Schedule:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(Schedule(**state).__dict__)
+        for name, value in asdict(Schedule(**state)).items():
+            setattr(self, name, value)

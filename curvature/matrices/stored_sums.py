@@ -192,7 +192,8 @@ def _unpacked(value: Any, device: torch.device | str | None) -> Any:
     if kind is Reading:
         return Reading(**fields)
     made = object.__new__(kind)
-    vars(made).update(fields)
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)  # some are frozen
     return made
 
 

@@ -45,13 +45,17 @@ class Block:
     """
 
     structure = ""
-    has_separate_rows = False  # whether M says nothing of one row of a parameter together with another
 
     def __init__(self, names: Sequence[str], reason: str = "") -> None:
         self.names = tuple(names)
         self.reason = reason
         self.updates = 0
         self.gate = OutlierFilter()
+
+    @property
+    def has_separate_rows(self) -> bool:
+        """Whether M says nothing of one row of a parameter together with another."""
+        return False
 
     def debiased_weight(self, decay: float, updates: int | None = None) -> float:
         """Weight of the next statistics in a debiased running average after `updates` (None: the block's own)."""

@@ -117,7 +117,7 @@ class KroneckerBlock(Block):
         return [found[k] for k in range(len(blocks))]
 
     @property
-    def has_separate_rows(self) -> bool:  # type: ignore[override]
+    def has_separate_rows(self) -> bool:
         here = self.scheme.arrangement
         is_matrix = len(here.shapes[0]) == 2 and here.groups == 1
         return is_matrix and self.scheme.diagonal[1 if here.order == (1, 0) else 0]

@@ -42,8 +42,12 @@ class RowRangeBlock(Block):
         """That of its parts."""
 
     @property
-    def updates(self) -> int:  # type: ignore[override]
+    def updates(self) -> int:
         return max(part.updates for part in self.leaves)
+
+    @updates.setter
+    def updates(self, value: int) -> None:
+        """That of its parts."""
 
     def split_terms(self, terms: Sequence[Term]) -> list[tuple[Block, Sequence[Term]]]:
         found = {(own.start, own.stop): own.terms for own in row_ranges(terms)}

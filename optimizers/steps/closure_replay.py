@@ -5,6 +5,7 @@ In: a model and the closure of a step. Out: its loss for other parameters, and t
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,7 @@ from curvature.recording import ModelState, map_tensors, warn_once
 from optimizers.recording.backward_passes import is_transformed
 from optimizers.steps.closure_checks import BACKWARD, DIFFERENTIATES, ClosureWatch
 
+LOG = logging.getLogger(__name__)
 # What torch says of functions that cannot be differentiated twice
 WITHOUT_SECOND_DERIVATIVE = "is not implemented", "Could not run"
 
@@ -251,8 +253,8 @@ class Replay:
                     output = self.model(*cut[0], **cut[1])
                 if call.agrees(_floats(output), stride):
                     return output, stride
-            except Exception:  # of any kind: the first axis is not that of samples
-                pass
+            except Exception as error:  # of any kind: the first axis is not that of samples
+                LOG.debug("the model does not run on some samples alone: %s", error)
         with call.as_then():
             output = self.model(*call.args, **call.kwargs)
         if not call.agrees(_floats(output), 1):

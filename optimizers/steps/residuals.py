@@ -176,7 +176,8 @@ class ResidualStep(StepRule):
 
     def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
         own = lambda move: {name: d.to(trained[name]) for name, d in move.items() if name in trained}
-        vars(self.solver).update(state, moves=[own(move) for move in state["moves"]])
+        for name, value in {**state, "moves": [own(move) for move in state["moves"]]}.items():
+            setattr(self.solver, name, value)
 
 
 class Subspace:

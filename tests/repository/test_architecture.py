@@ -16,6 +16,7 @@ from support.architecture import (
     assert_none,
     cycle_of,
     device_faults,
+    hidden_changes,
     hidden_imports,
     imports_of,
     modules_of,
@@ -46,6 +47,19 @@ def test_no_import_is_hidden() -> None:
 def test_a_hidden_import_is_seen(line: str, tmp_path: Path) -> None:
     (path := tmp_path / "base.py").write_text(f"def late():\n    {line}\n")
     assert list(hidden_imports({"curvature.operators.base": path}))
+
+
+def test_changes_and_errors_are_seen() -> None:
+    assert_none(hidden_changes(modules_of(ROOT).values()))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["vars(self).update(state)", "x = 1  # type: ignore[override]", "try: x = 1\n    except Exception: pass"],
+)
+def test_a_hidden_change_is_seen(line: str, tmp_path: Path) -> None:
+    (path := tmp_path / "base.py").write_text(f"def load(self, state):\n    {line}\n")
+    assert list(hidden_changes([path]))
 
 
 def test_files_and_functions_are_small() -> None:

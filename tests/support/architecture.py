@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -162,6 +163,23 @@ def hidden_imports(modules: Mapping[str, Path]) -> Iterator[str]:
         }
         for name in sorted({"importlib", "pkgutil", "runpy"} & imports | {"__import__"} & names):
             yield f"{module} uses {name}, which hides what it imports: import it by a statement"
+
+
+def hidden_changes(paths: Iterable[Path]) -> Iterator[str]:
+    """Attributes that are set by a dict, overrides that types refuse, errors that vanish without a log."""
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.search(r"vars\(.*\)\.update|__dict__\.update", line):
+                yield f"{path.name}:{number} sets attributes that nobody can find: set them by name"
+            if "type: ignore[override]" in line:
+                yield f"{path.name}:{number} overrides what its base has with something else"
+        for node in ast.walk(ast.parse(text)):
+            catches_all = isinstance(node, ast.ExceptHandler) and (
+                not node.type or ast.unparse(node.type) == "Exception"
+            )
+            if catches_all and all(isinstance(inner, ast.Pass | ast.Continue) for inner in node.body):
+                yield f"{path.name}:{node.lineno} swallows every error without a log"
 
 
 def size_faults(paths: Iterable[Path]) -> Iterator[str]:
