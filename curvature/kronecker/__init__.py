@@ -16,9 +16,9 @@ from curvature.kronecker.inverses import (
     factored_inverses,
     nonzero_or_one,
 )
+from curvature.kronecker.second_moments import subsample_samples
 from curvature.kronecker.sides import DiagonalSide, Side, SketchSide, stored_entries
 from curvature.kronecker.statistics import KroneckerStatistics, SideStatistics, merge_products
-from curvature.kronecker.subsampling import subsample_samples
 from curvature.kronecker.sums import KroneckerSumInverse, Pair, invert_kronecker_sum, invert_kronecker_sums
 
 __all__ = [

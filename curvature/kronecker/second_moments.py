@@ -1,11 +1,15 @@
-"""Sums of outer products of rows, symmetric ones computed in parts."""
+"""Sums of outer products of rows, symmetric ones in parts; fewer samples where a mean needs no more rows."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvature.terms import sum_in_place
+from curvature.terms import IndexedRows, sum_in_place
 
 WHOLE_ELEMENTS = 1 << 19  # more are squared in parts, which take less memory
 PARTS = 4
@@ -13,6 +17,8 @@ PARTS = 4
 SYMMETRIC_MIN_COLUMNS, SYMMETRIC_MIN_ROWS, SYMMETRIC_MIN_ELEMENTS = 256, 128, 1 << 16
 SYMMETRIC_PARTS = 4
 BLOCK_ELEMENTS = 1 << 19  # of a moment that are computed at a time where its rows are not next to each other
+ROWS_PER_INPUT = 8  # rows of activations, per column of their moment, that a running mean needs
+MIN_SUBSAMPLE = 16  # samples that these rows come from, at least
 ALIGNED_ENTRIES = 16  # of a row, that BLAS wants to begin at multiples of so many
 
 
@@ -68,3 +74,22 @@ def _fill_symmetric(found: Tensor, left: Tensor, right: Tensor) -> Tensor:
 def has_few_rows(rows: Tensor) -> bool:
     """Whether the second moment of rows (n, g, d) is larger than they are."""
     return len(rows) < rows.shape[2]
+
+
+def subsample_samples(terms: Sequence[Any], sharing: str, rank: int = 0, world_size: int = 1) -> Sequence[Any]:
+    """Every k-th sample if there are many places for each input: the mean of `a a^T` needs no more.
+
+    The mean over a batch is an estimate anyway, and enters a running mean. With several processes, whose parts of the
+    batch are equal, the chosen samples together are those that one process would choose from the whole batch.
+    """
+    whole = [term for term in terms if not isinstance(term, IndexedRows)]
+    if not whole:
+        return terms
+    inputs = math.prod(whole[0].shape) // (whole[0].groups * whole[0].outputs)
+    rows = world_size * sum(len(term) * (term.places if sharing == "expand" else 1) for term in whole)
+    stride = rows // (ROWS_PER_INPUT * inputs)
+    stride = min([stride, *(world_size * len(term) // MIN_SUBSAMPLE for term in whole)])
+    if stride < 2:
+        return terms
+    some = lambda term: term.samples(slice(-rank * len(term) % stride, None, stride))
+    return [term if isinstance(term, IndexedRows) else some(term) for term in terms]

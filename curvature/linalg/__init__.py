@@ -27,14 +27,16 @@ from curvature.linalg.decompositions import (
     try_spd_inverse,
 )
 from curvature.linalg.devices import by_device, cat, copy_to_host_async, stack, to_device, widen, widest
-from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
+from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, Lazily, low_rank_inverses
 from curvature.linalg.outcomes import count_recovery, look, recovery_counts, to_host
 from curvature.linalg.precision import (
     PRODUCTS,
     full_precision,
     matmul,
+    noise_floor,
     own_precision,
     product_rounding,
+    rounding_tolerance,
     without_autocast,
 )
 from curvature.linalg.sketch import (
@@ -45,8 +47,6 @@ from curvature.linalg.sketch import (
     sketch_rows,
     sketch_spectrum,
 )
-from curvature.linalg.stacks import Lazily
-from curvature.linalg.tolerances import noise_floor, rounding_tolerance
 
 __all__ = [
     "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "MAX_SKETCH_ROWS", "NotDefinite", "PRODUCTS", "SKETCH_RANK",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch import Tensor
 from curvature.linalg.decompositions import matmul, psd_eighs, qr, try_orthonormal
 from curvature.linalg.devices import widen
 from curvature.linalg.outcomes import look
-from curvature.linalg.stacks import Lazily
 
 LOW_RANK_MIN_SIZE = 256  # rows from which it pays off
 MAX_RANK_DIVISOR = 3  # with more than a third of the directions, the inverse itself costs no more
@@ -19,6 +19,26 @@ KEEP_FACTOR = 3.0  # keep damped eigenvalues above this multiple of the mean of 
 MAX_SPREAD = 0.75  # of the rest: its standard deviation relative to its damped mean
 WIDTH_STEP = 64  # small matrices are filled up to a multiple of this, to be decomposed together
 EXTRA_DIRECTIONS = 16  # searched beyond 5/4 of those needed last time
+
+
+class Lazily(Sequence[Tensor]):
+    """Tensors that are made whenever they are asked for, so that one at a time is in memory."""
+
+    def __init__(self, make: Sequence[Callable[[], Tensor]]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return len(self.make)
+
+    @overload
+    def __getitem__(self, k: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, k: slice) -> Lazily: ...
+    def __getitem__(self, k: int | slice) -> Tensor | Lazily:
+        return Lazily(self.make[k]) if isinstance(k, slice) else self.make[k]()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (make() for make in self.make)
 
 
 def low_rank_inverses(

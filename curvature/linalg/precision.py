@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvature.linalg.devices import stack, widen
+
 INSIDE: ContextVar[bool] = ContextVar("inside_full_precision", default=False)  # of this thread
 
 
@@ -144,3 +146,17 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` in their own precision, whatever autocast and TF32 settings say."""
     with own_precision(left):
         return left @ right
+
+
+def rounding_tolerance(x: Tensor) -> float:
+    """Relative difference that rounding explains, even if parts of the model compute in single precision.
+
+    A wrong candidate differs by the spread of the random weights, far more than this.
+    """
+    return max(float(torch.finfo(x.dtype).eps), float(torch.finfo(torch.float32).eps)) ** 0.5
+
+
+def noise_floor(tensors: Iterable[Tensor | None]) -> Tensor:
+    """Norm () below which a tensor is rounding noise, given all of its kind: a gradient may cancel to zero."""
+    found = [widen(100 * torch.finfo(t.dtype).eps * t.norm()) for t in tensors if t is not None]
+    return stack(found).amax() if found else torch.zeros((), device="cpu")

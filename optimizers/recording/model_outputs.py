@@ -11,7 +11,6 @@ from torch import Tensor
 
 from curvature.recording import Tape
 from optimizers.recording.loss_graph import Reading, Source, Unknown, read_loss
-from optimizers.recording.loss_terms import gradients_at, loss_terms
 
 SUBSTITUTE = (
     "the model returned no tensor but its loss, made by no loss function of torch: curvature by empirical(), for a "
@@ -112,3 +111,36 @@ def samples_first(x: Any, count: int) -> Any:
     if not isinstance(x, Tensor) or not x.ndim or len(x) == count or len(x) % count:
         return x
     return x.unflatten(0, (count, -1)).movedim(1, -1)
+
+
+def loss_terms(tape: Tape, losses: Sequence[Tensor]) -> list[Tensor]:
+    """What sums and means over data made the losses, with nothing but scalar functions and penalties after them.
+
+    Empty if the losses come about in any other way: by a norm, say.
+    """
+    terms = {x.grad_fn: terms for terms, x in tape.reductions}
+    without_data = {x.grad_fn for x in _computed_from_parameters(tape)}
+    found: dict[Any, Tensor] = {}
+    todo: list[Any] = [(x.grad_fn, 0) for x in losses]
+    seen = set()
+    while todo:
+        node, number = todo.pop()
+        if node in terms:
+            found[node] = terms[node]
+        elif node is not None and node not in seen and node not in without_data and not hasattr(node, "variable"):
+            if node._input_metadata[number].shape:
+                return []
+            seen.add(node)
+            todo += node.next_functions
+    return list(found.values())
+
+
+def _computed_from_parameters(tape: Tape) -> Iterator[Tensor]:
+    for use in tape.uses:
+        for node in use.results:
+            yield node.tensor
+
+
+def gradients_at(terms: Sequence[Tensor], losses: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient of the sum of the losses at tensors that they depend on."""
+    return list(torch.autograd.grad(list(losses), list(terms), retain_graph=True))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import curvature.kronecker.subsampling
+import curvature.kronecker.second_moments
 import curvature.linalg.sketch
 import curvature.preconditioners.block_diagonal
 
@@ -53,8 +53,8 @@ def test_sizes_are_those_of_the_package(model: ModuleType) -> None:
     assert model.LARGEST == curvature.preconditioners.block_diagonal.MAX_SIDE
     assert (model.RANK, model.ROWS) == (curvature.linalg.sketch.SKETCH_RANK, curvature.linalg.sketch.MAX_SKETCH_ROWS)
     assert (model.ROWS_PER_INPUT, model.MIN_SUBSAMPLE) == (
-        curvature.kronecker.subsampling.ROWS_PER_INPUT,
-        curvature.kronecker.subsampling.MIN_SUBSAMPLE,
+        curvature.kronecker.second_moments.ROWS_PER_INPUT,
+        curvature.kronecker.second_moments.MIN_SUBSAMPLE,
     )
 
 
@@ -129,7 +129,7 @@ def test_kept_rows_are_those_of_the_package(model: ModuleType) -> None:
 
     for inputs, samples, places in ((5, 64, 32), (5, 15, 100), (40, 64, 1), (4, 41, 9)):
         a, b = torch.zeros(samples, places, 1, inputs), torch.zeros(samples, places, 1, 2)
-        (kept,) = curvature.kronecker.subsampling.subsample_samples([OuterProduct(a, b, (2, inputs))], "expand")
+        (kept,) = curvature.kronecker.second_moments.subsample_samples([OuterProduct(a, b, (2, inputs))], "expand")
         assert model.kept_rows(model.Layer(inputs, 2, places), samples) == len(kept) * places
 
 
