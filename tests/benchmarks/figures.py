@@ -117,13 +117,13 @@ def headline() -> str:
     solved = {row[1]: row[2].split()[0] for row in stored_of("poisson").tables[0].rows if row[0].count("-") == 2}
     magnitude = pruned["90% zeros", "magnitude (torch.nn.utils.prune)"]
     return (
-        f"- `KFAC` with its defaults needs **{steps:.2f} of tuned AdamW's steps** in the geometric mean over {len(scores)} "
-        f"families of problems, and is ahead of the best tuned rival in CPU time on {ahead} of them.\n"
+        f"- `KFAC` with its defaults needs **{steps:.2f} of tuned AdamW's steps** in the geometric mean over "
+        f"{len(scores)} families of problems, and is ahead of the best tuned rival in CPU time on {ahead} of them.\n"
         f"- `prune` takes **90 % of the weights** of a digit classifier and leaves "
-        f"{pruned['90% zeros', 'prune, kfac']} % of its answers right ({pruned['-', 'as trained']} % before; by magnitude "
-        f"{magnitude} %).\n"
-        f"- A Poisson equation solved to an error of **{solved['NaturalGradient']}** in 40 seconds of one thread; Adam with "
-        f"the best of three rates comes to {solved['Adam']}.\n"
+        f"{pruned['90% zeros', 'prune, kfac']} % of its answers right ({pruned['-', 'as trained']} % before; by "
+        f"magnitude {magnitude} %).\n"
+        f"- A Poisson equation solved to an error of **{solved['NaturalGradient']}** in 40 seconds of one thread; Adam "
+        f"with the best of three rates comes to {solved['Adam']}.\n"
     )
 
 
