@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from bench_all import RESULTS, ROOT, Stored, Table
@@ -37,7 +39,10 @@ PICTURES = {  # commands that draw what is stored
 
 
 def markdown(table: Table) -> str:
-    """Columns of numbers are set to the right."""
+    """Columns of numbers are set to the right; why something fails is what the benchmark says, not the page."""
+    table = Table(
+        table.columns, [[re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell) for cell in row] for row in table.rows]
+    )
     columns = list(zip(*table.rows, strict=True))
     rules = ["---:" if all(map(NUMBER.fullmatch, column)) else "---" for column in columns]
     return "".join(f"| {' | '.join(row)} |\n" for row in [table.columns, rules, *table.rows])
@@ -66,6 +71,28 @@ def rows_of(name: str) -> str:
                 behind.append((ratio, f"{row[0].split(',')[0]}, {row[1]} ({ratio:.2f} times the best)"))
     listed = "; ".join(text for _, text in sorted(behind, reverse=True))
     return f"The fastest on {total - len(behind)} of {total} rows{f'. Behind: {listed}' if behind else ''}.\n"
+
+
+def demo() -> str:
+    """Losses of the demo after some steps, and after the seconds that all of a rival's steps take."""
+    runs = json.loads((RESULTS / "demo.runs.json").read_text("utf-8"))
+    points = {name: np.array(run["points"]) for name, run in runs["runs"].items()}
+    steps = runs["steps"]
+    at_step = lambda own, step: float(own[own[:, 0] == step, 2][0])
+    ends = sorted(float(own[own[:, 0] == steps, 1][0]) for own in points.values())
+    times = ends[0], ends[-1]
+    columns = [
+        "",
+        *(f"{step} steps" for step in (steps // 4, steps // 2, steps)),
+        *(f"{seconds:.2f} s" for seconds in times),
+    ]
+    rows = [
+        [name]
+        + [f"{at_step(own, step):.2f}" for step in (steps // 4, steps // 2, steps)]
+        + [f"{np.interp(seconds, own[:, 1], own[:, 2]):.2f}" for seconds in times]
+        for name, own in points.items()
+    ]
+    return f"\n{markdown(Table(columns, rows))}\n{origin(stored_of('demo'))}"
 
 
 def results_of_families() -> dict[str, Any]:
@@ -139,6 +166,7 @@ def stored_of(name: str) -> Stored:
 
 
 SENTENCES: dict[str, Callable[[], str]] = {
+    "demo_losses": demo,
     "families": families,
     "headline": headline,
     **{f"rows_of_{name}": partial(rows_of, name) for name in ("per_sample", "larger", "matrices")},
