@@ -141,10 +141,11 @@ def headline() -> str:
     ahead = sum(middle(own, "speed").speed > 1 for own in scores)
     steps = geometric([middle(own, "steps").steps for own in scores])
     pruned = {tuple(row[:2]): row[3] for row in stored_of("compression").tables[0].rows}
-    solved = {row[1]: row[2].split()[0] for row in stored_of("poisson").tables[0].rows if row[0].count("-") == 2}
+    short = lambda cell: f"{float(cell.split()[0]):.0e}".replace("e-0", "e-")
+    solved = {row[1]: short(row[2]) for row in stored_of("poisson").tables[0].rows if row[0].count("-") == 2}
     magnitude = pruned["90% zeros", "magnitude (torch.nn.utils.prune)"]
     return (
-        f"- `KFAC` with its defaults needs **{steps:.2f} of tuned AdamW's steps** in the geometric mean over "
+        f"- `KFAC` with its defaults needs **{steps:.0%} of tuned AdamW's steps** in the geometric mean over "
         f"{len(scores)} families of problems, and is ahead of the best tuned rival in CPU time on {ahead} of them.\n"
         f"- `prune` takes **90 % of the weights** of a digit classifier and leaves "
         f"{pruned['90% zeros', 'prune, kfac']} % of its answers right ({pruned['-', 'as trained']} % before; by "
