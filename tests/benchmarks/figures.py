@@ -145,7 +145,7 @@ def headline() -> str:
     solved = {row[1]: short(row[2]) for row in stored_of("poisson").tables[0].rows if row[0].count("-") == 2}
     magnitude = pruned["90% zeros", "magnitude (torch.nn.utils.prune)"]
     return (
-        f"- `KFAC` with its defaults needs **{steps:.0%} of tuned AdamW's steps** in the geometric mean over "
+        f"- `KFAC` with its defaults needs **{100 * steps:.0f} % of tuned AdamW's steps** in the geometric mean over "
         f"{len(scores)} families of problems, and is ahead of the best tuned rival in CPU time on {ahead} of them.\n"
         f"- `prune` takes **90 % of the weights** of a digit classifier and leaves "
         f"{pruned['90% zeros', 'prune, kfac']} % of its answers right ({pruned['-', 'as trained']} % before; by "
