@@ -6,7 +6,7 @@ A page says where a table belongs by two comments, between which nobody writes b
     <!-- end of results -->
 
 `families` is the list of families where KFAC is ahead, level and behind; `rows_of_per_sample` says on which rows of the
-tables ours is the fastest.
+tables ours is the fastest; `headline`, `peers` and `demo_losses` are what README and the demo show.
 """
 
 from __future__ import annotations
@@ -31,6 +31,16 @@ REGION = re.compile(
     r"(<!-- results: (?P<what>\S+)(?: (?P<index>\d+))? -->\n)(?P<body>.*?)(<!-- end of results -->)", re.S
 )
 NUMBER = re.compile(r"[<>]?\d[\d,.]*(e-?\d+)?( †)?( \(.*\))?|-|wrong.*|no .*|unsupported.*")
+# of README, for each peer: what is here as well, the case of silently_wrong.py, and their call in it
+PEERS = {
+    "BackPACK": ("rows, norms, diagonals, factors for any model", 'padding_mode="circular"', "BatchGrad"),
+    "Opacus": ("private gradients in one backward pass; no accountant", "reads the embedding", "GradSampleModule"),
+    "curvlinops": ("operators, exact diagonals and blocks, `solve`", "data in two batches", "GGNLinearOperator"),
+    "nngeometry": ("Fisher matrices in several forms", "that scales its features", "FIM(..., PMatDense)"),
+    "laplace-torch": ("posteriors, and a backend for theirs", "target is -100", 'Laplace(..., "all", "kron")'),
+    "singd": ("every parameter trained, nothing to tune", 'padding_mode="circular"', "SINGD"),
+    "torch": ("Laplacians, Hessians", "Laplacian of a network with", "backward pass of the Laplacian"),
+}
 LEVEL = 1.1  # ratios up to this count as level
 PICTURES = {  # commands that draw what is stored
     "generality": "generality.py --report --json {runs} --figure docs/generality.png",
@@ -155,6 +165,19 @@ def headline() -> str:
     )
 
 
+def peers() -> str:
+    """README's table: one case for each peer, and how many there are of all."""
+    counts, cases = stored_of("silently_wrong").tables
+    _, _, calls, right, refused, *_ = counts.rows[-1]
+    rows = []
+    for peer, (here, case, call) in PEERS.items():
+        row = next(row for row in cases.rows if row[0].startswith(f"{peer} ") and case in row[1])
+        of_call = next(part for part in row[2].split("; ") if part.lstrip("`").startswith(call))
+        rows.append([row[0], here, f"{row[1]}: {' '.join(of_call.split()[-2:])} off"])
+    table = markdown(Table(["package", "here as well", "silently wrong there"], rows))
+    return f"{table}\nOurs was right in {right} of {calls} calls, and refused the other {refused} by name.\n"
+
+
 def stored_of(name: str) -> Stored:
     """
     Raises:
@@ -170,6 +193,7 @@ SENTENCES: dict[str, Callable[[], str]] = {
     "demo_losses": demo,
     "families": families,
     "headline": headline,
+    "peers": peers,
     **{f"rows_of_{name}": partial(rows_of, name) for name in ("per_sample", "larger", "matrices")},
 }
 
