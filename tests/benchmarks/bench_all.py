@@ -4,6 +4,11 @@
     python tests/benchmarks/bench_all.py --only race demo        # these alone, anew
     make figures                                                 # then: tables and pictures of the pages
 
+`influence` needs kronfluence, whose wheel brings a package `tests` and so stays out of the environment:
+
+    pip install --no-deps --target out/kronfluence kronfluence
+    PYTHONPATH=out/kronfluence python tests/benchmarks/bench_all.py --only influence
+
 A result is out of date once `curvature`, `optimizers`, or the benchmark itself has changed since. One thread, processor
 time where a benchmark knows it: other work on the machine then counts little.
 """
@@ -37,11 +42,14 @@ COMMANDS: dict[str, tuple[str, float]] = {
     "matrices": (f"tests/benchmarks/matrices.py {ONE} --seconds 4 --rounds 5", 15),
     "projections": (f"tests/benchmarks/projections.py {ONE} --seconds 4 --rounds 5", 5),
     "laplacian": ("tests/benchmarks/laplacian.py --cpu-time --rounds 11", 3),
+    "attribution": ("tests/benchmarks/attribution.py", 10),
     "influence": ("tests/benchmarks/influence.py --rounds 2 --digits 500 --queries 50", 3),
     "compression": ("tests/benchmarks/compression.py --seeds 1", 2),
+    "forgetting": ("tests/benchmarks/forgetting.py --seeds 5", 0.2),
     "poisson": ("tests/benchmarks/poisson.py --seconds 40 --seeds 1", 7),
     "prices": ("tests/benchmarks/step_overhead.py --families --steps 300", 4),
     "silently_wrong": ("tests/benchmarks/silently_wrong.py --json docs/results/silently_wrong.runs.json", 2),
+    "processes": ("tests/benchmarks/processes.py --steps 200 --rounds 3", 12),
     "race": ("tests/benchmarks/race.py --json docs/results/race.runs.json", 40),
     "generality": ("tests/benchmarks/generality.py --json docs/results/generality.runs.json", 45),
 }
@@ -117,6 +125,7 @@ def run(name: str) -> Stored:
     """
     Raises:
         subprocess.CalledProcessError: the benchmark failed.
+        ValueError: it has printed no table, because a package that it compares with is missing.
     """
     command = COMMANDS[name][0]
     start = time.perf_counter()
@@ -129,6 +138,8 @@ def run(name: str) -> Stored:
         check=True,
         text=True,
     )
+    if not (tables := list(tables_of(done.stdout))):
+        raise ValueError(f"{command}: no table in what it has printed:\n{done.stdout}")
     return Stored(
         command=f"python {command}",
         commit=commit_of(command.split()[0]),
@@ -137,7 +148,7 @@ def run(name: str) -> Stored:
         torch=torch.__version__,
         python=platform.python_version(),
         seconds=round(time.perf_counter() - start),
-        tables=list(tables_of(done.stdout)),
+        tables=tables,
     )
 
 

