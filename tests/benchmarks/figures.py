@@ -6,8 +6,8 @@ A page says where a table belongs by two comments, between which nobody writes b
     <!-- end of results -->
 
 `families` is the list of families where KFAC is ahead, level and behind, `race` the same and the tables of the race;
-`rows_of_per_sample` says on which rows of the tables ours is the fastest; `headline`, `peers` and `demo_losses` are what
-README and the demo show. Where a benchmark has not been run yet, the page says so.
+`rows_of_per_sample` says on which rows of the tables ours is the fastest; `headline`, `peers` and `demo_losses` are
+what README and the demo show. Where a benchmark has not been run yet, the page says so.
 """
 
 from __future__ import annotations
@@ -52,10 +52,16 @@ PICTURES = {  # commands that draw what is stored
 
 
 def markdown(table: Table) -> str:
-    """Columns of numbers are set to the right; why something fails is what the benchmark says, not the page."""
-    table = Table(
-        table.columns, [[re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell) for cell in row] for row in table.rows]
-    )
+    """Columns of numbers are set to the right; why something fails is what the benchmark says, not the page.
+
+    Families have the names of the pages, not those of the benchmark's options.
+    """
+    from _generality_report import NAMES
+
+    rows = [[re.sub(r"^(unsupported|wrong)\b.*", r"\1", cell) for cell in row] for row in table.rows]
+    if table.columns[0] == "family":
+        rows = [[NAMES.get(row[0], row[0]), *row[1:]] for row in rows]
+    table = Table(table.columns, rows)
     columns = list(zip(*table.rows, strict=True))
     rules = ["---:" if all(map(NUMBER.fullmatch, column)) else "---" for column in columns]
     return "".join(f"| {' | '.join(row)} |\n" for row in [table.columns, rules, *table.rows])
@@ -186,9 +192,9 @@ def steps_line() -> str:
     steps = geometric([middle(own, "steps").steps for own in scores.values()])
     ahead, level, behind = grouped({name: middle(own, "speed").speed for name, own in scores.items()}).values()
     return (
-        f"`KFAC`, untuned, needs **{100 * steps:.0f} % of tuned AdamW's steps**, in the geometric mean over {len(scores)} "
-        f"families of problems. In CPU time it is ahead of the best tuned rival on {len(ahead)}, level on {len(level)}, "
-        f"and behind on {len(behind)}: {', '.join(behind)}."
+        f"`KFAC`, untuned, needs **{100 * steps:.0f} % of tuned AdamW's steps**, in the geometric mean over "
+        f"{len(scores)} families of problems. In CPU time it is ahead of the best tuned rival on {len(ahead)}, level "
+        f"on {len(level)}, and behind on {len(behind)}: {', '.join(behind)}."
     )
 
 
@@ -196,33 +202,31 @@ def pruning_line() -> str:
     right = {name: rest[1] for name, rest in rows_by("compression", 2).items()}
     magnitude = right["90% zeros", "magnitude (torch.nn.utils.prune)"]
     return (
-        f"`prune` removes **90 % of the weights** of a digit classifier, and {right['90% zeros', 'prune, kfac']} % of its "
-        f"answers are right ({right['-', 'as trained']} % before; by magnitude {magnitude} %)."
+        f"`prune` removes **90 % of the weights** of a digit classifier, whose accuracy is "
+        f"{right['90% zeros', 'prune, kfac']} % then ({right['-', 'as trained']} % before; by magnitude {magnitude} %)."
     )
 
 
 def influence_line() -> str:
     ours, theirs, *_ = rows_by("influence", 1)["MLP 784-512-256-10",]
-    return f"Kronecker factors for influence functions in **{ours} s**; kronfluence takes {theirs} s."
+    return f"Kronecker factors of an MLP, for influence functions, in **{ours} s**; kronfluence takes {theirs} s."
 
 
 def forgetting_line() -> str:
-    right = rows_by("forgetting", 2)
-    (alone, _), (free, second), (kept, own) = (
-        right[name] for name in (("the first task alone", "-"), ("no penalty", "-"), ("kfac", "1"))
-    )
+    accuracies = {name: rest for (name, strength), rest in rows_by("forgetting", 2).items() if strength in ("-", "1")}
+    (before, _), (free, second), (kept, own) = (accuracies[n] for n in ("the first task alone", "no penalty", "kfac"))
     return (
-        f"After a second task, `quadratic_penalty` leaves **{kept} % of the first** right ({alone} % before, {free} % "
-        f"without it), and {own} % of the second ({second} % without it)."
+        f"A network that learns a second task under `quadratic_penalty` keeps **{kept} % accuracy on the first** "
+        f"({before} % before, {free} % without the penalty), with {own} % on the second ({second} % without)."
     )
 
 
 def poisson_line() -> str:
     short = lambda cell: f"{float(cell.split()[0]):.0e}".replace("e-0", "e-")
-    solved = {method: short(rest[0]) for (network, method), rest in rows_by("poisson", 2).items() if network == "2-64-1"}
+    solved = {method: short(rest[0]) for (size, method), rest in rows_by("poisson", 2).items() if size == "2-64-1"}
     return (
-        f"A Poisson equation solved to an error of **{solved['NaturalGradient']}** in 40 seconds of one thread; Adam, with "
-        f"the best of three rates, reaches {solved['Adam']}."
+        f"`NaturalGradient` solves a Poisson equation to an error of **{solved['NaturalGradient']}** in 40 CPU "
+        f"seconds; Adam, with the best of three rates, to {solved['Adam']}."
     )
 
 
