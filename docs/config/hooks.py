@@ -15,6 +15,7 @@ from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = re.compile(r"(?P<kept><(?P<tag>a|code|pre)\b.*?</(?P=tag)>)|arXiv:(?P<number>\d{4}\.\d{4,5})", re.DOTALL)
+SCRIPT = re.compile(r"^\[examples/(?P<name>\w+\.py)\]\(\.\./examples/(?P=name)\)$", re.MULTILINE)
 CELLS = """
 {% extends "markdown/index.md.j2" %}
 {% block stream %}
@@ -63,7 +64,14 @@ def described(page: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Links to files of examples/ go to their pages."""
+    """Links to notebooks of examples/ go to their pages; a script that a line links to is shown there, folded."""
+
+    def folded(link: re.Match[str]) -> str:
+        code = (ROOT / "examples" / link["name"]).read_text("utf-8")
+        summary = f"<summary>examples/{link['name']}</summary>"
+        return f"<details markdown>\n{summary}\n\n````python\n{code}````\n\n</details>"
+
+    markdown = SCRIPT.sub(folded, markdown)
     to_notebooks = "../" * page.file.src_uri.count("/") + "notebooks/"
     return re.sub(r"\]\((?:\.\./)+examples/(\w+)\.ipynb\)", rf"]({to_notebooks}\1.md)", markdown)
 

@@ -7,7 +7,8 @@ A page says where a table belongs by two comments, between which nobody writes b
 
 `families` is the list of families where KFAC is ahead, level and behind, `race` the same and the tables of the race;
 `rows_of_per_sample` says on which rows of the tables ours is the fastest; `headline`, `peers` and `demo_losses` are
-what README and the demo show. Where a benchmark has not been run yet, the page says so.
+what README and the demo show; `examples/trainer` is what that script has printed (`make examples`). Where a benchmark
+has not been run yet, the page says so.
 """
 
 from __future__ import annotations
@@ -247,8 +248,8 @@ def peers() -> str:
     for peer, (here, case, call) in PEERS.items():
         row = next(row for row in cases.rows if row[0].startswith(f"{peer} ") and case in row[1])
         of_call = next(part for part in row[2].split("; ") if part.lstrip("`").startswith(call))
-        rows.append([row[0], here, f"{row[1]}: {' '.join(of_call.split()[-2:])} off"])
-    table = markdown(Table(["package", "here as well", "silently wrong there"], rows))
+        rows.append([row[0].split("+")[0], here, f"{row[1]}: {' '.join(of_call.split()[-2:])} off"])
+    table = markdown(Table(["package", "we have too", "silently wrong there"], rows))
     return f"{table}\nOurs was right in {right} of {calls} calls, and refused the other {refused} by name.\n"
 
 
@@ -305,6 +306,8 @@ def rendered(page: str) -> str:
         try:
             if what in SENTENCES:
                 body = SENTENCES[what]()
+            elif what.startswith("examples/"):
+                body = f"\n```text\n{(RESULTS / f'{what}.txt').read_text('utf-8')}```\n"
             else:
                 stored = stored_of(what)
                 body = f"\n{markdown(stored.tables[index])}\n{origin(stored)}"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from support import guide_pictures, layer_table, programs
+from support import guide_pictures, layer_table, page_outputs, programs
 from support.architecture import ROOT
 from support.documents import script_of
 
@@ -41,6 +41,14 @@ def test_blocks_run(path: Path, tmp_path: Path) -> None:
 
 def test_the_readme_has_a_block() -> None:
     assert ROOT / "README.md" in FILES
+
+
+@pytest.mark.parametrize("path", page_outputs.PAGES, ids=lambda path: path.name)
+def test_blocks_print_what_the_page_shows(path: Path) -> None:
+    """python tests/support/page_outputs.py writes it anew."""
+    text = path.read_text("utf-8")
+    shown, printed = (page_outputs.outputs(page) for page in (text, page_outputs.with_outputs(text)))
+    assert shown and page_outputs.agree(shown, printed), printed
 
 
 def test_lines_keep_their_numbers(tmp_path: Path) -> None:

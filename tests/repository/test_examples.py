@@ -121,5 +121,5 @@ def test_scripts_are_short(name: str) -> None:
 
 def test_the_gallery_has_every_script() -> None:
     page = (ROOT / "docs" / "examples.md").read_text("utf-8")
-    assert sorted(re.findall(r'^--8<-- "examples/(\w+)\.py"$', page, re.MULTILINE)) == SCRIPTS
-    assert sorted(re.findall(r'^--8<-- "docs/results/examples/(\w+)\.txt"$', page, re.MULTILINE)) == SCRIPTS
+    assert sorted(re.findall(r"^\[examples/(\w+)\.py\]\(\.\./examples/\1\.py\)$", page, re.MULTILINE)) == SCRIPTS
+    assert sorted(re.findall(r"^<!-- results: examples/(\w+) -->$", page, re.MULTILINE)) == SCRIPTS
