@@ -14,10 +14,26 @@ from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[2]
-PAPER = re.compile(r"(?P<kept><(?P<tag>a|code|pre)\b.*?</(?P=tag)>)|arXiv:(?P<number>\d{4}\.\d{4,5})", re.DOTALL)
+NAMED = re.compile(
+    r"(?:<code>)?docs/(?P<page>[\w/]+)\.md(?:</code>)?|(?P<kept><(?P<tag>a|code|pre)\b.*?</(?P=tag)>)"
+    r"|arXiv:(?P<number>\d{4}\.\d{4,5})",
+    re.DOTALL,
+)
 SCRIPT = re.compile(r"^\[examples/(?P<name>\w+\.py)\]\(\.\./examples/(?P=name)\)$", re.MULTILINE)
 CELLS = """
 {% extends "markdown/index.md.j2" %}
+{% block input %}
+{% if "plt.show()" in cell.source and cell.source.count("\n") >= 8 %}
+<details markdown>
+<summary>Code of the picture</summary>
+
+{{ super() }}
+
+</details>
+{% else %}
+{{ super() }}
+{% endif %}
+{% endblock %}
 {% block stream %}
 ```text
 {{ output.text | strip_ansi | trim }}
@@ -76,7 +92,15 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     return re.sub(r"\]\((?:\.\./)+examples/(\w+)\.ipynb\)", rf"]({to_notebooks}\1.md)", markdown)
 
 
-def on_page_content(html: str, **_: object) -> str:
-    """Papers that docstrings name become links."""
-    link = '<a href="https://arxiv.org/abs/{0}">arXiv:{0}</a>'
-    return PAPER.sub(lambda found: found["kept"] or link.format(found["number"]), html)
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """Papers and pages that docstrings name become links."""
+    to_top = "../" * page.url.count("/")
+
+    def link(found: re.Match[str]) -> str:
+        if found["kept"]:
+            return found["kept"]
+        if found["page"]:
+            return f'<a href="{to_top}{found["page"]}.html">{found["page"].split("/")[-1].replace("_", " ")}</a>'
+        return f'<a href="https://arxiv.org/abs/{found["number"]}">arXiv:{found["number"]}</a>'
+
+    return NAMED.sub(link, html)

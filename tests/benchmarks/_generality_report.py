@@ -193,7 +193,7 @@ def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str
         panel.set(
             xscale="log",
             title=title,
-            xlabel="right of 1 is better; an arrow: at most this",
+            xlabel="right of 1 is better",
             ylim=(len(order) - 0.4, -0.6),
         )
         panel.set_yticks(range(len(order)), [NAMES[family] for family in order])
@@ -205,6 +205,7 @@ def figure(results: Mapping[str, Result], path: Path, label: Callable[[str], str
         panel.grid(axis="y", color="0.93", lw=0.7)
         panel.set_axisbelow(True)
     handles, labels = axes[0].get_legend_handles_labels()
-    drawn.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
+    drawn.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False,
+                 title="bars: medians of the seeds; arrows: at most this")  # fmt: skip
     drawn.savefig(path, dpi=130)
     plt.close(drawn)

@@ -151,7 +151,7 @@ def convolutional(first: int, second: int) -> nn.Sequential:
 def cnn(device: str = "cpu", channels: tuple[int, int] = (16, 32), batch: int = 128) -> Problem:
     images, labels = mnist()
     train, test = split(images.view(-1, 1, 28, 28), labels, 4500, device)
-    title = f"CNN with BatchNorm, channels 1-{channels[0]}-{channels[1]}-{channels[1]}, the same digits, batch {batch}"
+    title = f"CNN with BatchNorm, channels 1-{channels[0]}-{channels[1]}-{channels[1]}, MNIST digits, batch {batch}"
     return Problem(
         name="cnn", title=title, unit="nats per image", make=functools.partial(convolutional, *channels),
         loss=F.cross_entropy, train=train, test=test, batches=epochs(train, batch), target=0.02, cap=15.0,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from optimizers.steps.trust_region import TrustRegionConstants
 from support import guide_pictures, layer_table, page_outputs, programs
 from support.architecture import ROOT
 from support.documents import script_of
@@ -70,6 +71,22 @@ def test_a_benchmark_starts_beside_folders_of_the_packages_names():
     """`tests` is on its path, where folders of the same names hide the installed packages."""
     script = ROOT / "tests" / "benchmarks" / "faults.py"
     subprocess.run([sys.executable, str(script), "--help"], check=True, capture_output=True)
+
+
+def test_the_page_about_the_step_has_its_constants() -> None:
+    c = TrustRegionConstants()
+    page = (ROOT / "docs" / "how" / "step.md").read_text("utf-8")
+    said = [
+        f"$r < -{c.overshoot:g}$ and $|g|$ is over {c.long_gradient:g} times its running mean",
+        rf"$\gamma = {c.rate:g} \cdot {c.start:g} / ({c.start:g} + t)$, {c.late_rate:g} at least",
+        rf"{c.shrink:g}/t}}$ at most",
+        f"({c.long_gradient:g} times its mean, and {c.spreads:g} standard deviations)",
+        f"is at most {c.change_factor:g} times its running mean",
+        f"below {100 * c.least_output_change:g} % of that size",
+        rf"$\tau$ being {c.first_trust:g} over the root of the number of layers, and up to {c.largest_trust:g} after",
+        f"between 1/{c.largest_scale:g} and {c.largest_scale:g}",
+    ]
+    assert [text for text in said if text not in page] == []
 
 
 @pytest.mark.filterwarnings("ignore")
