@@ -56,20 +56,29 @@ def main() -> None:
         frozen.get_submodule(name).requires_grad_(True)
     x, y = torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
     sizes = [sum(p.numel() for p in model.parameters() if p.requires_grad) for model in (whole, frozen)]
-    print(f"{sizes[0]:,} parameters, {sizes[1]:,} of them in adapters")
+    print(
+        f"| | all {sizes[0]:,} parameters | {sizes[1]:,} in adapters, others frozen | nothing frozen, adapters chosen |"
+    )
+    print("| --- | --- | --- | --- |")
     kfac = lambda model, **options: curvature.kfac(model, LOSS, (x, y), curvature.sampled(), **options)
     norms = lambda model, **options: curvature.per_sample_norms(model, LOSS, x, y, **options)
     product = lambda model, **options: _product(curvature.gauss_newton(model, LOSS, (x, y), **options))
-    for label, call in (("kfac, sampled()", kfac), ("per_sample_norms", norms), ("gauss_newton @ v", product)):
+    for label, call in (
+        ("`kfac` with `sampled()`", kfac),
+        ("`per_sample_norms`", norms),
+        ("`gauss_newton(...) @ v`", product),
+    ):
         ways: list[Callable[[], object]] = [
             lambda call=call: call(whole), lambda call=call: call(frozen),
             lambda call=call: call(whole, parameters=names),
         ]  # fmt: skip
         _report(label, ways)
-    _report("a step of KFAC", [_step(optimizers.KFAC(model), model, x, y) for model in (whole, frozen)])
+    _report(
+        "one of the first steps of `KFAC`", [_step(optimizers.KFAC(model), model, x, y) for model in (whole, frozen)]
+    )
     for model in (whole, frozen):
         model.zero_grad()
-    _report("forward and backward", [_backward(model, x, y) for model in (whole, frozen)])
+    _report("forward and backward, to compare", [_backward(model, x, y) for model in (whole, frozen)])
 
 
 def _product(G: curvature.MatrixFree) -> Tensor:
@@ -106,7 +115,7 @@ def _report(label: str, ways: Sequence[Callable[[], object]]) -> None:
             best[k] = min(best[k], time.process_time() - start)
     peaks = [peak_bytes(way, is_cuda=False) / 1e6 for way in ways]
     cells = [f"{seconds:.2f} s, {peak:.0f} MB" for seconds, peak in zip(best, peaks, strict=True)]
-    print(f"| {label} | {' | '.join(cells)} |", flush=True)
+    print(f"| {label} | {' | '.join([*cells, '-'][:3])} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -44,12 +44,18 @@ COMMANDS: dict[str, tuple[str, float]] = {
     "laplacian": ("tests/benchmarks/laplacian.py --cpu-time --rounds 11", 3),
     "attribution": ("tests/benchmarks/attribution.py", 10),
     "influence": ("tests/benchmarks/influence.py --rounds 2 --digits 500 --queries 50", 3),
+    "adapters": ("tests/benchmarks/adapters.py", 2),
+    "storage": ("tests/benchmarks/storage.py", 0.5),
     "compression": ("tests/benchmarks/compression.py --seeds 1", 2),
     "forgetting": ("tests/benchmarks/forgetting.py --seeds 5", 0.2),
     "poisson": ("tests/benchmarks/poisson.py --seconds 40 --seeds 1", 7),
     "prices": ("tests/benchmarks/step_overhead.py --families --steps 300", 4),
     "silently_wrong": ("tests/benchmarks/silently_wrong.py --json docs/results/silently_wrong.runs.json", 2),
     "processes": ("tests/benchmarks/processes.py --steps 200 --rounds 3", 12),
+    "batches": (
+        "tests/benchmarks/race.py --batches 64 128 256 500 1000 --problem tanh --only kfac adaptive",
+        6,
+    ),
     "race": ("tests/benchmarks/race.py --json docs/results/race.runs.json", 40),
     "generality": ("tests/benchmarks/generality.py --json docs/results/generality.runs.json", 45),
 }

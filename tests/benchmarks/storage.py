@@ -24,6 +24,7 @@ from curvature.operators import Operator, Space
 from curvature.terms import AffineLayout
 
 LOSS = nn.CrossEntropyLoss()
+DAMPINGS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
 LAYERS, SIDE = 24, 1024
 
 
@@ -61,8 +62,11 @@ def errors() -> None:
         kept[f"{name}, bfloat16"] = name, single.to(torch.bfloat16)
     kept["kfac, factors in bfloat16"] = "kfac", rounded_factors(exact["kfac"].to(torch.float32))
     print("largest eigenvalue", f"{float(exact['kfac'].eigenvalues(1)):.2g}")
+    print(
+        f"| | {' | '.join(f'damping {damping:.0e}' for damping in DAMPINGS)} | file |\n|{' --- |' * (len(DAMPINGS) + 2)}"
+    )
     for label, (name, K) in kept.items():
-        row = [_error(K, exact[name], flat, damping) for damping in (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)]
+        row = [_error(K, exact[name], flat, damping) for damping in DAMPINGS]
         with tempfile.TemporaryDirectory() as folder:
             K.save(path := Path(folder, "K.pt"))
             print(f"| {label} | {' | '.join(row)} | {path.stat().st_size / 1000:.0f} kB |")
