@@ -62,9 +62,8 @@ def errors() -> None:
         kept[f"{name}, bfloat16"] = name, single.to(torch.bfloat16)
     kept["kfac, factors in bfloat16"] = "kfac", rounded_factors(exact["kfac"].to(torch.float32))
     print("largest eigenvalue", f"{float(exact['kfac'].eigenvalues(1)):.2g}")
-    print(
-        f"| | {' | '.join(f'damping {damping:.0e}' for damping in DAMPINGS)} | file |\n|{' --- |' * (len(DAMPINGS) + 2)}"
-    )
+    head = ["", *(f"damping {damping:g}" for damping in DAMPINGS), "file"]
+    print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for label, (name, K) in kept.items():
         row = [_error(K, exact[name], flat, damping) for damping in DAMPINGS]
         with tempfile.TemporaryDirectory() as folder:
