@@ -40,7 +40,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU
 demo: .venv/demo.stamp
 	$(BIN)/python examples/demo.py
 
-# The scripts of examples/, without what they kept last time; the site shows what they print.
+# The scripts of examples/, without what they kept last time, and docs/examples.md with what they print.
 examples: .venv/test.stamp .venv/bench.stamp
 	rm -rf out/attribution
 	mkdir -p docs/results/examples
@@ -49,6 +49,7 @@ examples: .venv/test.stamp .venv/bench.stamp
 		case $$file in *_ddp.py) run="torchrun --standalone --nproc-per-node 2";; *) run=python;; esac; \
 		$(BIN)/$$run $$file > docs/results/examples/$$(basename $$file .py).txt; \
 	done
+	@$(MAKE) --no-print-directory figures
 
 # The inner loop: lint, types, and the tests marked `fast`, one case of each rule, builder, injection and optimizer.
 check: .venv/test.stamp
