@@ -250,7 +250,11 @@ def peers() -> str:
         of_call = next(part for part in row[2].split("; ") if part.lstrip("`").startswith(call))
         rows.append([row[0].split("+")[0], here, f"{row[1]}: {' '.join(of_call.split()[-2:])} off"])
     table = markdown(Table(["package", "we have too", "silently wrong there"], rows))
-    return f"{table}\nOurs was right in {right} of {calls} calls, and refused the other {refused} by name.\n"
+    cases_run = len({run["case"] for run in runs_of("silently_wrong")["results"]})
+    return (
+        f"{table}\nOurs was right in {right} of {calls} calls, on {cases_run} cases, and refused the other {refused} "
+        f"by name.\n"
+    )
 
 
 class NotStored(Exception):
