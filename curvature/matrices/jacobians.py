@@ -127,7 +127,7 @@ def _rows(run: RecordedBatch) -> dict[str, Tensor]:
     for start in range(0, size, run.cached_size):
         part = eye[start : start + run.cached_size]
         vectors = part.reshape(-1, 1, *shape).expand(-1, count, *shape).movedim(1, axis + 1)
-        for row, terms in enumerate(run.terms(vectors), start):
-            for name, parts in terms.items():
+        for name, of_vectors in run.terms(vectors).items():
+            for row, parts in enumerate(of_vectors, start):
                 found[name][:, row] = gradients(parts)
     return {name: rows.unflatten(1, shape) if shape else rows[:, 0] for name, rows in found.items()}

@@ -41,9 +41,8 @@ from curvature.gradients import (
 )
 from curvature.kronecker import at_least_float32
 from curvature.losses import Curved, Injection, Loss, NoWeightedSum, SampleMasses, is_entrywise, reduction_of
-from curvature.matrices.accumulators import Chunk
+from curvature.matrices.accumulators import Chunk, Vectors
 from curvature.matrices.forward_mode import Recorded
-from curvature.matrices.vectors import Vectors
 from curvature.operators import Space
 from curvature.recording import (
     ModelState,
@@ -56,7 +55,7 @@ from curvature.recording import (
     unwrap_compiled,
     warn_once,
 )
-from curvature.terms import DenseGradients, gradients
+from curvature.terms import DenseGradients, Term, gradients
 
 RANDOM = (
     "model: the forward pass draws random numbers (dropout?), so this is the curvature of one draw; call model.eval() "
@@ -305,7 +304,7 @@ class RecordedBatch:
         return at_least_float32(self.output.dtype)
 
     def terms(self, vectors: Tensor) -> Vectors:
-        """The terms of ``J^T v`` for each of the vectors (k, *output.shape).
+        """The terms of ``J^T v`` for each of the vectors (k, *output.shape), by parameter; none where they are zero.
 
         Raises:
             SamplesMeet: samples meet, and the batch is not taken as one.
@@ -315,9 +314,8 @@ class RecordedBatch:
         together = parts[0] if len(parts) == 1 else [_joined_if_small(column) for column in zip(*parts, strict=True)]
         stacks = stacked_terms(self.tape, together, plan.layouts, plan.general)
         if len(stacks) == len(self.tape.parameters):
-            return Vectors([{}] * len(vectors), stacks)
-        skip, others = plan.general | stacks.keys(), []
-        size = self.pass_size
+            return stacks
+        skip, size, others = plan.general | stacks.keys(), self.pass_size, dict[str, list[list[Term]]]()
         rows = ([None if b is None else b[k % size] for b in parts[k // size]] for k in range(len(vectors)))
         for v, backprops in zip(vectors, rows, strict=True):
             terms, failed = terms_by_parameter(self.tape, backprops, plan.layouts, skip)
@@ -328,8 +326,10 @@ class RecordedBatch:
                     recorded = along.losses(self.output) if self.one_pass else None
                     found = general_path_terms(along, plan, failed, recorded)
                 terms |= {k: [DenseGradients(gradients(parts).to(self.dtype))] for k, parts in found.items()}
-            others.append({name: parts for name, parts in terms.items() if parts})
-        return Vectors(others, stacks)
+            for name, of_parameter in terms.items():
+                if of_parameter:
+                    others.setdefault(name, []).append(of_parameter)
+        return {**others, **stacks}
 
     def _backprops(self, vectors: Tensor) -> list[Tensor | None]:
         """The backprops (k, *shape) of vectors at every use."""

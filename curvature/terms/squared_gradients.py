@@ -20,11 +20,9 @@ from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRow
 from curvature.terms.contractions import gradients
 from curvature.terms.convolution import Convolution
 from curvature.terms.merging import merge_places, unfold
-from curvature.terms.row_slices import Term
-from curvature.terms.stacks import StackedTerms
+from curvature.terms.row_slices import StackedTerms, Term, TermsByVector
 
 PATCH_CHUNKS = 4  # by how much more entries are made at a time in products with patches, which take fewer calls then
-TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one parameter
 
 
 def sum_of_products(
