@@ -50,7 +50,6 @@ from curvature.recording import (
     in_turn,
     map_tensors,
     preserve_state,
-    trained_alone,
     trained_parameters,
     unwrap_compiled,
     warn_once,
@@ -143,9 +142,8 @@ class DataSource:
     @contextmanager
     def surroundings(self) -> Iterator[ModelState]:
         """What the model runs in, and the derivatives of its pass."""
-        alone = trained_alone(self.model, tuple(self.parameters or ()))
         # fused attention has no second derivatives and no batched backward pass
-        with preserve_state(self.model) as state, alone, sdpa_kernel(SDPBackend.MATH):
+        with preserve_state(self.model, tuple(self.parameters or ())) as state, sdpa_kernel(SDPBackend.MATH):
             yield state
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
@@ -90,17 +90,16 @@ class RandomState:
     def differs(self, states: list[Tensor]) -> bool:
         return any(not torch.equal(a, b) for a, b in zip(self.states, states, strict=True))
 
-    def restore(self) -> None:
-        self.set(self.states)
-
-    def seed(self, seed: int) -> None:
-        """Begin anew everywhere, until `restore`."""
-        self.set([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *self.devices)])
-
-    def set(self, states: list[Tensor]) -> None:
+    def restore(self, states: list[Tensor] | None = None) -> None:
+        """Come back to it, or to other states that were `now`."""
+        states = states or self.states
         torch.set_rng_state(states[0])
         for device, state in zip(self.devices, states[1:], strict=True):
             _of(device).set_rng_state(state, *_index(device))
+
+    def seed(self, seed: int) -> None:
+        """Begin anew everywhere, until `restore`."""
+        self.restore([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *self.devices)])
 
 
 @contextmanager
@@ -204,7 +203,7 @@ class ModelState:
         finally:
             for buffers, name, buffer in now:
                 buffers[name] = buffer
-            self.random.set(numbers)
+            self.random.restore(numbers)
 
     def restore(self) -> None:
         self.restore_buffers()
@@ -224,17 +223,27 @@ def in_turn() -> Iterator[None]:
 
 
 @contextmanager
-def preserve_state(model: nn.Module) -> Iterator[ModelState]:
+def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> Iterator[ModelState]:
     """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers and random state, come what may.
 
     Yields the state that they come back to.
+
+    Args:
+        trained: names of the parameters that alone require a gradient inside, so that no graph is kept for the others;
+            None: all that do outside.
     """
     with in_turn():
         state = ModelState(model)
+        named = () if trained is None else [(p, name in trained) for name, p in model.named_parameters()]
+        changed = [(p, required) for p, required in named if p.requires_grad != required]
         try:
+            for p, required in changed:
+                p.requires_grad_(required)
             with torch.enable_grad(), force_eager_nonreentrant():
                 yield state
         finally:
+            for p, required in changed:
+                p.requires_grad_(not required)
             state.restore()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -69,16 +68,3 @@ def _prefixes(name: str) -> list[str]:
     """``"a.b.weight"`` to ``["a", "a.b", "a.b.weight"]``."""
     parts = name.split(".")
     return [".".join(parts[: k + 1]) for k in range(len(parts))]
-
-
-@contextmanager
-def trained_alone(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Only the parameters of these names require a gradient inside: no graph is kept for the others."""
-    changed = [(p, p.requires_grad) for name, p in model.named_parameters() if p.requires_grad != (name in names)]
-    try:
-        for p, required in changed:
-            p.requires_grad_(not required)
-        yield
-    finally:
-        for p, required in changed:
-            p.requires_grad_(required)

@@ -19,8 +19,7 @@ from curvature.terms import contractions
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients
 from curvature.terms.convolution import Convolution
-from curvature.terms.merging import merge_places, unfold
-from curvature.terms.row_slices import StackedTerms, Term, TermsByVector
+from curvature.terms.term import StackedTerms, Term, TermsByVector, merge_places, unfold
 
 PATCH_CHUNKS = 4  # by how much more entries are made at a time in products with patches, which take fewer calls then
 
