@@ -68,6 +68,11 @@ class Rule:
     bias_of: ClassVar[Mapping[str, str]] = {}
     takes_vectors: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        """A rule with a `term` of its own says anew whether that takes several vectors."""
+        if "term" in vars(cls):
+            cls.takes_vectors = vars(cls).get("takes_vectors", False)
+
     def bind(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, with the data as they are before the call."""
         return dict(zip(self.signature, args, strict=False)) | dict(kwargs)

@@ -90,6 +90,7 @@ class TransposedConvolutionRule(_ConvolutionRule):
 
     functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     signature = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+    takes_vectors = True
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         added, (stride, *_) = call.args.get("output_padding", 0), _geometry(call.args, call.args["weight"].ndim - 2)

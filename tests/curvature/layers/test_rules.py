@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import curvature
 from curvature.gradients.plans import PLANS
 from curvature.layers import RULES
+from curvature.layers.matrix_products import LinearRule
 from curvature.recording import capture
 from curvature.terms import StackedTerms, gradients
 from support.cases.catalogue import CASES
@@ -68,6 +69,18 @@ def test_rule(rule: type, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
             stack = StackedTerms(use.term(slot, b, layout), len(b), layout.samples)
             for own, terms in zip(b, stack, strict=True):
                 close({slot: gradients(terms)}, {slot: gradients([use.term(slot, own, layout)])})
+
+
+def test_a_term_of_its_own_gets_one_vector_unless_it_says_otherwise() -> None:
+    class Plain(LinearRule):
+        def term(self, *args: Any) -> Any:
+            return super().term(*args)
+
+    class Both(Plain):
+        takes_vectors = True
+        term = LinearRule.term
+
+    assert LinearRule.takes_vectors and Both.takes_vectors and not Plain.takes_vectors
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
