@@ -31,6 +31,7 @@ class Chunk:
     """Some of the vectors of one batch, sent back.
 
     Attributes:
+        vectors: how many there are.
         left, right: for every vector the terms of ``u_k = J^T left_k`` and of ``w_k = J^T right_k``; the same object
             where these are the same. The matrix is ``sum_n weights[n] sum_k u_kn w_kn^T``.
         weights: (N,), what each sample counts for, not yet divided by their sum.
@@ -40,6 +41,7 @@ class Chunk:
     """
 
     tape: Tape
+    vectors: int
     left: Vectors
     right: Vectors
     weights: Tensor
@@ -52,11 +54,6 @@ class Chunk:
         left = self.left.get(name)
         right = left if self.right is self.left else self.right.get(name)
         return None if left is None or right is None else (left, right)
-
-    @property
-    def vectors(self) -> int:
-        """How many there are."""
-        return max(map(len, self.left.values()), default=0)
 
     def by_sample(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
         """As `of`, for what is defined by samples.

@@ -351,12 +351,13 @@ class RecordedBatch:
             assert left is not None
             for number, part in enumerate(left):
                 lefts = self.terms(part)
-                yield self.chunk(lefts, lefts if right is None else self.terms(right[number]), weights, first)
+                rights = lefts if right is None else self.terms(right[number])
+                yield self.chunk(len(part), lefts, rights, weights, first)
                 first = False
 
-    def chunk(self, left: Vectors, right: Vectors, weights: Tensor, first: bool) -> Chunk:
+    def chunk(self, vectors: int, left: Vectors, right: Vectors, weights: Tensor, first: bool) -> Chunk:
         """A chunk of this batch."""
-        return Chunk(self.tape, left, right, weights, first, self._patches, self.whole)
+        return Chunk(self.tape, vectors, left, right, weights, first, self._patches, self.whole)
 
 
 def samples_first(

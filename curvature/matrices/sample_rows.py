@@ -65,7 +65,7 @@ def in_sample_space(passes: PassesOverData, inject: Injection, seed: int, space:
                 raise NotFewRows
             for k, part in enumerate((left * roots).to(left).movedim(1, dims[1] + 1).split(run.cached_size)):
                 terms = run.terms(part)
-                yield run.chunk(terms, terms, weights, number == k == 0)
+                yield run.chunk(len(part), terms, terms, weights, number == k == 0)
 
     try:
         return collected(passes, inject, seed, RowAccumulator(space), chunks)

@@ -138,7 +138,7 @@ def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
 
 def _chunk(run: RecordedBatch, vectors: Tensor, names: frozenset[str], weights: Tensor, first: bool) -> Chunk:
     terms = {name: of_vectors for name, of_vectors in run.terms(vectors).items() if name in names}
-    return run.chunk(terms, terms, weights, first)
+    return run.chunk(len(vectors), terms, terms, weights, first)
 
 
 @full_precision()
