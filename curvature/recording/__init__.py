@@ -27,11 +27,12 @@ from curvature.recording.model_call import (
     call_model,
     fresh_random_numbers,
     in_turn,
+    is_within,
     logits,
     map_tensors,
     preserve_state,
+    trained_parameters,
 )
-from curvature.recording.selection import is_within, trained_parameters
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 __all__ = [
