@@ -11,7 +11,7 @@ from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.clipping import clipped_gradient
 from curvature.gradients.data import digests, kind_of, number_of_batches, pairs, require_order, require_pairs
 from curvature.gradients.derived_weights import Terms, computed_weights, joint_bias, layers_of
-from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples
+from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import batched_vjp, output_changes
 from curvature.gradients.learning import differences, learn, single_sample_reference
@@ -32,10 +32,10 @@ from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sam
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "Terms",
     "batched_vjp", "candidate_axes", "certain_layouts", "check_gradients", "clipped_gradient", "computed_weights",
-    "differences", "digests", "either_form", "general_path_terms", "gradient_noise_scale", "joint_bias",
-    "kept_plan", "kind_of", "layers_of", "learn", "number_of_batches", "output_changes", "over_samples", "pairs",
+    "differences", "digests", "either_form", "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan",
+    "kind_of", "layers_of", "learn", "number_of_batches", "output_changes", "over_samples", "pairs",
     "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "record",
     "require_apart", "require_independent_samples", "require_order", "require_pairs", "residual_jacobian",
     "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter",
-    "validate_loss", "weighted_gradients", "where_samples_meet",
+    "tried_by_vmap", "validate_loss", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from curvature.recording import ModelState, Tape, call_model, graph_bytes, map_t
 from curvature.terms import DenseGradients
 
 log = logging.getLogger("curvature")
+Found = TypeVar("Found")
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 # of the functions of a graph, that vectors sent back together may compute anew: what a CPU's cache holds, and elsewhere
 CACHED_BYTES, BYTES = 1 << 25, 1 << 29
@@ -113,12 +114,17 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def general_gradients(batch: Batch, names: set[str], loop: bool) -> tuple[dict[str, Tensor], bool]:
     """By vmap, or by the loop if asked for or where vmap fails; and whether it was the loop."""
-    if not loop and not batch.is_uneven:
-        try:
-            return by_vmap(batch, names), False
-        except Exception as error:
-            log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
-    return by_loop(batch, names), True
+    found = None if loop or batch.is_uneven else tried_by_vmap(lambda: by_vmap(batch, names))
+    return (by_loop(batch, names), True) if found is None else (found, False)
+
+
+def tried_by_vmap(call: Callable[[], Found]) -> Found | None:
+    """What the call returns; None where it raises, as it does on an operation of the model without a batched form."""
+    try:
+        return call()
+    except Exception as error:  # of the model itself, it recurs in a loop
+        log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
+        return None
 
 
 def by_recorded_pass(batch: Batch, names: set[str], losses: Tensor) -> dict[str, Tensor]:

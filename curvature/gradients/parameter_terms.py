@@ -138,20 +138,18 @@ def stacked_terms(tape: Tape, backprops: Backprops, layouts: Layouts, skip: set[
     found: dict[str, StackedTerms] = {}
     for name, node in tape.parameters.items():
         use = node.uses[0] if len(node.readers) == 1 and name not in skip else None
-        b = None if use is None or use.results else backprops[use.index]
-        layout = None if use is None or b is None else next(iter(layouts[use.index]), None)
-        if use is None or b is None or layout is None:
+        if use is None or use.results or use.rule is None or not use.rule.takes_vectors:
             continue
+        b, layout = backprops[use.index], next(iter(layouts[use.index]), None)
         slots = [slot for slot, other in use.slots.items() if other is node]
+        if b is None or layout is None or len(slots) > 1:
+            continue
         try:
-            own = use.stacked_terms(slots[0], b, layout) if len(slots) == 1 else None
+            found[name] = StackedTerms(use.term(slots[0], b, layout), len(b), layout.samples)
         except Unsupported:
-            own = None
+            continue
         except Exception as error:  # `terms_by_parameter` follows, one vector at a time
             _warn_of_rule(use, error)
-            own = None
-        if own is not None:
-            found[name] = own
     return found
 
 

@@ -21,7 +21,7 @@ from curvature.gradients.parameter_terms import Backprops, precise_terms, zeros
 from curvature.gradients.plans import record, require_independent_samples
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss, count_alike, is_torch_loss, name_of, require_weighted_sum
-from curvature.recording import creates_graph, preserve_state, stream_backprops, trained_alone, warn_once
+from curvature.recording import creates_graph, preserve_state, stream_backprops, warn_once
 from curvature.terms import DenseGradients, Term, contractions
 
 Contraction = Callable[[list[Term]], Any]
@@ -187,7 +187,7 @@ def check_gradients(
         raise ValueError("model: the forward pass draws random numbers (dropout?); check it in evaluation mode")
     rows = per_sample_gradients(model, loss, x, y, parameters=parameters, sample_dim=sample_dim)
     for n in range(batch.count):
-        with preserve_state(batch.model), trained_alone(batch.model, batch.parameters):
+        with preserve_state(batch.model, batch.parameters):
             alone = batch.sample(n).gradients()
         for name in differences({k: g[n] for k, g in rows.items()}, alone):
             raise RuntimeError(
@@ -247,7 +247,7 @@ def contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
 
 
 def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
-    with preserve_state(batch.model) as state, trained_alone(batch.model, batch.parameters):
+    with preserve_state(batch.model, batch.parameters) as state:
         # 1. record: which functions read which parameters, and what they met there
         tape, output, plan = record(batch, state)
         one_pass = state.is_of_one_pass()

@@ -80,19 +80,19 @@ class SideStatistics(KroneckerStatistics):
         rows, columns = merge_products([(rows.unpacked(), columns.unpacked()) for rows, columns in products])
         return self.scheme.side(0, rows.entries), self.scheme.side(1, columns.entries)
 
-    def parts(self, schemes: Sequence[Scheme]) -> list[Any]:
-        """The statistics of layers of one layout that were measured as the groups of one."""
-        count = len(schemes)
+    def parts(self, blocks: Sequence[Any]) -> list[Any]:
+        """The statistics of blocks of one layout that were measured as the groups of one."""
+        count = len(blocks)
         activations = {key: (moment.parts(count), number) for key, (moment, number) in self.activations.items()}
         backprops = {key: moment.parts(count) for key, moment in self.backprops.items()}
         return [
             replace(
                 self,
-                scheme=scheme,
+                scheme=block.scheme,
                 activations={key: (moments[k], number) for key, (moments, number) in activations.items()},
                 backprops={key: moments[k] for key, moments in backprops.items()},
             )
-            for k, scheme in enumerate(schemes)
+            for k, block in enumerate(blocks)
         ]
 
     def tensors(self) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from curvature.terms import DenseGradients, Stackable, Term
+from curvature.terms import DenseGradients, Term
 
 
 class Unsupported(Exception):
@@ -35,8 +35,10 @@ class Layout(NamedTuple):
         x = x.unflatten(dim, (self.outer, self.samples, self.inner)).movedim(dim + 1, 0)
         return x.flatten(dim + 1, dim + 2)
 
-    def front_of_each(self, x: Tensor) -> Tensor:
-        """The `front` of several tensors (k, ..., outer * N * inner, ...), one after the other: (k * N, ...)."""
+    def front_of_each(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """The `front` of a tensor of this shape; of k tensors (k, *shape) one after the other: (k * N, ...)."""
+        if x.ndim == len(shape):
+            return self.front(x)
         return self._replace(dim=self.dim + 1).front(x).movedim(0, 1).flatten(0, 1)
 
 
@@ -56,12 +58,20 @@ class Rule:
         signature: their arguments, in order.
         parameters: the arguments that may be parameters.
         bias_of: maps a weight to the bias that acts as one more input of it, which is always one.
+        takes_vectors: whether `term` takes a `b` of several vectors (k, *output's shape), and then gives a term with
+            the backprops of k N samples, and with all else for N.
     """
 
     functions: ClassVar[Sequence[Callable[..., Any]]] = ()
     signature: ClassVar[tuple[str, ...]] = ()
     parameters: ClassVar[tuple[str, ...]] = ()
     bias_of: ClassVar[Mapping[str, str]] = {}
+    takes_vectors: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """A rule with a `term` of its own says anew whether that takes several vectors."""
+        if "term" in vars(cls):
+            cls.takes_vectors = vars(cls).get("takes_vectors", False)
 
     def bind(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, with the data as they are before the call."""
@@ -78,13 +88,6 @@ class Rule:
             Unsupported: this call has no per-sample view.
         """
         raise NotImplementedError
-
-    def stacked(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable | None:
-        """The terms for k backprops (k, *output's shape) as one, with the backprops of k N samples (`StackedTerms`).
-
-        None, as here, where `term` is to be called for each of them.
-        """
-        return None
 
     def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
         """How the output changes, to first order, as the arguments move along `directions`, of their shapes.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, register, sum_over_broadcast
-from curvature.terms import Convolution, Stackable, Term, TransposedConvolution
+from curvature.terms import Convolution, Term, TransposedConvolution
 
 
 def _per_axis(value: Any, n: int) -> list[int]:
@@ -39,18 +39,13 @@ def _geometry(args: dict[str, Any], n: int) -> tuple[tuple[int, ...], tuple[int,
 class _ConvolutionRule(Rule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
+    takes_vectors = True
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        return self._with_front(call, slot, layout.front(b), layout)
-
-    def stacked(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable | None:
-        return self._with_front(call, slot, layout.front_of_each(b), layout)
-
-    def _with_front(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable:
-        """The term, with samples of b in front."""
         x, weight = call.args["input"], call.args["weight"]
         if layout.dim != 0 or x.ndim != weight.ndim:
             raise Unsupported("the samples are not along the batch axis")
+        b = layout.front_of_each(b, call.shape)
         if slot == "bias":
             return sum_over_broadcast(b, call.args["bias"].shape, layout, offset=1)
         stride, dilation, groups = _geometry(call.args, weight.ndim - 2)
@@ -64,7 +59,7 @@ class _ConvolutionRule(Rule):
         """The tensor that the kernel slides over, and the one at the positions of the kernel."""
         raise NotImplementedError
 
-    def view(self, term: Convolution) -> Stackable:
+    def view(self, term: Convolution) -> Term:
         """The term of the layer, given the convolution whose gradients it shares."""
         return term
 
@@ -95,15 +90,16 @@ class TransposedConvolutionRule(_ConvolutionRule):
 
     functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     signature = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+    takes_vectors = True
 
-    def _with_front(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable:
+    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         added, (stride, *_) = call.args.get("output_padding", 0), _geometry(call.args, call.args["weight"].ndim - 2)
         if slot == "weight" and any(p >= s for p, s in zip(_per_axis(added, len(stride)), stride, strict=True)):
             raise Unsupported("the output is padded by a step of the kernel or more: its adjoint has a longer output")
-        return super()._with_front(call, slot, b, layout)
+        return super().term(call, slot, b, layout)
 
     def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return b, x
 
-    def view(self, term: Convolution) -> Stackable:
+    def view(self, term: Convolution) -> Term:
         return TransposedConvolution(term)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, register, sum_over_broadcast
-from curvature.terms import DenseGradients, OuterProduct, Stackable, Term
+from curvature.terms import OuterProduct, Term
 
 Labels = Sequence[Hashable]
 Labelled = tuple[Tensor, Labels]
@@ -104,6 +104,7 @@ class LinearRule(Rule):
     signature = ("input", "weight", "bias")
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
+    takes_vectors = True
 
     def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
         bias = directions.get("bias")
@@ -114,30 +115,20 @@ class LinearRule(Rule):
         return bias.expand(call.shape)
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        found = self._directly(call, slot, layout.front(b), layout)
-        if found is not None:
-            return found
+        if slot == "bias":
+            return sum_over_broadcast(layout.front_of_each(b, call.shape), call.args["bias"].shape, layout)
         x, weight = call.args["input"], call.args["weight"]
+        if weight.ndim == 2 and layout.dim < x.ndim - 1:  # the same as `outer_product`, faster
+            dtype = torch.promote_types(x.dtype, b.dtype)
+            both = layout.front(x), layout.front_of_each(b, call.shape)
+            a, z = (t.flatten(1, -2)[:, :, None].to(dtype) for t in both)
+            return OuterProduct(a, z, tuple(weight.shape))
+        if b.ndim > len(call.shape):
+            raise Unsupported("several vectors")
         tail: list[Hashable] = ["o"] * (weight.ndim - 1)  # a vector weight sums over the features
         lead = list(range(len(call.shape) - len(tail)))
         data = [(x, [*lead, "i"])]
         return outer_product((weight, [*tail, "i"]), data, b, [*lead, *tail], layout)
-
-    def stacked(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable | None:
-        return self._directly(call, slot, layout.front_of_each(b), layout)
-
-    def _directly(
-        self, call: RecordedCall, slot: str, b: Tensor, layout: Layout
-    ) -> OuterProduct | DenseGradients | None:
-        """The same as `outer_product`, faster, with samples of b in front; None for other weights than matrices."""
-        if slot == "bias":
-            return sum_over_broadcast(b, call.args["bias"].shape, layout)
-        x, weight = call.args["input"], call.args["weight"]
-        if weight.ndim != 2 or layout.dim >= x.ndim - 1:
-            return None
-        dtype = torch.promote_types(x.dtype, b.dtype)
-        a, z = (t.flatten(1, -2)[:, :, None].to(dtype) for t in (layout.front(x), b))
-        return OuterProduct(a, z, tuple(weight.shape))
 
 
 @register

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.layers.base import Layout, RecordedCall, Rule, register, sum_over_broadcast
-from curvature.terms import DenseGradients, ElementwiseProduct, Stackable, Term
+from curvature.terms import DenseGradients, ElementwiseProduct, Term
 
 CACHED_ELEMENTS = 1 << 18  # of a norm's input that are normalized at a time
 
@@ -20,6 +20,7 @@ class _ScaleShift(Rule):
 
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
+    takes_vectors = True
     first_axis: ClassVar[int | None] = 1  # output axis of the parameters' first axis; None aligns to the right
 
     def normalize(self, call: RecordedCall) -> Tensor:
@@ -27,23 +28,9 @@ class _ScaleShift(Rule):
         raise NotImplementedError
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        shape = call.args[slot].shape
+        shape, front = call.args[slot].shape, layout.front_of_each(b, call.shape)
         if slot == "bias":
-            return sum_over_broadcast(layout.front(b), shape, layout, self.first_axis)
-        return self._product(call, shape, self._scale(call, b, layout, shape), layout.front(b), layout)
-
-    def stacked(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Stackable:
-        shape = call.args[slot].shape
-        if slot == "bias":
-            return sum_over_broadcast(layout.front_of_each(b), shape, layout, self.first_axis)
-        own = self.normalize(call)
-        rows = [sum_over_broadcast(layout.front(own * one), shape, layout, self.first_axis).values for one in b]
-        return self._product(call, shape, DenseGradients(torch.cat(rows)), layout.front_of_each(b), layout)
-
-    def _product(
-        self, call: RecordedCall, shape: torch.Size, direct: DenseGradients, b: Tensor, layout: Layout
-    ) -> ElementwiseProduct:
-        """The term of the scale, with samples of b in front."""
+            return sum_over_broadcast(front, shape, layout, self.first_axis)
         offset = len(call.shape) - len(shape) if self.first_axis is None else self.first_axis
         axes = range(offset + 1, offset + 1 + len(shape))
 
@@ -52,11 +39,16 @@ class _ScaleShift(Rule):
             x = x.movedim(tuple(axes), tuple(range(-len(shape), 0)))
             return x.reshape(len(x), -1, shape.numel())
 
-        return ElementwiseProduct(direct, lambda: by_feature(layout.front(self.normalize(call))), by_feature(b))
+        direct, inputs = self._scale(call, b, layout, shape), lambda: by_feature(layout.front(self.normalize(call)))
+        return ElementwiseProduct(direct, inputs, by_feature(front))
 
     def _scale(self, call: RecordedCall, b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
         """The gradients of the scale."""
-        return sum_over_broadcast(layout.front(_times(self.normalize(call), b)), shape, layout, self.first_axis)
+        own = self.normalize(call)
+        if b.ndim == own.ndim:
+            return sum_over_broadcast(layout.front(_times(own, b)), shape, layout, self.first_axis)
+        rows = [sum_over_broadcast(layout.front(own * one), shape, layout, self.first_axis).values for one in b]
+        return DenseGradients(torch.cat(rows))
 
 
 def _times(own: Tensor, b: Tensor) -> Tensor:
@@ -121,7 +113,7 @@ class GroupNormRule(_ScaleShift):
     def _scale(self, call: RecordedCall, b: Tensor, layout: Layout, shape: torch.Size) -> DenseGradients:
         """Some samples at a time: to fill fresh memory costs more than the arithmetic."""
         size = max(1, CACHED_ELEMENTS // max(1, b[:1].numel()))
-        if len(b) <= size or layout != Layout(0, 1, len(b), 1):
+        if b.ndim > len(call.shape) or len(b) <= size or layout != Layout(0, 1, len(b), 1):
             return super()._scale(call, b, layout, shape)
         found = []
         for start in range(0, len(b), size):

@@ -18,12 +18,12 @@ from curvature import operators
 from curvature.gradients import layers_of
 from curvature.kronecker import Affine, Basis, KroneckerStatistics, Reading, Scheme
 from curvature.linalg import stack
-from curvature.matrices.vectors import Terms, Vectors
 from curvature.operators import BlockDiagonal, Diagonal, EigenKronecker, Kronecker, Operator, RowBlocks, Space
 from curvature.recording import Tape
-from curvature.terms import StackedTerms, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
+from curvature.terms import StackedTerms, Term, TermsByVector, gradients, name_of_rows, row_ranges, sum_of_products
 
 Range = tuple[int, int]  # the first row, and the one after the last
+Vectors = Mapping[str, TermsByVector]  # by parameter what vectors give that were sent back
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Chunk:
     """Some of the vectors of one batch, sent back.
 
     Attributes:
+        vectors: how many there are.
         left, right: for every vector the terms of ``u_k = J^T left_k`` and of ``w_k = J^T right_k``; the same object
             where these are the same. The matrix is ``sum_n weights[n] sum_k u_kn w_kn^T``.
         weights: (N,), what each sample counts for, not yet divided by their sum.
@@ -40,6 +41,7 @@ class Chunk:
     """
 
     tape: Tape
+    vectors: int
     left: Vectors
     right: Vectors
     weights: Tensor
@@ -49,8 +51,8 @@ class Chunk:
 
     def of(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
         """Terms of one parameter by vector, left and right; None if no output depends on it."""
-        left = self.left.of(name)
-        right = left if self.right is self.left else self.right.of(name)
+        left = self.left.get(name)
+        right = left if self.right is self.left else self.right.get(name)
         return None if left is None or right is None else (left, right)
 
     def by_sample(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
@@ -170,19 +172,19 @@ class DenseAccumulator(Accumulator):
         self.sum = torch.zeros(space.size, space.size, dtype=space.dtype, device=space.device)
 
     def add(self, chunk: Chunk) -> None:
-        for k, left in enumerate(chunk.left):
-            u = self._rows(left, len(chunk.weights))
-            w = u if chunk.right is chunk.left else self._rows(chunk.right[k], len(chunk.weights))
+        for k in range(chunk.vectors):
+            u = self._rows(chunk.left, k, len(chunk.weights))
+            w = u if chunk.right is chunk.left else self._rows(chunk.right, k, len(chunk.weights))
             self.sum.addmm_((u * chunk.weights.to(u)[:, None]).T, w)
 
     def add_(self, other: Any) -> None:
         self.sum += other.sum
 
-    def _rows(self, terms: Terms, count: int) -> Tensor:
-        """Per-sample gradients (N, P)."""
+    def _rows(self, vectors: Vectors, k: int, count: int) -> Tensor:
+        """Per-sample gradients (N, P) of one of the vectors."""
         rows = [
-            gradients(terms[name]).reshape(count, -1).to(self.sum)
-            if name in terms
+            gradients(vectors[name][k]).reshape(count, -1).to(self.sum)
+            if name in vectors
             else self.sum.new_zeros(count, torch.Size(shape).numel())
             for name, shape in self.entries()
         ]
@@ -376,18 +378,16 @@ class RowRangeAccumulator(Accumulator):
         Raises:
             ValueError: a range did not occur in the first batch.
         """
-        found: list[Terms] = []
-        for terms in vectors:
-            cut = {name: row_ranges(terms[name]) for name in self.names if name in terms}
-            for name, parts in cut.items():
-                for part in parts:
-                    if (part.start, part.stop) not in self.parts:
-                        raise ValueError(
-                            f"{name}: rows {part.start} to {part.stop} are read together, which was not so in the "
-                            f'first batch; choose structure={{"{name}": "dense"}} or "diagonal"'
-                        )
-            found.append({name_of_rows(k, p.start, p.stop): list(p.terms) for k, parts in cut.items() for p in parts})
-        return Vectors(found)
+        found: dict[str, list[Sequence[Term]]] = {}
+        read = ((name, part) for name in self.names for terms in vectors.get(name, ()) for part in row_ranges(terms))
+        for name, part in read:
+            if (part.start, part.stop) not in self.parts:
+                raise ValueError(
+                    f"{name}: rows {part.start} to {part.stop} are read together, which was not so in the "
+                    f'first batch; choose structure={{"{name}": "dense"}} or "diagonal"'
+                )
+            found.setdefault(name_of_rows(name, part.start, part.stop), []).append(part.terms)
+        return found
 
     def add_(self, other: Any) -> None:
         if other.parts.keys() != self.parts.keys():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -13,14 +12,12 @@ from torch.func import jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature.functional import ExactNorms
-from curvature.gradients import Batch, differences, over_samples
+from curvature.gradients import Batch, differences, over_samples, tried_by_vmap
 from curvature.linalg import full_precision
 from curvature.matrices.passes import DataSource, RecordedBatch
 from curvature.operators import Space
 from curvature.recording import preserve_state
 from curvature.terms import gradients
-
-log = logging.getLogger("curvature")
 
 
 def per_sample_jacobians(
@@ -96,10 +93,10 @@ def _with_graph(batch: Batch, expected: dict[str, Tensor]) -> dict[str, Tensor]:
         return found
 
     with preserve_state(batch.model) as state, sdpa_kernel(SDPBackend.MATH), ExactNorms(), torch.enable_grad():
-        try:
-            return accepted(over_samples(replace(batch, loss=of_sample, y=None), jacrev, parameters))
-        except Exception as error:  # of an operation without a batched form, or of the model itself, which recurs
-            log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
+        alone = replace(batch, loss=of_sample, y=None)
+        found = tried_by_vmap(lambda: accepted(over_samples(alone, jacrev, parameters)))
+        if found is not None:
+            return found
         samples = []
         for n in range(batch.count):
             with state.again():
@@ -127,7 +124,7 @@ def _rows(run: RecordedBatch) -> dict[str, Tensor]:
     for start in range(0, size, run.cached_size):
         part = eye[start : start + run.cached_size]
         vectors = part.reshape(-1, 1, *shape).expand(-1, count, *shape).movedim(1, axis + 1)
-        for row, terms in enumerate(run.terms(vectors), start):
-            for name, parts in terms.items():
+        for name, of_vectors in run.terms(vectors).items():
+            for row, parts in enumerate(of_vectors, start):
                 found[name][:, row] = gradients(parts)
     return {name: rows.unflatten(1, shape) if shape else rows[:, 0] for name, rows in found.items()}

@@ -41,9 +41,8 @@ from curvature.gradients import (
 )
 from curvature.kronecker import at_least_float32
 from curvature.losses import Curved, Injection, Loss, NoWeightedSum, SampleMasses, is_entrywise, reduction_of
-from curvature.matrices.accumulators import Chunk
+from curvature.matrices.accumulators import Chunk, Vectors
 from curvature.matrices.forward_mode import Recorded
-from curvature.matrices.vectors import Vectors
 from curvature.operators import Space
 from curvature.recording import (
     ModelState,
@@ -51,12 +50,11 @@ from curvature.recording import (
     in_turn,
     map_tensors,
     preserve_state,
-    trained_alone,
     trained_parameters,
     unwrap_compiled,
     warn_once,
 )
-from curvature.terms import DenseGradients, gradients
+from curvature.terms import DenseGradients, Term, gradients
 
 RANDOM = (
     "model: the forward pass draws random numbers (dropout?), so this is the curvature of one draw; call model.eval() "
@@ -144,9 +142,8 @@ class DataSource:
     @contextmanager
     def surroundings(self) -> Iterator[ModelState]:
         """What the model runs in, and the derivatives of its pass."""
-        alone = trained_alone(self.model, tuple(self.parameters or ()))
         # fused attention has no second derivatives and no batched backward pass
-        with preserve_state(self.model) as state, alone, sdpa_kernel(SDPBackend.MATH):
+        with preserve_state(self.model, tuple(self.parameters or ())) as state, sdpa_kernel(SDPBackend.MATH):
             yield state
 
     @property
@@ -305,7 +302,7 @@ class RecordedBatch:
         return at_least_float32(self.output.dtype)
 
     def terms(self, vectors: Tensor) -> Vectors:
-        """The terms of ``J^T v`` for each of the vectors (k, *output.shape).
+        """The terms of ``J^T v`` for each of the vectors (k, *output.shape), by parameter; none where they are zero.
 
         Raises:
             SamplesMeet: samples meet, and the batch is not taken as one.
@@ -315,9 +312,8 @@ class RecordedBatch:
         together = parts[0] if len(parts) == 1 else [_joined_if_small(column) for column in zip(*parts, strict=True)]
         stacks = stacked_terms(self.tape, together, plan.layouts, plan.general)
         if len(stacks) == len(self.tape.parameters):
-            return Vectors([{}] * len(vectors), stacks)
-        skip, others = plan.general | stacks.keys(), []
-        size = self.pass_size
+            return stacks
+        skip, size, others = plan.general | stacks.keys(), self.pass_size, dict[str, list[list[Term]]]()
         rows = ([None if b is None else b[k % size] for b in parts[k // size]] for k in range(len(vectors)))
         for v, backprops in zip(vectors, rows, strict=True):
             terms, failed = terms_by_parameter(self.tape, backprops, plan.layouts, skip)
@@ -328,8 +324,10 @@ class RecordedBatch:
                     recorded = along.losses(self.output) if self.one_pass else None
                     found = general_path_terms(along, plan, failed, recorded)
                 terms |= {k: [DenseGradients(gradients(parts).to(self.dtype))] for k, parts in found.items()}
-            others.append({name: parts for name, parts in terms.items() if parts})
-        return Vectors(others, stacks)
+            for name, of_parameter in terms.items():
+                if of_parameter:
+                    others.setdefault(name, []).append(of_parameter)
+        return {**others, **stacks}
 
     def _backprops(self, vectors: Tensor) -> list[Tensor | None]:
         """The backprops (k, *shape) of vectors at every use."""
@@ -353,12 +351,13 @@ class RecordedBatch:
             assert left is not None
             for number, part in enumerate(left):
                 lefts = self.terms(part)
-                yield self.chunk(lefts, lefts if right is None else self.terms(right[number]), weights, first)
+                rights = lefts if right is None else self.terms(right[number])
+                yield self.chunk(len(part), lefts, rights, weights, first)
                 first = False
 
-    def chunk(self, left: Vectors, right: Vectors, weights: Tensor, first: bool) -> Chunk:
+    def chunk(self, vectors: int, left: Vectors, right: Vectors, weights: Tensor, first: bool) -> Chunk:
         """A chunk of this batch."""
-        return Chunk(self.tape, left, right, weights, first, self._patches, self.whole)
+        return Chunk(self.tape, vectors, left, right, weights, first, self._patches, self.whole)
 
 
 def samples_first(

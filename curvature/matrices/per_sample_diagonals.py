@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.func import grad, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvature.functional import ExactNorms
-from curvature.gradients import Batch, differences, either_form, over_samples
+from curvature.gradients import Batch, differences, either_form, over_samples, tried_by_vmap
 from curvature.linalg import full_precision, without_autocast
 from curvature.losses import Injection, Loss, exact
 from curvature.matrices.block_structure import require_injection, seed_of
@@ -22,7 +21,6 @@ from curvature.operators import Space
 from curvature.recording import preserve_state
 from curvature.terms import gradients
 
-log = logging.getLogger("curvature")
 EXACT = exact()
 PRODUCT_ELEMENTS = 1 << 24  # entries of the rows of all samples' Hessians that are computed together
 
@@ -117,11 +115,7 @@ def per_sample_hessian_diagonals(
         return of.to_dict(of.diagonal())
 
     last = alone(batch.count - 1)
-    try:
-        found = {} if batch.is_uneven else _by_vmap(batch, space)
-    except Exception as error:  # whatever an operation without a batched form raises
-        log.info("vmap cannot follow the model (%s); looping over the samples", str(error).split("\n")[0])
-        found = {}
+    found = None if batch.is_uneven else tried_by_vmap(lambda: _by_vmap(batch, space))
     if found and not differences({name: rows[-1] for name, rows in found.items()}, last):
         return found
     rows = [*(alone(n) for n in range(batch.count - 1)), last]

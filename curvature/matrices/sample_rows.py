@@ -8,10 +8,9 @@ import torch
 
 from curvature.gradients import Jacobian
 from curvature.losses import Injection
-from curvature.matrices.accumulators import Accumulator, Chunk
+from curvature.matrices.accumulators import Accumulator, Chunk, Vectors
 from curvature.matrices.block_structure import PassesOverData, collected
 from curvature.matrices.passes import RecordedBatch, samples_first
-from curvature.matrices.vectors import Terms
 from curvature.operators import Operator, SampleSpace, Space
 from curvature.terms import DenseGradients, Term, promote
 
@@ -29,12 +28,14 @@ class RowAccumulator(Accumulator):
 
     def add(self, chunk: Chunk) -> None:
         count = len(chunk.weights)
-        self.parts += [(count, self._complete(terms, count)) for terms in chunk.left]
+        self.parts += [(count, self._complete(chunk.left, k, count)) for k in range(chunk.vectors)]
 
-    def _complete(self, terms: Terms, count: int) -> dict[str, list[Term]]:
+    def _complete(self, vectors: Vectors, k: int, count: int) -> dict[str, list[Term]]:
+        """The terms of one of the vectors."""
         zeros = {name: torch.zeros((), dtype=self.space.dtype, device=d) for name, d in self.space.devices.items()}
         none = {name: [DenseGradients(zeros[name].expand(count, *shape))] for name, shape in self.entries()}
-        return {name: [promote(t, self.space.dtype) for t in terms.get(name, none[name])] for name in self.names}
+        terms = {name: vectors[name][k] if name in vectors else none[name] for name in self.names}
+        return {name: [promote(t, self.space.dtype) for t in own] for name, own in terms.items()}
 
     def result(self, scale: float) -> SampleSpace:
         zero = torch.zeros((), dtype=self.space.dtype, device=self.space.device)
@@ -64,7 +65,7 @@ def in_sample_space(passes: PassesOverData, inject: Injection, seed: int, space:
                 raise NotFewRows
             for k, part in enumerate((left * roots).to(left).movedim(1, dims[1] + 1).split(run.cached_size)):
                 terms = run.terms(part)
-                yield run.chunk(terms, terms, weights, number == k == 0)
+                yield run.chunk(len(part), terms, terms, weights, number == k == 0)
 
     try:
         return collected(passes, inject, seed, RowAccumulator(space), chunks)

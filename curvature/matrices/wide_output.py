@@ -137,8 +137,8 @@ def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _chunk(run: RecordedBatch, vectors: Tensor, names: frozenset[str], weights: Tensor, first: bool) -> Chunk:
-    terms = run.terms(vectors).only(names)
-    return run.chunk(terms, terms, weights, first)
+    terms = {name: of_vectors for name, of_vectors in run.terms(vectors).items() if name in names}
+    return run.chunk(len(vectors), terms, terms, weights, first)
 
 
 @full_precision()

@@ -75,11 +75,11 @@ class EigenStatistics(SideStatistics):
         super().scale_vectors_(times)
         self.squares_samples /= times**2
 
-    def parts(self, schemes: Sequence[Scheme]) -> list[Any]:
-        found = super().parts(schemes)
+    def parts(self, blocks: Sequence[Any]) -> list[Any]:
+        found = super().parts(blocks)
         if self.squares is not None:
-            for part, squares in zip(found, self.squares.chunk(len(found)), strict=True):
-                part.squares, part.squares_samples = squares, self.squares_samples
+            for part, block, squares in zip(found, blocks, self.squares.chunk(len(found)), strict=True):
+                part.squares, part.basis = squares, block.basis
         return found
 
     def tensors(self) -> list[Tensor]:
@@ -129,16 +129,6 @@ class EigenBlock(KroneckerBlock):
         if self.basis is not None:
             found.squares = self._squares(terms, self.basis, rank, world_size)
             found.basis, found.squares_samples = self.basis, samples
-        return found
-
-    @staticmethod
-    def measure_all(
-        blocks: Sequence[Any], terms: Sequence[Sequence[Term]], samples: float, rank: int = 0, world_size: int = 1
-    ) -> list[Any]:
-        found = KroneckerBlock.measure_all(blocks, terms, samples, rank, world_size)
-        for block, own in zip(blocks, found, strict=True):
-            if own is not None:
-                own.basis = block.basis
         return found
 
     @property

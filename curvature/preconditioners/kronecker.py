@@ -111,9 +111,7 @@ class KroneckerBlock(Block):
             joint = own[0].joined(own)
             term = _side_by_side([terms[k][0] for k in alike], joint.scheme.arrangement.shapes[0])
             whole = joint.measure([term], samples, rank, world_size)
-            parts = [None] * len(own) if whole is None else whole.parts([block.scheme for block in own])
-            for k, part in zip(alike, parts, strict=True):
-                found[k] = part
+            found |= dict(zip(alike, [None] * len(own) if whole is None else whole.parts(own), strict=True))
         return [found[k] for k in range(len(blocks))]
 
     @property

@@ -14,6 +14,11 @@ from curvature.terms import Term, row_ranges
 RowRange = tuple[int, int]  # the first row, and the one after the last
 
 
+def _summed(name: str) -> Any:
+    """The sum of what the parts of a `RowRangeBlock` have."""
+    return property(lambda self: sum(getattr(part, name) for part in self.leaves))
+
+
 class RowRangeBlock(Block):
     """One parameter that holds several layers, such as the projections of cross attention.
 
@@ -67,25 +72,9 @@ class RowRangeBlock(Block):
     def mean_eigenvalue(self) -> Tensor:
         return torch.stack([part.mean_eigenvalue * part.dimension for part in self.leaves]).sum() / self.dimension
 
-    @property
-    def dimension(self) -> int:
-        return sum(part.dimension for part in self.leaves)
-
-    @property
-    def cost(self) -> float:
-        return sum(part.cost for part in self.leaves)
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.leaves)
-
-    @property
-    def expected_bytes(self) -> int:
-        return sum(part.expected_bytes for part in self.leaves)
-
-    @property
-    def outliers(self) -> int:
-        return sum(part.outliers for part in self.leaves)
+    dimension, cost, bytes, expected_bytes, outliers = map(
+        _summed, ("dimension", "cost", "bytes", "expected_bytes", "outliers")
+    )
 
     def condition(self) -> float:
         return max(part.condition() for part in self.leaves)
@@ -112,5 +101,4 @@ class RowRangeBlock(Block):
     def from_state(cls, state: dict[str, Any], device: torch.device) -> Block:
         parts = [Block.restore(part, device) for part in state["parts"].values()]
         ranges = [(start, stop) for start, stop in state["ranges"]]
-        block = cls(state["names"], dict(zip(ranges, parts, strict=True)))
-        return block
+        return cls(state["names"], dict(zip(ranges, parts, strict=True)))

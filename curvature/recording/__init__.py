@@ -27,11 +27,12 @@ from curvature.recording.model_call import (
     call_model,
     fresh_random_numbers,
     in_turn,
+    is_within,
     logits,
     map_tensors,
     preserve_state,
+    trained_parameters,
 )
-from curvature.recording.selection import is_within, trained_alone, trained_parameters
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 
 __all__ = [
@@ -39,5 +40,5 @@ __all__ = [
     "call_model", "capture", "creates_graph", "force_eager", "fresh_random_numbers", "graph_bytes",
     "graph_functions", "graph_leaves", "graph_signature", "in_turn", "is_sharded", "is_within", "logits",
     "map_tensors", "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops",
-    "tape_from_graph", "tensors_in", "trained_alone", "trained_parameters", "unwrap_compiled", "warn_once",
+    "tape_from_graph", "tensors_in", "trained_parameters", "unwrap_compiled", "warn_once",
 ]  # fmt: skip

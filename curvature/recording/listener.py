@@ -22,7 +22,7 @@ from curvature.recording.compiled import (
     unwrap_compiled,
 )
 from curvature.recording.mode import RecordingMode
-from curvature.recording.selection import trained_parameters
+from curvature.recording.model_call import trained_parameters
 from curvature.recording.tape import Tape, tensors_in
 
 

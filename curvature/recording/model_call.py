@@ -1,10 +1,11 @@
-"""Call a model whatever the form of its input, and leave its state as it was."""
+"""A model as it was handed in: which parameters count, how it is called, and its state, which stays as it was."""
 
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
@@ -17,9 +18,67 @@ from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from curvature.recording.compiled import force_eager_nonreentrant
+from curvature.recording.compiled import force_eager_nonreentrant, unwrap_compiled
 
 TURNS = RLock()
+ORDER = " (the order is model, loss, data)"
+
+
+def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[str, nn.Parameter]:
+    """The parameters that require a gradient, in the order of ``named_parameters()``.
+
+    Args:
+        chosen: names of parameters, or of modules for all that are below them; None: all. A shared parameter has any of
+            its names. Of a module, parameters that do not require a gradient are left out.
+
+    Raises:
+        TypeError: `model` is no module, or `chosen` a string.
+        ValueError: no parameter requires a gradient, or none of a name that was chosen.
+    """
+    model = unwrap_compiled(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, found {type(model).__name__}{ORDER}")
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        empty = next(model.parameters(), None) is None
+        which = f"; the first argument is a {type(model).__name__}, which has none{ORDER}" if empty else ""
+        raise ValueError(f"model: no parameter requires a gradient{which}")
+    if chosen is None:
+        return trained
+    if isinstance(chosen, str):
+        raise TypeError(f"parameters: expected names of parameters or modules, as in [{chosen!r}], found a string")
+    chosen = list(chosen)
+    if not chosen:
+        raise ValueError("parameters: there is no name")
+    found: set[int] = set()
+    for key in chosen:
+        found |= {id(trained[key])} if key in trained else _below(model, key)
+    return {name: p for name, p in trained.items() if id(p) in found}
+
+
+def _below(model: nn.Module, key: str) -> set[int]:
+    """The parameters of this name, or below the module of this name, that require a gradient, by `id`."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    own = [p for name, p in named if is_within(name, key)]
+    found = {id(p) for p in own if p.requires_grad}
+    if own and not found:
+        raise ValueError(f"parameters: nothing of {key!r} requires a gradient")
+    if not found:
+        known = dict.fromkeys(part for name, p in named if p.requires_grad for part in _prefixes(name))
+        near = difflib.get_close_matches(str(key), known, n=5, cutoff=0.4) or list(known)[:5]
+        raise ValueError(f"parameters: no parameter or module is called {key!r}; near are {', '.join(near)}")
+    return found
+
+
+def is_within(name: str, key: str) -> bool:
+    """Whether a parameter has the name `key`, or is below the module of that name."""
+    return name == key or name.startswith(key + ".")
+
+
+def _prefixes(name: str) -> list[str]:
+    """``"a.b.weight"`` to ``["a", "a.b", "a.b.weight"]``."""
+    parts = name.split(".")
+    return [".".join(parts[: k + 1]) for k in range(len(parts))]
 
 
 def logits(output: Any) -> Any:
@@ -90,17 +149,16 @@ class RandomState:
     def differs(self, states: list[Tensor]) -> bool:
         return any(not torch.equal(a, b) for a, b in zip(self.states, states, strict=True))
 
-    def restore(self) -> None:
-        self.set(self.states)
-
-    def seed(self, seed: int) -> None:
-        """Begin anew everywhere, until `restore`."""
-        self.set([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *self.devices)])
-
-    def set(self, states: list[Tensor]) -> None:
+    def restore(self, states: list[Tensor] | None = None) -> None:
+        """Come back to it, or to other states that were `now`."""
+        states = states or self.states
         torch.set_rng_state(states[0])
         for device, state in zip(self.devices, states[1:], strict=True):
             _of(device).set_rng_state(state, *_index(device))
+
+    def seed(self, seed: int) -> None:
+        """Begin anew everywhere, until `restore`."""
+        self.restore([torch.Generator(d).manual_seed(seed).get_state() for d in (torch.device("cpu"), *self.devices)])
 
 
 @contextmanager
@@ -204,7 +262,7 @@ class ModelState:
         finally:
             for buffers, name, buffer in now:
                 buffers[name] = buffer
-            self.random.set(numbers)
+            self.random.restore(numbers)
 
     def restore(self) -> None:
         self.restore_buffers()
@@ -224,17 +282,27 @@ def in_turn() -> Iterator[None]:
 
 
 @contextmanager
-def preserve_state(model: nn.Module) -> Iterator[ModelState]:
+def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> Iterator[ModelState]:
     """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers and random state, come what may.
 
     Yields the state that they come back to.
+
+    Args:
+        trained: names of the parameters that alone require a gradient inside, so that no graph is kept for the others;
+            None: all that do outside.
     """
     with in_turn():
         state = ModelState(model)
+        named = () if trained is None else [(p, name in trained) for name, p in model.named_parameters()]
+        changed = [(p, required) for p, required in named if p.requires_grad != required]
         try:
+            for p, required in changed:
+                p.requires_grad_(required)
             with torch.enable_grad(), force_eager_nonreentrant():
                 yield state
         finally:
+            for p, required in changed:
+                p.requires_grad_(not required)
             state.restore()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from curvature.layers import Layout, RecordedCall, Rule, Unsupported
-from curvature.terms import StackedTerms, Term, without_bias
+from curvature.terms import Term, without_bias
 
 if TYPE_CHECKING:
     from curvature.recording.model_call import ModelState
@@ -121,34 +121,17 @@ class Use:
         return known and self.is_unchanged and all(node.origin is None for node in self.slots.values())
 
     def term(self, slot: str, b: Tensor, layout: Layout) -> Term:
-        """Per-sample gradients of one argument, given the backprop of the output.
+        """Per-sample gradients of one argument, given the backprop of the output (or several: `Rule.takes_vectors`).
 
         Raises:
             Unsupported: the function has no rule, or the rule has no per-sample view of this call.
         """
-        rule, call = self._explained()
-        term = rule.term(call, slot, b, layout)
-        return term if rule.bias_of.get(slot) in self.slots else without_bias(term)
-
-    def stacked_terms(self, slot: str, b: Tensor, layout: Layout) -> StackedTerms | None:
-        """The terms of one argument for k backprops (k, *shape) at once; None where the rule has them one by one.
-
-        Raises:
-            Unsupported: as for `term`.
-        """
-        rule, call = self._explained()
-        term = rule.stacked(call, slot, b, layout)
-        if term is None:
-            return None
-        term = term if rule.bias_of.get(slot) in self.slots else without_bias(term)
-        return StackedTerms(term, len(b), layout.samples)
-
-    def _explained(self) -> tuple[Rule, RecordedCall]:
         if self.rule is None or self.call is None:
             raise Unsupported(f"{self.function} has no rule")
         if not self.is_unchanged:
             raise Unsupported("the activation was changed in place after it was read")
-        return self.rule, self.call
+        term = self.rule.term(self.call, slot, b, layout)
+        return term if self.rule.bias_of.get(slot) in self.slots else without_bias(term)
 
 
 class Tape:

@@ -15,15 +15,24 @@ from curvature.terms.affine_layout import AffineLayout
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients, joined, name_of_rows, row_ranges
 from curvature.terms.convolution import Convolution, TransposedConvolution
-from curvature.terms.merging import merge_places, sum_in_place, unfold
 from curvature.terms.projections import pieces, project_sides
-from curvature.terms.row_slices import RowSlice, Term, promote, to_device, without_bias
-from curvature.terms.squared_gradients import TermsByVector, sum_of_products, sum_of_squares
-from curvature.terms.stacks import Stackable, StackedTerms
+from curvature.terms.squared_gradients import sum_of_products, sum_of_squares
+from curvature.terms.term import (
+    RowSlice,
+    StackedTerms,
+    Term,
+    TermsByVector,
+    merge_places,
+    promote,
+    sum_in_place,
+    to_device,
+    unfold,
+    without_bias,
+)
 
 __all__ = [
     "AffineLayout", "Convolution", "DenseGradients", "ElementwiseProduct", "IndexedRows", "OuterProduct", "RowSlice",
-    "Stackable", "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients",
+    "StackedTerms", "Term", "TermsByVector", "TransposedConvolution", "contractions", "gradients",
     "joined", "merge_places", "name_of_rows", "pairs", "pieces", "project_sides", "promote", "row_ranges",
     "squared_gradients", "sum_in_place", "sum_of_products", "sum_of_squares", "to_device", "unfold", "without_bias",
 ]  # fmt: skip

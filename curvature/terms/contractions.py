@@ -19,9 +19,8 @@ from torch import Tensor
 from curvature.terms import pairs
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.convolution import Convolution, TransposedConvolution
-from curvature.terms.merging import merge_terms, sum_in_place
 from curvature.terms.pairs import Norms, gram_cheaper_by_pairs, norms_by_pairs, norms_cheaper_by_pairs, summed_pairs
-from curvature.terms.row_slices import RowSlice, Term
+from curvature.terms.term import RowSlice, Term, merge_terms, sum_in_place
 
 CHUNK_ELEMENTS, CACHED_CHUNK_ELEMENTS = pairs.CHUNK_ELEMENTS, pairs.CACHED_CHUNK_ELEMENTS
 PRODUCT_ELEMENTS = 1 << 18  # of backprops that inner products take at a time ...
@@ -67,6 +66,8 @@ def name_of_rows(name: str, start: int, stop: int) -> str:
 
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
+    if len(terms) == 1:
+        return (terms[0].untransposed if isinstance(terms[0], OuterProduct) else terms[0]).gradients()
     unsliced = merge_terms([term for term in terms if not isinstance(term, RowSlice)])
     parts = [term for term in terms if isinstance(term, RowSlice)]
     if parts:

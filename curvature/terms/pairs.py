@@ -18,8 +18,7 @@ from torch import Tensor
 
 from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
 from curvature.terms.convolution import Convolution
-from curvature.terms.merging import merge_terms, sum_in_place, unfold
-from curvature.terms.row_slices import RowSlice, Term
+from curvature.terms.term import RowSlice, Term, merge_terms, sum_in_place, unfold
 
 CHUNK_ELEMENTS = 1 << 24  # split the work if a temporary result has more elements
 CACHED_CHUNK_ELEMENTS = 1 << 18  # likewise for results made in a loop, where fresh memory costs more than arithmetic

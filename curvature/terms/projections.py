@@ -16,8 +16,7 @@ from torch import Tensor
 from curvature.terms.basic import DenseGradients, IndexedRows, OuterProduct
 from curvature.terms.contractions import direct_forms, gradients, row_ranges
 from curvature.terms.convolution import Convolution
-from curvature.terms.merging import sum_in_place
-from curvature.terms.row_slices import Term, promote
+from curvature.terms.term import Term, promote, sum_in_place
 
 PIECE_ENTRIES = 1 << 20  # of the gradients that are built at a time
 

@@ -19,12 +19,9 @@ from curvature.terms import contractions
 from curvature.terms.basic import DenseGradients, ElementwiseProduct, IndexedRows, OuterProduct
 from curvature.terms.contractions import gradients
 from curvature.terms.convolution import Convolution
-from curvature.terms.merging import merge_places, unfold
-from curvature.terms.row_slices import Term
-from curvature.terms.stacks import StackedTerms
+from curvature.terms.term import StackedTerms, Term, TermsByVector, merge_places, unfold
 
 PATCH_CHUNKS = 4  # by how much more entries are made at a time in products with patches, which take fewer calls then
-TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one parameter
 
 
 def sum_of_products(

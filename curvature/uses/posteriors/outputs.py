@@ -5,7 +5,7 @@ Indices: n sample, c and d outputs, g group, i input, o output of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from torch import Tensor
 from curvature.linalg import full_precision, matmul
 from curvature.matrices import RecordedBatch
 from curvature.operators import BlockDiagonal, EigenKronecker, Operator
-from curvature.terms import OuterProduct, Term, gradients
+from curvature.terms import OuterProduct, TermsByVector, gradients
 
 ROWS_ELEMENTS = 1 << 24  # entries of the rows of a layer's Jacobian at a time
 
-TermsOfOutputs = Sequence[Mapping[str, list[Term]]]
+TermsOfOutputs = Mapping[str, TermsByVector]  # by parameter, of each entry of the output
 
 
 @full_precision()
@@ -30,7 +30,7 @@ def output_covariance(run: RecordedBatch, covariance: BlockDiagonal) -> Tensor:
     total = torch.zeros(count, size, size, dtype=covariance.space.dtype, device=output.device)
     for block in covariance.blocks.values():
         factored = _by_factors(block, terms)
-        total += (_by_rows(block, terms, count) if factored is None else factored).to(total.device)
+        total += (_by_rows(block, terms, size, count) if factored is None else factored).to(total.device)
     return total
 
 
@@ -42,13 +42,13 @@ def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
     """
     if not isinstance(block, EigenKronecker):
         return None
-    of_weight = [parts.get(block.space.names[0], []) for parts in terms]
+    of_weight = terms.get(block.space.names[0], ())
     products = [
         parts[0]
         for parts in of_weight
         if len(parts) == 1 and isinstance(parts[0], OuterProduct) and parts[0].places == 1
     ]
-    if len(products) < len(terms):
+    if not products or len(products) < len(of_weight):
         return None
     a, b = products[0].a[:, 0], torch.stack([term.b[:, 0] for term in products])
     if len(block.space.names) > 1:
@@ -64,24 +64,24 @@ def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
     return torch.einsum("cngo,dngo->ncd", b * spread, b)
 
 
-def _by_rows(block: Operator, terms: TermsOfOutputs, count: int) -> Tensor:
+def _by_rows(block: Operator, terms: TermsOfOutputs, outputs: int, count: int) -> Tensor:
     """From the rows of this layer's Jacobian, of some samples at a time."""
-    step = max(1, ROWS_ELEMENTS // max(1, len(terms) * block.space.size))
+    step = max(1, ROWS_ELEMENTS // max(1, outputs * block.space.size))
     covariances = []
     for start in range(0, count, step):
-        rows = _rows(block, terms, slice(start, min(start + step, count)))
+        rows = _rows(block, terms, outputs, slice(start, min(start + step, count)))
         spread = (block @ rows.flatten(0, 1).T).T.reshape(rows.shape)
         covariances.append(matmul(rows, spread.mT))
     return torch.cat(covariances)
 
 
-def _rows(block: Operator, terms: TermsOfOutputs, part: slice) -> Tensor:
+def _rows(block: Operator, terms: TermsOfOutputs, outputs: int, part: slice) -> Tensor:
     """(n, c, p)."""
 
-    def row(of_output: Mapping[str, list[Term]]) -> Tensor:
+    def row(output: int) -> Tensor:
         pieces = []
         for name, size in zip(block.space.names, block.space.sizes, strict=True):
-            read = [term.samples(part) for term in of_output.get(name, [])]
+            read = [term.samples(part) for term in terms[name][output]] if name in terms else []
             if read:
                 pieces.append(gradients(read).flatten(1).to(block.space.device, block.space.dtype))
             else:
@@ -89,4 +89,4 @@ def _rows(block: Operator, terms: TermsOfOutputs, part: slice) -> Tensor:
                 pieces.append(torch.zeros(shape, dtype=block.space.dtype, device=block.space.device))
         return torch.cat(pieces, 1)
 
-    return torch.stack([row(of_output) for of_output in terms], 1)
+    return torch.stack([row(output) for output in range(outputs)], 1)

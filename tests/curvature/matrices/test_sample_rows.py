@@ -120,3 +120,18 @@ def test_without_damping_it_is_singular() -> None:
             S.solve(torch.ones(S.space.size).double(), damping)
     with pytest.raises(TypeError, match=r"materialise"):
         S.state()
+
+
+def test_of_an_output_that_depends_on_the_input_alone_rows_are_zero() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unread = nn.Parameter(torch.ones(100))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    x = torch.ones(4, 3, requires_grad=True)
+    G = curvature.fisher(Doubled(), nn.MSELoss(), (x, torch.ones(4, 3))).compact()
+    assert isinstance(G, curvature.operators.SampleSpace)
+    assert not G.to_dense().any() and torch.equal(G.solve(torch.ones(100), 0.5), torch.full((100,), 2.0))

@@ -1,7 +1,8 @@
-"""Terms of some rows of a parameter."""
+"""What all terms have in common: rows of a parameter, several vectors, precision, fewer terms of the same sum."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -61,6 +62,40 @@ class RowSlice:
 
 
 Term = OuterProduct | Convolution | TransposedConvolution | IndexedRows | DenseGradients | ElementwiseProduct | RowSlice
+TermsByVector = Sequence[Sequence[Term]]  # for each vector, the terms of one parameter
+
+
+class StackedTerms(Sequence[list[Term]]):
+    """The terms of one parameter for several vectors that share a pass: one each, made when it is asked for.
+
+    Args:
+        term: has what all vectors share, of N samples, and the backprops of k N, those of the first vector first.
+        vectors: k.
+        samples: N.
+    """
+
+    def __init__(self, term: Any, vectors: int, samples: int) -> None:
+        self.term, self.vectors, self.samples = term, vectors, samples
+
+    def __len__(self) -> int:
+        return self.vectors
+
+    def __getitem__(self, k: Any) -> Any:
+        if isinstance(k, slice):
+            return [self[j] for j in range(self.vectors)[k]]
+        start = range(self.vectors)[k] * self.samples
+        return [self.term if self.vectors == 1 else _with_backprops(self.term, slice(start, start + self.samples))]
+
+
+def _with_backprops(term: Any, part: slice) -> Any:
+    """The term with some of its backprops, and all else that it has."""
+    if isinstance(term, DenseGradients):
+        return term.samples(part)
+    if isinstance(term, ElementwiseProduct):
+        return replace(term, direct=term.direct.samples(part), b=term.b[part])
+    if isinstance(term, TransposedConvolution):
+        return replace(term, direct=replace(term.direct, source=term.direct.source[part]))
+    return replace(term, b=term.b[part])
 
 
 def without_bias(term: Any) -> Any:
@@ -91,3 +126,45 @@ def promote(term: Term, dtype: torch.dtype) -> Term:
     low = {k: x for k, x in values.items() if isinstance(x, Tensor) and x.is_floating_point()}
     changed: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
     return replace(term, **changed) if any(changed[k] is not x for k, x in low.items()) else term
+
+
+def merge_places(terms: Sequence[Term]) -> list[Term]:
+    """Merge terms that differ only in their places (a recurrent weight is read once per step)."""
+    if len(terms) == 1:
+        return list(terms)
+    out: list[Term] = []
+    groups: list[list[OuterProduct]] = []
+    for term in terms:
+        if not isinstance(term, OuterProduct):
+            out.append(term)
+            continue
+        for group in groups:
+            if group[0].merges_with(term):
+                group.append(term)
+                break
+        else:
+            groups.append([term])
+    for group in groups:
+        one = group[0]
+        if len(group) > 1:
+            one = replace(one, a=torch.cat([u.a for u in group], 1), b=torch.cat([u.b for u in group], 1))
+        out.append(one)
+    return out
+
+
+def unfold(term: Term) -> Term:
+    """A convolution as the outer product of its patches; other terms unchanged."""
+    return term.unfold() if isinstance(term, Convolution) else term
+
+
+def merge_terms(terms: Sequence[Term]) -> list[Term]:
+    """The same gradients in as few terms as possible: reads of a matrix and of its transpose merge, too."""
+    return merge_places([term.untransposed if isinstance(term, OuterProduct) else term for term in terms])
+
+
+def sum_in_place(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum, accumulated in the first tensor."""
+    first, *others = tensors
+    for other in others:
+        first += other
+    return first
