@@ -32,8 +32,12 @@ class Direction:
 class DirectionRule(Protocol):
     """Computes directions."""
 
-    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor) -> Direction:
-        """A direction for the gradient ``clip * g``. Changes nothing but the memory of `g`."""
+    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor, recall: float) -> Direction:
+        """A direction for the gradient ``clip * g``. Changes nothing but the memory of `g`.
+
+        Args:
+            recall: share of the usual number of gradients that a running mean without a given momentum remembers.
+        """
 
     def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The state of a parameter before the first step."""
@@ -55,11 +59,11 @@ class Momentum:
     def __init__(self) -> None:
         self.mean: LayerVector | None = None  # as of the last step that was taken
 
-    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor) -> Direction:
+    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor, recall: float) -> Direction:
         layout, states = g.layout, context.states
         before = of_states(layout, "momentum_buffer", states, context.trained, self.mean)
         momenta = [context.options[first]["momentum"] for first, *_ in layout.first_layers]
-        horizon = min(HORIZON + GROWTH * context.monitor.steps, LONGEST_HORIZON)
+        horizon = max(recall * min(HORIZON + GROWTH * context.monitor.steps, LONGEST_HORIZON), 1.0)
         weights, shares = [], []  # of all gradients so far, and of this one, for each run
         for momentum, (first, *_) in zip(momenta, layout.first_layers, strict=True):
             fresh, known = 1 / horizon if momentum is None else 1 - momentum, states[first].get("weight", 0.0)
@@ -95,7 +99,7 @@ class Spring:
     def __init__(self) -> None:
         self.last: LayerVector | None = None
 
-    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor) -> Direction:
+    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor, recall: float) -> Direction:
         layout, dampings = g.layout, _dampings(context, g.layout)
         momenta = [context.options[first]["momentum"] or 0.0 for first, *_ in layout.layers]
         right = g = LayerVector(layout, [x.mul_(clip.to(x.device)) for x in g.vectors])

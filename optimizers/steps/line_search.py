@@ -128,7 +128,7 @@ class LineSearchStep(StepRule):
         with context.monitor.timed("solve"):
             context.unscale(gradients)
             g = LayerVector.of(context.layout(gradients), gradients)
-            direction = self.direction(context, g, torch.ones((), device=context.home))
+            direction = self.direction(context, g, torch.ones((), device=context.home), recall=1.0)
             direction.keep()
             directions = direction.u
         own = {name: context.trained[name] for name in directions}

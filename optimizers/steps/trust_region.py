@@ -44,7 +44,7 @@ class TrustRegionConstants:
     lr_growth: float = 1.1  # per step, of the learning rate that is taken for the usual one
     lowered: float = 1.5  # a learning rate so many times less than that was lowered: the step size does not grow
     # overshoots
-    overshoot: float = 2.0  # a ratio of slopes below minus this, with a long gradient: the step is undone
+    overshoot: float = 2.0  # a ratio of slopes so far below its mean and zero, with a long gradient: the step is undone
     least_shrink: float = 0.2  # of the step size after an overshoot
     # bounds
     first_trust: float = 0.15  # longest step of a layer, as a share of its norm, over the root of the number of layers
@@ -56,12 +56,19 @@ class TrustRegionConstants:
     change_decay: float = 0.95  # of that running mean
     largest_output_change: float = 0.2  # of the outputs' size, for the gradient of the step
     least_output_change: float = 0.06  # of the outputs' size, for the largest gradient: no step is shorter ...
-    less: float = 0.9  # ... but for this factor at each sign of instability
-    memory: float = 0.999  # decay of the steepest slope and of the largest change
+    less: float = 0.9  # ... but for this factor at each sign of instability ...
+    quiet: float = 1 / 3  # ... and the longer, by this power of how far gradients have shrunk: so has their noise
+    largest_quiet: float = 4.0  # of that factor
+    memory: float = 0.999  # decay of the steepest slope, the largest change and the longest gradient
     longest_gradient: float = 2.0  # gradients are clipped to this multiple of the running mean of their norms
     long_gradient: float = 1.5  # a longer one is taken for a sign of instability ...
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
     norm_decay: float = 0.97  # of that mean, which must not follow an instability that builds up over some steps
+    # how many gradients the running mean remembers
+    bend_decay: float = 0.99  # of the mean change of slopes along steps: where they steepen, others change the loss
+    forget: float = 0.97  # of the memory, at each step while they steepen: what the mean remembers is out of date
+    recover: float = 1.002  # of the memory, at each other step
+    least_recall: float = 0.01  # of the memory
     # curvature that is measured along steps
     energy_decay: float = 0.3  # of sums of energies, per renewal: where steps go changes fast
     largest_scale: float = 4.0  # by how much the direction of a layer is made longer or shorter
@@ -81,8 +88,11 @@ class TrustState(NamedTuple):
         largest_change: its largest value, slowly forgotten.
         least_output_change: of the outputs' size, for the largest change: the step size shrinks no further.
         norm, spread: running mean and standard deviation of the gradients' norms, each clipped.
+        largest_norm: the largest value of that mean, slowly forgotten.
         lr: about the largest learning rate so far; one that is large for a few steps does not count.
         overshoots: how many steps were undone.
+        bend: running mean of the change of the slope along steps; negative where the loss steepens.
+        recall: share of the usual number of gradients that the running mean remembers.
         measured, predicted: decayed sums of the energies of steps, of all layers together.
     """
 
@@ -100,6 +110,9 @@ class TrustState(NamedTuple):
     spread: float = 0.0
     lr: float = 0.0
     overshoots: float = 0.0
+    largest_norm: float = 0.0
+    bend: float = 0.0
+    recall: float = 1.0
     measured: float = 0.0
     predicted: float = 0.0
 
@@ -189,7 +202,8 @@ class TrustRegionStep(StepRule):
         with context.monitor.timed("direction"):
             g = LayerVector.of(context.layout(gradients), gradients)
             last, squares = self._last(context, g.layout), joined(g.dot(g), context.home)
-            found = self.direction(context, g, _clip(context, g, squares, self.state, c))
+            recall = 1.0 if self.state is None else self.state.recall
+            found = self.direction(context, g, _clip(context, g, squares, self.state, c), recall)
             facts = _read(context, g, squares, last, found)
         if not math.isfinite(facts.norm):
             return self._left_out(context, loss, gradients)
@@ -198,7 +212,8 @@ class TrustRegionStep(StepRule):
         state, ratio = self.state, 0.0
         if state is not None:
             ratio = slope_ratio(facts.along_last, state.slope)
-            if ratio < -c.overshoot and facts.norm > c.long_gradient * state.norm:
+            usual = min(slope_ratio(state.ends, state.starts), 0.0)  # negative where batches come without replacement
+            if ratio < usual - c.overshoot and facts.norm > c.long_gradient * state.norm:
                 self.state = undone(state, ratio, c)
                 return Outcome(loss, self._undo(context, last), self._entry(renewal), renewal)
 
@@ -213,6 +228,7 @@ class TrustRegionStep(StepRule):
         if state is None:
             state = started(change, facts.norm, least_trust, c)
         else:
+            state = remembered(state, facts.along_last, c)
             state = adapted(state, ratio, facts.norm, steps, lr, least_trust, c)
         state, size = bounded(state, change, context.outputs.rms, c)
 
@@ -396,7 +412,7 @@ def started(change: float, norm: float, least_trust: float, c: TrustRegionConsta
         least_trust: the first bound on layers.
     """
     size = c.first_output_change / max(change, torch.finfo(torch.float32).tiny)
-    return TrustState(size, least_trust, change, change, c.least_output_change, norm)
+    return TrustState(size, least_trust, change, change, c.least_output_change, norm, largest_norm=norm)
 
 
 def slope_ratio(slope: float, predicted: float) -> float:
@@ -455,6 +471,19 @@ def adapted(
     )
 
 
+def remembered(state: TrustState, slope: float, c: TrustRegionConstants) -> TrustState:
+    """How many gradients to remember: less and less while the loss steepens along the steps, as in a GAN.
+
+    Args:
+        slope: along the last step, at its end.
+    """
+    if not state.slope or not math.isfinite(slope):
+        return state
+    bend = c.bend_decay * state.bend + (1 - c.bend_decay) * (slope - state.slope)
+    recall = c.forget * state.recall if bend < 0 else min(c.recover * state.recall, 1.0)
+    return state._replace(bend=bend, recall=max(recall, c.least_recall))
+
+
 def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:
     """The state after the last step was undone: the secant's step size for its ratio of slopes."""
     size = state.made * min(max(1 / (1 - ratio), c.least_shrink), 1.0)
@@ -474,12 +503,13 @@ def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionC
     counted = min(change, c.change_factor * state.change) if state.change else change
     mean = math.sqrt(c.change_decay * state.change**2 + (1 - c.change_decay) * counted**2)
     largest = max(mean, c.memory * state.largest_change)
-    least, most = (
-        state.least_output_change * reach / max(largest, tiny),
-        c.largest_output_change * reach / max(counted, tiny),
-    )
+    longest = max(state.norm, c.memory * state.largest_norm)
+    quiet = min((longest / max(state.norm, tiny)) ** c.quiet, c.largest_quiet)
+    least = quiet * state.least_output_change * reach / max(largest, tiny)
+    most = c.largest_output_change * reach / max(counted, tiny)
     size = min(max(state.size, least), most)
-    return state._replace(size=size, change=mean, largest_change=largest), size * (counted / change if change else 1.0)
+    state = state._replace(size=size, change=mean, largest_change=largest, largest_norm=longest)
+    return state, size * (counted / change if change else 1.0)
 
 
 def within_trust(

@@ -37,12 +37,12 @@ def gauss_newton(model: nn.Module, x: Tensor) -> Tensor:
     return G
 
 
-def direction(opt: Any, clip: float = 1.0) -> Direction:
+def direction(opt: Any, clip: float = 1.0, recall: float = 1.0) -> Direction:
     """For the gradients that parameters have now, in the middle of a step."""
     context = opt._context(None)
     gradients = context.gradients()
     g = LayerVector.of(context.layout(gradients), gradients)
-    return opt.rule.direction(context, g, torch.tensor(clip))
+    return opt.rule.direction(context, g, torch.tensor(clip), recall)
 
 
 def flat(tensors: Any, names: Any) -> Tensor:
@@ -77,6 +77,23 @@ def test_a_long_gradient_enters_the_mean_clipped() -> None:
     found.keep()
     for name, p in model.named_parameters():
         expected = (0.5 * first[name] + 0.25 * p.grad) / 1.5
+        torch.testing.assert_close(opt.state[p]["momentum_buffer"], expected)
+
+
+@pytest.mark.parametrize(("recall", "horizon"), [(1.0, 10.05), (0.5, 5.025), (0.01, 1.0)])
+def test_a_mean_without_a_given_momentum_remembers_a_share_of_the_usual_steps(recall: float, horizon: float) -> None:
+    """At the second step: 10.05 of them, and at least the present one."""
+    model, loss, x, y = task("mlp")
+    opt = KFAC(model)
+    backward(model, opt, loss, x, y)
+    opt.step()
+    first = {name: opt.state[p]["momentum_buffer"].clone() for name, p in model.named_parameters()}
+    backward(model, opt, loss, x, y)
+    direction(opt, recall=recall).keep()
+    fresh, known = 1 / horizon, 1 / 10
+    share = fresh / (known + fresh * (1 - known))
+    for name, p in model.named_parameters():
+        expected = first[name] + share * (p.grad - first[name])
         torch.testing.assert_close(opt.state[p]["momentum_buffer"], expected)
 
 

@@ -28,6 +28,7 @@ from optimizers.steps.trust_region import (
     _energy,
     adapted,
     bounded,
+    remembered,
     slope_ratio,
     started,
     undone,
@@ -154,6 +155,32 @@ def test_bounds_on_the_predicted_change_of_the_outputs() -> None:
     assert size == pytest.approx(C.least_output_change * 2 / 0.5)
 
 
+def test_steps_stay_longer_where_gradients_have_shrunk() -> None:
+    """To an eighth: by their cube root, and no further than four times."""
+    known = state(size=1e-9, norm=0.125, largest_norm=1.0 / C.memory)
+    after, size = bounded(known, 0.5, 1.0, C)
+    assert size == pytest.approx(2 * C.least_output_change * 2 / 0.5) and after.largest_norm == pytest.approx(1.0)
+    for norm in (1e-6, 0.0):
+        size = bounded(known._replace(norm=norm), 0.5, 1.0, C)[1]
+        assert size == pytest.approx(C.largest_output_change * 2 / 0.5)  # four times would be more
+        size = bounded(known._replace(norm=norm, least_output_change=0.01), 0.5, 1.0, C)[1]
+        assert size == pytest.approx(C.largest_quiet * 0.01 * 2 / 0.5)
+    assert bounded(state(size=1e-9, norm=2.0, largest_norm=1.0), 0.5, 1.0, C)[0].largest_norm == 2
+
+
+def test_a_loss_that_steepens_along_the_steps_shortens_the_memory() -> None:
+    """A single slope counts for its part in the mean; the memory comes back slowly."""
+    known = remembered(state(bend=1.0), -3.0, C)
+    assert known.bend == pytest.approx(0.99 - 0.01 * 2) and known.recall == 1
+    known = remembered(state(bend=-1.0), 1.0, C)
+    assert known.bend == pytest.approx(-0.99 + 0.01 * 2) and known.recall == C.forget
+    known = remembered(known._replace(bend=1.0), 0.0, C)
+    assert known.recall == pytest.approx(C.forget * C.recover)
+    assert remembered(state(bend=-1.0, recall=0.01), -3.0, C).recall == C.least_recall
+    for known, slope in ((state(slope=0.0, bend=-1.0), -3.0), (state(bend=-1.0), math.nan)):
+        assert remembered(known, slope, C) == known  # there was no step, or the slope says nothing
+
+
 def test_gradients_that_are_zero_at_first() -> None:
     after, size = bounded(started(0.0, 0.0, 0.1, C), 0.0, 1.0, C)
     assert math.isfinite(size) and after.change == 0
@@ -219,7 +246,7 @@ class Given:
     def __init__(self, u: Tensors | None = None, right: Tensors | None = None) -> None:
         self.u, self.right, self.kept = u, right, 0
 
-    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor) -> Direction:
+    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor, recall: float) -> Direction:
         def keep() -> None:
             self.kept += 1
 
@@ -333,18 +360,20 @@ def test_a_bad_batch_changes_nothing_and_the_second_undoes_the_last_step() -> No
 def test_an_overshoot_is_steep_and_has_a_long_gradient() -> None:
     """A small data set in epochs has steep negative slopes, too, but its gradients are of the usual length."""
 
-    def after(along: float, norm: float) -> Stepped:
-        """A second step whose gradient of that norm has that slope along the first step."""
+    def after(along: float, norm: float, usual: float = 0.0) -> Stepped:
+        """A second step whose gradient of that norm has that slope along the first step, where one is usual."""
         run = two_layers()
         run.step(**GOOD)
+        run.rule.state = run.known._replace(starts=-1.0, ends=-usual)
         g = -along * run.known.slope / 0.75  # along the step of layer a, (0, -0.75)
         rest = math.sqrt(norm**2 - g * g)
         run.step(a=torch.tensor([rest, g]).double(), b=torch.zeros(2).double())
         return run
 
-    for ratio, norm in ((-1.9, 3.1), (-2.1, 2.9)):
-        run = after(ratio, norm)
+    for ratio, norm, usual in ((-1.9, 3.1, 0.0), (-2.1, 2.9, 0.0), (-2.1, 3.1, -0.2), (-1.9, 3.1, 0.2)):
+        run = after(ratio, norm, usual)
         assert run.known.overshoots == 0 and run.opt.steps == 2 and run.rule.direction.kept == 2  # type: ignore[attr-defined]
+    assert after(-2.3, 3.1, -0.2).known.overshoots == 1
     run = after(-2.1, 3.1)
     run.close(a=[3.0, 4.0], b=[0.9, 0.0])
     assert run.known.overshoots == 1 and run.opt.steps == 2 and run.rule.direction.kept == 1  # type: ignore[attr-defined]
