@@ -7,5 +7,5 @@ from curvature.lazy import on_first_use
 if TYPE_CHECKING:
     from curvature.public import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 __getattr__, __dir__ = on_first_use(__name__)
