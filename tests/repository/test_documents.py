@@ -77,7 +77,11 @@ def test_the_page_about_the_step_has_its_constants() -> None:
     c = TrustRegionConstants()
     page = (ROOT / "docs" / "how" / "step.md").read_text("utf-8")
     said = [
-        f"$r < -{c.overshoot:g}$ and $|g|$ is over {c.long_gradient:g} times its running mean",
+        rf"$r < \min(\rho, 0) - {c.overshoot:g}$",
+        f"and $|g|$ is over {c.long_gradient:g} times its running mean",
+        f"shrinks by\n    {100 * (1 - c.forget):g} % a step",
+        f"comes back by {100 * (c.recover - 1):.1g} %",
+        rf"\,/\, |g|)^{{1/{1 / c.quiet:g}}}$, of running means, at most {c.largest_quiet:g}",
         rf"$\gamma = {c.rate:g} \cdot {c.start:g} / ({c.start:g} + t)$, {c.late_rate:g} at least",
         rf"{c.shrink:g}/t}}$ at most",
         f"({c.long_gradient:g} times its mean, and {c.spreads:g} standard deviations)",
