@@ -65,7 +65,8 @@ class TrustRegionConstants:
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
     norm_decay: float = 0.97  # of that mean, which must not follow an instability that builds up over some steps
     # how many gradients the running mean remembers
-    bend_decay: float = 0.99  # of the mean change of slopes along steps: where they steepen, others change the loss
+    ratio_decay: float = 0.99  # of the mean ratio of slopes: where it is above one, others change the loss
+    largest_ratio: float = 3.0  # that counts
     forget: float = 0.97  # of the memory, at each step while they steepen: what the mean remembers is out of date
     recover: float = 1.002  # of the memory, at each other step
     least_recall: float = 0.01  # of the memory
@@ -91,7 +92,7 @@ class TrustState(NamedTuple):
         largest_norm: the largest value of that mean, slowly forgotten.
         lr: about the largest learning rate so far; one that is large for a few steps does not count.
         overshoots: how many steps were undone.
-        bend: running mean of the change of the slope along steps; negative where the loss steepens.
+        ratio: running mean of the ratio of slopes; above one where the loss steepens along the steps.
         recall: share of the usual number of gradients that the running mean remembers.
         measured, predicted: decayed sums of the energies of steps, of all layers together.
     """
@@ -111,7 +112,7 @@ class TrustState(NamedTuple):
     lr: float = 0.0
     overshoots: float = 0.0
     largest_norm: float = 0.0
-    bend: float = 0.0
+    ratio: float = 0.0
     recall: float = 1.0
     measured: float = 0.0
     predicted: float = 0.0
@@ -477,11 +478,12 @@ def remembered(state: TrustState, slope: float, c: TrustRegionConstants) -> Trus
     Args:
         slope: along the last step, at its end.
     """
-    if not state.slope or not math.isfinite(slope):
+    if not state.slope or math.isnan(slope):
         return state
-    bend = c.bend_decay * state.bend + (1 - c.bend_decay) * (slope - state.slope)
-    recall = c.forget * state.recall if bend < 0 else min(c.recover * state.recall, 1.0)
-    return state._replace(bend=bend, recall=max(recall, c.least_recall))
+    seen = min(max(slope / state.slope, -c.overshoot), c.largest_ratio)
+    ratio = c.ratio_decay * state.ratio + (1 - c.ratio_decay) * seen
+    recall = c.forget * state.recall if ratio > 1 else min(c.recover * state.recall, 1.0)
+    return state._replace(ratio=ratio, recall=max(recall, c.least_recall))
 
 
 def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustState:

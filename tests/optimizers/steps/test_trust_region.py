@@ -170,14 +170,16 @@ def test_steps_stay_longer_where_gradients_have_shrunk() -> None:
 
 def test_a_loss_that_steepens_along_the_steps_shortens_the_memory() -> None:
     """A single slope counts for its part in the mean; the memory comes back slowly."""
-    known = remembered(state(bend=1.0), -3.0, C)
-    assert known.bend == pytest.approx(0.99 - 0.01 * 2) and known.recall == 1
-    known = remembered(state(bend=-1.0), 1.0, C)
-    assert known.bend == pytest.approx(-0.99 + 0.01 * 2) and known.recall == C.forget
-    known = remembered(known._replace(bend=1.0), 0.0, C)
+    known = remembered(state(ratio=1.02), 1.0, C)  # the slope at the start is -1
+    assert known.ratio == pytest.approx(0.99 * 1.02 - 0.01) and known.recall == 1
+    known = remembered(state(ratio=1.02), -2.0, C)
+    assert known.ratio == pytest.approx(0.99 * 1.02 + 0.02) and known.recall == C.forget
+    known = remembered(known._replace(ratio=0.5), 0.0, C)
     assert known.recall == pytest.approx(C.forget * C.recover)
-    assert remembered(state(bend=-1.0, recall=0.01), -3.0, C).recall == C.least_recall
-    for known, slope in ((state(slope=0.0, bend=-1.0), -3.0), (state(bend=-1.0), math.nan)):
+    assert remembered(state(ratio=2.0, recall=0.01), -3.0, C).recall == C.least_recall
+    for slope, counted in ((-math.inf, C.largest_ratio), (9.0, -C.overshoot)):
+        assert remembered(state(), slope, C).ratio == pytest.approx(0.01 * counted)
+    for known, slope in ((state(slope=0.0, ratio=2.0), -3.0), (state(ratio=2.0), math.nan)):
         assert remembered(known, slope, C) == known  # there was no step, or the slope says nothing
 
 
