@@ -203,8 +203,8 @@ class TrustRegionStep(StepRule):
         with context.monitor.timed("direction"):
             g = LayerVector.of(context.layout(gradients), gradients)
             last, squares = self._last(context, g.layout), joined(g.dot(g), context.home)
-            recall = 1.0 if self.state is None else self.state.recall
-            found = self.direction(context, g, _clip(context, g, squares, self.state, c), recall)
+            clip, recall = _clip(context, g, squares, self.state, c), self.state.recall if self.state else 1.0
+            found = self.direction(context, g, clip, recall)
             facts = _read(context, g, squares, last, found)
         if not math.isfinite(facts.norm):
             return self._left_out(context, loss, gradients)
@@ -213,8 +213,10 @@ class TrustRegionStep(StepRule):
         state, ratio = self.state, 0.0
         if state is not None:
             ratio = slope_ratio(facts.along_last, state.slope)
-            usual = min(slope_ratio(state.ends, state.starts), 0.0)  # negative where batches come without replacement
-            if ratio < usual - c.overshoot and facts.norm > c.long_gradient * state.norm:
+            if (
+                ratio < min(slope_ratio(state.ends, state.starts), 0.0) - c.overshoot
+                and facts.norm > c.long_gradient * state.norm
+            ):
                 self.state = undone(state, ratio, c)
                 return Outcome(loss, self._undo(context, last), self._entry(renewal), renewal)
 
@@ -229,8 +231,7 @@ class TrustRegionStep(StepRule):
         if state is None:
             state = started(change, facts.norm, least_trust, c)
         else:
-            state = remembered(state, facts.along_last, c)
-            state = adapted(state, ratio, facts.norm, steps, lr, least_trust, c)
+            state = adapted(remembered(state, facts.along_last, c), ratio, facts.norm, steps, lr, least_trust, c)
         state, size = bounded(state, change, context.outputs.rms, c)
 
         # 6. no layer moves by more than a share of its norm
