@@ -213,10 +213,7 @@ class TrustRegionStep(StepRule):
         state, ratio = self.state, 0.0
         if state is not None:
             ratio = slope_ratio(facts.along_last, state.slope)
-            if (
-                ratio < min(slope_ratio(state.ends, state.starts), 0.0) - c.overshoot
-                and facts.norm > c.long_gradient * state.norm
-            ):
+            if is_overshoot(state, ratio, facts.norm, c):
                 self.state = undone(state, ratio, c)
                 return Outcome(loss, self._undo(context, last), self._entry(renewal), renewal)
 
@@ -422,6 +419,12 @@ def slope_ratio(slope: float, predicted: float) -> float:
     if not predicted or math.isnan(slope):
         return 0.0
     return min(slope / predicted, 1.0)
+
+
+def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionConstants) -> bool:
+    """Whether the last step went far too far; the usual ratio is negative where batches come without replacement."""
+    usual = min(slope_ratio(state.ends, state.starts), 0.0)
+    return ratio < usual - c.overshoot and norm > c.long_gradient * state.norm
 
 
 def adapted(
