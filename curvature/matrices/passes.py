@@ -327,6 +327,7 @@ class RecordedBatch:
             for name, of_parameter in terms.items():
                 if of_parameter:
                     others.setdefault(name, []).append(of_parameter)
+        assert all(len(of_vectors) == len(vectors) for of_vectors in others.values())  # they are read by number
         return {**others, **stacks}
 
     def _backprops(self, vectors: Tensor) -> list[Tensor | None]:

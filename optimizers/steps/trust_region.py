@@ -423,7 +423,7 @@ def slope_ratio(slope: float, predicted: float) -> float:
 
 def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionConstants) -> bool:
     """Whether the last step went far too far; the usual ratio is negative where batches come without replacement."""
-    usual = min(slope_ratio(state.ends, state.starts), 0.0)
+    usual = max(min(slope_ratio(state.ends, state.starts), 0.0), -c.overshoot)
     return ratio < usual - c.overshoot and norm > c.long_gradient * state.norm
 
 

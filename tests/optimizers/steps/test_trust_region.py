@@ -376,6 +376,8 @@ def test_an_overshoot_is_steep_and_has_a_long_gradient() -> None:
         run = after(ratio, norm, usual)
         assert run.known.overshoots == 0 and run.opt.steps == 2 and run.rule.direction.kept == 2  # type: ignore[attr-defined]
     assert after(-2.3, 3.1, -0.2).known.overshoots == 1
+    for ratio, usual in ((-4.1, -9.0), (-2.1, 9.0)):  # means of slopes that have almost cancelled
+        assert after(ratio, 5.0, usual).known.overshoots == 1
     run = after(-2.1, 3.1)
     run.close(a=[3.0, 4.0], b=[0.9, 0.0])
     assert run.known.overshoots == 1 and run.opt.steps == 2 and run.rule.direction.kept == 1  # type: ignore[attr-defined]
