@@ -11,6 +11,7 @@ the first `WARM` steps, where renewals are frequent, are left out.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import os
 import statistics
@@ -65,6 +66,7 @@ def work(rank: int, size: int, folder: str, name: str, batch: int, steps: int) -
     found = rate(rank, size, name, batch, steps)
     if rank == 0:
         Path(folder, "rate").write_text(str(found))
+    gc.collect()  # DistributedDataParallel is in a cycle: if it outlives the group, its threads abort the process
     dist.destroy_process_group()
 
 
