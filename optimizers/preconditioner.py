@@ -66,7 +66,8 @@ class Preconditioner:
         self.store, self.schedule, self.teams, self.monitor = store, schedule, teams, monitor
         self.decay, self.owner = decay, owner
         self.solver: VectorSolver | None = None  # with the inverses that there are now
-        self.costs: tuple[list[tuple[int, int]], list[float]] | None = None  # of blocks, after as many updates
+        # of the sides of blocks, after as many updates
+        self.costs: tuple[list[tuple[int, int]], list[tuple[float, ...]]] | None = None
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -111,8 +112,8 @@ class Preconditioner:
             inverted = self.invert_due(step, options)
         return Renewal(is_renewal, inverted)
 
-    def _drifts(self, found: Measured) -> dict[str, float]:
-        """How far running averages have just moved, by block; the same on all processes. The host waits once."""
+    def _drifts(self, found: Measured) -> dict[str, list[float]]:
+        """How far the sides of each block have just moved; the same on all processes. The host waits once."""
         moved = [
             b
             for b in self.blocks
@@ -120,34 +121,35 @@ class Preconditioner:
         ]
         if not moved or None not in (self.schedule.factor_every, self.schedule.decompose_every):
             return {}
-        drifts = self.teams.current().processes.agreed(stack(widen(b.drift) for b in moved if b.drift is not None))
-        return dict(zip([b.names[0] for b in moved], drifts.tolist(), strict=True))
+        drifts = {b.names[0]: widen(b.drift) for b in moved if b.drift is not None}
+        agreed = iter(self.teams.current().processes.agreed(stack(x for own in drifts.values() for x in own)).tolist())
+        return {name: [next(agreed) for _ in own] for name, own in drifts.items()}
 
     def invert_due(self, step: int, options: Options) -> int:
         """Invert the blocks that are due; returns their number."""
         workers = self.teams.current().workers
         blocks = [b for b in self.blocks if b.updates]
         workers.assign(blocks)
-        due = [
-            b
-            for b, cost in zip(blocks, self._costs(blocks), strict=True)
-            if not workers.is_ready(b) or self.schedule.inverts(step, b.names[0], cost)
-        ]
+        sides = {
+            b.names[0]: self.schedule.inverts(step, b.names[0], costs) if workers.is_ready(b) else [True] * len(costs)
+            for b, costs in zip(blocks, self._costs(blocks), strict=True)
+        }
+        due = [b for b in blocks if any(sides[b.names[0]])]
         own = [b for b in due if workers.makes(b)]
         dampings = [options[b.names[0]]["damping"] if b.names[0] in options else None for b in own]
         for damping in dict.fromkeys(dampings):
             for alike in _in_parts([b for b, other in zip(own, dampings, strict=True) if other == damping]):
-                invert(alike, DAMPING_SHARE, damping)
+                invert(alike, DAMPING_SHARE, damping, sides)
         workers.exchange(due)
         for b in due:
-            self.schedule.note_inversion(step, b.names[0])
+            self.schedule.note_inversion(step, b.names[0], sides[b.names[0]])
         return len(due)
 
-    def _costs(self, blocks: Sequence[Block]) -> list[float]:
-        """Of inverting each block; they change when averages are renewed."""
+    def _costs(self, blocks: Sequence[Block]) -> list[tuple[float, ...]]:
+        """Of inverting the sides of each block; they change when averages are renewed."""
         states = [(id(b), b.updates) for b in blocks]
         if self.costs is None or self.costs[0] != states:
-            self.costs = states, [b.cost for b in blocks]
+            self.costs = states, [b.costs for b in blocks]
         return self.costs[1]
 
     def is_idle(self, step: int) -> bool:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 STEPS_PER_INTERVAL = 10  # curvature changes fast at first: intervals grow by one step every so many steps ...
 USUAL_INTERVAL = 10  # ... up to so many, and further only where the curvature changes little
 LONGEST_INTERVAL = 50
-DRIFT = 0.1  # relative change of a running average (Frobenius norm) at which it is renewed, and its block inverted
+DRIFT = 0.1  # relative change of a running average (Frobenius norm) at which it is renewed, and its side inverted
 SHORTER, LONGER = 0.5, 1.5  # bounds on the change of an interval from one renewal to the next
 AGREEMENT = 2.0  # a larger factor between energies of a step that were measured and predicted is a disagreement
-LARGE_COST = 2e7  # operations, above which inverting a block costs as much as a step of a small model, and may wait ...
+LARGE_COST = 2e7  # operations, above which inverting a side costs as much as a step of a small model, and may wait ...
 MOST_PATIENCE = 2.0  # ... for so many times the change: with stale inverses a deep autoencoder takes twice the steps
 
 
@@ -22,14 +22,17 @@ MOST_PATIENCE = 2.0  # ... for so many times the change: with stale inverses a d
 class Schedule:
     """Steps from one renewal of the running averages to the next, and from one inversion of a block to the next.
 
+    A Kronecker-factored block has two sides, which change at different speeds and are inverted separately: those of the
+    data hardly change at all. Any other block is one side.
+
     Args:
         factor_every, decompose_every: these, after the first hundred steps; None: as the running averages change.
 
     Attributes:
         interval: in steps, as the last renewals suggest.
         renewed: the step of the last renewal.
-        inverted: the step of the last inversion of each block, by its first parameter.
-        drifts: how far each block's running average has moved since, as a sum of relative changes.
+        inverted: the step of the last inversion of a side of each block, by the block's first parameter.
+        drifts: how far each side has moved since its own, as a sum of relative changes; one number: so far all have.
     """
 
     factor_every: int | None
@@ -37,7 +40,7 @@ class Schedule:
     interval: float = 1.0
     renewed: int | None = None
     inverted: dict[str, int] = field(default_factory=dict)
-    drifts: dict[str, float] = field(default_factory=dict)
+    drifts: dict[str, list[float]] = field(default_factory=dict)
 
     def renews(self, step: int) -> bool:
         return self.renewed is None or step >= self.renewed + self._every(step, self.factor_every)
@@ -48,32 +51,43 @@ class Schedule:
             return min(given, usual)
         return max(min(usual, USUAL_INTERVAL), round(self.interval))
 
-    def note_renewal(self, step: int, drifts: Mapping[str, float]) -> None:
-        """Note a renewal, and how far the running average of each block has moved by it."""
+    def note_renewal(self, step: int, drifts: Mapping[str, Sequence[float]]) -> None:
+        """Note a renewal, and how far the sides of each block have moved by it."""
         used = self._every(step, self.factor_every)
         self.renewed = step
-        for name, drift in drifts.items():
-            self.drifts[name] = self.drifts.get(name, 0.0) + drift
+        for name, own in drifts.items():
+            before = self._drifts_of(name, len(own))
+            self.drifts[name] = [x + drift for x, drift in zip(before, own, strict=True)]
         if drifts:
-            drift = max(statistics.median(drifts.values()), DRIFT / LONGER)
+            drift = max(statistics.median(map(max, drifts.values())), DRIFT / LONGER)
             self.interval = min(used * max(DRIFT / drift, SHORTER), LONGEST_INTERVAL)
 
     def note_energies(self, measured: float, predicted: float) -> None:
         """Note what the last step did beside what the curvature said: where they differ, it is not to be relied on."""
         if not predicted / AGREEMENT < measured < predicted * AGREEMENT:
-            self.interval, self.drifts = 1.0, dict.fromkeys(self.inverted, math.inf)
+            self.interval, self.drifts = 1.0, {name: [math.inf] for name in self.inverted}
 
-    def inverts(self, step: int, name: str, cost: float) -> bool:
-        """Whether to invert a block, at a step that renews: one that costs more waits for a larger change."""
+    def inverts(self, step: int, name: str, costs: Sequence[float]) -> list[bool]:
+        """Which sides of a block to invert, at a step that renews.
+
+        One that costs much waits for a larger change of its own; others are inverted along with it.
+        """
         if name not in self.inverted:
-            return True
+            return [True] * len(costs)
         if self.decompose_every is not None:
-            return step >= self.inverted[name] + self._every(step, self.decompose_every)
-        patience = min(max(cost / LARGE_COST, 1.0) ** (1 / 3), MOST_PATIENCE)
-        return self.drifts.get(name, 0.0) >= DRIFT * patience
+            return [step >= self.inverted[name] + self._every(step, self.decompose_every)] * len(costs)
+        patience = [min(max(cost / LARGE_COST, 1.0) ** (1 / 3), MOST_PATIENCE) for cost in costs]
+        moved = [x >= DRIFT * most for x, most in zip(self._drifts_of(name, len(costs)), patience, strict=True)]
+        return [is_due or any(moved) and cost <= LARGE_COST for is_due, cost in zip(moved, costs, strict=True)]
 
-    def note_inversion(self, step: int, name: str) -> None:
-        self.inverted[name], self.drifts[name] = step, 0.0
+    def note_inversion(self, step: int, name: str, sides: Sequence[bool]) -> None:
+        before = self._drifts_of(name, len(sides))
+        self.inverted[name] = step
+        self.drifts[name] = [0.0 if is_new else x for is_new, x in zip(sides, before, strict=True)]
+
+    def _drifts_of(self, name: str, sides: int) -> list[float]:
+        own = self.drifts.get(name, [0.0])
+        return own if len(own) == sides else [max(own)] * sides
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,3 +95,5 @@ class Schedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, value in asdict(Schedule(**state)).items():
             setattr(self, name, value)
+        # until 1.0 one number for each block
+        self.drifts = {name: x if isinstance(x, list) else [x] for name, x in self.drifts.items()}

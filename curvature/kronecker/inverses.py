@@ -46,6 +46,7 @@ def factored_inverses(
     share: float,
     before: Sequence[KroneckerInverse | None],
     anew: Sequence[bool],
+    due: Sequence[Sequence[bool]],
 ) -> list[KroneckerInverse]:
     """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() being the mean eigenvalue.
 
@@ -56,12 +57,16 @@ def factored_inverses(
     Args:
         before: the previous inverses of the products.
         anew: whether to try again for sides of a product that were not of low rank before.
+        due: which sides of each product to invert; without a previous inverse both.
     """
     sides = [side for product in products for side in product]
     inverses: dict[int, Matrix] = {}
     large: dict[int, Tensor | None] = {}  # sides that may be of low rank, with the directions found last
     for k, side in enumerate(sides):
-        if isinstance(side, DiagonalSide):
+        known, is_due = before[k // 2], due[k // 2][k % 2]
+        if known is not None and not is_due:
+            inverses[k] = (known.rows, known.columns)[k % 2]
+        elif isinstance(side, DiagonalSide):
             inverses[k] = DiagonalMatrix(1 / (side.entries + share * _mean(side)[:, None]))
         elif isinstance(side, SketchSide):
             inverses[k] = _of_sketch(side, share)
@@ -133,6 +138,8 @@ def carry_diagonal(values: Tensor, old: Basis, new: Basis) -> Tensor:
 def _squared_products(new: Matrix, old: Matrix, dtype: torch.dtype) -> Matrix:
     """Squares of the inner products of the vectors of two bases."""
     one, other = new.entries.to(dtype), old.entries.to(dtype)
+    if new is old:
+        return DiagonalMatrix(one.new_ones(one.shape[:1] + one.shape[-1:]))
     if isinstance(new, DiagonalMatrix):
         return DiagonalMatrix(one * other)
     other = torch.diag_embed(other) if isinstance(old, DiagonalMatrix) else other

@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import Term
 
+Sides = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
+
 SHARED_FIELDS = ("names", "reason", "updates")  # of a checkpoint of any block
 
 
@@ -40,8 +42,8 @@ class Block:
         names: of the parameters.
         reason: why the block is no better approximation; "" where it is the best there is.
         updates: how often the average was updated.
-        drift: relative change () of the average by its last update, in the Frobenius norm of the numbers that are kept
-            (of a triangle, those off the diagonal count once); None if it is not known.
+        drift: relative change of each side (one, but for Kronecker products) by the last update, in the Frobenius norm
+            of the numbers that are kept (of a triangle, those off the diagonal count once); None if it is not known.
     """
 
     structure = ""
@@ -67,7 +69,7 @@ class Block:
         if old is None:
             return new
         found = old.lerp(new, self.gate.weight([(old.sum(), new.sum())], w))
-        self.drift = relative_change(old, found)
+        self.drift = relative_change(old, found)[None]
         return found
 
     @property
@@ -128,9 +130,13 @@ class Block:
         raise NotImplementedError
 
     @property
+    def costs(self) -> tuple[float, ...]:
+        """Operations of inverting each side, up to a constant factor."""
+        return (float(self.dimension),)
+
+    @property
     def cost(self) -> float:
-        """Operations of `invert`, up to a constant factor."""
-        return float(self.dimension)
+        return sum(self.costs)
 
     @property
     def bytes(self) -> int:
@@ -157,10 +163,11 @@ class Block:
         raise NotImplementedError
 
     @staticmethod
-    def invert(blocks: Sequence[Any], share: float, damping: float | None) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, sides: Sides) -> None:
         """Prepare `solve` of several blocks of this class, all of which have statistics; see `invert`.
 
-        If a decomposition fails, it raises before any block has changed.
+        A block whose sides cannot be inverted separately ignores `sides`. If a decomposition fails, it raises before
+        any block has changed.
         """
         raise NotImplementedError
 

@@ -21,6 +21,7 @@ from curvature.kronecker import (
     nonzero_or_one,
 )
 from curvature.linalg import eigenvalue_rounding
+from curvature.preconditioners.block import Sides
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import Term, sum_in_place
 
@@ -176,7 +177,7 @@ class EigenBlock(KroneckerBlock):
             self.seen += 1
 
     @staticmethod
-    def invert(blocks: Sequence[Any], share: float, damping: float | None) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, sides: Sides) -> None:
         """Move to the eigenbases of the current factors, and prepare `solve` in them.
 
         Args:
@@ -184,8 +185,13 @@ class EigenBlock(KroneckerBlock):
                 and ``kron(B, A)``, mean() being the mean eigenvalue (`curvature.kronecker.factored_inverses`).
             damping: is added to all values instead.
         """
-        found = eigenbases([side for block in blocks for side in block.sides])
-        for block, rows, columns in zip(blocks, found[::2], found[1::2], strict=True):
+        due = [sides.get(b.names[0], (True, True)) if b.is_ready and not b.failures else (True, True) for b in blocks]
+        pairs = list(zip(blocks, due, strict=True))
+        turning = [side for b, own in pairs for side, is_due in zip(b.sides, own, strict=True) if is_due]
+        found = iter(eigenbases(turning))
+        for block, (rows_due, columns_due) in pairs:
+            rows = next(found) if rows_due else (block.row_values, block.basis[0])
+            columns = next(found) if columns_due else (block.column_values, block.basis[1])
             tiny = torch.finfo(block.scheme.dtype).tiny ** 0.5
             dampings = (tiny, share) if damping is None else (damping, 0.0)
             block._turn(rows, columns, *dampings)

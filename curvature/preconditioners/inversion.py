@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from curvature.linalg import count_recovery, full_precision
-from curvature.preconditioners.block import Block
+from curvature.preconditioners.block import Block, Sides
 
 MAX_FAILURES = 3  # consecutive failures of a block that raise
 
 
-def invert(blocks: Sequence[Block], share: float, damping: float | None = None) -> None:
+def invert(blocks: Sequence[Block], share: float, damping: float | None = None, sides: Sides | None = None) -> None:
     """Prepare `Block.solve` of the blocks that have statistics, blocks of one class together.
 
     A block whose decomposition fails, however it is tried (see `curvature.linalg`), does not affect the others. It
@@ -22,6 +22,8 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None) 
     Args:
         share: damping relative to each block's own curvature, see `curvature.kronecker.factored_inverses`.
         damping: added to the block instead; None: the share.
+        sides: which of its sides to invert, by a block's first parameter; of others, and of those that have no inverse
+            of this kind yet, all.
 
     Raises:
         torch.linalg.LinAlgError: a block failed for the third time in a row.
@@ -32,18 +34,20 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None) 
         for kind in dict.fromkeys(type(b) for b in seen):
             alike = [b for b in seen if type(b) is kind]
             failed: list[Block] = []
-            if not _succeeds(kind, alike, share, damping):
-                failed = [b for b in alike if len(alike) == 1 or not _succeeds(kind, [b], share, damping)]
+            if not _succeeds(kind, alike, share, damping, sides):
+                failed = [b for b in alike if len(alike) == 1 or not _succeeds(kind, [b], share, damping, sides)]
             for block in alike:
                 block.failures = block.failures + 1 if block in failed else 0
             for block in failed:
                 _rescue(kind, block, share, damping)
 
 
-def _succeeds(kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None) -> bool:
+def _succeeds(
+    kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None, sides: Sides | None = None
+) -> bool:
     """Prepare blocks of one class together; where a decomposition fails, they stay as they were."""
     try:
-        kind.invert(blocks, share, damping)
+        kind.invert(blocks, share, damping, sides or {})
     except torch.linalg.LinAlgError:
         return False
     return True

@@ -34,7 +34,7 @@ from curvature.kronecker import (
     stored_entries,
     subsample_samples,
 )
-from curvature.preconditioners.block import Block, relative_change
+from curvature.preconditioners.block import Block, Sides, relative_change
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
 
@@ -160,10 +160,9 @@ class KroneckerBlock(Block):
     def _average(self, new: Product, weight: float | Tensor) -> None:
         old: tuple[Side | None, Side | None] = self.row_side, self.column_side
         rows, columns = (side.averaged(before, weight) for side, before in zip(new, old, strict=True))
-        pairs = [(before, side) for before, side in zip(old, (rows, columns), strict=True) if before is not None]
-        # a sketch turns without a change
-        moved = [relative_change(b.entries, s.entries) for b, s in pairs if not isinstance(s, SketchSide)]
-        self.drift = torch.stack(moved).amax() if moved else None
+        if self.sides is not None:
+            moved = [relative_change(*map(_compared, pair)) for pair in zip(self.sides, (rows, columns), strict=True)]
+            self.drift = torch.stack(moved)
         self.row_side, self.column_side = rows, columns
         self.updates += 1
 
@@ -172,11 +171,14 @@ class KroneckerBlock(Block):
         return self.inverse is not None
 
     @staticmethod
-    def invert(blocks: Sequence[Any], share: float, damping: float | None) -> None:
-        products, before = [b.sides for b in blocks], [b.inverse for b in blocks]
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, sides: Sides) -> None:
+        products = [b.sides for b in blocks]
+        # one of other damping has no inverses of sides, and that of a block that has failed may be of its diagonal
+        before = [None if b.failures or type(b.inverse) is not KroneckerInverse else b.inverse for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         if damping is None:
-            inverses = factored_inverses(products, share, before, anew)
+            due = [sides.get(b.names[0], (True, True)) for b in blocks]
+            inverses = factored_inverses(products, share, before, anew, due)
         else:
             inverses = eigen_inverses(products, damping)
         for block, inverse, is_new in zip(blocks, inverses, anew, strict=True):
@@ -228,8 +230,8 @@ class KroneckerBlock(Block):
         return (sum(averages) + sum(dense)) * here.dtype.itemsize
 
     @property
-    def cost(self) -> float:
-        return float(sum(side.cost for side in self.sides or ()))
+    def costs(self) -> tuple[float, ...]:
+        return tuple(float(side.cost) for side in self.sides or ())
 
     def condition(self) -> float:
         return math.nan if self.inverse is None else self.inverse.condition()
@@ -245,6 +247,11 @@ class KroneckerBlock(Block):
         )
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
+
+
+def _compared(side: Side) -> Tensor:
+    """What shows a change of a side: a sketch turns without one."""
+    return side.diagonal() if isinstance(side, SketchSide) else side.entries
 
 
 def _traces(old: Product | None, new: Product) -> list[tuple[Tensor | None, Tensor]]:

@@ -40,7 +40,7 @@ class RowRangeBlock(Block):
     @property
     def drift(self) -> Tensor | None:
         known = [part.drift for part in self.leaves if part.drift is not None]
-        return torch.stack(known).amax() if known else None
+        return torch.cat(known).amax()[None] if known else None
 
     @drift.setter
     def drift(self, value: Tensor | None) -> None:
@@ -72,9 +72,11 @@ class RowRangeBlock(Block):
     def mean_eigenvalue(self) -> Tensor:
         return torch.stack([part.mean_eigenvalue * part.dimension for part in self.leaves]).sum() / self.dimension
 
-    dimension, cost, bytes, expected_bytes, outliers = map(
-        _summed, ("dimension", "cost", "bytes", "expected_bytes", "outliers")
-    )
+    dimension, bytes, expected_bytes, outliers = map(_summed, ("dimension", "bytes", "expected_bytes", "outliers"))
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        return (sum(part.cost for part in self.leaves),)
 
     def condition(self) -> float:
         return max(part.condition() for part in self.leaves)

@@ -47,7 +47,7 @@ def product(*sides: Tensor) -> Product:
 
 def fresh(pairs: list[tuple[Tensor, Tensor]]) -> list[KroneckerInverse]:
     products = [product(*pair) for pair in pairs]
-    return factored_inverses(products, SHARE, [None] * len(pairs), [True] * len(pairs))
+    return factored_inverses(products, SHARE, [None] * len(pairs), [True] * len(pairs), [(True, True)] * len(pairs))
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -105,3 +105,17 @@ def test_a_diagonal_beside_a_sketch():
     dense = torch.kron(diagonal[0].diag(), root.T @ root) + 0.3 * torch.eye(1800).double()
     assert isinstance(found, Tensor)
     torch.testing.assert_close(found.flatten(), torch.linalg.solve(dense, x.flatten()))
+
+
+def test_sides_that_are_not_due_stay_as_they_are():
+    """Each product is of one side of before and one of now; without a previous inverse both are made."""
+    old, new = (spd(1, 5), spd(1, 4)), (spd(1, 5, 7), spd(1, 4, 6))
+    both = [product(*new)] * 3
+    before, now = fresh([old, new])
+    due = [(False, True), (True, False), (False, False)]
+    found = factored_inverses(both, SHARE, [before, before, None], [True] * 3, due)
+    expected = [(before.rows, now.columns), (now.rows, before.columns), (now.rows, now.columns)]
+    for own, (rows, columns) in zip(found, expected, strict=True):
+        close = torch.testing.assert_close
+        close(own.rows.entries, rows.entries), close(own.columns.entries, columns.entries)
+    assert found[0].rows is before.rows and found[1].columns is before.columns

@@ -16,7 +16,7 @@ from support.cases.case import seeded
 
 pytestmark = pytest.mark.fast
 
-SIZE, DAMPING = 300, 0.05
+SIZE, DAMPING, BOTH = 300, 0.05, [(True, True)]
 
 
 def with_values(values: Tensor, seed: int = 0) -> Tensor:
@@ -112,9 +112,9 @@ def test_sides_of_an_inverse():
     """Rows by their largest eigenvalues, columns by Cholesky; again, from the last; condition."""
     rows, columns = with_values(power_law(1.5))[None], with_values(torch.arange(1.0, 21.0).double())[None]
     product = DenseSide(rows), DenseSide(columns)
-    (first,) = factored_inverses([product], DAMPING, [None], [True])
-    (found,) = factored_inverses([product], DAMPING, [first], [False])
-    (whole,) = factored_inverses([product], DAMPING, [None], [False])
+    (first,) = factored_inverses([product], DAMPING, [None], [True], BOTH)
+    (found,) = factored_inverses([product], DAMPING, [first], [False], BOTH)
+    (whole,) = factored_inverses([product], DAMPING, [None], [False], BOTH)
     assert first.rows.rank == found.rows.rank is not None
     assert found.columns.rank is None and whole.rows.rank is None and whole.columns.rank is None
     x = torch.sin(torch.arange(20.0 * SIZE).double()).reshape(1, SIZE, 20)
@@ -156,7 +156,9 @@ def test_in_training(monkeypatch: pytest.MonkeyPatch):
 def test_is_tried_again_whenever_the_updates_have_doubled(monkeypatch: pytest.MonkeyPatch):
     """Also where a block is inverted more rarely than its average is updated."""
     tried: list[bool] = []
-    counted = lambda pairs, share, before, anew: tried.append(anew[0]) or factored_inverses(pairs, share, before, anew)
+    counted = lambda pairs, share, before, anew, due: (
+        tried.append(anew[0]) or factored_inverses(pairs, share, before, anew, due)
+    )
     monkeypatch.setattr("curvature.preconditioners.kronecker.factored_inverses", counted)
     model = torch.nn.Linear(3, 2)
     opt = KFAC(model)

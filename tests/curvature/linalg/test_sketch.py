@@ -103,7 +103,7 @@ def test_inverses(which: str, how: str):
     b, a = (dense(side.entries) if isinstance(side, SketchSide) else side.dense()[0] for side in product)
     x = torch.sin(torch.arange(float(len(b) * len(a))).double()).reshape(1, len(b), len(a))
     if how == "share":
-        (found,) = factored_inverses([product], 0.05, [None], [True])
+        (found,) = factored_inverses([product], 0.05, [None], [True], [(True, True)])
         one, two = (m + 0.05 * m.trace() / len(m) * torch.eye(len(m)).double() for m in (b, a))
         expected = torch.linalg.solve(one, x[0]) @ torch.linalg.inv(two)
         spread = torch.linalg.cond(one) * torch.linalg.cond(two)

@@ -135,3 +135,34 @@ def test_large_inverses_are_not_copied(size: int):
     whole, small = DenseMatrix(eye), DenseMatrix(eye[:, :3, :3])
     assert (KroneckerInverse(whole, small).form is None) == (size > 256)
     assert KroneckerInverse(LowRankMatrix(eye[:, :, :1], torch.ones(1)), small).form is None
+
+
+@pytest.mark.parametrize("kind", [KroneckerBlock, EigenBlock])
+def test_sides_that_are_not_due_keep_their_inverse(kind: type):
+    """Also the other way round; a block that is not named, and one that has failed, are inverted as wholes."""
+    (model, x), store = built("different", "cpu"), BlockDiagonalCurvature("expand", kind.structure)
+    renew = lambda seed: store.update_average(measure(store, model, x + seed, normal_vectors(2, seed)), 0.9)
+    sides_of = lambda: [(b.inverse.rows.entries.clone(), b.inverse.columns.entries.clone()) for b in dense]
+    renew(0)
+    invert(store.blocks, 0.1)
+    dense = [b for b in store.blocks if isinstance(b, kind) and b.names[0].endswith("weight")]
+    for seed, sides in enumerate([(True, False), (False, True), (False, False)]):
+        before, untold, failed = sides_of(), dense[0], dense[1]
+        renew(seed + 1)
+        failed.failures = 1
+        invert(store.blocks, 0.1, None, {b.names[0]: sides for b in dense if b is not untold})
+        for block, old, new in zip(dense, before, sides_of(), strict=True):
+            expected = (True, True) if block in (untold, failed) else sides
+            assert tuple(not torch.equal(a, b) for a, b in zip(old, new, strict=True)) == expected, block.names
+        assert failed.failures == 0
+
+
+def test_a_side_in_the_eigenbasis_stays_exact():
+    """Where only one side turns, values are carried to the new basis; all of them, as if both had been made anew."""
+    (model, x), store = built("linear", "cpu"), BlockDiagonalCurvature("expand", "eigen")
+    store.update_average(measure(store, model, x, normal_vectors(2)), 0.9)
+    invert(store.blocks, 0.1)
+    expected = [b.inverse.condition() for b in store.blocks]
+    for sides in [(True, False), (False, True), (False, False)]:  # the same factors again
+        invert(store.blocks, 0.1, None, {b.names[0]: sides for b in store.blocks})
+        assert [b.inverse.condition() for b in store.blocks] == pytest.approx(expected, rel=1e-8)
