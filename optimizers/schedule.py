@@ -14,7 +14,7 @@ LONGEST_INTERVAL = 50
 DRIFT = 0.1  # relative change of a running average (Frobenius norm) at which it is renewed, and its side inverted
 SHORTER, LONGER = 0.5, 1.5  # bounds on the change of an interval from one renewal to the next
 AGREEMENT = 2.0  # a larger factor between energies of a step that were measured and predicted is a disagreement
-LARGE_COST = 2e7  # operations, above which inverting a side costs as much as a step of a small model, and may wait ...
+LARGE_COST = 2e7  # operations, above which inverting costs as much as a step of a small model: a block may wait ...
 MOST_PATIENCE = 2.0  # ... for so many times the change: with stale inverses a deep autoencoder takes twice the steps
 
 
@@ -70,15 +70,16 @@ class Schedule:
     def inverts(self, step: int, name: str, costs: Sequence[float]) -> list[bool]:
         """Which sides of a block to invert, at a step that renews.
 
-        One that costs much waits for a larger change of its own; others are inverted along with it.
+        A block that costs more waits for a larger change; of its sides, a costly one that has not changed stays.
         """
         if name not in self.inverted:
             return [True] * len(costs)
         if self.decompose_every is not None:
             return [step >= self.inverted[name] + self._every(step, self.decompose_every)] * len(costs)
-        patience = [min(max(cost / LARGE_COST, 1.0) ** (1 / 3), MOST_PATIENCE) for cost in costs]
-        moved = [x >= DRIFT * most for x, most in zip(self._drifts_of(name, len(costs)), patience, strict=True)]
-        return [is_due or any(moved) and cost <= LARGE_COST for is_due, cost in zip(moved, costs, strict=True)]
+        patience = min(max(sum(costs) / LARGE_COST, 1.0) ** (1 / 3), MOST_PATIENCE)
+        drifts = self._drifts_of(name, len(costs))
+        is_due = max(drifts) >= DRIFT * patience
+        return [is_due and (cost <= LARGE_COST or drift >= DRIFT) for cost, drift in zip(costs, drifts, strict=True)]
 
     def note_inversion(self, step: int, name: str, sides: Sequence[bool]) -> None:
         before = self._drifts_of(name, len(sides))

@@ -78,21 +78,32 @@ def test_a_batch_that_is_left_out_leaves_the_renewal_due():
     assert not schedule.renews(0) and schedule.renews(1) and schedule.renews(2)
 
 
-def test_sides_are_inverted_once_they_have_changed():
-    """Where inversions are dear, once they have changed by up to twice as much; else along with any other."""
-    schedule, costs = Schedule(None, None), [1e3, 1e9, 1e15]
-    assert schedule.inverts(0, "a", costs) == [True] * 3  # there are no inverses yet
-    schedule.note_inversion(0, "a", [True] * 3)
-    for _ in range(2):
-        assert not any(schedule.inverts(0, "a", costs))
-        schedule.note_renewal(0, {"a": [0.6 * DRIFT] * 3})
-    assert schedule.inverts(0, "a", costs) == [True, False, False]
-    schedule.note_inversion(0, "a", [True, False, False])
-    for _ in range(2):
-        schedule.note_renewal(0, {"a": [0.4 * DRIFT, 0.3 * DRIFT, 0.6 * DRIFT]})
-    assert schedule.inverts(0, "a", costs) == [True, False, True]
-    schedule.note_renewal(0, {"a": [0.2 * DRIFT, 0.3 * DRIFT, 0.0]})
-    assert schedule.inverts(0, "a", costs) == [True, True, True]
+def test_blocks_are_inverted_once_they_have_changed():
+    """Both sides together; where inversions are dear, once one of them has changed by up to twice as much."""
+    for cost, patience in ((1e3, 1), (1e9, 2), (1e15, 2)):
+        schedule, costs = Schedule(None, None), [1e3, cost]
+        assert schedule.inverts(0, "a", costs) == [True, True]  # there are no inverses yet
+        schedule.note_inversion(0, "a", [True, True])
+        for _ in range(2 * patience):
+            assert schedule.inverts(0, "a", costs) == [False, False]
+            schedule.note_renewal(0, {"a": [0.6 * DRIFT, 0.6 * DRIFT]})
+        assert schedule.inverts(0, "a", costs) == [True, True]
+        schedule.note_inversion(0, "a", [True, True])
+        assert schedule.inverts(0, "a", costs) == [False, False]
+
+
+def test_a_dear_side_that_has_not_changed_stays():
+    schedule = Schedule(None, None)
+    for name, costs in {"dear": [1e3, 1e9], "cheap": [1e3, 1e3]}.items():
+        schedule.note_inversion(0, name, [True, True])
+        for _ in range(4):
+            schedule.note_renewal(0, {name: [0.6 * DRIFT, 0.2 * DRIFT]})
+        assert schedule.inverts(0, name, costs) == [True, name == "cheap"]
+        schedule.note_inversion(0, name, [True, name == "cheap"])
+        assert schedule.inverts(0, name, costs) == [False, False]
+    for _ in range(4):  # it has not been forgotten
+        schedule.note_renewal(0, {"dear": [0.6 * DRIFT, 0.1 * DRIFT]})
+    assert schedule.inverts(0, "dear", [1e3, 1e9]) == [True, True]
 
 
 def test_blocks_are_inverted_as_often_as_given():
