@@ -65,10 +65,11 @@ class TrustRegionConstants:
     spreads: float = 2.5  # ... if it is longer than the mean by this many standard deviations, too
     norm_decay: float = 0.97  # of that mean, which must not follow an instability that builds up over some steps
     # how many gradients the running mean remembers
-    ratio_decay: float = 0.99  # of the mean ratio of slopes: where it is above one, others change the loss
+    ratio_decay: float = 0.99  # of the mean ratio of slopes: where it is above one, others change the loss ...
+    ratio_start: float = 30.0  # ... which begins as the mean of so many zeros
     largest_ratio: float = 3.0  # that counts
-    forget: float = 0.97  # of the memory, at each step while they steepen: what the mean remembers is out of date
-    recover: float = 1.002  # of the memory, at each other step
+    forget: float = 0.94  # of the memory, at each step while they steepen: what the mean remembers is out of date
+    recover: float = 1.001  # of the memory, at each other step
     least_recall: float = 0.01  # of the memory
     # curvature that is measured along steps
     energy_decay: float = 0.3  # of sums of energies, per renewal: where steps go changes fast
@@ -228,7 +229,7 @@ class TrustRegionStep(StepRule):
         if state is None:
             state = started(change, facts.norm, least_trust, c)
         else:
-            state = adapted(remembered(state, facts.along_last, c), ratio, facts.norm, steps, lr, least_trust, c)
+            state = adapted(remembered(state, facts.along_last, steps, c), ratio, facts.norm, steps, lr, least_trust, c)
         state, size = bounded(state, change, context.outputs.rms, c)
 
         # 6. no layer moves by more than a share of its norm
@@ -476,16 +477,18 @@ def adapted(
     )
 
 
-def remembered(state: TrustState, slope: float, c: TrustRegionConstants) -> TrustState:
+def remembered(state: TrustState, slope: float, steps: int, c: TrustRegionConstants) -> TrustState:
     """How many gradients to remember: less and less while the loss steepens along the steps, as in a GAN.
 
     Args:
         slope: along the last step, at its end.
+        steps: number of steps before.
     """
     if not state.slope or math.isnan(slope):
         return state
     seen = min(max(slope / state.slope, -c.overshoot), c.largest_ratio)
-    ratio = c.ratio_decay * state.ratio + (1 - c.ratio_decay) * seen
+    weight = max(1 / (c.ratio_start + steps), 1 - c.ratio_decay)
+    ratio = state.ratio + weight * (seen - state.ratio)
     recall = c.forget * state.recall if ratio > 1 else min(c.recover * state.recall, 1.0)
     return state._replace(ratio=ratio, recall=max(recall, c.least_recall))
 

@@ -170,17 +170,20 @@ def test_steps_stay_longer_where_gradients_have_shrunk() -> None:
 
 def test_a_loss_that_steepens_along_the_steps_shortens_the_memory() -> None:
     """A single slope counts for its part in the mean; the memory comes back slowly."""
-    known = remembered(state(ratio=1.02), 1.0, C)  # the slope at the start is -1
+    known = remembered(state(ratio=1.02), 1.0, 500, C)  # the slope at the start is -1
     assert known.ratio == pytest.approx(0.99 * 1.02 - 0.01) and known.recall == 1
-    known = remembered(state(ratio=1.02), -2.0, C)
+    known = remembered(state(ratio=1.02), -2.0, 500, C)
     assert known.ratio == pytest.approx(0.99 * 1.02 + 0.02) and known.recall == C.forget
-    known = remembered(known._replace(ratio=0.5), 0.0, C)
+    known = remembered(known._replace(ratio=0.5), 0.0, 500, C)
     assert known.recall == pytest.approx(C.forget * C.recover)
-    assert remembered(state(ratio=2.0, recall=0.01), -3.0, C).recall == C.least_recall
+    assert remembered(state(ratio=2.0, recall=0.01), -3.0, 500, C).recall == C.least_recall
     for slope, counted in ((-math.inf, C.largest_ratio), (9.0, -C.overshoot)):
-        assert remembered(state(), slope, C).ratio == pytest.approx(0.01 * counted)
+        assert remembered(state(), slope, 500, C).ratio == pytest.approx(0.01 * counted)
+    # at first as if there had been thirty zeros before
+    assert remembered(state(), -2.0, 0, C).ratio == pytest.approx(2 / 30)
+    assert remembered(state(ratio=1.5), -3.0, 20, C).ratio == pytest.approx((49 * 1.5 + 3) / 50)
     for known, slope in ((state(slope=0.0, ratio=2.0), -3.0), (state(ratio=2.0), math.nan)):
-        assert remembered(known, slope, C) == known  # there was no step, or the slope says nothing
+        assert remembered(known, slope, 500, C) == known  # there was no step, or the slope says nothing
 
 
 def test_gradients_that_are_zero_at_first() -> None:
