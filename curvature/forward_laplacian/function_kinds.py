@@ -12,9 +12,9 @@ from torch import Tensor
 Functions = frozenset[Callable[..., Any]]
 
 
-def functions_named(text: str, *spaces: Any) -> Functions:
+def functions_named(text: str) -> Functions:
     """The functions of these names in all of torch's namespaces."""
-    members = (getattr(space, name, None) for name in text.split() for space in spaces or SPACES)
+    members = (getattr(space, name, None) for name in text.split() for space in SPACES)
     return frozenset(f for f in members if callable(f) and not isinstance(f, type))
 
 

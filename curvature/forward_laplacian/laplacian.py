@@ -112,7 +112,8 @@ def _by_rules(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm) ->
     with Taylor(form):
         out = logits(model(Jet(x, first)))
     if not isinstance(out, Jet):
-        return _without_derivatives(_output(out, x), x)
+        u = _output(out, x)
+        return u, u.new_zeros(*u.shape, *x.shape[1:]), torch.zeros_like(u)
     u = _output(out.value, x)
     grad = out.first.movedim(0, -1).reshape(*u.shape, *x.shape[1:])
     return u, grad, torch.zeros_like(u) if out.second is None else out.second
@@ -125,10 +126,6 @@ def _output(u: Any, x: Tensor) -> Tensor:
     if u.ndim == 0 or len(u) != len(x):
         raise ValueError(f"model: expected an output (N, ...) for the {len(x)} samples of x, found {tuple(u.shape)}")
     return u
-
-
-def _without_derivatives(u: Tensor, x: Tensor) -> Result:
-    return u, u.new_zeros(*u.shape, *x.shape[1:]), torch.zeros_like(u)
 
 
 def _by_autograd(model: Callable[[Tensor], Any], x: Tensor, form: QuadraticForm) -> Result:
@@ -167,11 +164,7 @@ def _is_new(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor) -> boo
 
 
 def _compare(model: Callable[[Tensor], Any], module: nn.Module, x: Tensor, u: Tensor) -> None:
-    """Run the first and the last sample alone and compare with the batch.
-
-    Raises:
-        ValueError: the outputs differ, and the model draws no random numbers.
-    """
+    """Raise ValueError where the first or the last sample run alone differs, and the model draws no random numbers."""
     for n in (0, len(x) - 1):
         with preserve_state(module) as state, torch.no_grad():
             try:

@@ -107,7 +107,7 @@ def where(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwar
 @register(function_kinds.BILINEAR)
 def bilinear(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
     run = lambda *parts: call_with(func, parts, args, kwargs)
-    value = run(*(jet.value for jet in jets))
+    value = call_on_values(func, jets, args, kwargs)
     if len(jets) == 1:
         return _jets(value, *_derivatives(func, jets, args, kwargs))
     if len(jets) > 2:
@@ -129,14 +129,10 @@ def _as_one_product(value: Tensor, jet: Jet, product: Callable[[Tensor], Tensor]
 
 @register({F.linear})
 def linear_layer(form: QuadraticForm, func: Function, jets: list[Jet], args: Args, kwargs: Kwargs) -> Any:
-    x, weight, bias = _linear_arguments(*args, **kwargs)
+    x, weight, bias, *_ = *in_order(args, kwargs, "input", "weight", "bias"), None
     if len(jets) == 1 and x is jets[0]:
         return _as_one_product(F.linear(x.value, weight, bias), x, lambda t: F.linear(t, weight))
     raise NoRule("linear with a weight or bias that depends on x")
-
-
-def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
-    return input, weight, bias
 
 
 @register(function_kinds.MATMUL)

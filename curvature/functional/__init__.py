@@ -6,7 +6,7 @@ correct derivatives of any order, `RECURRENT` recurrent layers as loops; the con
 `AttentionInBlocks` attention without holding its scores, and `TwiceDifferentiable` bags of embeddings, too.
 """
 
-from curvature.functional.bags import chosen_rows, flat_bags
+from curvature.functional.bags import chosen_rows, flat_bags, weights_in_bags
 from curvature.functional.contexts import AttentionInBlocks, ExactNorms, TwiceDifferentiable
 from curvature.functional.formulas import FORMULAS, NORMS, MixesSamples
 from curvature.functional.plain_forms import is_checkpointed, plain_form, traceable_body
@@ -14,5 +14,5 @@ from curvature.functional.recurrent import RECURRENT
 
 __all__ = [
     "AttentionInBlocks", "ExactNorms", "FORMULAS", "MixesSamples", "NORMS", "RECURRENT", "TwiceDifferentiable",
-    "chosen_rows", "flat_bags", "is_checkpointed", "plain_form", "traceable_body",
+    "chosen_rows", "flat_bags", "is_checkpointed", "plain_form", "traceable_body", "weights_in_bags",
 ]  # fmt: skip

@@ -21,6 +21,16 @@ def flat_bags(input: Tensor, offsets: Any, bags: int, include_last_offset: bool)
     return input, bag
 
 
+def weights_in_bags(
+    index: Tensor, bag: Tensor, bags: int, dtype: torch.dtype, mode: str, per_sample: Any, frozen: int | None
+) -> Tensor:
+    """What each looked-up row counts for in its bag."""
+    scale = torch.ones_like(index, dtype=dtype) if frozen is None else (index != frozen).to(dtype)
+    if mode == "mean":
+        scale = scale / scale.new_zeros(bags).index_add(0, bag, scale).clamp(min=1)[bag]
+    return scale if per_sample is None else scale * per_sample.reshape(-1)[: len(index)]
+
+
 def chosen_rows(weight: Tensor, input: Tensor, offsets: Any, include_last_offset: bool, padding_idx: Any) -> Any:
     """Of bags with ``mode="max"``: the row that torch takes each feature from, and whether the bag is empty."""
     if input.ndim == 2:
@@ -49,10 +59,5 @@ def embedding_bag(
         chosen, is_empty = (x[:bags] for x in chosen_rows(weight, input, offsets, include_last_offset, frozen))
         return weight.gather(0, chosen).masked_fill(is_empty[:, None], 0)
     index, bag = flat_bags(input, offsets, bags, include_last_offset)
-    scale = torch.ones_like(index, dtype=weight.dtype) if frozen is None else (index != frozen).to(weight.dtype)
-    if mode == "mean":
-        scale = scale / scale.new_zeros(bags).index_add(0, bag, scale).clamp(min=1)[bag]
-    if per_sample_weights is not None:
-        flat = per_sample_weights.reshape(-1)
-        scale = scale * (flat if len(flat) == len(index) else flat[: len(index)])
+    scale = weights_in_bags(index, bag, bags, weight.dtype, mode, per_sample_weights, frozen)
     return torch.zeros_like(like).index_add(0, bag, weight[index] * scale[:, None])

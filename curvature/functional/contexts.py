@@ -43,10 +43,7 @@ class AttentionInBlocks(Formulas):
 class TwiceDifferentiable(AttentionInBlocks):
     """A context in which bags of embeddings have second derivatives, and attention has them block by block."""
 
-    formulas: ClassVar[Table] = {
-        **AttentionInBlocks.formulas,
-        F.embedding_bag: embedding_bag,
-    }
+    formulas: ClassVar[Table] = {**AttentionInBlocks.formulas, F.embedding_bag: embedding_bag}
 
 
 def batch_norm(
@@ -72,15 +69,6 @@ def instance_norm(
     )
 
 
-def _weights_first(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The norm with its arguments in the order of ``torch.batch_norm``, not of ``torch.nn.functional.batch_norm``."""
-
-    def function(input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Tensor:
-        return norm(input, mean, var, weight, bias, *rest[:3])
-
-    return function
-
-
 class ExactNorms(TwiceDifferentiable):
     """A context in which norms have correct derivatives of any order; for the rest it is `TwiceDifferentiable`.
 
@@ -91,6 +79,6 @@ class ExactNorms(TwiceDifferentiable):
 
     formulas: ClassVar[Table] = {
         F.layer_norm: formulas.layer_norm, torch.layer_norm: formulas.layer_norm, F.batch_norm: batch_norm,
-        torch.batch_norm: _weights_first(batch_norm), F.instance_norm: instance_norm,
-        torch.instance_norm: _weights_first(instance_norm), **TwiceDifferentiable.formulas,
+        torch.batch_norm: formulas.weights_first(batch_norm), F.instance_norm: instance_norm,
+        torch.instance_norm: formulas.weights_first(instance_norm), **TwiceDifferentiable.formulas,
     }  # fmt: skip

@@ -69,10 +69,13 @@ def batch_norm(
     return affine(centred, weight, bias, channels=True)
 
 
-def _native_batch_norm(
-    input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float, *_: Any
-) -> Tensor:
-    return batch_norm(input, mean, var, weight, bias, training, momentum, eps)
+def weights_first(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The norm with its arguments in the order of ``torch.batch_norm``, not of ``torch.nn.functional.batch_norm``."""
+
+    def function(input: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Tensor:
+        return norm(input, mean, var, weight, bias, *rest[:3])
+
+    return function
 
 
 def standardize(x: Tensor, dims: list[int], eps: float) -> Tensor:
@@ -228,7 +231,7 @@ NORMS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.group_norm: group_norm,
     F.instance_norm: instance_norm,
     F.batch_norm: batch_norm,
-    torch.batch_norm: _native_batch_norm,
+    torch.batch_norm: weights_first(batch_norm),
 }
 
 FORMULAS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -10,7 +10,7 @@ from curvature.gradients.argument_forms import either_form
 from curvature.gradients.batch import Batch, validate_loss
 from curvature.gradients.clipping import clipped_gradient
 from curvature.gradients.data import digests, kind_of, number_of_batches, pairs, require_order, require_pairs
-from curvature.gradients.derived_weights import Terms, computed_weights, joint_bias, layers_of
+from curvature.gradients.derived_weights import computed_weights, joint_bias, layers_of
 from curvature.gradients.general_path import RefuseNewData, general_path_terms, over_samples, tried_by_vmap
 from curvature.gradients.jacobian import CentredJacobian, Jacobian, residual_jacobian
 from curvature.gradients.jacobian_products import batched_vjp, output_changes
@@ -30,7 +30,7 @@ from curvature.gradients.plans import Plan, kept_plan, record, require_independe
 from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sample_layouts
 
 __all__ = [
-    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet", "Terms",
+    "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet",
     "batched_vjp", "candidate_axes", "certain_layouts", "check_gradients", "clipped_gradient", "computed_weights",
     "differences", "digests", "either_form", "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan",
     "kind_of", "layers_of", "learn", "number_of_batches", "output_changes", "over_samples", "pairs",

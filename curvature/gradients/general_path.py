@@ -69,11 +69,7 @@ def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | N
 
 
 def losses_of_parts(batch: Batch, output: Any) -> Tensor:
-    """The loss (N,) of every sample's part of the output: a container, dataclass or the like of tensors.
-
-    Raises:
-        ValueError: it is not known which part is a sample's.
-    """
+    """The loss (N,) of every sample's part of the output; ValueError where it is not known which part that is."""
     dim, count = batch.dims[1], batch.count
     has_samples = lambda t: t.ndim > dim and t.shape[dim] > 0 and t.shape[dim] % count == 0
     for leaf in _leaves(output):

@@ -152,12 +152,9 @@ class Jacobian:
         for sent, own_outputs in itertools.product(zip(*vectors, strict=True), alike):
             with torch.enable_grad():
                 values = stack((outputs[k] * sent[k])[..., None].flatten(1).sum(1) for k in own_outputs).sum(0)
-            edge = get_gradient_edge(values)
-            terms = _terms(values.detach(), edge, parameters, model, tape)
-            parts.append((len(values), {k: [promote(t, torch.float32) for t in own] for k, own in terms.items()}))
+            parts.append((len(values), _terms(values.detach(), get_gradient_edge(values), parameters, model, tape)))
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        zero = outputs[0].new_zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32))
-        return Jacobian(parts, shapes, zero).stacked()
+        return Jacobian(parts, shapes, outputs[0].new_zeros(())).promoted(torch.float32).stacked()
 
     def rows(self) -> dict[str, Tensor]:
         """{name: (M, *shape)}."""
@@ -246,16 +243,12 @@ class Jacobian:
 
     def promoted(self, dtype: torch.dtype) -> Jacobian:
         """The same Jacobian with products in at least this precision."""
-        parts = [
-            (size, {k: [promote(t, dtype) for t in own] for k, own in terms.items()}) for size, terms in self.parts
-        ]
+        parts = _each(self.parts, lambda own: [promote(t, dtype) for t in own])
         return replace(self, parts=parts, zero=self.zero.to(torch.promote_types(self.zero.dtype, dtype)))
 
     def merged(self) -> Jacobian:
         """The same Jacobian with the terms of each parameter merged, for many products."""
-        together = contractions.merge_terms
-        parts = [(size, {name: together(own) for name, own in terms.items()}) for size, terms in self.parts]
-        return replace(self, parts=parts)
+        return replace(self, parts=_each(self.parts, contractions.merge_terms))
 
     def gathered(self, objects: Callable[[Any], Sequence[Any]]) -> tuple[Jacobian, Tensor]:
         """The rows of all processes; `objects` is an all-gather of Python objects.
@@ -326,8 +319,12 @@ class CentredJacobian(Jacobian):
         return super().transposed(self.zero.new_full((size,), 1 / size))
 
 
+def _each(parts: Parts, change: Callable[[list[Term]], list[Term]]) -> list[tuple[int, dict[str, list[Term]]]]:
+    return [(size, {name: change(own) for name, own in terms.items()}) for size, terms in parts]
+
+
 def _moved(parts: Parts, device: torch.device | str) -> list[tuple[int, dict[str, list[Term]]]]:
-    return [(size, {name: [to_device(t, device) for t in own] for name, own in terms.items()}) for size, terms in parts]
+    return _each(parts, lambda own: [to_device(t, device) for t in own])
 
 
 def _stacked(parts: Parts) -> Parts:

@@ -82,15 +82,7 @@ def failures(
     tape: Tape, terms: Terms, losses: Tensor, weights: Tensor, sums: Sequence[Tensor | None],
     backprops: Backprops, reference: Reference,
 ) -> set[str]:  # fmt: skip
-    """Names of the parameters whose terms are wrong.
-
-    Args:
-        weights, sums: (N,) weights of the samples, and autograd's gradient of the losses' sum with these weights, for
-            each parameter; None is zero.
-        reference: asked for the sample of the largest loss.
-
-    The host waits once, unless a parameter fails.
-    """
+    """Names of the parameters whose terms are wrong; the host waits once, unless one is."""
     low = max((torch.finfo(b.dtype).eps for b in backprops if b is not None), default=0.0) ** 0.5
     uneven = {n for u in tape.uses if u.rule and u.call and u.rule.counts_over_batch(u.call) for n in u.names}
     floor = noise_floor(sums)

@@ -37,10 +37,7 @@ class SamplesMeet(ValueError):
 
 
 def require_apart(batch: Batch, tape: Tape) -> None:
-    """
-    Raises:
-        SamplesMeet: a sample's output changes with the others.
-    """
+    """Raise `SamplesMeet` where a sample's output changes with the others."""
     where = where_samples_meet(batch, tape)
     if where:
         raise SamplesMeet(where)

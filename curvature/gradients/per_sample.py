@@ -118,7 +118,7 @@ def per_sample_norms(
     only where the inner products of activations and of backprops would cost more.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
-    return _sum(_settled(batch, contractions.tentative_norms_squared).values()).sqrt()
+    return stack(_settled(batch, contractions.tentative_norms_squared).values()).sum(0).sqrt()
 
 
 @either_form
@@ -153,7 +153,7 @@ def per_sample_gram(
     the loss). Arguments and errors as for `per_sample_gradients`.
     """
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
-    return _sum(_settled(batch, contractions.tentative_gram).values())
+    return stack(_settled(batch, contractions.tentative_gram).values()).sum(0)
 
 
 def _settled(batch: Batch, contract: Contraction) -> dict[str, Tensor]:
@@ -212,11 +212,6 @@ class RefuseDoubleBackward(TorchFunctionMode):
         if func is torch.autograd.grad and creates_graph(args, kwargs):
             _refuse_double_backward()
         return func(*args, **kwargs)
-
-
-def _sum(parts: Iterable[Tensor]) -> Tensor:
-    """The sum over parameters, on the device of the first of them."""
-    return stack(parts).sum(0)
 
 
 def _is_random(batch: Batch) -> bool:

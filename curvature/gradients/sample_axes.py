@@ -9,7 +9,7 @@ flattened tokens, windows and sequence-first models come out right without being
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,16 +59,15 @@ def find_layouts(
             continue
         size = bw.norm()
         allowed = _allowed(size, b, floor)
-        candidates: Iterable[Layout] = candidate_axes(tuple(b.shape), count)
         if count == 1:
             sizes = sorted(enumerate(b.shape), key=lambda axis: axis[1] != 1)
             tried.append([Layout(dim, 1, 1, size) for dim, size in sizes])
             asked.append(size > allowed)
             continue
+        candidates = list(candidate_axes(tuple(b.shape), count))
         if b.device.type == "cpu":  # elsewhere the host would wait
-            seem = _Entries(b, bw).consistent
-            candidates = [layout for layout in candidates if seem(layout, weights, allowed)]
-        tried.append(list(candidates))
+            candidates = _plausible(candidates, b, bw, weights, allowed)
+        tried.append(candidates)
         if tried[-1]:
             limits = allowed, _allowed(size, b, torch.zeros_like(floor)), torch.finfo(b.dtype).eps * size
             asked += [*limits, *(_error(layout, b, bw, weights) for layout in tried[-1])]
@@ -80,13 +79,7 @@ def find_layouts(
 
 
 def _fitting(layouts: list[Layout], told: Sequence[float]) -> list[Layout]:
-    """Those of a use's candidates that rounding allows, the likeliest first.
-
-    A sample that outweighs all others lets wrong ones pass; the right one differs by rounding alone.
-
-    Args:
-        told: limits with and without the noise floor, the rounding of the backprop, and the error of each candidate.
-    """
+    """Those of a use's candidates that rounding allows: a sample that outweighs all others lets wrong ones pass."""
     within_noise, clear, rounding, *errors = told
     for limit in clear, within_noise:
         good = [(error, layout) for error, layout in zip(errors, layouts, strict=True) if error <= limit]
@@ -121,19 +114,17 @@ def _error(layout: Layout, b: Tensor, weighted: Tensor, weights: Tensor) -> Tens
     return expected.sub_(layout.front(weighted)).norm()
 
 
-class _Entries:
-    """Some entries of a backprop on the CPU, which show most wrong candidates without a copy of it."""
+def _plausible(layouts: list[Layout], b: Tensor, weighted: Tensor, weights: Tensor, allowed: Tensor) -> list[Layout]:
+    """Those that some entries of a backprop on the CPU allow, which refute most wrong ones without a copy of it."""
+    drawn = torch.randint(max(1, b.numel()), (ENTRIES,), generator=torch.Generator().manual_seed(0), device="cpu")
+    places = drawn.unique() if b.numel() else drawn[:0]
+    some, expected, weights = b.take(places), weighted.take(places), weights.to(b)
 
-    def __init__(self, b: Tensor, weighted: Tensor) -> None:
-        drawn = torch.randint(max(1, b.numel()), (ENTRIES,), generator=torch.Generator().manual_seed(0), device="cpu")
-        self.shape, self.places = b.shape, drawn.unique() if b.numel() else drawn[:0]
-        self.b, self.weighted = b.take(self.places), weighted.take(self.places)
+    def seems_right(layout: Layout) -> bool:
+        axis = places // math.prod(b.shape[layout.dim + 1 :]) % layout.size
+        return bool((some * weights[axis // layout.inner % layout.samples] - expected).norm() <= allowed)
 
-    def consistent(self, layout: Layout, weights: Tensor, allowed: Tensor) -> bool:
-        """Whether what these entries differ by is within what all of them may."""
-        axis = self.places // math.prod(self.shape[layout.dim + 1 :]) % layout.size
-        sample = axis // layout.inner % layout.samples
-        return bool((self.b * weights.to(self.b)[sample] - self.weighted).norm() <= allowed)
+    return list(filter(seems_right, layouts))
 
 
 def sample_layouts(tape: Tape, output: Tensor, sample_dim: int = 0) -> list[Layout | None]:

@@ -179,10 +179,9 @@ class KroneckerInverse:
     def tensors(self) -> tuple[Tensor, ...]:
         return *self.rows.tensors(), *self.columns.tensors()
 
-    def with_tensors(self, *tensors: Tensor) -> KroneckerInverse:
+    def with_tensors(self, rows: Tensor, columns: Tensor, *values: Tensor) -> KroneckerInverse:
         """One of this form, with other `tensors`."""
-        rows, columns = tensors
-        return KroneckerInverse(replace(self.rows, entries=rows), replace(self.columns, entries=columns))
+        return type(self)(replace(self.rows, entries=rows), replace(self.columns, entries=columns), *values)
 
     def stacked(self, others: Sequence[Any]) -> Any:
         """One inverse for this one and others of its form, their groups one after the other."""
@@ -221,10 +220,6 @@ class EigenInverse(KroneckerInverse):
 
     def tensors(self) -> tuple[Tensor, ...]:
         return *super().tensors(), self.values
-
-    def with_tensors(self, *tensors: Tensor) -> EigenInverse:
-        rows, columns, values = tensors
-        return EigenInverse(replace(self.rows, entries=rows), replace(self.columns, entries=columns), values)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"values": self.values}

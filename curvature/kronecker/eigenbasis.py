@@ -71,15 +71,9 @@ class Basis:
                 return self._from_indexed_rows(lefts, rights, weights)
         return self._from_gradients(lefts, rights, weights)
 
-    @property
-    def sides(self) -> tuple[int, int, int]:
-        """Sizes (g, o, i)."""
-        here = self.scheme.arrangement
-        return here.groups, here.outputs, here.dimension // (here.groups * here.outputs)
-
     def _places_are_cheaper(self, term: OuterProduct | Convolution) -> bool:
         """Whether to rotate activations and backprops at every place instead of gradients."""
-        return not self.scheme.reading(term).flipped and term.places <= min(self.sides[1:])
+        return not self.scheme.reading(term).flipped and term.places <= min(self.scheme.arrangement.sides[1:])
 
     def _by_places(self, lefts: TermsByVector, rights: TermsByVector, weights: Tensor) -> Tensor:
         """By chunks of samples small enough that `squared_gradients` can work with pairs of places."""
@@ -92,7 +86,7 @@ class Basis:
 
     def _parts(self, places: int, weights: Tensor) -> Iterator[slice]:
         """On a CPU, of as many samples as its cache holds when they are rotated."""
-        groups, outputs, inputs = self.sides
+        groups, outputs, inputs = self.scheme.arrangement.sides
         step = contractions.CHUNK_ELEMENTS // max(1, groups * places * max(inputs, (outputs + 1) * places))
         if weights.device.type == "cpu":
             step = min(step, contractions.CACHED_CHUNK_ELEMENTS // max(1, groups * places * max(inputs, outputs)))
@@ -120,7 +114,8 @@ class Basis:
         return _rotate(a, self.columns)
 
     def _outer(self, a: Tensor, term: Term) -> OuterProduct:
-        return OuterProduct(a, _rotate(_backprops(term).to(self.scheme.dtype), self.rows), self.sides)
+        b = _rotate(_backprops(term).to(self.scheme.dtype), self.rows)
+        return OuterProduct(a, b, self.scheme.arrangement.sides)
 
     def _rows_are_cheaper(self, term: IndexedRows) -> bool:
         """Whether to rotate only the rows that were looked up, which needs the one-hot side to stay as it is."""
@@ -143,7 +138,7 @@ class Basis:
         is_cpu = weights.device.type == "cpu"
         most = contractions.CACHED_CHUNK_ELEMENTS if is_cpu else contractions.CHUNK_ELEMENTS
         step = max(1, most // max(1, self.scheme.arrangement.dimension))
-        total = torch.zeros(self.sides, dtype=self.scheme.dtype, device=weights.device)
+        total = torch.zeros(self.scheme.arrangement.sides, dtype=self.scheme.dtype, device=weights.device)
         for start in range(0, len(weights), step):
             part = slice(start, start + step)
             for us, ws in zip(lefts, rights, strict=True):

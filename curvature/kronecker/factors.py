@@ -18,8 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvature.kronecker.second_moments import has_few_rows, second_moment, second_moment_with_constant
-from curvature.kronecker.sides import DiagonalSide, PackedSide, Side, SketchSide, stored_side
-from curvature.linalg import MAX_DENSE_SIDE, SKETCH_RANK, sketch_rows
+from curvature.kronecker.sides import (
+    MAX_DENSE_SIDE,
+    SKETCH_RANK,
+    DiagonalSide,
+    PackedSide,
+    Side,
+    SketchSide,
+    sketch_rows,
+    stored_side,
+)
 from curvature.terms import (
     AffineLayout,
     Convolution,
@@ -117,7 +125,7 @@ class Scheme:
         arrangement = AffineLayout(tuple(shapes), first.groups, first.outputs, first.sizes, first.order)
         if any(math.prod(shape) != first.groups * first.outputs for shape in shapes[1:]):
             return None  # the bias is broadcast
-        outputs, inputs = arrangement.outputs, arrangement.dimension // (arrangement.groups * arrangement.outputs)
+        _, outputs, inputs = arrangement.sides
         large = (outputs > largest, inputs > largest)
         scheme = Scheme(arrangement, large, at_least_float32(dtype), sharing, block_size=block_size)
         if not all(scheme.accepts(term) for term in found):
@@ -130,15 +138,9 @@ class Scheme:
         return replace(scheme, diagonal=(large[0] or True in one_hot, large[1] or False in one_hot))
 
     @property
-    def widths(self) -> tuple[int, int]:
-        """Number of outputs and of inputs of each group, the bias among the inputs."""
-        here = self.arrangement
-        return here.outputs, here.dimension // (here.groups * here.outputs)
-
-    @property
     def block_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Numbers of rows of the diagonal blocks of both sides; a bias is one more row of the last."""
-        outputs, inputs = self.widths
+        _, outputs, inputs = self.arrangement.sides
         return self._blocks(0, outputs, 0), self._blocks(1, inputs, len(self.arrangement.shapes) - 1)
 
     def _blocks(self, k: int, width: int, bias: int) -> tuple[int, ...]:
@@ -167,7 +169,8 @@ class Scheme:
     @property
     def entries(self) -> tuple[int, int]:
         """Number of entries of the moments of outputs and of inputs."""
-        groups, each = self.arrangement.groups, zip(self.widths, self.sketched, self.diagonal, strict=True)
+        groups, *widths = self.arrangement.sides
+        each = zip(widths, self.sketched, self.diagonal, strict=True)
         rows, columns = (d * (SKETCH_RANK + 1 if few else groups * (1 if flat else d)) for d, few, flat in each)
         return rows, columns
 
@@ -191,11 +194,7 @@ class Scheme:
         return Reading(isinstance(term, IndexedRows), flipped)
 
     def readings(self, terms: Sequence[Term]) -> dict[Reading, list[Affine]]:
-        """The terms by their reading of the weight.
-
-        Raises:
-            ValueError: a term does not read the weight in this arrangement.
-        """
+        """The terms by their reading of the weight; ValueError for one that does not read it in this arrangement."""
         found: dict[Reading, list[Affine]] = {}
         for term in terms:
             if not isinstance(term, Affine) or not self.accepts(term):
@@ -268,7 +267,7 @@ class Scheme:
         diagonal = self.diagonal[self.reading(left[0][0]).backprop_side]
         # the square root of the weights on both sides, so that equal factors share one copy
         root = None if weights is None else weights.to(self.dtype).sqrt()
-        if not diagonal and right is None and all(_is_independent(term) for terms in left for term in terms):
+        if not diagonal and right is None and all(getattr(t, "independent", False) for terms in left for t in terms):
             entries = (second_moment(b, b, True) for terms in left for b in self._backprops(terms, root))
             return torch.diag_embed(sum_in_place(entries))
         if self.sharing == "expand" and not diagonal:
@@ -293,10 +292,7 @@ class Scheme:
         return (inputs, backprops) if reading.flipped else (backprops, inputs)
 
     def _is_routed(self, term: Affine) -> bool:
-        """Whether each group counts the places alone that are sent to it, as if it were a layer of its own.
-
-        With a bias, which no zero input switches off, all places count.
-        """
+        """Whether each group counts the places alone that are sent to it; with a bias, which zeros leave on, all do."""
         routed = isinstance(term, OuterProduct) and term.is_routed
         return routed and self.sharing == "expand" and len(self.arrangement.shapes) == 1
 
@@ -366,7 +362,7 @@ class Scheme:
 
     def _empty(self, term: Whole, diagonal: bool, number: float) -> Tensor:
         """A moment of the inputs, zero but for the entry of the bias's input."""
-        size = self.widths[self.reading(term).activation_side]
+        size = self.arrangement.sides[1:][self.reading(term).activation_side]
         dims = [size] if diagonal else [size, size]
         moment = torch.zeros(term.groups, *dims, dtype=self.dtype, device=term.device)
         if len(self.arrangement.shapes) > 1:
@@ -396,7 +392,8 @@ class Scheme:
         number: int | Tensor = 0
         for same in _by_length(terms):
             index = torch.cat([term.index for term in same], 1)
-            valid = torch.cat([_valid(term) for term in same], 1)
+            every = [torch.ones_like(t.index, dtype=torch.bool) if t.valid is None else t.valid for t in same]
+            valid = torch.cat(every, 1)
             weights = valid.to(self.dtype)
             if self.sharing == "reduce":
                 # row v counts (look-ups of v in the sample / places)^2, shared equally by these look-ups
@@ -420,10 +417,6 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _is_independent(term: Affine) -> bool:
-    return isinstance(term, OuterProduct | Convolution) and term.independent
-
-
 def _is_wide(term: Convolution) -> bool:
     """Whether a sample's backprops are more than their second moment."""
     return math.prod(term.b.shape[3:]) >= term.outputs
@@ -437,7 +430,3 @@ def _by_length(terms: Sequence[Read]) -> list[list[Read]]:
 def _mean_bias(terms: Sequence[Whole]) -> float:
     """The mean over places of the bias's input, which is 0 where the weight is read without the bias."""
     return sum(term.places for term in terms if term.has_bias) / max(1, sum(term.places for term in terms))
-
-
-def _valid(term: IndexedRows) -> Tensor:
-    return torch.ones_like(term.index, dtype=torch.bool) if term.valid is None else term.valid

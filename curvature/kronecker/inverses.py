@@ -21,17 +21,15 @@ from curvature.kronecker.applied import (
     dense_or_blocks,
 )
 from curvature.kronecker.factors import Product
-from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, SketchSide, ranges
+from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, SketchSide, ranges, sketch_spectrum
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
-    Lazily,
     careful_spd_inverse,
     count_recovery,
     look,
     low_rank_inverses,
     own_precision,
     psd_eighs,
-    sketch_spectrum,
     try_spd_inverse,
 )
 
@@ -63,17 +61,18 @@ def factored_inverses(
     inverses: dict[int, Matrix] = {}
     large: dict[int, Tensor | None] = {}  # sides that may be of low rank, with the directions found last
     for k, side in enumerate(sides):
-        known, is_due = before[k // 2], due[k // 2][k % 2]
-        if known is not None and not is_due:
-            inverses[k] = (known.rows, known.columns)[k % 2]
+        known = before[k // 2]
+        last = None if known is None else (known.rows, known.columns)[k % 2]
+        if last is not None and not due[k // 2][k % 2]:
+            inverses[k] = last
         elif isinstance(side, DiagonalSide):
             inverses[k] = DiagonalMatrix(1 / (side.entries + share * _mean(side)[:, None]))
         elif isinstance(side, SketchSide):
             inverses[k] = _of_sketch(side, share)
         elif _may_have_low_rank(side, products[k // 2]):
-            start = _low_rank_before(before[k // 2], k % 2)
+            start = last.entries.to(side.entries.dtype) if isinstance(last, LowRankMatrix) else None
             if start is not None or anew[k // 2]:
-                large[k] = None if start is None else start.to(side.entries.dtype)
+                large[k] = start
     inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
     stacks = list(_stacks({k: side for k, side in enumerate(sides) if k not in inverses}, JOINED_MAX_SIDE))
     tried = [_tried(stack, share) for stack, _ in stacks]
@@ -220,27 +219,17 @@ def _may_have_low_rank(side: Side, product: Product) -> bool:
     return is_whole and LOW_RANK_MIN_SIZE <= side.size < LOW_RANK_MAX_ASPECT * other.size
 
 
-def _low_rank_before(inverse: KroneckerInverse | None, k: int) -> Tensor | None:
-    """V of a side of the last inverse, if it has one."""
-    side = None if inverse is None else (inverse.rows, inverse.columns)[k]
-    return side.entries if isinstance(side, LowRankMatrix) else None
-
-
 def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor | None]) -> dict[int, Matrix]:
     """The damped inverses of sides of one group, for those of which few eigenvalues stand out."""
     means = [_mean(side) for side in sides.values()]
     try:
-        scaled = Lazily([partial(_scaled, *pair) for pair in zip(sides.values(), means, strict=True)])
+        scaled = [partial(lambda x, m: x.dense()[0] / m, *pair) for pair in zip(sides.values(), means, strict=True)]
         found = low_rank_inverses(scaled, share, [None if start is None else start[0] for start in starts])
     except torch.linalg.LinAlgError:  # fall back to Cholesky
         count_recovery("retried")
         return {}
     each = zip(sides, found, means, strict=True)
     return {k: LowRankMatrix(own[0][None], own[1] / mean) for k, own, mean in each if own}
-
-
-def _scaled(side: Side, mean: Tensor) -> Tensor:
-    return side.dense()[0] / mean
 
 
 def _of_sketch(side: SketchSide, share: float) -> LowRankMatrix:

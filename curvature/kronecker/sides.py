@@ -8,6 +8,7 @@ it is, and the rest of it transposed into the corner above.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvature.linalg import MAX_SKETCH_ROWS, SKETCH_RANK, compress, count_recovery
+from curvature.linalg import count_recovery, matmul, psd_eigh
 
 PACKED_MIN_SIDE = 64  # rows from which the memory is worth the calls
+SKETCH_RANK = 128  # directions kept
+# Rows kept of a batch; random signs mix more into these, which does not change the expected moment.
+MAX_SKETCH_ROWS = 2 * SKETCH_RANK
+MAX_DENSE_SIDE = 2 * MAX_SKETCH_ROWS + 1  # a dense side of at most this size is no larger than its sketch
 
 Kind = TypeVar("Kind", bound="Side")
 
@@ -182,7 +187,7 @@ class PackedSide(Side):
 class SketchSide(Side):
     """Rows (1, r + 1, d) that stand for ``sum_k s_k s_k^T + |s_last|^2 / d I``, k over all but the last.
 
-    The trace is the sum of their squares (`curvature.linalg.sketch_rows`).
+    The trace is the sum of their squares. `sketch_rows` leaves the last row zero; `compress` makes the rest orthogonal.
     """
 
     def scaled(self, factor: float | Tensor) -> SketchSide:
@@ -215,10 +220,7 @@ class SketchSide(Side):
     @staticmethod
     def from_sum(places: Tensor) -> SketchSide:
         """The sum of the sketches of all processes."""
-        first, *others = map(SketchSide, places)
-        for other in others:
-            first = first.add_(other)
-        return first
+        return functools.reduce(SketchSide.add_, map(SketchSide, places))
 
     def _compressed(self, old: SketchSide | None) -> SketchSide:
         """`compress`; if that fails, the old sketch, or without one a multiple of the identity of the same trace."""
@@ -243,6 +245,37 @@ def stored_entries(blocks: Sequence[int]) -> int:
     """How many numbers `stored_side` stores for each group."""
     is_packed = len(blocks) > 1 or sum(blocks) >= PACKED_MIN_SIDE
     return sum(map(triangle, blocks)) if is_packed else sum(blocks) ** 2
+
+
+def sketch_rows(rows: Tensor) -> Tensor:
+    """The sketch of ``rows^T rows`` for rows (n, d)."""
+    if len(rows) > MAX_SKETCH_ROWS:
+        generator = torch.Generator(rows.device).manual_seed(0)
+        signs = torch.randint(2, (MAX_SKETCH_ROWS, len(rows)), generator=generator, device=rows.device)
+        signs = signs.to(rows.dtype) * 2 - 1
+        rows = matmul(signs, rows) / MAX_SKETCH_ROWS**0.5
+    return torch.cat([rows, torch.zeros_like(rows[:1])])[None]
+
+
+def compress(sketch: Tensor) -> Tensor:
+    """At most `SKETCH_RANK` orthogonal rows, largest first; the last row holds what they leave out."""
+    rows, rest = sketch[0, :-1], sketch[0, -1].square().sum()
+    values, vectors = psd_eigh(matmul(rows, rows.mT))
+    kept = matmul(vectors[:, -SKETCH_RANK:].flip(1).mT, rows)
+    rest = rest + (rows.square().sum() - kept.square().sum()).clamp(min=0)
+    last = (rest / rows.shape[1]).sqrt().expand(1, rows.shape[1])
+    return torch.cat([kept, last])[None]
+
+
+def sketch_spectrum(sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a compressed sketch: eigenvectors (d, r), their eigenvalues (r,), and that of all other directions."""
+    rows, rest = sketch[0, :-1], sketch[0, -1].square().mean()
+    squares = rows.square().sum(1)
+    tiny = torch.finfo(rows.dtype).tiny ** 0.5
+    # a row that is zero up to rounding has no direction
+    nonzero = squares > torch.finfo(rows.dtype).eps * squares.sum()
+    unit = torch.where(nonzero[:, None], rows / squares.clamp(min=tiny).sqrt()[:, None], torch.zeros_like(rows))
+    return unit.mT, torch.where(nonzero, squares, torch.zeros_like(squares)) + rest, rest
 
 
 def triangle(d: int) -> int:

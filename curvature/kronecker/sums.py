@@ -43,24 +43,19 @@ class KroneckerSumInverse:
         return matmul(matmul(self.rows, inner), self.columns.mT)
 
 
-def invert_kronecker_sum(pairs: Sequence[Pair], damping: float) -> KroneckerSumInverse:
-    """``sum_k kron(B_k + e_k / c_k I, A_k + e_k c_k I)``, with ``e_k^2 = damping / K`` for K products.
+def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> list[KroneckerSumInverse]:
+    """``sum_k kron(B_k + e_k / c_k I, A_k + e_k c_k I)`` for each sum of K products, with ``e_k^2 = damping / K``.
 
     c_k^2 is the ratio of the mean eigenvalues of A_k and B_k (factored damping, arXiv:1503.05671, section 6.3). No
     eigenvalue of the sum is below `damping`. e_k c_k and e_k / c_k are no less than the rounding of A_k and B_k.
 
     One or two products are solved exactly. Of three or more, all but the one with the largest trace are merged into
-    one of the same trace (`curvature.kronecker.merge_products`).
+    one of the same trace (`merge_products`). Small sides of all sums are decomposed together.
 
     Args:
-        pairs: B (o, o) and A (i, i), at least one, with traces above zero.
+        sums: of pairs B (o, o) and A (i, i), at least one, with traces above zero.
         damping: in units of the products, not negative.
     """
-    return invert_kronecker_sums([pairs], damping)[0]
-
-
-def invert_kronecker_sums(sums: Sequence[Sequence[Pair]], damping: float) -> list[KroneckerSumInverse]:
-    """`invert_kronecker_sum` of several, small sides of which are decomposed together."""
     scaled = []
     for pairs in sums:
         damped = [damped_pair(*pair, damping / len(pairs)) for pair in _two(pairs)]
@@ -78,7 +73,7 @@ def _inverse(means: Sequence[Tensor], row_basis: Pair, column_basis: Pair) -> Kr
 
 
 def damped_pair(rows: Tensor, columns: Tensor, damping: float) -> Pair:
-    """One damped product of the sum in `invert_kronecker_sum`."""
+    """One damped product of the sum in `invert_kronecker_sums`."""
     ratio = (_mean(columns) / _mean(rows)).sqrt()
     shifts = damping**0.5 / ratio, damping**0.5 * ratio
     return _shifted(rows, shifts[0]), _shifted(columns, shifts[1])

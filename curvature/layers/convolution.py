@@ -40,6 +40,7 @@ class _ConvolutionRule(Rule):
     parameters = ("weight", "bias")
     bias_of: ClassVar[Mapping[str, str]] = {"weight": "bias"}
     takes_vectors = True
+    is_transposed: ClassVar[bool] = False
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         x, weight = call.args["input"], call.args["weight"]
@@ -49,19 +50,16 @@ class _ConvolutionRule(Rule):
         if slot == "bias":
             return sum_over_broadcast(b, call.args["bias"].shape, layout, offset=1)
         stride, dilation, groups = _geometry(call.args, weight.ndim - 2)
+        added = _per_axis(call.args.get("output_padding", 0), len(stride))
+        if any(p >= s for p, s in zip(added, stride, strict=True)):
+            raise Unsupported("the output is padded by a step of the kernel or more: its adjoint has a longer output")
         padding = padding_amounts(call.args.get("padding", 0), weight.shape[2:], dilation)
         dtype = torch.promote_types(x.dtype, b.dtype)
-        seen, sent = self.roles(layout.front(x.to(dtype)), b.to(dtype))
-        term = Convolution(seen, sent, tuple(weight.shape), stride, dilation, groups, tuple(padding))
-        return self.view(term)
-
-    def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The tensor that the kernel slides over, and the one at the positions of the kernel."""
-        raise NotImplementedError
-
-    def view(self, term: Convolution) -> Term:
-        """The term of the layer, given the convolution whose gradients it shares."""
-        return term
+        slid_over, at_positions = layout.front(x.to(dtype)), b.to(dtype)  # by the kernel, and of it
+        if self.is_transposed:
+            slid_over, at_positions = at_positions, slid_over
+        term = Convolution(slid_over, at_positions, tuple(weight.shape), stride, dilation, groups, tuple(padding))
+        return TransposedConvolution(term) if self.is_transposed else term
 
 
 @register
@@ -71,17 +69,12 @@ class ConvolutionRule(_ConvolutionRule):
     functions = (F.conv1d, F.conv2d, F.conv3d)
     signature = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
-    def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return x, b
-
     def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
-        bias = directions.get("bias")
-        if "weight" in directions:
-            weight, settings = directions["weight"], {k: call.args[k] for k in self.signature[3:] if k in call.args}
-            convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[weight.ndim]
-            return convolve(call.args["input"].to(weight.dtype), weight, bias, **settings)
-        assert bias is not None
-        return bias.reshape(-1, *[1] * (call.args["weight"].ndim - 2)).expand(call.shape)
+        if "weight" not in directions:
+            return directions["bias"].reshape(-1, *[1] * (call.args["weight"].ndim - 2)).expand(call.shape)
+        weight, settings = directions["weight"], {k: call.args[k] for k in self.signature[3:] if k in call.args}
+        convolve = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[weight.ndim]
+        return convolve(call.args["input"].to(weight.dtype), weight, directions.get("bias"), **settings)
 
 
 @register
@@ -90,16 +83,4 @@ class TransposedConvolutionRule(_ConvolutionRule):
 
     functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
     signature = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-    takes_vectors = True
-
-    def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
-        added, (stride, *_) = call.args.get("output_padding", 0), _geometry(call.args, call.args["weight"].ndim - 2)
-        if slot == "weight" and any(p >= s for p, s in zip(_per_axis(added, len(stride)), stride, strict=True)):
-            raise Unsupported("the output is padded by a step of the kernel or more: its adjoint has a longer output")
-        return super().term(call, slot, b, layout)
-
-    def roles(self, x: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return b, x
-
-    def view(self, term: Convolution) -> Term:
-        return TransposedConvolution(term)
+    is_transposed = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,13 @@ _NAMES = [
     *(f"__{kind}{name}__" for name in ("add", "sub", "mul", "truediv", "div", "pow") for kind in ("", "r", "i")),
 ]  # fmt: skip
 
-SPACES = (torch, Tensor)
-SUMS = {getattr(space, name) for space in SPACES for name in ("add", "__add__", "__radd__") if hasattr(space, name)}
-PRODUCTS = {
-    getattr(space, name)
-    for space in SPACES
-    for name in ("mul", "multiply", "__mul__", "__rmul__")
-    if hasattr(space, name)
-}
+
+def _functions(names: Sequence[str]) -> set[Callable[..., Any]]:
+    """Those of these names, and the methods of tensors."""
+    return {getattr(space, name) for space in (torch, Tensor) for name in names if hasattr(space, name)}
+
+
+SUMS, PRODUCTS = _functions(["add", "__add__", "__radd__"]), _functions(["mul", "multiply", "__mul__", "__rmul__"])
 
 
 @register
@@ -40,10 +39,7 @@ class ElementwiseRule(Rule):
     sums and products are written out: scales and shifts are in many models.
     """
 
-    functions = tuple(
-        {getattr(space, name) for space in (torch, Tensor) for name in _NAMES if hasattr(space, name)}
-        | {torch.special.xlogy}
-    )
+    functions = tuple(_functions(_NAMES) | {torch.special.xlogy})
     parameters = tuple(f"arg{k}" for k in range(4)) + ("input", "other", "value", "tensor1", "tensor2", "weight", "end")
 
     def bind(self, func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -85,7 +81,6 @@ class RepeatRule(Rule):
     """``Tensor.repeat``: an axis of size ``r * s`` holds r copies of s entries."""
 
     functions = (Tensor.repeat, torch.tile, Tensor.tile)
-    signature = ("input",)
     parameters = ("input",)
 
     def bind(self, func: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

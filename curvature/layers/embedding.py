@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvature.functional import chosen_rows, flat_bags
+from curvature.functional import chosen_rows, flat_bags, weights_in_bags
 from curvature.layers.base import Layout, RecordedCall, Rule, Unsupported, register
 from curvature.terms import DenseGradients, IndexedRows, Term
 
@@ -71,7 +71,8 @@ class EmbeddingBagRule(Rule):
         index, bag = flat_bags(*given, bags, bool(args.get("include_last_offset")))
         if args.get("mode", "mean") == "max":
             return _maximum(args, b, sample, layout.samples)
-        looked_up = b[bag] * self._weights(args, index, bag, bags, b)[:, None]
+        options = args.get("mode", "mean"), args.get("per_sample_weights"), _frozen_row(args)
+        looked_up = b[bag] * weights_in_bags(index, bag, bags, b.dtype, *options)[:, None]
         shape, valid = tuple(args["weight"].shape), index != _frozen_row(args)
         if args["input"].ndim == 2:  # bags of one size: nothing to count, which would wait for the device
             lined_up = [
@@ -91,15 +92,6 @@ class EmbeddingBagRule(Rule):
         is_valid[sample_of[order], place] = valid[order]
         values[sample_of[order], place] = looked_up[order]
         return IndexedRows(rows, values, shape, is_valid)
-
-    def _weights(self, args: dict[str, Any], index: Tensor, bag: Tensor, bags: int, b: Tensor) -> Tensor:
-        """The weight of each looked-up row in its bag."""
-        weights = (index != _frozen_row(args)).to(b.dtype)
-        if args.get("per_sample_weights") is not None:
-            weights = weights * args["per_sample_weights"].reshape(-1)
-        if args.get("mode", "mean") == "mean":
-            weights = weights / b.new_zeros(bags).index_add_(0, bag, weights).clamp(min=1)[bag]
-        return weights
 
 
 def _maximum(args: dict[str, Any], b: Tensor, sample: Tensor, count: int) -> DenseGradients:

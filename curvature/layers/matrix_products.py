@@ -107,12 +107,10 @@ class LinearRule(Rule):
     takes_vectors = True
 
     def change(self, call: RecordedCall, directions: Mapping[str, Tensor]) -> Tensor:
-        bias = directions.get("bias")
-        if "weight" in directions:
-            weight = directions["weight"]
-            return F.linear(call.args["input"].to(weight.dtype), weight, bias)
-        assert bias is not None
-        return bias.expand(call.shape)
+        if "weight" not in directions:
+            return directions["bias"].expand(call.shape)
+        weight = directions["weight"]
+        return F.linear(call.args["input"].to(weight.dtype), weight, directions.get("bias"))
 
     def term(self, call: RecordedCall, slot: str, b: Tensor, layout: Layout) -> Term:
         if slot == "bias":
@@ -217,7 +215,6 @@ class EinsumRule(Rule):
     """``torch.einsum`` in its string form."""
 
     functions = (torch.einsum,)
-    signature = ("equation",)
     parameters = tuple(f"operand{k}" for k in range(8))
 
     def bind(self, func: Any, args: Any, kwargs: Any) -> dict[str, Any]:

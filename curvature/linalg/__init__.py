@@ -1,8 +1,8 @@
-"""Linear algebra: decompositions that retry, low-rank inverses, sketches, tolerances.
+"""Linear algebra: decompositions that retry, low-rank inverses, tolerances.
 
 In: symmetric matrices, or batches of them. Out: Cholesky factors, inverses and eigenvalues, from the first attempt that
-works (as given, in float64, on the CPU, with jitter); damped inverses from the largest eigenvalues; sketches of second
-moments that are too large to store; tolerances for rounding errors. Nothing here knows about networks.
+works (as given, in float64, on the CPU, with jitter); damped inverses from the largest eigenvalues; tolerances for
+rounding errors. Nothing here knows about networks.
 """
 
 from curvature.linalg.block_lanczos import largest_eigenpairs
@@ -18,7 +18,6 @@ from curvature.linalg.decompositions import (
     psd_eighs,
     qr,
     require_finite,
-    spd_inverse,
     symmetric_eigh,
     symmetric_eighs,
     symmetrize,
@@ -27,7 +26,7 @@ from curvature.linalg.decompositions import (
     try_spd_inverse,
 )
 from curvature.linalg.devices import by_device, cat, copy_to_host_async, stack, to_device, widen, widest
-from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, Lazily, low_rank_inverses
+from curvature.linalg.low_rank import LOW_RANK_MIN_SIZE, low_rank_inverses
 from curvature.linalg.outcomes import count_recovery, look, recovery_counts, to_host
 from curvature.linalg.precision import (
     PRODUCTS,
@@ -39,22 +38,12 @@ from curvature.linalg.precision import (
     rounding_tolerance,
     without_autocast,
 )
-from curvature.linalg.sketch import (
-    MAX_DENSE_SIDE,
-    MAX_SKETCH_ROWS,
-    SKETCH_RANK,
-    compress,
-    sketch_rows,
-    sketch_spectrum,
-)
 
 __all__ = [
-    "LOW_RANK_MIN_SIZE", "Lazily", "MAX_DENSE_SIDE", "MAX_SKETCH_ROWS", "NotDefinite", "PRODUCTS", "SKETCH_RANK",
-    "by_device", "careful_spd_inverse", "cat", "cholesky", "cholesky_with_jitter", "compress",
-    "copy_to_host_async", "count_recovery", "damp_eigenvalues", "eigenvalue_rounding", "eigenvalues_of",
-    "full_precision", "largest_eigenpairs", "look", "low_rank_inverses", "matmul", "noise_floor", "own_precision",
-    "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite", "rounding_tolerance",
-    "sketch_rows", "sketch_spectrum", "spd_inverse", "stack", "symmetric_eigh",
-    "symmetric_eighs", "symmetrize", "to_device", "to_host", "try_cholesky", "try_decompose",
-    "try_spd_inverse", "widen", "widest", "without_autocast",
+    "LOW_RANK_MIN_SIZE", "NotDefinite", "PRODUCTS", "by_device", "careful_spd_inverse", "cat", "cholesky",
+    "cholesky_with_jitter", "copy_to_host_async", "count_recovery", "damp_eigenvalues", "eigenvalue_rounding",
+    "eigenvalues_of", "full_precision", "largest_eigenpairs", "look", "low_rank_inverses", "matmul", "noise_floor",
+    "own_precision", "product_rounding", "psd_eigh", "psd_eighs", "qr", "recovery_counts", "require_finite",
+    "rounding_tolerance", "stack", "symmetric_eigh", "symmetric_eighs", "symmetrize", "to_device", "to_host",
+    "try_cholesky", "try_decompose", "try_spd_inverse", "widen", "widest", "without_autocast",
 ]  # fmt: skip

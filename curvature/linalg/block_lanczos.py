@@ -37,7 +37,8 @@ def largest_eigenpairs(
     core = basis.mT @ image
     while True:
         basis, image = torch.cat([basis, block], 1), torch.cat([image, product(block)], 1)
-        core = _append_border(core, basis.mT @ image[:, -block.shape[1] :])
+        border = basis.mT @ image[:, -block.shape[1] :]
+        core = torch.cat([torch.cat([core, border[: len(core)].mT]), border], 1)
         values, rotation = symmetric_eigh(core)
         values, rotation = values[-k:], rotation[:, -k:]
         vectors = basis @ rotation
@@ -50,12 +51,6 @@ def largest_eigenpairs(
                 "products: allow more by lanczos_eigenvalues(..., max_products=), or a larger rtol"
             )
         block = _next_block(basis, image[:, -block.shape[1] :])
-
-
-def _append_border(core: Tensor, border: Tensor) -> Tensor:
-    """Append columns (m + b, b), and their transpose as rows, to a symmetric matrix (m, m)."""
-    known = len(core)
-    return torch.cat([torch.cat([core, border[:known].mT]), border], 1)
 
 
 def _scale(core: Tensor) -> Tensor:
@@ -71,10 +66,7 @@ def _orthogonalize(columns: Tensor, basis: Tensor) -> Tensor:
 
 
 def _next_block(basis: Tensor, image: Tensor) -> Tensor:
-    """Orthonormal columns that span the part of `image` outside the basis.
-
-    If there is none, rounding supplies directions; the second round makes these orthogonal, too.
-    """
+    """Orthonormal columns that span the part of `image` outside the basis; if there is none, rounding supplies some."""
     width = min(image.shape[1], len(basis) - basis.shape[1])
     for _ in range(2):
         image = qr(_orthogonalize(image, basis))[0][:, :width]

@@ -89,10 +89,7 @@ def _is_of_a_library(error: RuntimeError) -> bool:
 
 
 def _small_on_host(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Matrices (..., d, d), those of accelerators that are small as copies on the host, by one transfer.
-
-    `torch.linalg.eigh` on an accelerator waits at each call, for its error code.
-    """
+    """Matrices (..., d, d), small ones of accelerators as copies on the host: there `eigh` waits at each call."""
     away = {
         k: matrix
         for k, matrix in enumerate(matrices)
@@ -163,20 +160,13 @@ def qr(matrix: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         torch.linalg.LinAlgError: every attempt failed.
     """
-    k, found = _first_good(torch.linalg.qr, (make(matrix) for make in (_as_it_is, widen, _double_on_cpu)))
+    attempts = (lambda: matrix, lambda: widen(matrix), lambda: matrix.cpu().double())
+    k, found = _first_good(torch.linalg.qr, (make() for make in attempts))
     if found is None:
         raise torch.linalg.LinAlgError(f"QR of a {tuple(matrix.shape)} matrix failed, also in float64 and on the CPU")
     if k:
         count_recovery("retried")
     return found[0].to(matrix), found[1].to(matrix)
-
-
-def _as_it_is(matrix: Tensor) -> Tensor:
-    return matrix
-
-
-def _double_on_cpu(matrix: Tensor) -> Tensor:
-    return matrix.cpu().double()
 
 
 def psd_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,25 +204,15 @@ def try_spd_inverse(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return torch.full_like(matrix, math.nan) if found is None else found.mT, ok & is_finite
 
 
-def spd_inverse(matrix: Tensor) -> Tensor:
-    """Inverse of symmetric positive definite matrices (g, d, d): by Cholesky, else `careful_spd_inverse`.
-
-    Raises:
-        torch.linalg.LinAlgError: every attempt failed.
-    """
-    found, ok = try_spd_inverse(matrix)
-    return found if bool(ok) else careful_spd_inverse(matrix)
-
-
 @full_precision()
 def careful_spd_inverse(matrix: Tensor) -> Tensor:
-    """`spd_inverse` after a first failure: by Cholesky in float64 on the CPU, else by eigenvalues above rounding.
+    """`try_spd_inverse` after a first failure: by Cholesky in float64 on the CPU, else by eigenvalues above rounding.
 
     Raises:
         torch.linalg.LinAlgError: every attempt failed.
     """
     count_recovery("retried")
-    double = _double_on_cpu(matrix)
+    double = matrix.cpu().double()
     found, ok = try_spd_inverse((double + double.mT) / 2)
     if bool(ok):
         return found.to(matrix)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import overload
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,28 +19,11 @@ WIDTH_STEP = 64  # small matrices are filled up to a multiple of this, to be dec
 EXTRA_DIRECTIONS = 16  # searched beyond 5/4 of those needed last time
 
 
-class Lazily(Sequence[Tensor]):
-    """Tensors that are made whenever they are asked for, so that one at a time is in memory."""
-
-    def __init__(self, make: Sequence[Callable[[], Tensor]]) -> None:
-        self.make = make
-
-    def __len__(self) -> int:
-        return len(self.make)
-
-    @overload
-    def __getitem__(self, k: int) -> Tensor: ...
-    @overload
-    def __getitem__(self, k: slice) -> Lazily: ...
-    def __getitem__(self, k: int | slice) -> Tensor | Lazily:
-        return Lazily(self.make[k]) if isinstance(k, slice) else self.make[k]()
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (make() for make in self.make)
+Make = Callable[[], Tensor]  # of a matrix, so that one at a time is in memory
 
 
 def low_rank_inverses(
-    matrices: Sequence[Tensor], damping: float, starts: Sequence[Tensor | None]
+    makes: Sequence[Make], damping: float, starts: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor] | None]:
     """V (d, r) and c with ``c (I - V V^T)`` close to ``(M + damping I)^-1`` for each M; None where r is large.
 
@@ -51,21 +32,20 @@ def low_rank_inverses(
     together: for the bases, the eigenvalues, and the ranks.
 
     Args:
-        matrices: M, symmetric (d, d), on one device. Each is looked at three times, and not kept.
+        makes: each returns an M, symmetric (d, d), all on one device. It is called three times, and M is not kept.
         damping: in the units of M.
         starts: V of similar matrices, to start from.
     """
-    bases = _bases(matrices, starts)
-    pairs = _ritz_pairs(matrices, bases)
-    kept = [_truncated(matrix, damping, *pair) for matrix, pair in zip(matrices, pairs, strict=True)]
+    bases = _bases(makes, starts)
+    pairs = _ritz_pairs(makes, bases)
+    kept = [_truncated(make(), damping, *pair) for make, pair in zip(makes, pairs, strict=True)]
     ranks = torch.stack([rank for *_, rank in kept]).tolist() if kept else []
     found = [
         None if rank < 0 else (vectors[:, :rank].contiguous(), shift)
         for (vectors, shift, _), rank in zip(kept, ranks, strict=True)
     ]
     turned = [k for k, start in enumerate(starts) if found[k] is None and start is not None]  # the subspace, too far
-    again = Lazily([partial(matrices.__getitem__, k) for k in turned])
-    anew = low_rank_inverses(again, damping, [None] * len(turned)) if turned else []
+    anew = low_rank_inverses([makes[k] for k in turned], damping, [None] * len(turned)) if turned else []
     for k, own in zip(turned, anew, strict=True):
         found[k] = own
     return found
@@ -74,7 +54,7 @@ def low_rank_inverses(
 Orthonormalize = Callable[[Tensor], Tensor]
 
 
-def _bases(matrices: Sequence[Tensor], starts: Sequence[Tensor | None]) -> list[Tensor]:
+def _bases(makes: Sequence[Make], starts: Sequence[Tensor | None]) -> list[Tensor]:
     """`_basis` of each; the host asks once whether all have succeeded."""
     flags: list[Tensor] = []
 
@@ -84,13 +64,13 @@ def _bases(matrices: Sequence[Tensor], starts: Sequence[Tensor | None]) -> list[
         return found
 
     bases, ends = [], []
-    for matrix, start in zip(matrices, starts, strict=True):
-        bases.append(_basis(matrix, start, tried))
+    for make, start in zip(makes, starts, strict=True):
+        bases.append(_basis(make(), start, tried))
         ends.append(len(flags))
     fine = look(flags)
     for k, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if not all(fine[begin:end]):
-            bases[k] = _basis(matrices[k], starts[k], lambda x: qr(x)[0])
+            bases[k] = _basis(makes[k](), starts[k], lambda x: qr(x)[0])
     return bases
 
 
@@ -107,11 +87,11 @@ def _basis(matrix: Tensor, start: Tensor | None, orthonormal: Orthonormalize) ->
     return found
 
 
-def _ritz_pairs(matrices: Sequence[Tensor], bases: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _ritz_pairs(makes: Sequence[Make], bases: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Ritz values, descending, and vectors (d, k) of each. Those of about one size are decomposed together."""
     sizes = [-(-basis.shape[1] // WIDTH_STEP) * WIDTH_STEP for basis in bases]
     found: dict[int, tuple[Tensor, Tensor]] = {}
-    inner = [matmul(basis.mT, matmul(matrix, basis)) for matrix, basis in zip(matrices, bases, strict=True)]
+    inner = [matmul(basis.mT, matmul(make(), basis)) for make, basis in zip(makes, bases, strict=True)]
     # negative numbers beyond the end come first among the eigenvalues, and have no part in the others
     padded = {
         size: torch.stack([_padded(x, size) for x, own in zip(inner, sizes, strict=True) if own == size])

@@ -32,11 +32,10 @@ from curvature.losses.output_hessian import (
     LinearMap,
     OutputBatch,
     OutputCurvature,
-    fisher_information,
-    hessian,
     hessian_root,
     label_gradient_root,
     label_gradient_sampler,
+    output_curvature,
     term_masses,
 )
 from curvature.losses.per_sample import per_sample_losses
@@ -205,11 +204,14 @@ class Injection:
 class Exact(Injection):
     """See `exact`."""
 
+    is_expected: ClassVar[bool] = True  # whether the Hessian of a negative log-likelihood is the mean over labels
+
     def number(self, output: Tensor, count: int) -> int:
         return output.numel() // count
 
     def _curvature(self, batch: OutputBatch) -> OutputCurvature:
-        return fisher_information(self._require(batch.loss), batch.output, batch.target, batch.count)
+        loss = self._require(batch.loss)
+        return output_curvature(loss, batch.output, batch.target, batch.count, self.is_expected)
 
     def known_diagonal(
         self, output: Tensor, loss: Loss | None = None, target: Any = None, *, count: int
@@ -248,8 +250,7 @@ class Curved(Exact):
     It need not be positive semi-definite: there are pairs and products, and vectors only if a root is known.
     """
 
-    def _curvature(self, batch: OutputBatch) -> OutputCurvature:
-        return hessian(self._require(batch.loss), batch.output, batch.target, batch.count)
+    is_expected: ClassVar[bool] = False
 
     def _root(self, batch: OutputBatch) -> LinearMap:
         root = self._curvature(batch).root

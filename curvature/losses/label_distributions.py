@@ -43,8 +43,8 @@ class LabelDistribution:
         raise NotImplementedError
 
     def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
-        """Mean and variance of the label where the output is normal with mean f."""
-        raise NotImplementedError
+        """Where the output is normal with mean f: by MacKay's probit approximation (doi:10.1162/neco.1992.4.5.720)."""
+        return self.given(f / (1 + math.pi / 8 * variance).sqrt(), noise)
 
 
 class Normal(LabelDistribution):
@@ -75,9 +75,6 @@ class Categorical(LabelDistribution):
         p = f.softmax(1)
         return Prediction(p, p * (1 - p))
 
-    def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
-        return self.given(_moderated(f, variance), noise)
-
 
 class Bernoulli(LabelDistribution):
     """1 with probability ``sigmoid(f)``, else 0."""
@@ -85,9 +82,6 @@ class Bernoulli(LabelDistribution):
     def given(self, f: Tensor, noise: Tensor) -> Prediction:
         p = f.sigmoid()
         return Prediction(p, p * (1 - p))
-
-    def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
-        return self.given(_moderated(f, variance), noise)
 
 
 class Poisson(LabelDistribution):
@@ -117,8 +111,3 @@ class NormalHeads(LabelDistribution):
     def marginal(self, f: Tensor, variance: Tensor, noise: Tensor) -> Prediction:
         mean, spread = f.chunk(2, 1)
         return Prediction(mean, spread + variance.chunk(2, 1)[0])
-
-
-def _moderated(f: Tensor, variance: Tensor) -> Tensor:
-    """MacKay's probit approximation to the mean of a sigmoid (1992, doi:10.1162/neco.1992.4.5.720)."""
-    return f / (1 + math.pi / 8 * variance).sqrt()

@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvature.losses.per_sample import (
-    is_in_closed_form,
-    map_target,
-    per_sample_losses,
-    require_scalar,
-    sample_masses,
-)
+from curvature.losses.per_sample import is_in_closed_form, map_target, per_sample_losses, require_scalar, sample_masses
 from curvature.losses.table import Loss, is_torch_loss, name_of, reduction_of, resolve
 
 FAR_POINTS = 8
@@ -135,11 +129,11 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
 
 
 def _alone(loss: Loss, point: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:
-    if is_torch_loss(loss):
-        return per_sample_losses(loss, point, target, count, output_dim, target_dim)
     try:
         return per_sample_losses(loss, point, target, count, output_dim, target_dim)
     except Exception as error:  # whatever a loss of the user's raises
+        if is_torch_loss(loss):
+            raise
         raise NoWeightedSum(loss, f"it does not run on one sample alone: {error}") from error
 
 
@@ -217,7 +211,7 @@ class SampleMasses:
     """
 
     def __init__(self, loss: Loss | None) -> None:
-        self.loss = None if loss is None else resolve(loss)
+        self.loss: Any = None if loss is None else resolve(loss)
         self.is_sum = loss is not None and reduction_of(loss) == "sum"
         self.first: int | None = None  # number of the batch that has the reference
         self.reference: tuple[Tensor, Any, Tensor] | None = None  # output, target and mass of a sample that counts
@@ -250,29 +244,22 @@ class SampleMasses:
         return masses
 
     def whole(self, number: int, output: Tensor) -> Tensor:
-        """(1,): the mass of a batch whose samples meet in the loss, which has to be the only one.
-
-        Raises:
-            ValueError: it is not.
-        """
+        """(1,): the mass of a batch whose samples meet in the loss; ValueError unless it is the only one."""
         if self.first is not None and number != self.first:
             raise self._only_one_batch("its samples meet in it")
         self.first, self.is_sum, self.kind = number, True, "other"
         return output.new_ones(1, dtype=torch.promote_types(output.dtype, torch.float32))
 
     def require_common_unit(self) -> None:
-        """
-        Raises:
-            ValueError: masses are in a unit of this pass, so that its sums and those of other data cannot be added.
-        """
+        """Raise ValueError for masses in a unit of this pass: its sums and those of other data cannot be added."""
         if not self.is_plain:
             raise ValueError(
-                f"store: samples weigh differently in {name_of(self._callable)}, by how much is known beside those of "
+                f"store: samples weigh differently in {name_of(self.loss)}, by how much is known beside those of "
                 "the first batch alone, so sums over other data could not be added; take a loss of torch.nn"
             )
 
     def _of_first(self, number: int, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
-        measured = shares(self._callable, output, target, count, *dims)
+        measured = shares(self.loss, output, target, count, *dims)
         n = int(measured.argmax())
         if measured[n] <= 0:
             return measured
@@ -293,10 +280,10 @@ class SampleMasses:
             both = torch.cat([output_of_one, output.detach()], dims[0])
             targets = _joined(target_of_one, target, dims[1])
         except RuntimeError as error:
-            if self.kind == "sum" and _kind(measured := shares(self._callable, output, target, count, *dims)) != "mean":
+            if self.kind == "sum" and _kind(measured := shares(self.loss, output, target, count, *dims)) != "mean":
                 return measured
             raise self._only_one_batch(f"their outputs or targets do not fit together: {error}") from error
-        measured = shares(self._callable, both, targets, count + 1, *dims)
+        measured = shares(self.loss, both, targets, count + 1, *dims)
         if not measured[1:].any():  # no term of this batch counts
             return measured[1:]
         kind = _kind(measured)
@@ -309,14 +296,9 @@ class SampleMasses:
             else _rounded(measured[1:] / measured[0] * mass, torch.ones_like(measured[1:], dtype=torch.bool))
         )
 
-    @property
-    def _callable(self) -> Loss:
-        assert self.loss is not None
-        return self.loss
-
     def _only_one_batch(self, why: str) -> ValueError:
         return ValueError(
-            f"{name_of(self._callable)}: how several batches make up the loss of all data cannot be told, since {why}. "
+            f"{name_of(self.loss)}: how several batches make up the loss of all data cannot be told, since {why}. "
             "Give all data as one batch, or a loss of torch.nn"
         )
 

@@ -105,48 +105,27 @@ class OutputCurvature:
     diagonal: Callable[[], Tensor] | None = None
 
 
-def fisher_information(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> OutputCurvature:
-    """The expected Hessian of l_n if the loss is a negative log-likelihood, else its Hessian.
+def output_curvature(
+    loss: Loss, output: Tensor, target: Any = None, count: int | None = None, is_expected: bool = True
+) -> OutputCurvature:
+    """The Hessian of l_n or, where `is_expected` and it is a negative log-likelihood, its mean over labels.
 
-    Args:
-        loss: a torch loss module, a function of the same name, or a twice differentiable callable
-            ``loss(output, target) -> scalar``.
-        output: shape (N, ...), or (N*m, ...) with ``count`` = N.
-        target: as ``loss`` takes it. A likelihood needs it only for weights that depend on it.
-        count: N; by default the size of dim 0.
-
-    Raises:
-        ValueError: the target is needed but missing, shapes do not fit, a mass is negative, or the loss is neither a
-            sum nor a mean.
+    The output is (N, ...), or (N*m, ...) with ``count`` = N. A likelihood needs the target only for weights.
     """
-    loss, row = _resolve(loss)
-    if row is None or row.likelihood is None:
-        return _by_differentiating(loss, row, output, target, count)
-    masses = term_masses(loss, output, target, count=count)
-    return _of_likelihood(row.likelihood(loss, output), masses, output, count)
-
-
-def hessian(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> OutputCurvature:
-    """The Hessian of l_n. Arguments and errors as for `fisher_information`."""
     loss, row = _resolve(loss)
     if row is not None and row.likelihood is not None:
         masses = term_masses(loss, output, target, count=count)
         unit = row.likelihood(loss, output)
-        if unit.is_hessian:
+        if is_expected or unit.is_hessian:
             return _of_likelihood(unit, masses, output, count)
     return _by_differentiating(loss, row, output, target, count)
 
 
 def hessian_root(loss: Loss, output: Tensor, target: Any = None, count: int | None = None) -> LinearMap:
-    """Return eps -> S eps with ``S S^T`` the `fisher_information` of every sample. Arguments and errors as there.
-
-    Raises:
-        ValueError: the target is needed but missing, or the Hessian of a sample is not positive semi-definite. A
-            non-finite Hessian gives nan for its sample.
-    """
+    """Return eps -> S eps with ``S S^T`` the `output_curvature` of every sample; nan where that is not finite."""
     if target is None and _resolve(loss)[1] is None:
         raise _missing_target(loss)
-    curvature = fisher_information(loss, output, target, count)
+    curvature = output_curvature(loss, output, target, count)
     return curvature.root or _root_by_eigh(loss, curvature.product(), output, count or len(output))
 
 
@@ -154,13 +133,6 @@ def hessian_product(loss: Loss, output: Tensor, target: Any, count: int) -> Line
     """Return u -> H u with H the Hessian of l_n, by differentiating l_n twice; zero if l_n is linear.
 
     The graph is built once, here; each call needs memory for its k vectors.
-
-    Args:
-        loss, output, target, count: as for `curvature.losses.per_sample_losses`, with samples along dim 0 of both.
-
-    Raises:
-        ValueError: the loss is not differentiable in the output; or as for `per_sample_losses`.
-        RuntimeError: in a product, if torch cannot differentiate the loss twice.
     """
     point = output.detach().requires_grad_()
     with torch.enable_grad():
@@ -191,13 +163,7 @@ def label_gradient_sampler(loss: Loss, output: Tensor, target: Any = None, count
     """Return (k, generator) -> k gradients at labels drawn independently from the likelihood, (k, *output.shape).
 
     Each term contributes the gradient of its negative log-likelihood at its own label, times the root of its mass. The
-    second moment is the `fisher_information`.
-
-    Args:
-        loss, output, target, count: as for `fisher_information`; nothing is differentiated.
-
-    Raises:
-        ValueError: the loss is no known negative log-likelihood, or its weights need the target.
+    second moment is the `output_curvature`.
     """
     unit, scale = _drawn_from(loss, output, target, count)
     return lambda k, generator: scale * unit.draw(k, generator)
@@ -235,17 +201,8 @@ def term_masses(
 
     1 if the loss is a sum, 1/T if it is a mean over T terms per sample; with class indices, the weight of the class (0
     if ignored) over the sum of these; times ``pos_weight``, ``weight`` and the sum of a soft target. A callable counts
-    as one term per sample.
-
-    Args:
-        loss, output, target, count: as for `fisher_information`. Without a target no place is ignored.
-        strict: whether weights that depend on a missing target are an error; otherwise they count 1.
-
-    Returns:
-        Shape of the output, with size 1 along a dim of classes.
-
-    Raises:
-        ValueError: weights need the target, a mass is negative, shapes do not fit.
+    as one term per sample. The shape is that of the output, with size 1 along a dim of classes. Without a target no
+    place is ignored; weights that depend on it are then an error if `strict`, else they count 1.
     """
     loss, row = _resolve(loss)
     if row is None:

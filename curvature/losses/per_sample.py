@@ -99,10 +99,7 @@ def sample_masses(
 
 
 def is_in_closed_form(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> bool:
-    """Whether torch itself makes the loss of the batch from the same terms as that of each sample.
-
-    False is no refusal: the loss has to be tried. Arguments as for `per_sample_losses`.
-    """
+    """Whether torch makes the loss of the batch from the same terms as that of each sample; else it has to be tried."""
     loss = resolve(loss)
     row = TORCH_LOSSES.get(type(loss))
     if row is None or not isinstance(target, Tensor) or getattr(loss, "reduction", "mean") == "batchmean":

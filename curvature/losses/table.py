@@ -77,12 +77,7 @@ class GaussianNLLLoss(nn.Module):
         self.reduction, self.full, self.eps = loss.reduction, loss.full, loss.eps
 
     def forward(self, output: Any, target: Tensor) -> Tensor:
-        """The loss at ``output`` of shape (N, 2d, ...), or a tuple (mean, variance).
-
-        Raises:
-            ValueError: the output does not consist of two heads, the target does not have the shape of the means, or a
-                variance is negative.
-        """
+        """The loss at (N, 2d, ...), or a tuple (mean, variance); ValueError for other shapes, negative variances."""
         mean, variance = self.heads(output)
         if target.shape != mean.shape:
             raise ValueError(f"GaussianNLLLoss: target {tuple(target.shape)}, but the means are {tuple(mean.shape)}")
@@ -253,9 +248,7 @@ TORCH_LOSSES: dict[type, TorchLoss] = {  # by exact type, since a subclass may c
         stand_in=torch.zeros_like,
     ),
     nn.MSELoss: _entries(
-        F.mse_loss,
-        likelihood=lambda _, output: likelihoods.Normal(output),
-        labels=label_distributions.Normal(),
+        F.mse_loss, likelihood=lambda _, output: likelihoods.Normal(output), labels=label_distributions.Normal()
     ),
     nn.PoissonNLLLoss: _entries(F.poisson_nll_loss, likelihood=_poisson, labels=label_distributions.Poisson()),
     GaussianNLLLoss: TorchLoss(

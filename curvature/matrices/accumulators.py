@@ -56,11 +56,7 @@ class Chunk:
         return None if left is None or right is None else (left, right)
 
     def by_sample(self, name: str) -> tuple[TermsByVector, TermsByVector] | None:
-        """As `of`, for what is defined by samples.
-
-        Raises:
-            SamplesMeet: they meet, and the batch counts as one.
-        """
+        """As `of`, for what is defined by samples; raises where they meet, and the batch counts as one."""
         if self.whole is not None:
             raise self.whole
         return self.of(name)
@@ -330,11 +326,7 @@ class LayersAccumulator(Accumulator):
         return BlockDiagonal(self.space, [part.result(scale) for part in [*self.parts.values(), *zeros]])
 
     def within(self, factors: BlockDiagonal) -> LayersAccumulator:
-        """An accumulator for the second pass alone, given what the first has found.
-
-        Raises:
-            ValueError: it is of other parameters, or of another structure.
-        """
+        """An accumulator for the second pass alone, given what the first has found; ValueError if it does not fit."""
         if not isinstance(factors, BlockDiagonal) or factors.space != self.space:
             raise ValueError(f"factors: expected those of {self.space}, as kfac gives them, found {factors!r}")
 
@@ -373,11 +365,7 @@ class RowRangeAccumulator(Accumulator):
             part.add(whole)
 
     def _split(self, vectors: Vectors) -> Vectors:
-        """The terms of each range, as if it were a parameter of its own.
-
-        Raises:
-            ValueError: a range did not occur in the first batch.
-        """
+        """The terms of each range, as if it were a parameter of its own."""
         found: dict[str, list[Sequence[Term]]] = {}
         read = ((name, part) for name in self.names for terms in vectors.get(name, ()) for part in row_ranges(terms))
         for name, part in read:

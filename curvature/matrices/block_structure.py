@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 
@@ -20,7 +20,8 @@ from curvature.matrices.accumulators import (
     Range,
     RowRangeAccumulator,
 )
-from curvature.matrices.passes import RecordedBatch
+from curvature.matrices.passes import DataSource, RecordedBatch
+from curvature.matrices.products import Repeated
 from curvature.matrices.stored_sums import Progress, StoredSums
 from curvature.operators import Operator, Space, require_held_size
 from curvature.recording import is_within
@@ -31,22 +32,11 @@ Structure = Literal["kronecker", "dense", "diagonal"]
 STRUCTURES = ("kronecker", "dense", "diagonal")
 Chunks = Callable[[RecordedBatch, Injection, torch.Generator], Iterator[Chunk]]
 Sums = TypeVar("Sums", bound=Accumulator)
-
-
-class PassesOverData(Protocol):
-    """Goes over the data: a `DataSource`, or one that also checks that data are the same every time."""
-
-    def each(self, visit: Callable[[RecordedBatch], None]) -> None: ...
-
-    @property
-    def is_sum(self) -> bool: ...
+Passes = DataSource | Repeated  # the latter also checks that data are the same every time
 
 
 def require_injection(inject: Any) -> None:
-    """
-    Raises:
-        TypeError: `inject` is no injection.
-    """
+    """Raise TypeError for what is no injection."""
     if not isinstance(inject, Injection):
         raise TypeError(
             f"inject: expected exact(), sampled(), propagated(), isotropic() or empirical(), found {inject!r}"
@@ -61,7 +51,7 @@ def seed_of(generator: torch.Generator | None) -> int:
 
 
 def collected(
-    passes: PassesOverData,
+    passes: Passes,
     inject: Injection,
     seed: int,
     accumulator: Accumulator,
@@ -74,7 +64,7 @@ def collected(
 
 
 def summed(
-    passes: PassesOverData,
+    passes: Passes,
     inject: Injection,
     seed: int,
     accumulator: Sums,
@@ -127,11 +117,7 @@ class Structures:
                 raise ValueError(f"structure: {key!r} has {structure!r}; expected one of {', '.join(STRUCTURES)}")
 
     def accumulator(self, space: Space, default: Structure, sharing: str) -> LayersAccumulator:
-        """An accumulator of the blocks of all layers.
-
-        Raises:
-            ValueError: a key is no name of a parameter or of a module with parameters.
-        """
+        """An accumulator of the blocks of all layers; ValueError for a key that names none of them."""
         for key in self.chosen:
             if not any(is_within(name, key) for name in space.names):
                 known = dict.fromkeys(name.rpartition(".")[0] or name for name in space.names)
@@ -166,7 +152,8 @@ class Structures:
 
 def _require_held_sides(factored: KroneckerAccumulator) -> None:
     scheme = factored.total.scheme
-    for what, rows, is_diagonal in zip(("outputs", "inputs"), scheme.widths, scheme.diagonal, strict=True):
+    _, *widths = scheme.arrangement.sides
+    for what, rows, is_diagonal in zip(("outputs", "inputs"), widths, scheme.diagonal, strict=True):
         if not is_diagonal:
             require_held_size(
                 factored.names, f"the factor of its {what}", rows, scheme.dtype, ("diagonal", "kronecker")

@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvature.functional import ExactNorms
 from curvature.gradients import Batch, differences, over_samples, tried_by_vmap
 from curvature.linalg import full_precision
-from curvature.matrices.passes import DataSource, RecordedBatch
-from curvature.operators import Space
+from curvature.matrices.passes import DataSource, RecordedBatch, zeros
 from curvature.recording import preserve_state
 from curvature.terms import gradients
 
@@ -51,9 +50,10 @@ def per_sample_jacobians(
     One forward pass, and one vector for each entry of a sample's output sent back through all samples at once.
     """
     source = DataSource(model, None, (x, None), sample_dim, parameters=parameters)
-    batch, space = source.batch(x, None), source.space
+    batch = source.batch(x, None)
     if not batch.count:
-        return _of_no_samples(batch, space)
+        with preserve_state(batch.model), torch.no_grad():
+            return zeros(source.space, *batch.output().movedim(batch.dims[1], 0).shape)
     found: dict[str, Tensor] = {}
     is_random = []
 
@@ -69,20 +69,9 @@ def per_sample_jacobians(
     return _with_graph(batch, found)
 
 
-def _of_no_samples(batch: Batch, space: Space) -> dict[str, Tensor]:
-    with preserve_state(batch.model), torch.no_grad():
-        shape = batch.output().movedim(batch.dims[1], 0).shape
-    entries = zip(space.devices.items(), space.shapes, strict=True)
-    return {name: torch.zeros(*shape, *own, dtype=space.dtype, device=device) for (name, device), own in entries}
-
-
 @full_precision()
 def _with_graph(batch: Batch, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By vmap over samples; where it cannot follow, or is wrong, entry by entry.
-
-    Raises:
-        RuntimeError: a derivative with a graph is another one than without.
-    """
+    """By vmap over samples; where it cannot follow, or is wrong, entry by entry."""
     axis, parameters = batch.dims[1], dict(batch.parameters)
     of_sample = lambda output, target: output.movedim(axis, 0)[0]
 

@@ -113,10 +113,7 @@ def _slots(use: Use, through: set[str]) -> dict[str, str]:
 def _change_of(use: Use, slots: Mapping[str, str], directions: Directions) -> Callable[[], Tensor]:
     """How the output of a use changes, (c, *its shape), once called."""
     assert use.rule is not None and use.call is not None
-    rule, call = use.rule, use.call
-
-    def change(own: Mapping[str, Tensor]) -> Tensor:
-        return rule.change(call, own)
+    change = partial(use.rule.change, use.call)
 
     def make() -> Tensor:
         own = {slot: directions[name] for slot, name in slots.items()}

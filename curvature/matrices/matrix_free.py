@@ -110,4 +110,4 @@ class ThroughGradient:
         if not self.checked:
             self.checked.append(True)
             require_symmetric(self.space, self.product, coarsest(self.passes.source.model))
-        return self.passes.times(partial(through_gradient, passes=self.passes), matrix)
+        return self.passes.times(through_gradient, matrix)

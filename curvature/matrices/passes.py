@@ -234,31 +234,22 @@ class RecordedBatch:
         return found
 
     def require_apart(self) -> None:
-        """Refuse a batch whose samples meet in the model.
-
-        Raises:
-            SamplesMeet: they do.
-        """
+        """Raise `SamplesMeet` for a batch whose samples meet in the model."""
         if self.whole is None:
             with AttentionInBlocks():
                 require_apart(self.batch, self.tape)
 
     def mass_of_batch(self) -> float:
-        """What the batch counts for beside others: 1 in a sum, the masses of its samples together in a mean.
-
-        Raises:
-            ValueError: samples meet in the loss, and there are several batches.
-        """
+        """What the batch counts for beside others: 1 in a sum, the masses of its samples together in a mean."""
         try:
             masses = self._masses
         except NoWeightedSum:
             masses = self.masses.whole(self.number, self.output)
         return 1.0 if self.masses.is_sum else float(masses.sum())
 
-    def weights(self, inject: Injection | None = None) -> Tensor:
+    def weights(self, inject: Injection) -> Tensor:
         """Weight of every sample (N,), not divided by their sum: its mass in a mean, else 1."""
-        masses = self._masses
-        return masses if inject is None or inject.weighs_samples else torch.ones_like(masses)
+        return self._masses if inject.weighs_samples else torch.ones_like(self._masses)
 
     @cached_property
     def _masses(self) -> Tensor:
@@ -342,7 +333,7 @@ class RecordedBatch:
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         """Send the vectors of an injection back, a bounded number at a time."""
         batch = self.batch
-        output, loss, target = samples_first(self.output.detach(), self.loss, batch.y, batch.dims)
+        output, loss, target = self.samples_first()
         weights = self.weights(inject)
         _ = self.plan  # learnt before there are vectors: either takes several times the output's memory
         sent = inject.pairs(output, loss, target, count=batch.count, size=self.chunk_size, generator=generator)
@@ -356,24 +347,29 @@ class RecordedBatch:
                 yield self.chunk(len(part), lefts, rights, weights, first)
                 first = False
 
+    def samples_first(self) -> tuple[Tensor, Loss | None, Any]:
+        """Output, detached, loss and target with the samples along dim 0 of both tensors."""
+        loss, dims = self.loss, self.batch.dims
+        output = self.output.detach().movedim(dims[1], 0)
+        target = map_tensors(lambda t: t.movedim(dims[2], 0), self.batch.y)
+        if loss is None or dims[1:] == (0, 0) or is_entrywise(loss):
+            return output, loss, target
+
+        def moved(output: Any, target: Any) -> Tensor:
+            return loss(output.movedim(0, dims[1]), map_tensors(lambda t: t.movedim(0, dims[2]), target))
+
+        moved.reduction = reduction_of(loss)  # type: ignore[attr-defined]
+        return output, moved, target
+
     def chunk(self, vectors: int, left: Vectors, right: Vectors, weights: Tensor, first: bool) -> Chunk:
         """A chunk of this batch."""
         return Chunk(self.tape, vectors, left, right, weights, first, self._patches, self.whole)
 
 
-def samples_first(
-    output: Tensor, loss: Loss | None, target: Any, dims: tuple[int, int, int]
-) -> tuple[Tensor, Loss | None, Any]:
-    """Output, loss and target with the samples along dim 0 of both tensors."""
-    moved_output, moved_target = output.movedim(dims[1], 0), map_tensors(lambda t: t.movedim(dims[2], 0), target)
-    if loss is None or dims[1:] == (0, 0) or is_entrywise(loss):
-        return moved_output, loss, moved_target
-
-    def moved(output: Any, target: Any) -> Tensor:
-        return loss(output.movedim(0, dims[1]), map_tensors(lambda t: t.movedim(0, dims[2]), target))
-
-    moved.reduction = reduction_of(loss)  # type: ignore[attr-defined]
-    return moved_output, moved, moved_target
+def zeros(space: Space, *lead: int) -> dict[str, Tensor]:
+    """Zeros (*lead, *shape) by name, where the parameters are."""
+    entries = zip(space.devices.items(), space.shapes, strict=True)
+    return {name: torch.zeros(*lead, *own, dtype=space.dtype, device=device) for (name, device), own in entries}
 
 
 def _joined_if_small(parts: Sequence[Tensor | None]) -> Tensor | None:

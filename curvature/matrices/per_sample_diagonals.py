@@ -13,15 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from curvature.functional import ExactNorms
 from curvature.gradients import Batch, differences, either_form, over_samples, tried_by_vmap
 from curvature.linalg import full_precision, without_autocast
-from curvature.losses import Injection, Loss, exact
+from curvature.losses import Injection, Loss
 from curvature.matrices.block_structure import require_injection, seed_of
-from curvature.matrices.builders import hessian
-from curvature.matrices.passes import DataSource, RecordedBatch
+from curvature.matrices.builders import EXACT, hessian
+from curvature.matrices.passes import DataSource, RecordedBatch, zeros
 from curvature.operators import Space
 from curvature.recording import preserve_state
 from curvature.terms import gradients
 
-EXACT = exact()
 PRODUCT_ELEMENTS = 1 << 24  # entries of the rows of all samples' Hessians that are computed together
 
 
@@ -64,7 +63,7 @@ def per_sample_fisher_diagonals(
     require_injection(inject)
     space = source.space
     drawn = torch.Generator(space.device).manual_seed(seed_of(generator))
-    found = _of_no_samples(space)
+    found = zeros(space, 0)
 
     def visit(run: RecordedBatch) -> None:
         for name, rows in found.items():
@@ -107,7 +106,7 @@ def per_sample_hessian_diagonals(
     batch = Batch.of(model, loss, x, y, sample_dim, parameters)
     space = Space.of(batch.parameters)
     if not batch.count:
-        return _of_no_samples(space)
+        return zeros(space, 0)
 
     def alone(n: int) -> dict[str, Tensor]:
         sample = batch.sample(n)
@@ -145,8 +144,3 @@ def _by_vmap(batch: Batch, space: Space) -> dict[str, Tensor]:
 
     with preserve_state(batch.model), sdpa_kernel(SDPBackend.MATH), ExactNorms():
         return space.split(over_samples(batch, diagonal_of, values, count).detach())
-
-
-def _of_no_samples(space: Space) -> dict[str, Tensor]:
-    entries = zip(space.devices.items(), space.shapes, strict=True)
-    return {name: torch.zeros(0, *shape, dtype=space.dtype, device=device) for (name, device), shape in entries}

@@ -22,7 +22,7 @@ from curvature.linalg import full_precision, matmul, widen
 from curvature.losses import Injection, Random
 from curvature.matrices.forward_mode import ForwardMode
 from curvature.matrices.linearised import LayerRules
-from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch, samples_first
+from curvature.matrices.passes import CACHED_ELEMENTS, DataSource, RecordedBatch
 from curvature.operators import Space
 from curvature.recording import in_turn, tensors_in
 
@@ -45,10 +45,6 @@ class BatchProduct:
 
 
 Prepare = Callable[[RecordedBatch, bool], BatchProduct]  # of a batch, and whether it is the only one
-
-
-def _none(*arguments: Any) -> None:
-    return None
 
 
 @dataclass
@@ -93,7 +89,7 @@ class Repeated:
     def each(
         self,
         visit: Callable[[RecordedBatch], None],
-        direction: Callable[[Batch], Mapping[str, Tensor] | None] = _none,
+        direction: Callable[[Batch], Mapping[str, Tensor] | None] = lambda batch: None,
         wanted: Callable[[int], bool] | None = None,
     ) -> None:
         """`DataSource.each` with checks.
@@ -115,7 +111,7 @@ class Repeated:
                     "model: the forward pass draws random numbers (dropout?), so every product would be of another "
                     "matrix; call model.eval()"
                 )
-            seen.append(_checksum(run.batch))
+            seen.append(sum(float(widen(t).sum()) for t in tensors_in(run.batch.x, run.batch.y)))
             visit(run)
 
         forward = lambda batch: self.forward.record(batch, direction(batch))
@@ -226,10 +222,6 @@ def _seen_of(t: Tensor) -> tuple[int, int | None, int | None]:
     return id(t), t.data_ptr() if has_place else None, None if t.is_inference() else t._version
 
 
-def _checksum(batch: Batch) -> float:
-    return sum(float(widen(t).sum()) for t in tensors_in(batch.x, batch.y))
-
-
 def through_outputs(
     run: RecordedBatch, is_single: bool, inject: Injection, drawn: torch.Generator, passes: Repeated
 ) -> BatchProduct:
@@ -237,7 +229,7 @@ def through_outputs(
     run = run.as_seen_by(inject, by_rows=False)
     parameters = list(run.batch.parameters.values())
     dims = run.batch.dims
-    output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
+    output, loss, target = run.samples_first()
     weights = run.weights(inject)
     weight = weights.sum()
     shares = weights / weight if is_single and not passes.is_sum else weights
@@ -303,7 +295,7 @@ def _changes(
     return (lambda part: changes(named(part))), _through_backward(run)
 
 
-def through_gradient(run: RecordedBatch, is_single: bool, passes: Repeated) -> BatchProduct:
+def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
     """Multiply with the Hessian of the loss of the batch, times its mass in a mean over several."""
     parameters = list(run.batch.parameters.values())
     weight = 1.0 if is_single else run.mass_of_batch()
@@ -332,14 +324,7 @@ def coarsest(model: nn.Module) -> float:
 
 @full_precision()
 def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
-    """Refuse a product that is not symmetric: some of torch's second derivatives are wrong.
-
-    Args:
-        rounding: relative, of the precision of the product.
-
-    Raises:
-        RuntimeError: u^T H v and v^T H u differ by more than rounding, for random u and v.
-    """
+    """Refuse a product that is not symmetric, up to this relative rounding: torch has some second derivatives wrong."""
     generator = torch.Generator(space.device).manual_seed(0)
     probes = torch.randn(space.size, 2, generator=generator, dtype=space.dtype, device=space.device)
     found = matmul(probes.T, matmat(probes))

@@ -9,8 +9,8 @@ import torch
 from curvature.gradients import Jacobian
 from curvature.losses import Injection
 from curvature.matrices.accumulators import Accumulator, Chunk, Vectors
-from curvature.matrices.block_structure import PassesOverData, collected
-from curvature.matrices.passes import RecordedBatch, samples_first
+from curvature.matrices.block_structure import Passes, collected
+from curvature.matrices.passes import RecordedBatch
 from curvature.operators import Operator, SampleSpace, Space
 from curvature.terms import DenseGradients, Term, promote
 
@@ -43,7 +43,7 @@ class RowAccumulator(Accumulator):
         return SampleSpace(self.space, Jacobian(self.parts, shapes, zero).stacked(), scale)
 
 
-def in_sample_space(passes: PassesOverData, inject: Injection, seed: int, space: Space, limit: int) -> Operator | None:
+def in_sample_space(passes: Passes, inject: Injection, seed: int, space: Space, limit: int) -> Operator | None:
     """The matrix by its rows; None if there are more than `limit`, which costs no backward pass that exceeds it.
 
     None also for a loss whose Hessian at the output has no root that is known.
@@ -53,7 +53,7 @@ def in_sample_space(passes: PassesOverData, inject: Injection, seed: int, space:
     def chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         nonlocal found
         dims, count = run.batch.dims, run.batch.count
-        output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
+        output, loss, target = run.samples_first()
         found += inject.number(output, count) * count
         if found > limit:
             raise NotFewRows

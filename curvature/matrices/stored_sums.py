@@ -63,15 +63,7 @@ class StoredSums:
         self.written, self.seconds = time.monotonic(), 0.0
 
     def fill(self, progress: Progress, add: Callable[[Any], None], each: Callable[..., None]) -> None:
-        """Go over the batches that are missing, and write the sums now and then, and at the end, come what may.
-
-        Args:
-            progress: is changed by `add`, which adds a batch.
-            each: goes over the data: ``each(visit, wanted=...)``.
-
-        Raises:
-            ValueError: the file is of something else.
-        """
+        """Go over the missing batches by `each(visit, wanted=)`, and write the sums now and then, and at the end."""
         space = progress.accumulator.space
         known = _read(self.path, None if space.places else space.device) if self.path.exists() else None
         done, is_whole = 0, True
@@ -90,7 +82,8 @@ class StoredSums:
             first = _norms(progress.accumulator) if first is None else first
             if known is not None:
                 _require_near(self.path, known["first"], first)
-                _continue_making(known["sums"], progress.accumulator)
+                if isinstance(progress.accumulator, accumulators.LayersAccumulator):
+                    known["sums"].make = progress.accumulator.make  # functions are in no file
                 progress.accumulator, progress.total, progress.batches = known["sums"], known["total"], done
                 progress.generator.set_state(known["draws"])
                 first, known = known["first"], None
@@ -195,12 +188,6 @@ def _unpacked(value: Any, device: torch.device | str | None) -> Any:
     for name, value in fields.items():
         object.__setattr__(made, name, value)  # some are frozen
     return made
-
-
-def _continue_making(restored: Accumulator, fresh: Accumulator) -> None:
-    """Layers that are still to come are made as by the fresh accumulator: functions are in no file."""
-    if isinstance(restored, accumulators.LayersAccumulator) and isinstance(fresh, accumulators.LayersAccumulator):
-        restored.make = fresh.make
 
 
 def _norms(accumulator: Accumulator) -> list[float]:

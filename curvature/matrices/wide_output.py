@@ -19,7 +19,7 @@ from curvature.layers import Layout, Unsupported
 from curvature.linalg import full_precision, qr, symmetric_eigh, widen, widest
 from curvature.losses import Injection
 from curvature.matrices.accumulators import Chunk
-from curvature.matrices.passes import RecordedBatch, samples_first
+from curvature.matrices.passes import RecordedBatch
 from curvature.recording import Use
 from curvature.terms import AffineLayout, OuterProduct
 
@@ -59,7 +59,7 @@ class LastLayer:
 def diagonal_chunks(run: RecordedBatch, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
     """Chunks with the same diagonal as ``run.chunks(inject, generator)``, from fewer vectors where possible."""
     dims = run.batch.dims
-    output, loss, target = samples_first(run.output.detach(), run.loss, run.batch.y, dims)
+    output, loss, target = run.samples_first()
     count = run.batch.count
     head = find_last_layer(run) if inject.number(output, count) > 1 else None
     if head is None or output.numel() // count < MIN_WIDTH_RATIO * head.places * (head.weight.shape[1] + 1):
@@ -78,7 +78,9 @@ def diagonal_chunks(run: RecordedBatch, inject: Injection, generator: torch.Gene
     own = head.from_output(diagonal.movedim(0, dims[1])[None])[0]
     weights = run.weights(inject)
     for number, (part, names) in enumerate(_vectors(head, own, product, run)):
-        yield _chunk(run, head.to_output(part).to(run.output.dtype), names, weights, number == 0)
+        vectors = run.terms(head.to_output(part).to(run.output.dtype))
+        terms = {name: of_vectors for name, of_vectors in vectors.items() if name in names}
+        yield run.chunk(len(part), terms, terms, weights, number == 0)
 
 
 def _vectors(
@@ -134,11 +136,6 @@ def _mixes_places(head: LastLayer, product: Callable[[Tensor], Tensor]) -> bool:
         if found.any():
             return True
     return False
-
-
-def _chunk(run: RecordedBatch, vectors: Tensor, names: frozenset[str], weights: Tensor, first: bool) -> Chunk:
-    terms = {name: of_vectors for name, of_vectors in run.terms(vectors).items() if name in names}
-    return run.chunk(len(vectors), terms, terms, weights, first)
 
 
 @full_precision()

@@ -9,14 +9,7 @@ penalties (`quadratic_penalty`), whose sums have a minimum (`merge`).
 from curvature.operators.base import Dense, Operator, Scaled, Sum
 from curvature.operators.block_diagonal import BlockDiagonal, Diagonal
 from curvature.operators.conjugate_gradient import conjugate_gradient, truncated_conjugate_gradient
-from curvature.operators.estimators import (
-    Estimate,
-    hutchinson_diagonal,
-    hutchinson_trace,
-    hutchpp_trace,
-    xdiag,
-    xtrace,
-)
+from curvature.operators.estimators import Estimate, hutchinson_diagonal, hutchinson_trace, hutchpp_trace, xdiag, xtrace
 from curvature.operators.kronecker import EigenKronecker, Kronecker, two_sided
 from curvature.operators.matrix_free import MatrixFree
 from curvature.operators.quadratic import Parameters, flat_parameters, merge, quadratic_penalty

@@ -34,11 +34,7 @@ def mean_estimate(samples: Tensor) -> Estimate:
 
 
 def products_per_part(k: int, parts: int, function: Callable[..., object]) -> int:
-    """Split k products into equal parts.
-
-    Raises:
-        ValueError: fewer than two products per part, too few to estimate an error.
-    """
+    """Split k products into equal parts; ValueError for less than two each, too few to estimate an error."""
     if k < 2 * parts:
         raise ValueError(f"{function.__name__} needs at least {2 * parts} products, found k={k}")
     return k // parts
@@ -160,12 +156,8 @@ def xdiag(op: Operator, k: int, generator: torch.Generator | None = None) -> Est
 
 
 def _leave_one_out(image: Tensor) -> tuple[Tensor, Tensor]:
-    """Orthonormal basis Q (P, k) of the columns, and unit s_k such that all columns but k span ``Q (I - s_k s_k^T)``.
-
-    s_k is the normalized k-th column of ``R^-T``. If the columns are dependent, R is singular: the others then span the
-    range without column k, and any direction of Q from rounding serves as s_k.
-    """
-    basis, root = qr(image)
+    """Orthonormal basis Q (P, k) of the columns, and unit s_k so that all columns but k span ``Q (I - s_k s_k^T)``."""
+    basis, root = qr(image)  # of dependent columns R is singular, and any direction of Q from rounding serves as s_k
     diagonal = root.diagonal()
     floor = (torch.finfo(root.dtype).eps * diagonal.abs().max()).clamp(min=math.sqrt(torch.finfo(root.dtype).tiny))
     small = diagonal.abs() < floor

@@ -58,8 +58,7 @@ class LayerOperator(Operator):
     @property
     def sides(self) -> tuple[int, int, int]:
         """g, o and i."""
-        groups, outputs = self.arrangement.groups, self.arrangement.outputs
-        return groups, outputs, self.space.size // (groups * outputs)
+        return self.arrangement.sides
 
     def _side(self, matrix: Tensor, what: str, size: int, is_symmetric: bool) -> Tensor:
         """Check a factor (g, size, size), or (g, size) if it is diagonal."""
@@ -155,9 +154,7 @@ class EigenKronecker(LayerOperator):
     def diagonal(self) -> Tensor:
         rows, columns = self.row_vectors, self.column_vectors
         squares = two_sided(
-            None if rows is None else rows.square(),
-            self.values[None],
-            None if columns is None else columns.square().mT,
+            None if rows is None else rows.square(), self.values[None], None if columns is None else columns.square().mT
         )
         return self._to_columns(squares)[:, 0]
 
@@ -217,13 +214,7 @@ class Kronecker(LayerOperator):
     fields = ("space", "arrangement", "rows", "columns")
 
     def __init__(
-        self,
-        space: Space,
-        arrangement: AffineLayout,
-        rows: Tensor,
-        columns: Tensor,
-        *,
-        is_symmetric: bool = False,
+        self, space: Space, arrangement: AffineLayout, rows: Tensor, columns: Tensor, *, is_symmetric: bool = False
     ) -> None:
         super().__init__(space, arrangement)
         _, outputs, inputs = self.sides

@@ -106,10 +106,7 @@ class SampleSpace(Operator):
         return torch.cat([values.new_zeros(self.space.size), values])[-self.space.size :]
 
     def _require_damping(self, damping: float) -> None:
-        """
-        Raises:
-            NotDefinite: the damping is within the rounding of the eigenvalues, most of which are zero.
-        """
+        """Raise `NotDefinite` for a damping within the rounding of the eigenvalues, most of which are zero."""
         rounding = eigenvalue_rounding(self.gram.norm())
         if not damping > rounding / 10:
             raise NotDefinite(repr(self), torch.zeros_like(rounding), rounding, damping)

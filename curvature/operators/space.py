@@ -205,10 +205,7 @@ def _full_name(device: torch.device) -> torch.device:
 
 
 def require_dense_size(space: Space) -> None:
-    """
-    Raises:
-        ValueError: a matrix over this space has more than `DENSE_LIMIT` rows.
-    """
+    """Raise ValueError where a matrix over this space has more than `DENSE_LIMIT` rows."""
     rows = space.size
     if rows > DENSE_LIMIT:
         gigabytes = rows**2 * space.dtype.itemsize / 1e9
@@ -222,15 +219,7 @@ def require_dense_size(space: Space) -> None:
 def require_held_size(
     names: Sequence[str], what: str, rows: int, dtype: torch.dtype, structures: Sequence[str]
 ) -> None:
-    """
-    Args:
-        names: of a layer's parameters.
-        what: is held of them, with this number of rows.
-        structures: to choose instead, the last to hold it all the same.
-
-    Raises:
-        ValueError: there are more than `DENSE_LIMIT` rows.
-    """
+    """Raise ValueError for more than `DENSE_LIMIT` rows. The last of `structures` is to hold them all the same."""
     if rows > DENSE_LIMIT:
         layer = names[0].rpartition(".")[0] or names[0]
         gigabytes = rows**2 * dtype.itemsize / 1e9

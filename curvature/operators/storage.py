@@ -88,11 +88,7 @@ def copy_if_view(tensor: Tensor) -> Tensor:
 
 
 def scipy_operator(space: Space, matmat: Callable[[Tensor], Tensor]) -> Any:
-    """The ``scipy.sparse.linalg.LinearOperator`` of a symmetric matrix, given its product with columns.
-
-    Raises:
-        ImportError: SciPy is not installed.
-    """
+    """The ``scipy.sparse.linalg.LinearOperator`` of a symmetric matrix, given its product with columns."""
     try:
         import scipy.sparse.linalg as linalg
     except ImportError as error:

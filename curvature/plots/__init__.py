@@ -11,14 +11,6 @@ from curvature.plots.style import colours
 from curvature.plots.training import training
 
 __all__ = [
-    "agreement",
-    "apart",
-    "colours",
-    "comparison",
-    "drift",
-    "factors",
-    "matrix",
-    "spectra",
-    "spectral_density",
+    "agreement", "apart", "colours", "comparison", "drift", "factors", "matrix", "spectra", "spectral_density",
     "training",
-]
+]  # fmt: skip

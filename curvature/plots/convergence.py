@@ -207,11 +207,7 @@ def _distance_to(exact: Any) -> Callable[[Any, str], Array]:
 
 
 def _epochs(lengths: Mapping[str, int], epochs: Any) -> Array:
-    """The epochs, one per value.
-
-    Raises:
-        ValueError: the numbers of values and epochs differ.
-    """
+    """The epochs, one per value."""
     different = len(set(lengths.values())) > 1
     x = np.arange(max(lengths.values()), dtype=np.float64) if epochs is None else to_vector(epochs, "epochs")
     if different or x.size not in lengths.values() or not x.size:

@@ -170,13 +170,8 @@ def _downsample(entries: Array) -> Array:
     return entries
 
 
-def _linear(largest: float) -> Normalize:
-    """A linear scale with zero in the middle, also for a matrix of zeros."""
-    return Normalize(-(largest or 1.0), largest or 1.0)
-
-
 def _logarithmic(largest: float) -> Normalize:
-    """Likewise, logarithmic: entries of curvature matrices span many decades, and a linear scale shows one."""
+    """Zero in the middle: entries of curvature matrices span many decades, of which a linear scale shows one."""
     limit = largest or 1.0
     return SymLogNorm(limit * LINEAR_THRESHOLD, vmin=-limit, vmax=limit, base=10)
 
@@ -256,7 +251,8 @@ def _draw_factor(ax: Axes, factor: Tensor, title: str, index: str, unit: str) ->
     ax.set_ylabel(index)
     entries = np.zeros((shown, size, shown, size))
     entries[range(shown), :, range(shown), :] = values
-    image = _image(ax, entries.reshape(shown * size, shown * size), _linear(_largest(values)))
+    limit = _largest(values) or 1.0  # also of zeros
+    image = _image(ax, entries.reshape(shown * size, shown * size), Normalize(-limit, limit))
     if size > 1:
         _boundaries(ax, [size] * shown)
     ax.figure.colorbar(image, ax=ax, label=f"entry {unit}")

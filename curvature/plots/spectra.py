@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import singledispatch
 from typing import Any
 
 import numpy as np
@@ -159,30 +158,16 @@ def _eigenvalues(item: Any, name: str) -> tuple[Array, Array]:
     return entries.flatten(), np.zeros(entries.size)
 
 
-@singledispatch
 def _spectrum(matrix: Operator) -> tuple[Tensor, Tensor]:
     """Eigenvalues and their rounding errors; by default those of a decomposition that mixes all eigenvalues."""
+    if isinstance(matrix, BlockDiagonal):
+        parts = [_spectrum(block) for block in matrix.blocks.values()]
+        values, rounding = (torch.cat([part.flatten() for part in column]) for column in zip(*parts, strict=True))
+        return values, rounding
+    if isinstance(matrix, Diagonal):
+        return matrix.values, torch.zeros_like(matrix.values)
+    if isinstance(matrix, Kronecker | EigenKronecker):
+        eigen = matrix.eigen if isinstance(matrix, Kronecker) else matrix
+        return eigen.values, eigen.rounding
     values = matrix.eigenvalues()
     return values, eigenvalue_rounding(values.abs().max()).expand(values.shape)
-
-
-@_spectrum.register
-def _(matrix: BlockDiagonal) -> tuple[Tensor, Tensor]:
-    parts = [_spectrum(block) for block in matrix.blocks.values()]
-    values, rounding = (torch.cat([part.flatten() for part in column]) for column in zip(*parts, strict=True))
-    return values, rounding
-
-
-@_spectrum.register
-def _(matrix: Diagonal) -> tuple[Tensor, Tensor]:
-    return matrix.values, torch.zeros_like(matrix.values)
-
-
-@_spectrum.register
-def _(matrix: EigenKronecker) -> tuple[Tensor, Tensor]:
-    return matrix.values, matrix.rounding
-
-
-@_spectrum.register
-def _(matrix: Kronecker) -> tuple[Tensor, Tensor]:
-    return _spectrum(matrix.eigen)

@@ -33,11 +33,7 @@ INNER_LEGEND_LINES, MAX_LEGEND_LINES = 5, 25  # legend lines that fit inside the
 
 
 def axes_or_new(ax: Axes | None) -> Axes:
-    """The given axes, or those of a new figure.
-
-    Raises:
-        TypeError: not axes.
-    """
+    """The given axes, or those of a new figure."""
     if ax is None:
         return plt.subplots(layout="constrained")[1]
     if not isinstance(ax, Axes):
@@ -48,12 +44,7 @@ def axes_or_new(ax: Axes | None) -> Axes:
 def axes_grid(
     ax: Any, rows: Sequence[str], columns: Sequence[str], size: tuple[float, float] = (4.2, 3.5)
 ) -> NDArray[Any]:
-    """The given axes as an array (rows, columns), or those of a new figure, `size` inches each.
-
-    Raises:
-        TypeError: not axes.
-        ValueError: too few or too many axes.
-    """
+    """The given axes as an array (rows, columns), or those of a new figure, `size` inches each."""
     shape = len(rows), len(columns)
     if ax is None:
         figsize = size[0] * shape[1], size[1] * shape[0]
@@ -128,11 +119,7 @@ def legend(ax: Axes, title: str | None = None, loc: str = "best") -> None:
 
 
 def to_array(values: Any, what: str) -> Array:
-    """Convert a tensor on any device, an array, a number or a sequence of them to an array of float64.
-
-    Raises:
-        TypeError: anything else; the message names `what`.
-    """
+    """A tensor on any device, an array, a number or a sequence of them as an array of float64; `what` is for errors."""
     if isinstance(values, Tensor):
         if values.is_complex():
             raise TypeError(f"{what}: expected real numbers, found {values.dtype}")
@@ -151,12 +138,7 @@ def to_array(values: Any, what: str) -> Array:
 
 
 def to_vector(values: Any, what: str) -> Array:
-    """Like `to_array`, for one dimension.
-
-    Raises:
-        TypeError: not numbers.
-        ValueError: not one-dimensional, or empty.
-    """
+    """Like `to_array`, for one dimension; ValueError for an empty one."""
     vector = to_array(values, what)
     if vector.ndim != 1 or not vector.size:
         raise ValueError(f"{what}: expected a list of numbers, found shape {vector.shape}")
@@ -164,12 +146,7 @@ def to_vector(values: Any, what: str) -> Array:
 
 
 def require_mapping(values: Any, what: str, expected: str) -> Mapping[Any, Any]:
-    """The given mapping.
-
-    Raises:
-        TypeError: not a mapping.
-        ValueError: an empty mapping.
-    """
+    """The given mapping; TypeError for anything else, ValueError for an empty one."""
     if not isinstance(values, Mapping):
         raise TypeError(f"{what}: expected {expected}, found {type(values).__name__}")
     if not values:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -230,17 +229,13 @@ class BlockDiagonalCurvature(CurvatureStore):
                     self.axes[key] = layout or self.axes.get(key)
 
     def _layouts(self, tape: Tape, count: int) -> list[Iterable[Layout]]:
-        """Candidate sample axes, that of `learn_axes` first; at last the layout that takes everything as one sample.
-
-        Kronecker factors ("expand") do not depend on the axis; a diagonal from vectors that are independent over
-        samples stays close.
-        """
+        """Candidate sample axes, that of `learn_axes` first; at last the layout that takes everything as one sample."""
         found: list[Iterable[Layout]] = []
         for key, use in _keyed(tape):
             candidates: Iterable[Layout] = candidate_axes(use.shape, count)
             if (known := self.axes.get(key)) is not None:
                 candidates = sorted(candidates, key=partial(_difference, known))
-            found.append(chain(candidates, [Layout(0, 1, 1, use.shape[0])]) if use.shape else ())
+            found.append(itertools.chain(candidates, [Layout(0, 1, 1, use.shape[0])]) if use.shape else ())
         return found
 
     def measure(
@@ -360,18 +355,14 @@ class BlockDiagonalCurvature(CurvatureStore):
         leaves = [leaf for block in self.blocks for leaf in block.leaves if leaf.names[0] in statistics.blocks]
         found = [(leaf, statistics.blocks[leaf.names[0]]) for leaf in leaves]
         fine = look([_is_finite(own) for _, own in found])
-        _update(list(itertools.compress(found, fine)), decay)
+        finite = list(itertools.compress(found, fine))
+        for kind in dict.fromkeys(type(leaf) for leaf, _ in finite):
+            alike = [(leaf, own) for leaf, own in finite if type(leaf) is kind]
+            kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
 
 
 def _told(term: Term, noise: Sequence[Tensor], copied: Sequence[Tensor]) -> Term:
-    """The term, told apart where its backprops are entries of a vector that was sent back, none of them twice.
-
-    Then the layer's output is the model's, or a part of it.
-
-    Args:
-        noise: the vectors whose entries are independent.
-        copied: those of outputs that are copies in another precision or on another device.
-    """
+    """The term, told apart where its backprops are entries of one of the vectors `noise`, none of them twice."""
     if not noise or not isinstance(term, OuterProduct | Convolution):
         return term
     b = term.b
@@ -391,13 +382,6 @@ def _memory(x: Tensor) -> int:
 def _is_finite(statistics: BlockStatistics) -> Tensor:
     """A flag (): whether all sums are finite."""
     return stack(widen(x.sum()) for x in statistics.tensors()).sum().isfinite()
-
-
-def _update(pairs: Sequence[tuple[Block, BlockStatistics]], decay: float) -> None:
-    """Update the averages of leaves, those of one class together."""
-    for kind in dict.fromkeys(type(leaf) for leaf, _ in pairs):
-        alike = [pair for pair in pairs if type(pair[0]) is kind]
-        kind.update_all([leaf for leaf, _ in alike], [own for _, own in alike], decay)
 
 
 def _energies(changes: Mapping[str, Tensor]) -> dict[str, Tensor]:

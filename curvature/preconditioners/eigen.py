@@ -30,11 +30,7 @@ MIN_SAMPLES = 16  # whose squares stand for those of a batch, where gradients of
 
 
 def _some_squares(basis: Basis, count: int, terms: Sequence[Any], rank: int, world_size: int) -> Tensor:
-    """Sum over `count` samples of the squares of their gradients in a basis, estimated from fewer of many.
-
-    The running mean makes up for it: gradients of samples with several places cost as much as the backward pass.
-    Processes together choose what one would choose from the whole batch, as in `subsample_samples`.
-    """
+    """Sum over `count` samples of their squared gradients in a basis, from fewer of many, as in `subsample_samples`."""
     total = world_size * count
     stride = 1 if max(term.places for term in terms) == 1 else max(1, min(total // MIN_SAMPLES, count))
     chosen = slice(-rank * count % stride, None, stride)
@@ -206,10 +202,7 @@ class EigenBlock(KroneckerBlock):
         self.inverse = EigenInverse(rows, columns, self._inverted(damping, share)).owned()
 
     def _evened(self, values: Tensor, basis: Matrices) -> Tensor:
-        """Values with their mean over each factor's null space, where the basis is whatever rounding made of it.
-
-        Steps would depend on that: the mean is the same in all bases of the null space.
-        """
+        """Values with their mean over each factor's null space, where the basis is whatever rounding made of it."""
         for dim, eigenvalues, matrix in ((1, self.row_values, basis[0]), (2, self.column_values, basis[1])):
             if not isinstance(matrix, DiagonalMatrix) and eigenvalues is not None:
                 is_null = eigenvalues <= eigenvalue_rounding(eigenvalues.amax(1, keepdim=True))

@@ -12,10 +12,9 @@ from curvature.gradients import Jacobian, layers_of
 from curvature.linalg import full_precision
 from curvature.preconditioners.block import Block
 from curvature.preconditioners.block_diagonal import NOTHING, CurvatureStore, Named
-from curvature.preconditioners.full import DenseFullBlock, DiagonalFullBlock, FullBlock
+from curvature.preconditioners.full import DenseFullBlock, DiagonalFullBlock, FullBlock, WoodburyBlock
 from curvature.preconditioners.statistics import CurvatureStatistics, RowStatistics
 from curvature.preconditioners.truncated_cg import ConjugateGradientBlock
-from curvature.preconditioners.woodbury import WoodburyBlock
 from curvature.recording import Tape
 
 
@@ -85,11 +84,7 @@ class FullCurvature(CurvatureStore):
         self.kind.update_all(self.blocks, [statistics] * len(self.blocks), decay)
 
     def right_hand_sides(self, gradients: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Parameters that the batch did not use have a gradient of zero.
-
-        Raises:
-            RuntimeError: nothing was seen since a state was loaded.
-        """
+        """Parameters that the batch did not use get zeros; RuntimeError before the first pass with a loaded state."""
         if not all(block.is_ready for block in self.blocks):
             raise RuntimeError(
                 f'NaturalGradient(solver="{self.solver}").step: no forward pass of the model since the state was loaded'

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import Jacobian
-from curvature.linalg import (
-    count_recovery,
-    eigenvalue_rounding,
-    full_precision,
-    look,
-    symmetric_eigh,
-    try_cholesky,
-)
+from curvature.linalg import count_recovery, eigenvalue_rounding, full_precision, look, symmetric_eigh, try_cholesky
 
 Damping = float | Tensor  # a number, or () where the matrix is
 
@@ -105,7 +98,8 @@ class LeastSquares:
     def prepare_all(problems: Sequence[LeastSquares], dampings: Sequence[Damping]) -> None:
         """`prepare` several; the host asks once whether dampings exceed rounding, and whether all have succeeded."""
         new = [(own, d) for own, d in zip(problems, dampings, strict=True) if not _is_same(own._last, d)]
-        tried = [(own, d, *own._tried(d)) for own, d in new if own._may_have_root(d)]
+        open_ones = ((own, d) for own, d in new if own._spectrum is None and (isinstance(d, Tensor) or d > 0))
+        tried = [(own, d, *own._tried(d)) for own, d in open_ones]
         told = look([flag for own, d, _, ok in tried for flag in (own._is_large(d), ok)])
         for own, d in new:
             own._last, own._root = d, None
@@ -116,9 +110,6 @@ class LeastSquares:
         for own in problems:
             if own._root is None:
                 _ = own.spectrum
-
-    def _may_have_root(self, damping: Damping) -> bool:
-        return self._spectrum is None and (isinstance(damping, Tensor) or damping > 0)
 
     def _tried(self, damping: Damping) -> tuple[Tensor, Tensor]:
         """The Cholesky root for a damping, and whether that has succeeded."""

@@ -24,13 +24,7 @@ import torch
 from torch import Tensor
 
 from curvature.gradients import CentredJacobian, Jacobian
-from curvature.kronecker import (
-    KroneckerSumInverse,
-    Pair,
-    at_least_float32,
-    invert_kronecker_sum,
-    invert_kronecker_sums,
-)
+from curvature.kronecker import KroneckerSumInverse, Pair, at_least_float32, invert_kronecker_sums
 from curvature.linalg import full_precision, to_host
 from curvature.operators import Named
 from curvature.terms import DenseGradients, OuterProduct, Term, contractions, sum_of_squares
@@ -53,9 +47,9 @@ class ResidualBlock:
     reason: str = ""
 
     def inverse(self, damping: float) -> KroneckerSumInverse | Tensor:
-        """The inverse of ``block + damping I`` for `solve`, see `invert_kronecker_sum`."""
+        """The inverse of ``block + damping I`` for `solve`, see `invert_kronecker_sums`."""
         if self.pairs:
-            return invert_kronecker_sum(self.pairs, damping)
+            return invert_kronecker_sums([self.pairs], damping)[0]
         assert self.diagonal is not None
         if not self.diagonal.numel():
             return self.diagonal
@@ -177,11 +171,7 @@ def _places_and_sizes(
     parts: Sequence[Mapping[str, Sequence[Term]]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[Places, dict[str, list[Tensor]]]:
-    """Biases that are read together with a weight in every piece that depends on them, and at which of its places.
-
-    There both have the same backprop. The place is None in a piece where the bias is not read. Also, for every piece
-    that reads a weight, alpha_t beta_t and beta_t (2, t) on the host. This waits once.
-    """
+    """At which places biases are read with a weight (None: not in this piece); alpha beta, beta (2, t) on the host."""
     pairs, flags = [], []
     for other, shape in shapes.items():
         device = parts[0][other][0].device

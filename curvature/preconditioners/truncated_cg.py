@@ -11,7 +11,7 @@ from torch import Tensor
 from curvature.gradients import Jacobian
 from curvature.operators import truncated_conjugate_gradient
 from curvature.preconditioners.block_diagonal import BlockDiagonalCurvature
-from curvature.preconditioners.full import FullBlock, Named, as_number
+from curvature.preconditioners.full import FullBlock, Named
 from curvature.preconditioners.inversion import invert
 from curvature.preconditioners.least_squares import Damping
 from curvature.preconditioners.statistics import CurvatureStatistics
@@ -51,7 +51,7 @@ class ConjugateGradientBlock(FullBlock):
         self.jacobian = new.merged()
 
     def decompose(self, damping: Damping) -> None:
-        number = as_number(damping)
+        number = float(damping)
         invert(self.factors.blocks, 0.0, number)
         self.damping = number
 

@@ -17,7 +17,6 @@ from curvature.recording.autograd_graph import (
 from curvature.recording.backprop_stream import stream_backprops
 from curvature.recording.compiled import force_eager, unwrap_compiled
 from curvature.recording.listener import Listener, capture
-from curvature.recording.log import warn_once
 from curvature.recording.mode import creates_graph, record_call
 from curvature.recording.model_call import (
     FunctionModel,
@@ -32,6 +31,7 @@ from curvature.recording.model_call import (
     map_tensors,
     preserve_state,
     trained_parameters,
+    warn_once,
 )
 from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tensors_in
 

@@ -24,36 +24,17 @@ from curvature.recording.tape import ParameterNode, Tape, Use
 Output = tuple[GraphNode, int]  # one of a node's outputs
 
 
-def _addmm_arguments(node: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    saved = {"x": node._saved_mat1, "y": node._saved_mat2, "alpha": node._saved_alpha, "beta": node._saved_beta}
-    return saved, ("input", "x", "y")
-
-
-def _product_arguments(node: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    other = node._saved_vec if hasattr(node, "_saved_vec") else node._saved_mat2
-    return {"input": node._saved_self, "other": other}, ("input", "other")
-
-
-def _entrywise_arguments(node: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    return {"arg0": node._saved_self, "arg1": node._saved_other}, ("arg0", "arg1")
-
-
-def _sum_arguments(node: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    # autograd does not save what a parameter is added to, and no rule needs it
-    return {"alpha": node._saved_alpha}, ("arg0", "arg1")
-
-
-# By the name of a node: the function it comes from, and a function that returns the saved arguments, and the names of
-# the differentiable ones in order.
-READERS: dict[str, tuple[Callable[..., Any], Callable[[Any], tuple[dict[str, Any], tuple[str, ...]]]]] = {
-    "AddmmBackward0": (torch.addmm, _addmm_arguments),
-    "MmBackward0": (torch.mm, _product_arguments),
-    "BmmBackward0": (torch.bmm, _product_arguments),
-    "MvBackward0": (torch.mv, _product_arguments),
-    "MulBackward0": (torch.mul, _entrywise_arguments),
-    "DivBackward0": (torch.div, _entrywise_arguments),
-    "AddBackward0": (torch.add, _sum_arguments),
-    "SubBackward0": (torch.sub, _sum_arguments),
+# By the name of a node: the function it comes from, what each argument is saved as, and the names of the differentiable
+# arguments in order. Autograd does not save what a parameter is added to, and no rule needs it.
+READERS: dict[str, tuple[Callable[..., Any], dict[str, str], tuple[str, ...]]] = {
+    "AddmmBackward0": (torch.addmm, {"x": "mat1", "y": "mat2", "alpha": "alpha", "beta": "beta"}, ("input", "x", "y")),
+    "MmBackward0": (torch.mm, {"input": "self", "other": "mat2"}, ("input", "other")),
+    "BmmBackward0": (torch.bmm, {"input": "self", "other": "mat2"}, ("input", "other")),
+    "MvBackward0": (torch.mv, {"input": "self", "other": "vec"}, ("input", "other")),
+    "MulBackward0": (torch.mul, {"arg0": "self", "arg1": "other"}, ("arg0", "arg1")),
+    "DivBackward0": (torch.div, {"arg0": "self", "arg1": "other"}, ("arg0", "arg1")),
+    "AddBackward0": (torch.add, {"alpha": "alpha"}, ("arg0", "arg1")),
+    "SubBackward0": (torch.sub, {"alpha": "alpha"}, ("arg0", "arg1")),
 }
 
 # Functions that move entries to where a tensor among their arguments says, by the names of their nodes.
@@ -139,10 +120,7 @@ def _may_move(node: Any, leaves: set[int]) -> bool:
 
 
 def require_exact_derivatives(result: GradientEdge) -> None:
-    """
-    Raises:
-        ValueError: a kernel in the graph has wrong derivatives (pytorch issues 175754, 186256).
-    """
+    """Raise ValueError where a kernel in the graph has wrong derivatives (pytorch issues 175754, 186256)."""
     for kind in {type(node).__name__ for node in _inputs_first(result.node)}:
         if kind.endswith(INEXACT):
             raise ValueError(
@@ -209,11 +187,11 @@ def _is_transpose(node: Any) -> bool:
 
 
 def _read(tape: Tape, node: GraphNode, inputs: Mapping[int, ParameterNode]) -> Use:
-    function, arguments = READERS.get(node.name(), (None, None))
     try:
-        if function is None or arguments is None:
+        if node.name() not in READERS:
             raise RuntimeError("no rule")
-        saved, names = arguments(node)
+        function, fields, names = READERS[node.name()]
+        saved = {k: getattr(node, f"_saved_{field}") for k, field in fields.items()}
     except RuntimeError:  # no rule, or a saved tensor was overwritten, which the general path reports
         kind = Tensor.t if _is_transpose(node) else node.name()
         return _add_use(tape, kind, {f"argument{k}": parameter for k, parameter in inputs.items()}, None, None)

@@ -44,7 +44,7 @@ def stream_backprops(
             handle.remove()
     missed = [use for use, _ in edges if use not in stream.seen]  # nothing that the pass went to lies before them
     stream.keep_all(missed, _gradients(outputs, vectors, missed))
-    stream.finish()
+    stream.hand_on(list(stream.left))
 
 
 def _gradients(outputs: Sequence[Tensor], vectors: Sequence[Tensor], uses: Sequence[Use]) -> Sequence[Tensor | None]:
@@ -54,27 +54,19 @@ def _gradients(outputs: Sequence[Tensor], vectors: Sequence[Tensor], uses: Seque
 
 @dataclass(eq=False)
 class _Group:
-    """Parameters that share uses, directly or through others, and the backprops at these.
-
-    Attributes:
-        missing: number of uses that the backward pass has not come to.
-    """
+    """Parameters that share uses, directly or through others, and the backprops at these."""
 
     names: frozenset[str]
-    missing: int = 0
+    missing: int = 0  # uses that the backward pass has not come to
     backprops: dict[int, Tensor] = field(default_factory=dict)
 
 
 class _Stream:
-    """What has arrived and was not yet taken.
-
-    Attributes:
-        seen: the uses that the backward pass has come to.
-    """
+    """What has arrived and was not yet taken."""
 
     def __init__(self, tape: Tape, take: Take, most_bytes: int) -> None:
         self.take, self.most_bytes, self.length = take, most_bytes, len(tape.uses)
-        self.seen: set[Use] = set()
+        self.seen: set[Use] = set()  # the uses that the backward pass has come to
         self.groups = _groups(tape)
         self.left = dict.fromkeys(self.groups.values())
         self.bytes = 0  # of complete groups
@@ -86,7 +78,7 @@ class _Stream:
             if use not in self.seen:
                 self.keep(use, gradients[output])
                 if self.bytes >= self.most_bytes:
-                    self._hand_on([group for group in self.left if not group.missing])
+                    self.hand_on([group for group in self.left if not group.missing])
 
     def keep_all(self, uses: Sequence[Use], gradients: Sequence[Tensor | None]) -> None:
         for use, g in zip(uses, gradients, strict=True):
@@ -101,10 +93,7 @@ class _Stream:
         if not group.missing:
             self.bytes += sum(g.nbytes for g in group.backprops.values())
 
-    def finish(self) -> None:
-        self._hand_on(list(self.left))
-
-    def _hand_on(self, groups: Iterable[_Group]) -> None:
+    def hand_on(self, groups: Iterable[_Group]) -> None:
         portion: Backprops = [None] * self.length
         names = frozenset[str]()
         for group in groups:

@@ -135,7 +135,7 @@ class SubmoduleHooks:
         with_parameters = [m for m in others if next(m.parameters(), None) is not None]
         self.modules = WeakSet(with_parameters)
         self.last_called = ""  # since the last step
-        self.problem = ""  # why the calls do not show the model's output
+        self.problem = ""  # why the calls since then do not show the model's output
         self.handles = [
             handle
             for module in with_parameters

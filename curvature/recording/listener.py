@@ -79,11 +79,6 @@ class Listener:
         self.submodules.forget()
         EAGER_REQUESTS.set(self, wanted and self.may_be_compiled and not self.is_wrapper)
 
-    @property
-    def problem(self) -> str:
-        """Why the passes since `expect` do not show the model's output; "" if they do."""
-        return self.submodules.problem
-
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             self.missed = True

@@ -188,11 +188,7 @@ def creates_graph(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
 
 
 def _edge_of(out: Tensor) -> GradientEdge:
-    """Where the backprop of an output arrives: at its base if the output is a view of all of it.
-
-    An in-place change of a view bypasses the view's node. A linear layer with several leading axes returns such a
-    view, of its matrix product.
-    """
+    """Where the backprop arrives: at the base of a view of all of it, whose node in-place changes would bypass."""
     base = out._base if out._is_view() else None
     whole = base is not None and base.numel() == out.numel() and base.is_contiguous() and out.is_contiguous()
     return get_gradient_edge(base if base is not None and whole and base.requires_grad else out)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from operator import attrgetter
 from threading import RLock
 from typing import Any
@@ -22,6 +24,12 @@ from curvature.recording.compiled import force_eager_nonreentrant, unwrap_compil
 
 TURNS = RLock()
 ORDER = " (the order is model, loss, data)"
+
+
+@cache
+def warn_once(message: str, *args: Any, logger: str = "curvature") -> None:
+    """Log a warning once, however often its cause recurs."""
+    logging.getLogger(logger).warning(message, *args)
 
 
 def trained_parameters(model: Any, chosen: Iterable[str] | None = None) -> dict[str, nn.Parameter]:

@@ -187,7 +187,7 @@ class Tape:
     def gradients(
         self,
         outputs: Sequence[Tensor | GradientEdge],
-        vectors: Sequence[Tensor] | None,
+        vectors: Sequence[Tensor],
         batched: bool = False,
         also: Sequence[Tensor] = (),
     ) -> list[Tensor | None]:
@@ -209,7 +209,7 @@ class Tape:
             )
         queue = iter(found)
         rows = [None if use.edge is None else next(queue) for use in self.uses]
-        lead = vectors[0].shape[:1] if batched and vectors is not None else ()
+        lead = vectors[0].shape[:1] if batched else ()
         shaped = (None if g is None else g.reshape((*lead, *use.shape)) for use, g in zip(self.uses, rows, strict=True))
         return [*shaped, *queue]
 

@@ -33,12 +33,13 @@ class AffineLayout:
         """Number of entries."""
         return sum(math.prod(shape) for shape in self.shapes)
 
-    def repeated(self, times: int) -> AffineLayout:
-        """The layout of several such layers as groups of one, their parameters one after the other.
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """Sizes (g, o, i), the bias among the inputs."""
+        return self.groups, self.outputs, self.dimension // (self.groups * self.outputs)
 
-        Raises:
-            ValueError: the axes of the weight are permuted.
-        """
+    def repeated(self, times: int) -> AffineLayout:
+        """The layout of several such layers as groups of one, parameters one after the other; not of permuted ones."""
         if self.order is not None:
             raise ValueError("the groups of a permuted weight do not follow each other")
         shapes = tuple((times * first, *rest) for first, *rest in self.shapes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -130,15 +130,10 @@ class OuterProduct:
         )
         return OuterProduct(a, b, (len(left), len(right))).gradients()
 
-    def merges_with(self, other: object) -> bool:
-        return (
-            isinstance(other, OuterProduct)
-            and (self.shape, self.sizes, self.order) == (other.shape, other.sizes, other.order)
-            and self.a.shape[2:] == other.a.shape[2:]
-        )
-
-    def stacks_with(self, other: OuterProduct) -> bool:
-        return self.merges_with(other) and self.b.shape[1:] == other.b.shape[1:]
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Equal for terms that differ in their places alone."""
+        return self.shape, self.sizes, self.order, self.a.shape[2:]
 
 
 @dataclass(frozen=True)
@@ -182,11 +177,9 @@ class IndexedRows:
         return values.new_zeros(self.shape).index_add(0, self.index.flatten(), values)
 
     def inner_products(self, vector: Tensor) -> Tensor:
-        """Inner products (N,) of the gradients with a tensor of their shape."""
         return self.place_products(vector).sum(1)
 
     def place_products(self, vector: Tensor) -> Tensor:
-        """What each place adds to the `inner_products`, (N, t)."""
         return (self.values * vector.to(self.values.dtype).view(self.shape)[self.index]).sum(2)
 
     def gradients(self) -> Tensor:
@@ -241,7 +234,6 @@ class DenseGradients:
         return torch.tensordot(weights.to(self.values.dtype), self.values, 1)
 
     def inner_products(self, vector: Tensor) -> Tensor:
-        """Inner products (N,) of the gradients with a tensor of their shape."""
         rows, v = self.values.reshape(len(self), -1), vector.to(self.values.dtype).flatten()
         return (rows @ v.conj()).real if v.is_complex() else rows @ v
 
@@ -277,28 +269,26 @@ class WithDirectForm:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return cast("tuple[int, ...]", self.direct.shape)
+        return self.direct.shape
 
     @property
     def device(self) -> torch.device:
-        return cast(torch.device, self.direct.device)
+        return self.direct.device
 
     def __len__(self) -> int:
         return len(self.direct)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return cast(Tensor, self.direct.weighted_sum(weights))
+        return self.direct.weighted_sum(weights)
 
     def inner_products(self, vector: Tensor) -> Tensor:
-        """Inner products (N,) of the gradients with a tensor of their shape."""
-        return cast(Tensor, self.direct.inner_products(vector))
+        return self.direct.inner_products(vector)
 
     def place_products(self, vector: Tensor) -> Tensor:
-        """What each place adds to the `inner_products`, (N, t)."""
-        return cast(Tensor, self.direct.place_products(vector))
+        return self.direct.place_products(vector)
 
     def gradients(self) -> Tensor:
-        return cast(Tensor, self.direct.gradients())
+        return self.direct.gradients()
 
 
 @dataclass(frozen=True)

@@ -44,19 +44,16 @@ def row_ranges(terms: Sequence[Term]) -> list[RowRange]:
 
     Rows outside all ranges are never read.
     """
+    whole = RowRange(0, terms[0].shape[0] if terms[0].shape else 1, terms)
     if RowSlice not in map(type, terms):
-        return [RowRange(0, terms[0].shape[0] if terms[0].shape else 1, terms)]
+        return [whole]
     found: dict[tuple[int, int], list[Term]] = {}
     for term in terms:
-        if isinstance(term, RowSlice):
-            found.setdefault(term.rows, []).append(term.term)
-        else:
-            found.setdefault((0, term.shape[0] if term.shape else 1), []).append(term)
+        rows = term.rows if isinstance(term, RowSlice) else (whole.start, whole.stop)
+        found.setdefault(rows, []).append(term.term if isinstance(term, RowSlice) else term)
     ordered = sorted(found)
     apart = all(one[1] <= other[0] for one, other in pairwise(ordered))
-    if not apart:
-        return [RowRange(0, terms[0].shape[0] if terms[0].shape else 1, terms)]
-    return [RowRange(*rows, found[rows]) for rows in ordered]
+    return [RowRange(*rows, found[rows]) for rows in ordered] if apart else [whole]
 
 
 def name_of_rows(name: str, start: int, stop: int) -> str:
@@ -110,8 +107,8 @@ class Tentative:
 
     def settle(self) -> None:
         """Correct values; the terms are let go."""
-        if self.cancelled is not None:
-            self.correct(self.terms, self.values, self.cancelled.nonzero()[:, 0])
+        if self.cancelled is not None and len(some := self.cancelled.nonzero()[:, 0]):
+            self.correct(self.terms, self.values, some)
         self.cancelled, self.terms = None, ()
 
 
@@ -121,7 +118,7 @@ def tentative_norms_squared(terms: Sequence[Term]) -> list[Tentative]:
 
 
 def tentative_gram(terms: Sequence[Term]) -> list[Tentative]:
-    """The same for `gram`."""
+    """The same for inner products (N, N), whose errors relative to both norms are those of `norms_squared`."""
     return [_tentative_gram(direct_forms(piece.terms)) for piece in row_ranges(terms)]
 
 
@@ -160,14 +157,12 @@ def _tentative(
 
 
 def _correct_norms(terms: Sequence[Term], values: Tensor, some: Tensor) -> None:
-    if len(some):
-        values[some] = _norms_by_gradients([term.samples(some) for term in terms])
+    values[some] = _norms_by_gradients([term.samples(some) for term in terms])
 
 
 def _correct_gram(terms: Sequence[Term], values: Tensor, some: Tensor) -> None:
-    if len(some):
-        values[some] = _by_gradients(terms, some, terms)
-        values[:, some] = values[some].T
+    values[some] = _by_gradients(terms, some, terms)
+    values[:, some] = values[some].T
 
 
 def norms_squared(terms: Sequence[Term]) -> Tensor:
@@ -192,11 +187,6 @@ def each_norms_squared(parameters: Iterable[Sequence[Term]]) -> list[Tensor]:
     return settled(map(tentative_norms_squared, parameters))
 
 
-def gram(terms: Sequence[Term]) -> Tensor:
-    """Inner products (N, N) of the per-sample gradients; errors relative to both norms as those of `norms_squared`."""
-    return settled([tentative_gram(terms)])[0]
-
-
 def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
     """Inner products (N, M) between the gradients of two sets of samples."""
     left, right = direct_forms(left), direct_forms(right)
@@ -205,11 +195,10 @@ def cross_gram(left: Sequence[Term], right: Sequence[Term]) -> Tensor:
         for terms in (left, right, [*left, *right])
     ):
         found = summed_pairs(left, right)
-        rows, columns = (norms_by_pairs(terms).where() for terms in (left, right))
-        if len(rows):
-            found[rows] = _by_gradients(left, rows, right)
-        if len(columns):
-            found[:, columns] = _by_gradients(right, columns, left).T
+        for products, terms, others in ((found, left, right), (found.T, right, left)):
+            cancelled = norms_by_pairs(terms).cancelled
+            if cancelled is not None and len(some := cancelled.nonzero()[:, 0]):
+                products[some] = _by_gradients(terms, some, others)
         return found
     return _rows(gradients(left)) @ _rows(gradients(right)).mT
 
@@ -240,7 +229,7 @@ def stack_terms(parts: Sequence[Sequence[Term]]) -> list[Term] | None:
     for column in zip(*parts, strict=True):
         outers = [term for term in column if isinstance(term, OuterProduct)]
         denses = [term for term in column if isinstance(term, DenseGradients)]
-        if len(outers) == len(column) and all(outers[0].stacks_with(term) for term in outers):
+        if len(outers) == len(column) and len({(term.form, term.b.shape[1:]) for term in outers}) == 1:
             a, b = torch.cat([term.a for term in outers]), torch.cat([term.b for term in outers])
             found.append(replace(outers[0], a=a, b=b))
         elif len(denses) == len(column):

@@ -71,7 +71,6 @@ class Convolution:
         return replace(self, source=self.source.flatten(0, 1)[None], b=b.flatten(0, 1)[None]).gradients()[0]
 
     def inner_products(self, vector: Tensor) -> Tensor:
-        """Inner products (N,) of the gradients with a tensor of their shape."""
         return self._outputs(vector.view(self.shape)).reshape(self.b.shape).mul_(self.b).flatten(1).sum(1)
 
     def _outputs(self, weight: Tensor) -> Tensor:
@@ -84,7 +83,6 @@ class Convolution:
         return found
 
     def place_products(self, vector: Tensor) -> Tensor:
-        """What each of the output's pixels adds to the `inner_products`, (N, t)."""
         return self.unfold().place_products(vector)
 
     @property
@@ -104,7 +102,7 @@ class Convolution:
 
     def gradients(self) -> Tensor:
         """Products of the input's patches where these are no larger, some samples at a time; else one convolution."""
-        if self._is_depthwise and _has_onednn(self.b):
+        if self.outputs == self.shape[1] == 1 and _has_onednn(self.b):
             return self._correlated()
         if self.places > self.outputs:
             return self._convolved()
@@ -121,10 +119,6 @@ class Convolution:
         patches = patches.movedim(1, -len(self.stride) - 1).reshape(len(out) * self.groups, -1, self.places)
         b = self.b.movedim(1, 2).reshape(len(patches), -1, self.places)
         torch.bmm(b, patches.mT, out=out.flatten(0, 1))
-
-    @property
-    def _is_depthwise(self) -> bool:
-        return self.outputs == self.shape[1] == 1
 
     def _correlated(self) -> Tensor:
         """The gradients of a depthwise convolution by another one: the backprops are its kernels, and stride and
@@ -334,10 +328,7 @@ def _pixel_gram(x: Tensor, groups: int) -> Tensor:
 
 
 def _by_place(x: Tensor, groups: int, axes: int) -> Tensor:
-    """(N, m, channels, ..., *places) with `axes` axes of places to (N, t, g, ...).
-
-    In memory samples and places come last, as they are in images: patches are copied once, and row by row.
-    """
-    samples, copies = x.shape[:2]
+    """(N, m, channels, ..., *places) with `axes` axes of places to (N, t, g, ...)."""
+    samples, copies = x.shape[:2]  # last in memory, with the places, as in images: patches are copied row by row
     by_channel = x.permute(*range(2, x.ndim - axes), 0, 1, *range(x.ndim - axes, x.ndim))
     return by_channel.reshape(groups, -1, samples, copies * math.prod(x.shape[-axes:])).permute(2, 3, 0, 1)

@@ -33,12 +33,6 @@ class Norms(NamedTuple):
     squares: Tensor
     cancelled: Tensor | None = None
 
-    def where(self) -> Tensor:
-        """Indices of these samples."""
-        if self.cancelled is None:
-            return torch.empty(0, dtype=torch.long, device=self.squares.device)
-        return self.cancelled.nonzero()[:, 0]
-
 
 def norms_cheaper_by_pairs(terms: Sequence[Term]) -> bool:
     """Whether norms by pairs of places need fewer multiplications than building the gradients, which are as fast.
@@ -134,12 +128,6 @@ def _grams(u: Term, v: Term) -> tuple[Tensor, Tensor]:
     return left[..., None, :, :], right[..., None, :, :]
 
 
-def _kernel(u: Term, v: Term) -> Tensor:
-    """Inner products of single places (..., p, q), summed over groups."""
-    left, right = _grams(u, v)
-    return (left * right).sum(-3)
-
-
 def _flat(term: Term) -> Term:
     """Flatten samples and places into one axis."""
     if isinstance(term, OuterProduct):
@@ -162,7 +150,8 @@ def _pair_gram(u: Term, v: Term) -> Tensor:
     for start in range(0, n, step):
         part = u.samples(slice(start, start + step))
         flat = _flat(part)
-        rows.append(sum_in_place(_kernel(flat, other).unflatten(0, (len(part), -1)).sum(1) for other in single))
+        of_places = (torch.mul(*_grams(flat, other)).sum(-3) for other in single)  # (n * t, m), over groups
+        rows.append(sum_in_place(x.unflatten(0, (len(part), -1)).sum(1) for x in of_places))
     return torch.cat(rows)
 
 

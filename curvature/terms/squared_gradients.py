@@ -44,12 +44,14 @@ def sum_of_products(
     alone = {len(terms) for terms in (*lefts, *rights)} == {1}
     first = lefts[0][0]
     if alone and isinstance(first, OuterProduct | Convolution) and _are_few_places(first, len(weights), len(lefts)):
-        outer = [_outer(terms[0]) for terms in lefts]
-        return _from_place_pairs(outer, outer if rights is lefts else [_outer(terms[0]) for terms in rights], weights)
+        outer = [cast("OuterProduct", unfold(term)) for (term,) in lefts]
+        others = outer if rights is lefts else [cast("OuterProduct", unfold(term)) for (term,) in rights]
+        return _from_place_pairs(outer, others, weights)
     if alone and isinstance(first, IndexedRows):
         return _from_indexed_rows(lefts, rights, weights)
     if alone and isinstance(first, DenseGradients):
-        return _from_dense(lefts, rights, weights)
+        both = _products(*([cast("DenseGradients", term).values for (term,) in terms] for terms in (lefts, rights)))
+        return torch.tensordot(weights.to(both.dtype), both, 1)
     return _from_gradients(lefts, rights, weights, alone, [] if patches is None else patches)
 
 
@@ -65,9 +67,10 @@ def _from_stacks(left: StackedTerms, right: StackedTerms, weights: Tensor, patch
     if isinstance(u, ElementwiseProduct) and isinstance(w, ElementwiseProduct):
         u, w = u.direct, w.direct
     if isinstance(u, DenseGradients) and isinstance(w, DenseGradients):
-        return torch.tensordot(weights.to(u.values.dtype), _products(u.values, w.values, vectors), 1)
+        both = _products(u.values.chunk(vectors), w.values.chunk(vectors))
+        return torch.tensordot(weights.to(both.dtype), both, 1)
     if isinstance(u, OuterProduct) and isinstance(w, OuterProduct) and u.places == 1:
-        both = _products(u.b[:, 0], w.b[:, 0], vectors)
+        both = _products(u.b[:, 0].chunk(vectors), w.b[:, 0].chunk(vectors))
         both *= weights.to(both.dtype)[:, None, None]
         blocks = both.permute(1, 2, 0) @ u.a[:, 0].square().transpose(0, 1)
         return u.assemble(blocks[None])[0]
@@ -76,29 +79,13 @@ def _from_stacks(left: StackedTerms, right: StackedTerms, weights: Tensor, patch
     return None
 
 
-def _products(u: Tensor, w: Tensor, vectors: int) -> Tensor:
-    """``sum_k u_k w_k`` of k N samples each, (N, ...)."""
-    pairs = zip(u.chunk(vectors), w.chunk(vectors), strict=True)
+def _products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """``sum_k u_k w_k``, in memory of its own."""
+    pairs = zip(left, right, strict=True)
     total = torch.mul(*next(pairs))
     for pair in pairs:  # all products at once would be as large as the backprops
         total.addcmul_(*pair)
     return total
-
-
-def _from_dense(left: list[list[Term]], right: list[list[Term]], weights: Tensor) -> Tensor:
-    """From gradients that already exist."""
-    total = None
-    for (u,), (w,) in zip(left, right, strict=True):
-        assert isinstance(u, DenseGradients) and isinstance(w, DenseGradients)
-        total = u.values * w.values if total is None else total.addcmul_(u.values, w.values)
-    assert total is not None
-    return torch.tensordot(weights.to(total.dtype), total, 1)
-
-
-def _outer(term: Term) -> OuterProduct:
-    unfolded = unfold(term)
-    assert isinstance(unfolded, OuterProduct)
-    return unfolded
 
 
 def _are_few_places(term: OuterProduct | Convolution, samples: int, vectors: int) -> bool:
@@ -110,10 +97,7 @@ def _are_few_places(term: OuterProduct | Convolution, samples: int, vectors: int
 def _from_place_pairs(left: list[OuterProduct], right: list[OuterProduct], weights: Tensor) -> Tensor:
     """Sum over vectors before multiplying by activations: cheaper if a sample has fewer places than vectors."""
     first = left[0]
-    pairs = [(u.b[:, :, None], w.b[:, None]) for u, w in zip(left, right, strict=True)]
-    both = torch.mul(*pairs[0])
-    for u_places, w_places in pairs[1:]:
-        both.addcmul_(u_places, w_places)
+    both = _products([u.b[:, :, None] for u in left], [w.b[:, None] for w in right])
     both *= weights.to(both.dtype)[:, None, None, None, None]
     a = first.a
     inputs = (a[:, :, None] * a[:, None, :]).flatten(0, 2)

@@ -44,11 +44,9 @@ class RowSlice:
         return out
 
     def inner_products(self, vector: Tensor) -> Tensor:
-        """Inner products (N,) of the gradients with a tensor of the parameter's shape."""
         return self.term.inner_products(vector.view(self.shape)[slice(*self.rows)])
 
     def place_products(self, vector: Tensor) -> Tensor:
-        """What each place adds to the `inner_products`, (N, t)."""
         return self.term.place_products(vector.view(self.shape)[slice(*self.rows)])
 
     def gradients(self) -> Tensor:
@@ -81,8 +79,6 @@ class StackedTerms(Sequence[list[Term]]):
         return self.vectors
 
     def __getitem__(self, k: Any) -> Any:
-        if isinstance(k, slice):
-            return [self[j] for j in range(self.vectors)[k]]
         start = range(self.vectors)[k] * self.samples
         return [self.term if self.vectors == 1 else _with_backprops(self.term, slice(start, start + self.samples))]
 
@@ -133,18 +129,13 @@ def merge_places(terms: Sequence[Term]) -> list[Term]:
     if len(terms) == 1:
         return list(terms)
     out: list[Term] = []
-    groups: list[list[OuterProduct]] = []
+    groups: dict[Any, list[OuterProduct]] = {}
     for term in terms:
-        if not isinstance(term, OuterProduct):
-            out.append(term)
-            continue
-        for group in groups:
-            if group[0].merges_with(term):
-                group.append(term)
-                break
+        if isinstance(term, OuterProduct):
+            groups.setdefault(term.form, []).append(term)
         else:
-            groups.append([term])
-    for group in groups:
+            out.append(term)
+    for group in groups.values():
         one = group[0]
         if len(group) > 1:
             one = replace(one, a=torch.cat([u.a for u in group], 1), b=torch.cat([u.b for u in group], 1))

@@ -206,8 +206,8 @@ class Recorder:
         Raises:
             RuntimeError: the loop called parts of the model instead of the model.
         """
-        if self.listener.problem:
-            raise RuntimeError(self.listener.problem)
+        if self.listener.submodules.problem:
+            raise RuntimeError(self.listener.submodules.problem)
         self.passes.settle()
         self.loss_backprops.deliver(scale)
 

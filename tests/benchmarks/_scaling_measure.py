@@ -19,7 +19,7 @@ from _scaling_networks import mlp
 from torch import Tensor, nn
 
 import optimizers.monitor
-from curvature.linalg.decompositions import spd_inverse, symmetric_eigh
+from curvature.linalg.decompositions import symmetric_eigh, try_spd_inverse
 from curvature.preconditioners import invert
 from optimizers import KFAC
 
@@ -63,7 +63,7 @@ def measured(
         left = torch.randn(size, side, device=device)
         by_size.append(seconds(lambda left=left: left @ other, device=device) / (size * side**2))  # type: ignore[misc]
     matrices = [definite(d, device) for d in rows]
-    inverses = [seconds(lambda m=m: spd_inverse(m), device=device) for m in matrices]  # type: ignore[misc]
+    inverses = [seconds(lambda m=m: bool(try_spd_inverse(m)[1]), device=device) for m in matrices]  # type: ignore[misc]
     eigen = [seconds(lambda m=m: symmetric_eigh(m), device=device) for m in matrices]  # type: ignore[misc]
     large, small = torch.ones(1 << 22, device=device), torch.ones(1, device=device)
     touch = seconds(lambda: large.add_(large), device=device) / (2 * large.numel())
@@ -148,7 +148,7 @@ def _inverted(opt: KFAC, rank: int, ranks: int, rounds: int) -> dict[str, float]
     def by_cholesky() -> None:
         for block in own:
             for side in block.sides:
-                spd_inverse(side.dense() + SHARE * torch.eye(side.size))
+                try_spd_inverse(side.dense() + SHARE * torch.eye(side.size))
 
     return {
         "inversions": seconds(by_cholesky, rounds),

@@ -59,7 +59,7 @@ def ways(matrix: Tensor, before: Tensor) -> dict[str, Callable[[], Callable[[Ten
     unit = lambda m: m / (m.trace() / len(m))
     damped = lambda m: unit(m) + SHARE * torch.eye(len(m))
     old = torch.cholesky_inverse(torch.linalg.cholesky(damped(before)))
-    (start,) = low_rank_inverses([unit(before)], SHARE, [None])
+    (start,) = low_rank_inverses([lambda: unit(before)], SHARE, [None])
     bound = torch.linalg.matrix_norm(damped(matrix), 1)
 
     def cholesky() -> Callable[[Tensor], Tensor]:
@@ -71,7 +71,7 @@ def ways(matrix: Tensor, before: Tensor) -> dict[str, Callable[[], Callable[[Ten
         return lambda g: (g @ vectors / values) @ vectors.mT
 
     def largest(first: Tensor | None) -> Callable[[Tensor], Tensor]:
-        (found,) = low_rank_inverses([unit(matrix)], SHARE, [first])
+        (found,) = low_rank_inverses([lambda: unit(matrix)], SHARE, [first])
         if found is None:
             raise ValueError("too many stand out")
         return lambda g: (g - (g @ found[0]) @ found[0].mT) * found[1]

@@ -17,7 +17,7 @@ import curvature
 from curvature.kronecker.inverses import eigenbases
 from curvature.kronecker.sides import DenseSide
 from curvature.linalg import recovery_counts
-from curvature.linalg.decompositions import full_precision, spd_inverse, symmetric_eigh
+from curvature.linalg.decompositions import careful_spd_inverse, full_precision, symmetric_eigh, try_spd_inverse
 from curvature.preconditioners import BlockDiagonalCurvature, invert, residual_blocks
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC, NaturalGradient
@@ -50,6 +50,11 @@ MESSAGES = {
 def silent(found: Any) -> Any:
     """What is no number, and no error."""
     return tuple(x * math.nan if x.is_floating_point() else x for x in found)
+
+
+def spd_inverse(matrix: Tensor) -> Tensor:
+    found, ok = try_spd_inverse(matrix)
+    return found if bool(ok) else careful_spd_inverse(matrix)
 
 
 FAULTS: list[Fault] = [raising, crashing, silent]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import curvature.kronecker.second_moments
-import curvature.linalg.sketch
+import curvature.kronecker.sides
 import curvature.preconditioners.block_diagonal
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -51,7 +51,8 @@ def networks(model: ModuleType) -> list[list[Any]]:
 
 def test_sizes_are_those_of_the_package(model: ModuleType) -> None:
     assert model.LARGEST == curvature.preconditioners.block_diagonal.MAX_SIDE
-    assert (model.RANK, model.ROWS) == (curvature.linalg.sketch.SKETCH_RANK, curvature.linalg.sketch.MAX_SKETCH_ROWS)
+    sides = curvature.kronecker.sides
+    assert (model.RANK, model.ROWS) == (sides.SKETCH_RANK, sides.MAX_SKETCH_ROWS)
     assert (model.ROWS_PER_INPUT, model.MIN_SUBSAMPLE) == (
         curvature.kronecker.second_moments.ROWS_PER_INPUT,
         curvature.kronecker.second_moments.MIN_SUBSAMPLE,

@@ -128,8 +128,7 @@ def _by_parameter(
     score: Score, in_bases: InBases, model: nn.Module, loss: Loss, train: Any, query: Any, curvature: Operator | None,
     damping: float | None, rank: int | None, sample_dim: int | tuple[int, int, int], progress: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The scores of all training samples: `score` gives those of a batch, from its terms and the solved queries, both
-    in the bases that `in_bases` finds for K and the first queries."""
+    """All training samples' scores: `score` of each batch's terms and solved queries, in the bases of `in_bases`."""
     for what, data in (("train", train), ("query", query)):
         require_pairs(data)
         require_order(data, what)
@@ -144,7 +143,8 @@ def _by_parameter(
     if first is None:
         raise ValueError("query: no batch")
     bases = in_bases(K, first)
-    asked = (_built(bases.turn(terms)) for terms in itertools.chain([first], queries))
+    turned = map(bases.turn, itertools.chain([first], queries))
+    asked = ({name: gradients(parts) for name, parts in terms.items()} for terms in turned)
     solved = _solved_queries(bases.K, asked, damping, rank)
     samples = _terms(model, loss, train, sample_dim, names, progress)
     scores = [score(bases.turn(terms), solved) for terms in samples]
@@ -174,10 +174,6 @@ def _terms(
     for x, y in tqdm(pairs(data), total=total, unit="batch", leave=False, disable=not progress):
         terms = sample_terms(Batch.of(model, loss, x, y, sample_dim, names))
         yield {name: list(terms[name]) for name in names}
-
-
-def _built(terms: Mapping[str, list[Term]]) -> dict[str, Tensor]:
-    return {name: gradients(parts) for name, parts in terms.items()}
 
 
 def _solved_queries(

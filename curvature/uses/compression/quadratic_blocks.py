@@ -24,11 +24,7 @@ def usual_damping(K: Operator) -> float:
 
 
 def curvature_alone(block: Operator, damping: float) -> Tensor:
-    """``1 / [(K + damping I)^-1]_qq`` (P,): the curvature along each weight while all others follow.
-
-    Raises:
-        ValueError: a diagonal has negative entries, or another matrix is singular or indefinite.
-    """
+    """``1 / [(K + damping I)^-1]_qq`` (P,): the curvature along each weight while all others follow."""
     if not isinstance(block, Diagonal):
         return 1 / block.inverse(damping).diagonal()
     damped = block.values + damping

@@ -16,14 +16,10 @@ from curvature.losses import TORCH_LOSSES, LabelDistribution, Loss, name_of, red
 from curvature.matrices import DataSource, RecordedBatch, fisher, fisher_diagonal, kfac
 from curvature.operators import BlockDiagonal, Diagonal, SampleSpace, Space
 from curvature.recording import trained_parameters, unwrap_compiled
-from curvature.uses.posteriors.layered import LayeredCurvature, module_of, positive_scalar
+from curvature.uses.posteriors.layered import LayeredCurvature, module_of, noise_of
 from curvature.uses.posteriors.posterior import DataFit, LaplacePosterior, require_no_draws
 
 Build = Callable[[nn.Module, Loss, Any, Space], BlockDiagonal]  # of the parameters of a space
-
-
-def _kfac(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
-    return kfac(model, loss, data, parameters=space.names)
 
 
 def _dense(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDiagonal:
@@ -41,12 +37,8 @@ def _diagonal(model: nn.Module, loss: Loss, data: Any, space: Space) -> BlockDia
     return BlockDiagonal(space, [Diagonal(space.subspace([name]), d.flatten()) for name, d in diagonal.items()])
 
 
-BUILDS: dict[str, Build] = {
-    "kfac": _kfac,
-    "diagonal": _diagonal,
-    "dense": _dense,
-    "last_layer": _dense,
-}
+_kfac: Build = lambda model, loss, data, space: kfac(model, loss, data, parameters=space.names)
+BUILDS: dict[str, Build] = {"kfac": _kfac, "diagonal": _diagonal, "dense": _dense, "last_layer": _dense}
 
 
 @either_form
@@ -94,7 +86,7 @@ def laplace(
         raise ValueError(f"noise: {type(summed).__name__} has its own; only MSELoss takes one")
     model = unwrap_compiled(model)
     space = Space.of(trained_parameters(model))
-    sigma = positive_scalar("noise", 1.0 if noise is None else noise, space.device)
+    sigma = noise_of(1.0 if noise is None else noise, space.device)
     fit, last = survey(model, summed, labels, data)
     names = space.names
     if structure == "last_layer":
@@ -107,12 +99,7 @@ def laplace(
 
 
 def labels_of(loss: Loss) -> tuple[Any, LabelDistribution]:
-    """The loss as a sum without constants, and the distribution of labels behind it.
-
-    Raises:
-        TypeError: the loss is not callable.
-        ValueError: it is none of the known negative log-likelihoods, or its reduction is "none".
-    """
+    """The loss as a sum without constants, and the distribution of labels behind it; errors as for `laplace`."""
     if not callable(loss):
         raise TypeError(f"loss: expected a loss module, found {type(loss).__name__}")
     resolved: Any = resolve(loss)
@@ -133,11 +120,7 @@ def labels_of(loss: Loss) -> tuple[Any, LabelDistribution]:
 
 
 def survey(model: nn.Module, summed: Loss, labels: LabelDistribution, data: Any) -> tuple[DataFit, frozenset[str]]:
-    """The summed loss over the data, and the parameters that the last function of the forward pass with any reads.
-
-    Raises:
-        ValueError: the forward pass draws random numbers.
-    """
+    """The summed loss over the data, and the parameters that the last function of the forward pass with any reads."""
     sums: list[Tensor] = []
     counts: list[Tensor] = []
     names: frozenset[str] = frozenset()

@@ -109,21 +109,12 @@ class LayeredCurvature:
     def sums_by_layer(self, each: Tensor) -> Tensor:
         """Sums over the entries of each layer: (P,) to (layers,), in the widest precision."""
         each = widen(each)
-        where = torch.cat(
-            [each.new_full((size,), self.layer_of[name], dtype=torch.long) for name, size in self._sizes()]
-        )
+        sizes = zip(self.space.names, self.space.sizes, strict=True)
+        where = torch.cat([each.new_full((size,), self.layer_of[name], dtype=torch.long) for name, size in sizes])
         return each.new_zeros(len(self.layers)).index_add_(0, where, each)
 
-    def _sizes(self) -> list[tuple[str, int]]:
-        return list(zip(self.space.names, self.space.sizes, strict=True))
-
     def prior(self, given: Any) -> Tensor:
-        """A prior precision as a tensor: a scalar, or (layers,).
-
-        Raises:
-            ValueError: not positive and finite, of the wrong size, or names that are not those of the layers.
-            TypeError: neither a number, a tensor nor a mapping.
-        """
+        """A prior precision as a tensor: a scalar, or (layers,); errors as for `laplace`."""
         if isinstance(given, Mapping):
             if set(given) != set(self.layers):
                 raise ValueError(f"prior: expected a precision for each of {list(self.layers)}, found {list(given)}")
@@ -138,10 +129,8 @@ class LayeredCurvature:
 
     def precision(self, factor: Tensor, prior: Tensor) -> BlockDiagonal:
         """``factor * M + prior``."""
-        return BlockDiagonal(self.space, [self._block_precision(block, float(factor), prior) for block in self.blocks])
-
-    def _block_precision(self, block: Operator, factor: float, prior: Tensor) -> Operator:
-        return Precision(block.scaled(factor), self._prior_of(block, prior.detach()))
+        scaled, prior = float(factor), prior.detach()
+        return BlockDiagonal(self.space, [Precision(b.scaled(scaled), self._prior_of(b, prior)) for b in self.blocks])
 
     def _prior_of(self, block: Operator, prior: Tensor) -> Tensor:
         """The prior precision of a block: a scalar, or (p,) where it spans several layers with their own."""
@@ -175,12 +164,7 @@ class LayeredCurvature:
 
 
 def positive(what: str, given: Any, device: torch.device) -> Tensor:
-    """A positive number, or several, as a tensor in the widest precision of the device.
-
-    Raises:
-        TypeError: neither a number nor a tensor.
-        ValueError: not positive and finite.
-    """
+    """A positive number, or several, as a tensor in the widest precision of the device; errors as for `laplace`."""
     if not isinstance(given, Tensor | int | float) or isinstance(given, bool):
         raise TypeError(f"{what}: expected a positive number or a tensor, found {given!r:.80}")
     values = torch.as_tensor(given, dtype=widest(device.type), device=device)
@@ -189,15 +173,11 @@ def positive(what: str, given: Any, device: torch.device) -> Tensor:
     return values
 
 
-def positive_scalar(what: str, given: Any, device: torch.device) -> Tensor:
-    """Like `positive`, a single number.
-
-    Raises:
-        TypeError, ValueError: as for `positive`; or several numbers.
-    """
-    value = positive(what, given, device)
+def noise_of(given: Any, device: torch.device) -> Tensor:
+    """A single number as for `positive`."""
+    value = positive("noise", given, device)
     if value.ndim:
-        raise ValueError(f"{what}: expected a single number, found shape {tuple(value.shape)}")
+        raise ValueError(f"noise: expected a single number, found shape {tuple(value.shape)}")
     return value
 
 

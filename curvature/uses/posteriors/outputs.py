@@ -35,11 +35,7 @@ def output_covariance(run: RecordedBatch, covariance: BlockDiagonal) -> Tensor:
 
 
 def _by_factors(block: Operator, terms: TermsOfOutputs) -> Tensor | None:
-    """For a layer that is read at one place, from activations and backprops in the eigenbasis; None for others.
-
-    A row of the Jacobian is the outer product of backprop b and activation a there, whose squares add up to
-    ``sum_o b_co b_do sum_i a_i^2 variance_oi``.
-    """
+    """For a layer read at one place, ``sum_o b_co b_do sum_i a_i^2 variance_oi`` in the eigenbasis; None for others."""
     if not isinstance(block, EigenKronecker):
         return None
     of_weight = terms.get(block.space.names[0], ())

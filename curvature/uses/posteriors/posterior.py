@@ -15,7 +15,7 @@ from curvature.linalg import NotDefinite, psd_eigh
 from curvature.losses import LabelDistribution, Loss, Prediction
 from curvature.matrices import DataSource, RecordedBatch
 from curvature.operators import BlockDiagonal
-from curvature.uses.posteriors.layered import LayeredCurvature, positive_scalar
+from curvature.uses.posteriors.layered import LayeredCurvature, noise_of
 from curvature.uses.posteriors.outputs import output_covariance
 
 Prior = float | Tensor | Mapping[str, float]
@@ -216,7 +216,7 @@ class LaplacePosterior:
     def _noise(self, given: float | Tensor | None) -> Tensor:
         if given is not None and not self.fit.labels.has_noise:
             raise ValueError(f"noise: {type(self.fit.loss).__name__} has its own; only MSELoss takes one")
-        return self.noise if given is None else positive_scalar("noise", given, self.curvature.space.device)
+        return self.noise if given is None else noise_of(given, self.curvature.space.device)
 
     def optimize_prior(self, *, per_layer: bool = False, steps: int = 50) -> LaplacePosterior:
         """The posterior with the prior precision, and for ``nn.MSELoss`` the noise, of largest marginal likelihood.
@@ -266,18 +266,12 @@ def _shown(prior: list[float]) -> str:
 
 
 def require_draws(what: str, given: Any) -> None:
-    """
-    Raises:
-        TypeError: not a positive integer.
-    """
+    """Raise TypeError for anything but a positive integer."""
     if not isinstance(given, int) or given < 1:
         raise TypeError(f"{what}: expected a number of draws, found {given!r}")
 
 
 def require_no_draws(run: RecordedBatch) -> None:
-    """
-    Raises:
-        ValueError: the forward pass draws random numbers.
-    """
+    """Raise ValueError where the forward pass draws random numbers."""
     if run.random:
         raise ValueError("model: the forward pass draws random numbers (dropout?); call model.eval()")

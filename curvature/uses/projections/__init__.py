@@ -5,8 +5,13 @@ that name a linear map by a seed). Out: projected gradients (N, K) of a batch (`
 in a file (`store_projections`). Neither the gradients nor the map exist as a whole.
 """
 
-from curvature.uses.projections.per_sample import per_sample_projections
-from curvature.uses.projections.projection import KroneckerProjection, NormalProjection, Projection, SignProjection
+from curvature.uses.projections.projection import (
+    KroneckerProjection,
+    NormalProjection,
+    Projection,
+    SignProjection,
+    per_sample_projections,
+)
 from curvature.uses.projections.store import store_projections
 
 __all__ = [

@@ -18,8 +18,7 @@ from tqdm import tqdm
 from curvature.gradients import Batch, digests, either_form, number_of_batches, pairs, require_order, require_pairs
 from curvature.losses import Loss
 from curvature.recording import trained_parameters
-from curvature.uses.projections.per_sample import per_sample_projections, require_projection
-from curvature.uses.projections.projection import Projection
+from curvature.uses.projections.projection import Projection, per_sample_projections, require_projection
 
 SECONDS = 1.0  # between two notes of how far the file is
 TOLERANCE = 1e-3  # of a row's norm, between what is stored and what is computed again: other machines round differently
@@ -73,23 +72,23 @@ def store_projections(
         "parameters": names,
         "model": digests(model),
     }
-    file = _File(Path(path), about)
-    batches = tqdm(pairs(data), total=about["batches"], unit="batch", leave=False, disable=not progress)
-    start = 0
-    with file:
-        for x, y in batches:
+    file, start = _File(Path(path), about), 0
+    try:
+        for x, y in tqdm(pairs(data), total=about["batches"], unit="batch", leave=False, disable=not progress):
             stop = start + Batch.of(model, loss, x, y, sample_dim).count
             if start == 0 or stop > file.rows:
                 rows = per_sample_projections(model, loss, x, y, projection, parameters=names, sample_dim=sample_dim)
                 file.put(start, stop, rows)
             start = stop
+    finally:
+        file.write_note()
     if start != about["samples"]:
         raise ValueError(f"data: {about['samples']} samples when they were counted, {start} in the pass")
     return np.load(path, mmap_mode="r")
 
 
 class _File:
-    """The array in its file, and the note beside it; as a context it makes the note at the end."""
+    """The array in its file, and the note beside it."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.about, self.note = path, about, path.with_name(path.name + ".json")
@@ -140,18 +139,12 @@ class _File:
             os.replace(other, self.note)
         self.noted = time.monotonic()
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exception: object) -> None:
-        self.write_note()
-
 
 def _require_same(path: Path, found: dict[str, Any], about: dict[str, Any]) -> None:
     """Refuse to go on with a file that was begun with something else."""
-    for key, word in (("samples", "samples"), ("batches", "batches")):
+    for key in ("samples", "batches"):
         if found[key] != about[key]:
-            raise ValueError(f"data: {about[key]} {word}, but {path} was begun with {found[key]}")
+            raise ValueError(f"data: {about[key]} {key}, but {path} was begun with {found[key]}")
     if found["projection"] != about["projection"]:
         raise ValueError(f"projection: {about['projection']}, but {path} was begun with {found['projection']}")
     before, now = found["model"], about["model"]

@@ -9,8 +9,7 @@ from torch import Tensor
 from curvature.kronecker import EigenInverse, KroneckerInverse, Product, Side
 from curvature.kronecker.applied import DenseMatrix
 from curvature.kronecker.inverses import eigen_inverses, factored_inverses
-from curvature.kronecker.sides import DenseSide, DiagonalSide, SketchSide
-from curvature.linalg.sketch import compress, sketch_rows
+from curvature.kronecker.sides import DenseSide, DiagonalSide, SketchSide, compress, sketch_rows
 
 pytestmark = pytest.mark.fast
 

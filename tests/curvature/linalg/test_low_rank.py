@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ def relative(found: tuple[Tensor, Tensor], matrix: Tensor) -> Tensor:
 
 
 def low_rank_inverse(matrix: Tensor, damping: float, start: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return low_rank_inverses([matrix], damping, [start])[0]
+    return low_rank_inverses([lambda: matrix], damping, [start])[0]
 
 
 @pytest.mark.parametrize("values", [power_law(1), power_law(2), sampled_identity()], ids=["1/k", "1/k^2", "identity"])
@@ -99,7 +101,7 @@ def test_several_are_as_each_alone():
     start = low_rank_inverse(matrices[0], DAMPING, None)
     assert start is not None
     starts = [start[0], None, None]
-    found = low_rank_inverses(matrices, DAMPING, starts)
+    found = low_rank_inverses([partial(torch.clone, m) for m in matrices], DAMPING, starts)
     assert [own is None for own in found] == [False, False, True]
     for own, matrix, first in zip(found[:2], matrices, starts, strict=False):
         alone = low_rank_inverse(matrix, DAMPING, first)

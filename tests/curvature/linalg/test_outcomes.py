@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvature.linalg import count_recovery, look, recovery_counts, to_host
 from curvature.linalg.decompositions import (
-    spd_inverse,
+    careful_spd_inverse,
     symmetric_eigh,
     symmetric_eighs,
     try_cholesky,
@@ -87,7 +87,7 @@ def test_events_count_in_the_innermost_context(monkeypatch: pytest.MonkeyPatch) 
     with recovery_counts() as counts:
         count_recovery("kept")
         monkeypatch.setattr(torch.linalg, "cholesky_ex", failing)
-        spd_inverse(spd())
+        careful_spd_inverse(spd())
         with recovery_counts() as inner:
             count_recovery("diagonal")
     assert counts == {"kept": 1, "retried": 1} and inner == {"diagonal": 1}

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from curvature import capture
 from curvature.kronecker import Product
 from curvature.kronecker.inverses import eigen_inverses, factored_inverses
-from curvature.kronecker.sides import DenseSide, SketchSide
-from curvature.linalg.sketch import (
+from curvature.kronecker.sides import (
     MAX_SKETCH_ROWS,
     SKETCH_RANK,
+    DenseSide,
+    SketchSide,
     compress,
     sketch_rows,
     sketch_spectrum,
