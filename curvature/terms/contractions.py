@@ -67,7 +67,7 @@ def name_of_rows(name: str, start: int, stop: int) -> str:
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
     if len(terms) == 1:
-        return (terms[0].untransposed if isinstance(terms[0], OuterProduct) else terms[0]).gradients()
+        return merge_terms(terms)[0].gradients()
     unsliced = merge_terms([term for term in terms if not isinstance(term, RowSlice)])
     parts = [term for term in terms if isinstance(term, RowSlice)]
     if parts:
@@ -110,8 +110,8 @@ class Tentative:
 
     def settle(self) -> None:
         """Correct values; the terms are let go."""
-        if self.cancelled is not None:
-            self.correct(self.terms, self.values, self.cancelled.nonzero()[:, 0])
+        if self.cancelled is not None and len(some := self.cancelled.nonzero()[:, 0]):
+            self.correct(self.terms, self.values, some)
         self.cancelled, self.terms = None, ()
 
 
@@ -160,14 +160,12 @@ def _tentative(
 
 
 def _correct_norms(terms: Sequence[Term], values: Tensor, some: Tensor) -> None:
-    if len(some):
-        values[some] = _norms_by_gradients([term.samples(some) for term in terms])
+    values[some] = _norms_by_gradients([term.samples(some) for term in terms])
 
 
 def _correct_gram(terms: Sequence[Term], values: Tensor, some: Tensor) -> None:
-    if len(some):
-        values[some] = _by_gradients(terms, some, terms)
-        values[:, some] = values[some].T
+    values[some] = _by_gradients(terms, some, terms)
+    values[:, some] = values[some].T
 
 
 def norms_squared(terms: Sequence[Term]) -> Tensor:
