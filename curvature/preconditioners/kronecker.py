@@ -178,9 +178,8 @@ class KroneckerBlock(Block):
         before = [None if b.failures or type(b.inverse) is not KroneckerInverse else b.inverse for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         if damping is None:
-            inverses = factored_inverses(
-                products, share, before, anew, [due.get(b.names[0], (True, True)) for b in blocks]
-            )
+            sides = [due.get(b.names[0], (True, True)) for b in blocks]
+            inverses = factored_inverses(products, share, before, anew, sides)
         else:
             inverses = eigen_inverses(products, damping)
         for block, inverse, is_new in zip(blocks, inverses, anew, strict=True):

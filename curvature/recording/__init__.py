@@ -1,9 +1,9 @@
 """What a forward pass read.
 
-`record_call` calls a model under a `Tape`, and `capture` hooks one. During the forward pass the tape gets one `Use` for each torch function that
-received a parameter: the function, its arguments, and the gradient edge at its output, where the backprop arrives.
-`tape_from_graph` makes the same of a graph that exists already. Models under ``torch.compile`` run eagerly while they
-are recorded, and `preserve_state` leaves buffers and random state as they were.
+`record_call` calls a model under a `Tape`, and `capture` hooks one. During the forward pass the tape gets one `Use` for
+each torch function that received a parameter: the function, its arguments, and the gradient edge at its output, where
+the backprop arrives. `tape_from_graph` makes the same of a graph that exists already. Models under ``torch.compile``
+run eagerly while they are recorded, and `preserve_state` leaves buffers and random state as they were.
 """
 
 from curvature.recording.autograd_graph import (
