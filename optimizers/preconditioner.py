@@ -66,8 +66,6 @@ class Preconditioner:
         self.store, self.schedule, self.teams, self.monitor = store, schedule, teams, monitor
         self.decay, self.owner = decay, owner
         self.solver: VectorSolver | None = None  # with the inverses that there are now
-        # of the sides of blocks, after as many updates
-        self.costs: tuple[list[tuple[int, int]], list[tuple[float, ...]]] | None = None
 
     @property
     def blocks(self) -> Sequence[Block]:
@@ -78,14 +76,14 @@ class Preconditioner:
         """Number of blocks that are more than diagonals."""
         return sum(b.structure != "diagonal" for b in self.blocks)
 
-    def gathered(self, step: int, passes: Passes, gradients: Named, trained: Named) -> Measured:
+    def gathered(self, passes: Passes, gradients: Named, trained: Named) -> Measured:
         """The statistics of all processes since the last step.
 
         Raises:
             RuntimeError: no forward pass was recorded yet; gradients differ between processes.
         """
         team, sums = self.teams.current(), None
-        if self.schedule.renews(step) and team.processes.size > 1:
+        if self.schedule.renews(self.monitor.steps) and team.processes.size > 1:
             team.statistics.launch()  # before other collectives, as when the backward pass launches it
             if not any(map(is_sharded, trained.values())):
                 team.processes.check_same_gradients(gradients)
@@ -101,38 +99,36 @@ class Preconditioner:
             found.outputs = {key: x for (name, key), x in sums.items() if not name}
         return found
 
-    def renew(self, step: int, found: Measured, options: Options) -> Renewal:
+    def renew(self, found: Measured, options: Options) -> Renewal:
         """Update the running averages by statistics, and invert the blocks that are due; returns what was done."""
         self.solver = None
         with self.monitor.timed("factors"):
             self.store.update_average(found.curvature, self.decay)
-            is_renewal = self.schedule.renews(step)
-            self.schedule.note_renewal(step, self._drifts(found))
+            is_renewal = self.schedule.renews(self.monitor.steps)
+            self.schedule.note_renewal(self.monitor.steps, self._drifts(found))
         with self.monitor.timed("inverses"):
-            inverted = self.invert_due(step, options)
+            inverted = self.invert_due(options)
         return Renewal(is_renewal, inverted)
 
     def _drifts(self, found: Measured) -> dict[str, list[float]]:
         """How far the sides of each block have just moved; the same on all processes. The host waits once."""
-        moved = [
-            b
-            for b in self.blocks
-            if b.drift is not None and any(k.names[0] in found.curvature.blocks for k in b.leaves)
-        ]
-        if not moved or None not in (self.schedule.factor_every, self.schedule.decompose_every):
+        if None not in (self.schedule.factor_every, self.schedule.decompose_every):
             return {}
+        moved = [b for b in self.blocks if any(leaf.names[0] in found.curvature.blocks for leaf in b.leaves)]
         drifts = {b.names[0]: widen(b.drift) for b in moved if b.drift is not None}
+        if not drifts:
+            return {}
         agreed = iter(self.teams.current().processes.agreed(stack(x for own in drifts.values() for x in own)).tolist())
         return {name: [next(agreed) for _ in own] for name, own in drifts.items()}
 
-    def invert_due(self, step: int, options: Options) -> int:
+    def invert_due(self, options: Options) -> int:
         """Invert the blocks that are due; returns their number."""
-        workers = self.teams.current().workers
+        step, workers = self.monitor.steps, self.teams.current().workers
         blocks = [b for b in self.blocks if b.updates]
         workers.assign(blocks)
         sides = {
             b.names[0]: self.schedule.inverts(step, b.names[0], costs) if workers.is_ready(b) else [True] * len(costs)
-            for b, costs in zip(blocks, self._costs(blocks), strict=True)
+            for b, costs in ((b, b.costs) for b in blocks)
         }
         due = [b for b in blocks if any(sides[b.names[0]])]
         own = [b for b in due if workers.makes(b)]
@@ -145,16 +141,9 @@ class Preconditioner:
             self.schedule.note_inversion(step, b.names[0], sides[b.names[0]])
         return len(due)
 
-    def _costs(self, blocks: Sequence[Block]) -> list[tuple[float, ...]]:
-        """Of inverting the sides of each block; they change when averages are renewed."""
-        states = [(id(b), b.updates) for b in blocks]
-        if self.costs is None or self.costs[0] != states:
-            self.costs = states, [b.costs for b in blocks]
-        return self.costs[1]
-
-    def is_idle(self, step: int) -> bool:
+    def is_idle(self) -> bool:
         """Whether this step neither renews averages nor inverts blocks."""
-        return not self.schedule.renews(step) and bool(self.blocks)
+        return not self.schedule.renews(self.monitor.steps) and bool(self.blocks)
 
     def knows_nothing(self, was_empty: bool) -> bool:
         """Whether all batches so far were empty on all processes; `was_empty`: the last one on this process."""

@@ -2,19 +2,19 @@
 
 The recorder has measured the forward and backward passes before ``step`` is called. A step then runs
 
-    step -> _prepare -> _run -> rule.evaluate   call the closure, if there is one
-                             -> rule.step       renew the curvature, solve, decide on the displacement: an `Outcome`
-                             -> move            add the displacement to the parameters
+    step -> _run -> rule.evaluate   call the closure, if there is one
+                 -> rule.step       renew the curvature, solve, decide on the displacement: an `Outcome`
+                 -> move            add the displacement to the parameters
 
-`steps.choice` has the rule: a closure that returns residuals switches to one of its own, for good.
+A closure that returns residuals switches to a rule of its own, for good.
 """
 
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,23 +23,22 @@ from torch.utils import _pytree as pytree
 
 from curvature.linalg import by_device
 from curvature.preconditioners import CurvatureStore
-from curvature.recording import force_eager, is_sharded, warn_once
+from curvature.recording import ModelState, force_eager, is_sharded, warn_once
 from optimizers.arguments import check_numbers, require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
 from optimizers.construction import rebuild
 from optimizers.distributed.processes import Distributed
-from optimizers.distributed.sharding import to_full, to_local
+from optimizers.distributed.sharding import refuse_sharded, to_full, to_local
 from optimizers.distributed.team import Teams
 from optimizers.model_optimizer import ModelOptimizer
 from optimizers.preconditioner import Preconditioner
 from optimizers.recording.backward_passes import Passes
 from optimizers.recording.loss_backprops import LossBackprops
-from optimizers.recording.recorder import Recorder
+from optimizers.recording.recorder import Recorder, weakly
 from optimizers.report import curvature_stats, noted, rows_of, table
 from optimizers.schedule import Schedule
-from optimizers.steps.choice import RuleChoice
 from optimizers.steps.residuals import ResidualSolver, ResidualStep
-from optimizers.steps.rule import Outcome, Scaling, StepContext, StepRule
+from optimizers.steps.rule import Outcome, Scaling, StepContext, StepRule, first_evaluation
 
 RULES = "rule", "residual_rule"  # names of parts of a checkpoint
 EMPTY = (
@@ -74,18 +73,16 @@ class SecondOrderOptimizer(ModelOptimizer):
         super().__init__(model, options, groups)
         name = type(self).__name__
         self.arguments, self.store, self.rule = arguments, store, rule
-        solver = weakref.WeakMethod(self.residual_solver)
-        self.choice = RuleChoice(rule, lambda: solver()())  # type: ignore[misc]
+        self.residual_rule: ResidualStep | None = None  # makes the steps once a closure has returned residuals
+        self.takes_loss = False  # whether a closure has returned a loss
         self.gathered: dict[str, Tensor] = {}  # last displacements of sharded parameters
         self.forms = self._forms()
-        present, passes = weakref.WeakMethod(self._recorded_parameters), Passes()
-        last = weakref.WeakMethod(self._last_displacement)
+        passes = Passes()
         schedule = Schedule(arguments["factor_every"], arguments["decompose_every"])
-        self.teams = Teams(config, next(self.model.parameters()).device, store, passes.pop_sums)
+        self.teams = Teams(config, next(self.model.parameters()).device, store, passes)
         self.recorder = Recorder(
-            model, lambda: present()(),  # type: ignore[misc]  # the recorder does not outlive the optimizer
-            lambda: last()(),  # type: ignore[misc]
-            store, passes, inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]),
+            model, weakly(self._recorded_parameters), weakly(self._last_displacement), store, passes,
+            inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]),
             schedule=schedule, monitor=self.monitor, teams=self.teams,
             loss_backprops=backprops(store, passes, self.teams, arguments["loss"]), owner=name,
         )  # fmt: skip
@@ -149,13 +146,8 @@ class SecondOrderOptimizer(ModelOptimizer):
             TypeError: the closure returns no tensor, or a closure has returned a loss before.
             ValueError: it returns no vector; an argument of the constructor has no meaning for residuals.
         """
-        with self.choice.taking_residuals(self._context(closure)):
+        with self._taking_residuals():
             return self.step(closure)  # with the hooks of torch.optim
-
-    @property
-    def residual_rule(self) -> ResidualStep | None:
-        """Makes the steps once a closure has returned residuals; None before."""
-        return self.choice.residual_rule
 
     def residual_solver(self) -> ResidualSolver:
         """Make the solver for residuals.
@@ -179,9 +171,10 @@ class SecondOrderOptimizer(ModelOptimizer):
                 f"{type(self).__name__}.step: GradScaler takes no closure; use bfloat16 without a scaler"
             )
         start, context = time.perf_counter(), self._context(closure)
-        is_differentiated = closure is not None and self.choice.may_differentiate
+        rule = self.residual_rule or self.rule
+        is_differentiated = closure is not None and (rule.differentiates_model or not self.takes_loss)
         with self.monitor.watching(), force_eager() if is_differentiated else nullcontext():
-            outcome = self.choice.step(context, self._context)
+            outcome = self._step_on_residuals(context) if self.residual_rule else self._step_on_loss(context)
         if outcome.displacement:
             trained = context.trained if closure is None else self.trained()  # the closure may have renamed them
             move({name: to_local(trained[name]) for name in outcome.displacement}, outcome.displacement)
@@ -198,6 +191,54 @@ class SecondOrderOptimizer(ModelOptimizer):
         self._note_emptiness(outcome)
         self.recorder.expect()
         return outcome
+
+    # -- a loss or residuals: what the first closure returns decides, for good
+
+    def _step_on_loss(self, context: StepContext) -> Outcome:
+        """By the rule. If the first closure returns residuals, undo its side effects and step on them instead."""
+        is_first = context.closure is not None and not self.takes_loss
+        before = ModelState(context.model) if is_first else None
+        evaluation = first_evaluation(self.rule, context) if is_first else self.rule.evaluate(context)
+        if self.takes_loss and evaluation.is_residuals and len(evaluation.value) == 1:
+            evaluation = replace(evaluation, value=evaluation.value[0])
+        if evaluation.is_residuals:
+            self.recorder.discard()
+            if before is not None:
+                before.restore()
+            with self._taking_residuals():
+                return self._step_on_residuals(context)
+        # the closure may have renamed parameters, as spectral_norm does
+        outcome = self.rule.step(self._context(context.closure) if context.closure else context, evaluation)
+        if not isinstance(outcome, Outcome):
+            raise TypeError(
+                f"step_rule: {type(self.rule).__name__}.step returned a {type(outcome).__name__}; return an "
+                "optimizers.Outcome(loss, displacement)"
+            )
+        self.takes_loss |= context.closure is not None
+        return outcome
+
+    def _step_on_residuals(self, context: StepContext) -> Outcome:
+        assert self.residual_rule is not None
+        with self.recorder.paused():
+            outcome = self.residual_rule.step(context, self.residual_rule.evaluate(context))
+        self.recorder.stop()
+        return outcome
+
+    @contextmanager
+    def _taking_residuals(self) -> Iterator[None]:
+        """Switch to `residual_rule`; back again after an exception, unless it was there before."""
+        before = self.residual_rule
+        if self.takes_loss:
+            raise TypeError(f"{type(self).__name__}.step: the closure returned residuals, and a loss before")
+        if self.residual_rule is None:
+            refuse_sharded(self.model, "closure")
+            self.residual_rule = ResidualStep(self.residual_solver())
+        try:
+            yield
+        except BaseException:
+            self.residual_rule = before
+            self.recorder.discard()
+            raise
 
     def _note_emptiness(self, outcome: Outcome) -> None:
         """Say so where nothing moves; keep no empty state."""
@@ -278,7 +319,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         schedule.load_state_dict(parts["intervals"])
         self.store.load_state_dict(parts["curvature"], dict.fromkeys(parts["curvature"], home) | devices)
         self.rule.load_state_dict(parts["rule"], trained)
-        self.choice.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
+        self.residual_rule = None if residual is None else ResidualStep(self.residual_solver())
         if self.residual_rule is not None:
             self.residual_rule.load_state_dict(residual, trained)
         self.recorder.load_state_dict(parts["recorder"], is_stopped=residual is not None)

@@ -28,15 +28,13 @@ class VectorSolver:
         places = {
             layer: (family, row) for family, own in enumerate(layout.families) for row, layer in enumerate(own.layers)
         }
-        self.parts: list[Part] = []
-        for kind in dict.fromkeys(type(b) for b in ready):
-            alike = [b for b in ready if type(b) is kind]
-            if issubclass(kind, KroneckerBlock):
-                whole = [b for b in alike if b.names in places]
-                self.parts += _kronecker_parts(layout, whole, [places[b.names] for b in whole])
-                alike = [b for b in alike if b.names not in places]  # weight and bias have options of their own
-            if alike:
-                self.parts.append(_by_name(kind, alike))
+        # of other Kronecker blocks, weight and bias have options of their own
+        whole = [b for b in ready if isinstance(b, KroneckerBlock) and b.names in places]
+        apart = set(whole)
+        others = [b for b in ready if b not in apart]
+        self.parts = _kronecker_parts(whole, [places[b.names] for b in whole])
+        if others:
+            self.parts.append(_by_name(others))
         left = names - {name for b in ready for name in b.names}
         if left:
             self.parts.append(_divided([name for name in layout.names if name in left], mean_eigenvalue(ready)))
@@ -48,7 +46,7 @@ class VectorSolver:
         return found
 
 
-def _kronecker_parts(layout: Layout, blocks: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[Part]:
+def _kronecker_parts(blocks: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[Part]:
     """One for each run of layers that follow each other in a vector and whose inverses are of one form."""
     order = sorted(range(len(blocks)), key=lambda k: places[k])
     forms = [(blocks[k].inverse.form, blocks[k].scheme) if blocks[k].inverse.form else k for k in range(len(blocks))]
@@ -82,13 +80,12 @@ def _kronecker_part(block: Any, inverse: Any, family: int, rows: slice) -> Part:
     return solve
 
 
-def _by_name(kind: type[Block], blocks: Sequence[Block]) -> Part:
+def _by_name(blocks: Sequence[Block]) -> Part:
     def solve(vector: LayerVector, found: LayerVector) -> None:
-        solutions = kind.solve_all(blocks, [[vector[name] for name in b.names] for b in blocks])
-        solved = [u for own in solutions for u in own]
-        places = iter([found[name] for block in blocks for name in block.names])
-        for own in by_device(solved):  # in one call
-            torch._foreach_copy_([next(places) for _ in own], own)
+        solved = solved_by_name(blocks, vector)
+        names = iter(solved)
+        for own in by_device(list(solved.values())):  # in one call
+            torch._foreach_copy_([found[next(names)] for _ in own], own)
 
     return solve
 

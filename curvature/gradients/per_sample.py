@@ -21,11 +21,16 @@ from curvature.gradients.parameter_terms import Backprops, precise_terms, zeros
 from curvature.gradients.plans import record, require_independent_samples
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss, count_alike, is_torch_loss, name_of, require_weighted_sum
-from curvature.recording import creates_graph, preserve_state, stream_backprops, warn_once
+from curvature.recording import preserve_state, stream_backprops, warn_once
 from curvature.terms import DenseGradients, Term, contractions
 
 Contraction = Callable[[list[Term]], Any]
 WAITING_BYTES = 1 << 22  # of backprops that wait to be contracted
+DIFFERENTIATED = (
+    "the model is differentiated on the way to the loss (torch.autograd.grad with create_graph=True), so that a "
+    "layer's backprop arrives more than once; use curvature.residual_jacobian(model, residual, *batch), where "
+    "residual(model, *batch) gives each sample's loss (N,)"
+)
 UNEQUAL = (
     "clipped gradients: samples count differently in %s, which divides by the weights or tokens of the whole batch; "
     "their own losses know nothing of that and count alike. A loss (w * l).mean() keeps weights, and is private"
@@ -196,21 +201,13 @@ def check_gradients(
             )
 
 
-def _refuse_double_backward() -> None:
-    raise ValueError(
-        "the model is differentiated on the way to the loss (torch.autograd.grad with create_graph=True), so that a "
-        "layer's backprop arrives more than once; use curvature.residual_jacobian(model, residual, *batch), where "
-        "residual(model, *batch) gives each sample's loss (N,)"
-    )
-
-
 class RefuseDoubleBackward(TorchFunctionMode):
     """Raise where the loss differentiates the model: a layer's backprop would arrive more than once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and creates_graph(args, kwargs):
-            _refuse_double_backward()
+        if func is torch.autograd.grad and kwargs.get("create_graph"):  # torch hands it over by name
+            raise ValueError(DIFFERENTIATED)
         return func(*args, **kwargs)
 
 
@@ -247,7 +244,7 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
         tape, output, plan = record(batch, state)
         one_pass = state.is_of_one_pass()
         if tape.differentiates:
-            _refuse_double_backward()
+            raise ValueError(DIFFERENTIATED)
         require_independent_samples(tape)
         if batch.count == 1:
             return {name: contract([DenseGradients(g[None])]) for name, g in batch.gradients(output).items()}

@@ -53,9 +53,6 @@ class Matrix:
         """Number of directions that are told apart; None: all are."""
         return None
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.entries,)
-
     def owned(self) -> Matrix:
         """The same; a copy, if it was made together with others, and would keep these in memory."""
         is_part = self.entries.untyped_storage().nbytes() > self.entries.nbytes
@@ -141,9 +138,6 @@ class LowRankMatrix(Matrix):
     def rank(self) -> int | None:
         return self.entries.shape[2]
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.entries, self.scale
-
     def state(self) -> tuple[Tensor, Tensor | None, tuple[int, ...]]:
         return self.entries, self.scale, ()
 
@@ -177,9 +171,9 @@ class KroneckerInverse:
         return None if None in forms else forms
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return *self.rows.tensors(), *self.columns.tensors()
+        return self.rows.entries, self.columns.entries
 
-    def with_tensors(self, rows: Tensor, columns: Tensor, *values: Tensor) -> KroneckerInverse:
+    def with_tensors(self, rows: Tensor, columns: Tensor, *values: Tensor) -> Any:
         """One of this form, with other `tensors`."""
         return type(self)(replace(self.rows, entries=rows), replace(self.columns, entries=columns), *values)
 

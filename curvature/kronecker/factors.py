@@ -70,6 +70,10 @@ class Reading(NamedTuple):
     def backprop_side(self) -> int:
         return 1 if self.flipped else 0
 
+    def product(self, activations: Side, backprops: Side) -> Product:
+        """The side of the outputs, and that of the inputs."""
+        return (activations, backprops) if self.flipped else (backprops, activations)
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -282,14 +286,6 @@ class Scheme:
             whole = [joined(lefts)]
             lefts, rights = whole, whole if right is None else [joined(rights)]
         return sum_in_place(second_moment(b, c, diagonal) for b, c in zip(lefts, rights, strict=True))
-
-    def product(self, reading: Reading, activations: Side, number: int | Tensor, backprops: Side) -> Product:
-        """The Kronecker product of one reading.
-
-        `activations` are divided by their `number`, or that of each group; `backprops` are taken as they are.
-        """
-        inputs = activations.scaled(1 / at_least_one(number))
-        return (inputs, backprops) if reading.flipped else (backprops, inputs)
 
     def _is_routed(self, term: Affine) -> bool:
         """Whether each group counts the places alone that are sent to it; with a bias, which zeros leave on, all do."""

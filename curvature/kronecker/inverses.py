@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import starmap
 from typing import Any
@@ -79,7 +79,7 @@ def factored_inverses(
     fine = look([ok for _, ok in tried])
     for (stack, alike), (found, _), is_fine in zip(stacks, tried, fine, strict=True):
         if not is_fine:
-            found = _inverted(stack, share, careful_spd_inverse)
+            found = _carefully(stack, share)
         inverses |= zip(alike, _split(found, [len(sides[k]) for k in alike], stack.sizes), strict=True)
     return [KroneckerInverse(inverses[k], inverses[k + 1]) for k in range(0, len(sides), 2)]
 
@@ -193,23 +193,24 @@ def _joined(stacks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 def _tried(side: Side, share: float) -> tuple[Tensor, Tensor]:
     """Damped inverses, and a flag () whether they can be used."""
-    flags: list[Tensor] = []
-
-    def invert(matrix: Tensor) -> Tensor:
-        inverse, ok = try_spd_inverse(matrix)
-        flags.append(ok)
-        return inverse
-
-    return _inverted(side, share, invert), flags[0] if len(flags) == 1 else torch.stack(flags).all()
+    blocks, scale = _damped(side, share)
+    found, flags = zip(*map(try_spd_inverse, blocks), strict=True)
+    return _joined(found, side.sizes).div_(scale), flags[0] if len(flags) == 1 else torch.stack(flags).all()
 
 
-def _inverted(side: Side, share: float, invert: Callable[[Tensor], Tensor]) -> Tensor:
-    """Damped inverses, in units of the mean eigenvalue, so that no product of small numbers underflows."""
-    whole = DenseSide(side.dense())
-    scale = _mean(whole)[:, None, None]
-    matrix = whole.entries / scale
+def _carefully(side: Side, share: float) -> Tensor:
+    """Damped inverses after a first failure."""
+    blocks, scale = _damped(side, share)
+    return _joined(list(map(careful_spd_inverse, blocks)), side.sizes).div_(scale)
+
+
+def _damped(side: Side, share: float) -> tuple[list[Tensor], Tensor]:
+    """The damped `_blocks`, in units of the mean eigenvalue, so that no product of small numbers underflows."""
+    matrix = side.dense()
+    scale = _mean(DenseSide(matrix))[:, None, None]
+    matrix = matrix / scale
     matrix.diagonal(dim1=1, dim2=2).add_(share)
-    return _joined([invert(block) for block in _blocks(matrix, side.sizes)], side.sizes).div_(scale)
+    return _blocks(matrix, side.sizes), scale
 
 
 def _may_have_low_rank(side: Side, product: Product) -> bool:

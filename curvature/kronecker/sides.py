@@ -91,7 +91,7 @@ class Side:
         return self
 
     def to_sum(self, rank: int, world_size: int) -> Tensor:
-        """What adds up over processes, of which this one is `rank`, for `Scheme.side_from_sum`."""
+        """What adds up over processes, of which this one is `rank`, for `Scheme.side_of_sum`."""
         return self.entries
 
     def state(self) -> Tensor:

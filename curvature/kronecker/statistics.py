@@ -47,7 +47,7 @@ class KroneckerStatistics:
             mean = moment.div_(for_groups(at_least_one(number), moment))
             inputs = self._side(reading.activation_side, mean)
             outputs = self._side(reading.backprop_side, self.backprops[reading].mul_(scale))
-            products.append((inputs, outputs) if reading.flipped else (outputs, inputs))
+            products.append(reading.product(inputs, outputs))
         rows, columns = merge_products(products)
         return rows.entries, columns.entries
 
@@ -71,10 +71,10 @@ class SideStatistics(KroneckerStatistics):
 
     def factors(self, scale: float) -> Product:
         """The factors of outputs and of inputs, backprops multiplied by `scale`."""
-        products = [
-            self.scheme.product(reading, *self.activations[reading], moment.scaled(scale))
-            for reading, moment in self.backprops.items()
-        ]
+        products = []
+        for reading, (moment, number) in self.activations.items():
+            mean = moment.scaled(1 / at_least_one(number))
+            products.append(reading.product(mean, self.backprops[reading].scaled(scale)))
         if len(products) == 1:
             return products[0]
         rows, columns = merge_products([(rows.unpacked(), columns.unpacked()) for rows, columns in products])

@@ -46,14 +46,10 @@ def per_sample_losses(
     map_target(lambda t: _sample_dim("target", t, count, target_dim), target)
 
     row = TORCH_LOSSES.get(type(loss))
-    if row is None or not isinstance(target, Tensor):
-        return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
-    target_dim %= target.ndim
-    if row.broadcasts and count > 1:
-        _refuse_mixing(loss, output, target, output_dim, target_dim)
-    dim = row.dim_of_terms(output, target, output_dim, target_dim)
-    if dim is None or getattr(loss, "reduction", "mean") == "batchmean":
-        # batchmean divides by the size of dim 0, not by a number of terms
+    if row is not None and isinstance(target, Tensor) and row.broadcasts and count > 1:
+        _refuse_mixing(loss, output, target, output_dim, target_dim % target.ndim)
+    dim = dim_of_terms(loss, output, target, output_dim, target_dim)
+    if row is None or dim is None:
         return _sample_by_sample(loss, output, target, count, output_dim, target_dim)
 
     terms = row.terms(loss, output, target)
@@ -98,13 +94,19 @@ def sample_masses(
     return ones * (math.prod(row.shape_of_terms(output)) // count)
 
 
-def is_in_closed_form(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> bool:
-    """Whether torch makes the loss of the batch from the same terms as that of each sample; else it has to be tried."""
+def dim_of_terms(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> int | None:
+    """The samples' dim of the terms, where torch makes the batch's loss of the same as each sample's; else try it."""
     loss = resolve(loss)
     row = TORCH_LOSSES.get(type(loss))
+    # batchmean divides by the size of dim 0, not by a number of terms
     if row is None or not isinstance(target, Tensor) or getattr(loss, "reduction", "mean") == "batchmean":
-        return False
-    return row.dim_of_terms(output, target, output_dim % output.ndim, target_dim % target.ndim) is not None
+        return None
+    return row.dim_of_terms(output, target, output_dim % output.ndim, target_dim % target.ndim)
+
+
+def is_in_closed_form(loss: Loss, output: Tensor, target: Any, output_dim: int = 0, target_dim: int = 0) -> bool:
+    """Whether there is a `dim_of_terms`."""
+    return dim_of_terms(loss, output, target, output_dim, target_dim) is not None
 
 
 def is_entrywise(loss: Loss) -> bool:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import Term
 
-Sides = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
+Due = Mapping[str, Sequence[bool]]  # which sides to invert, by the first parameter of a block; of others all
 
 SHARED_FIELDS = ("names", "reason", "updates")  # of a checkpoint of any block
 
@@ -163,10 +163,10 @@ class Block:
         raise NotImplementedError
 
     @staticmethod
-    def invert(blocks: Sequence[Any], share: float, damping: float | None, sides: Sides) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         """Prepare `solve` of several blocks of this class, all of which have statistics; see `invert`.
 
-        A block whose sides cannot be inverted separately ignores `sides`. If a decomposition fails, it raises before
+        A block whose sides cannot be inverted separately ignores `due`. If a decomposition fails, it raises before
         any block has changed.
         """
         raise NotImplementedError
@@ -225,6 +225,14 @@ class Block:
 
     def after_restore(self) -> None:
         """Rebuild what is not plain in `state`."""
+
+
+def grouped(forms: Sequence[Any]) -> list[list[int]]:
+    """The places of equal forms together; None is a form of its own wherever it is."""
+    found: dict[Any, list[int]] = {}
+    for k, form in enumerate(forms):
+        found.setdefault((k, None) if form is None else form, []).append(k)
+    return list(found.values())
 
 
 def relative_change(old: Tensor, new: Tensor) -> Tensor:

@@ -19,11 +19,11 @@ from curvature.kronecker import Scheme
 from curvature.layers import Layout
 from curvature.linalg import full_precision, look, stack, widen, without_autocast
 from curvature.operators import Named
-from curvature.preconditioners.block import Block, BlockStatistics
+from curvature.preconditioners.block import Block, BlockStatistics, grouped
 from curvature.preconditioners.diagonal import DiagonalBlock
 from curvature.preconditioners.eigen import EigenBlock
 from curvature.preconditioners.kronecker import KroneckerBlock
-from curvature.preconditioners.row_ranges import RowRange, RowRangeBlock
+from curvature.preconditioners.row_ranges import RowRangeBlock
 from curvature.preconditioners.statistics import CurvatureStatistics
 from curvature.recording import ParameterNode, Tape, Use, stream_backprops
 from curvature.terms import (
@@ -46,76 +46,8 @@ UNSEEN = "torch does not show what uses it (an autograd.Function or the like)"
 
 NOTHING: Named = MappingProxyType({})
 
+Shapes = Sequence[tuple[int, ...]]  # of the parameters of a block
 LAYERS: dict[str, type[KroneckerBlock]] = {block.structure: block for block in (KroneckerBlock, EigenBlock)}
-
-
-def blocks_by_layer(
-    tape: Tape,
-    terms: dict[str, list[Term]],
-    taken: set[str],
-    sharing: str,
-    kind: str = "kronecker",
-    block_size: int | None = None,
-) -> list[Block]:
-    """New blocks for the parameters that have terms and are not `taken`."""
-    blocks: list[Block] = []
-    taken = set(taken)
-    todo = {name: node for name, node in tape.parameters.items() if terms.get(name) and name not in taken}
-    for name, node in todo.items():
-        bias = joint_bias(tape, name)
-        names = [name] if bias is None or bias in taken else [name, bias]
-        shapes = [tuple(tape.parameters[n].tensor.shape) for n in names]
-        make = partial(_kronecker_block, dtype=node.tensor.dtype, sharing=sharing, kind=kind, block_size=block_size)
-        found = make(names, terms[name], shapes) or _row_range_block(names, terms[name], shapes, make)
-        if found is not None:
-            blocks.append(found)
-            taken |= set(names)
-    for name, node in todo.items():
-        if name not in taken:
-            readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
-            what = f"no Kronecker factors exist for {', '.join(readers)}" if readers else UNSEEN
-            reason = f"{what}; the diagonal of the curvature is used"
-            blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
-    return blocks
-
-
-def _kronecker_block(
-    names: Sequence[str],
-    terms: Sequence[Term],
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    dtype: torch.dtype,
-    sharing: str,
-    kind: str,
-    block_size: int | None,
-) -> Block | None:
-    scheme = Scheme.of(terms, shapes, dtype, sharing, MAX_SIDE, block_size)
-    if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
-        return None
-    dense = [max(sizes) for sizes, flat in zip(scheme.block_sizes, scheme.diagonal, strict=True) if not flat]
-    is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
-    block = LAYERS["kronecker" if is_large else kind](names, scheme)
-    block.reason = "too large for an eigenbasis; Kronecker factors are used" if is_large and kind == "eigen" else ""
-    return block
-
-
-def _row_range_block(
-    names: Sequence[str],
-    terms: Sequence[Term],
-    shapes: Sequence[tuple[int, ...]],
-    make: Callable[[Sequence[str], Sequence[Term], Sequence[tuple[int, ...]]], Block | None],
-) -> Block | None:
-    """A block for every range of rows that is read apart; None unless the ranges cover all rows and have factors."""
-    parts: dict[RowRange, Block] = {}
-    end = 0
-    for own in row_ranges(terms):
-        rows = own.start, own.stop
-        sizes = [(own.stop - own.start, *shape[1:]) for shape in shapes]
-        part = make([name_of_rows(name, *rows) for name in names], own.terms, sizes)
-        if part is None or own.start != end:
-            return None
-        parts[rows], end = part, own.stop
-    return RowRangeBlock(names, parts) if parts and end == shapes[0][0] else None
 
 
 class CurvatureStore:
@@ -254,8 +186,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         order = list(tape.parameters)
         for k in range(len(vectors[0])):
             sent, samples = [v[k] for v in vectors], count if k == 0 else 0
-            add = partial(self.measure_terms, tape, count=samples, rank=rank, world_size=world_size)
-            total.add_(self._measure_vector(tape, outputs, sent, count, add, displacement, independent))
+            total.add_(
+                self._measure_vector(tape, outputs, sent, count, samples, rank, world_size, displacement, independent)
+            )
         self.blocks[known:] = sorted(self.blocks[known:], key=lambda block: order.index(block.names[0]))
         return total
 
@@ -265,7 +198,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         outputs: Sequence[Tensor],
         sent: Sequence[Tensor],
         count: int,
-        measure: Any,
+        samples: int,
+        rank: int,
+        world_size: int,
         displacement: Named,
         independent: bool,
     ) -> CurvatureStatistics:
@@ -275,7 +210,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         copied = [v for v, x in zip(noise, outputs, strict=False) if type(x.grad_fn).__name__ == "ToCopyBackward0"]
 
         def add(terms: dict[str, list[Term]]) -> None:
-            found.add_(measure(terms))
+            found.add_(self.measure_terms(tape, terms, samples, rank, world_size))
             changes.update(self._changes(terms, displacement, count))
 
         def take(backprops: Sequence[Tensor | None], names: frozenset[str]) -> None:
@@ -336,12 +271,58 @@ class BlockDiagonalCurvature(CurvatureStore):
         """
         return weighted_gradients(tape, node, backprops, self._layouts(tape, len(weights)), weights)
 
+    def _create_blocks(self, tape: Tape, terms: Mapping[str, list[Term]]) -> None:
+        """Blocks of the parameters that have terms and no block yet."""
+        taken = {name for block in self.blocks for name in block.names}
+        todo = {name: node for name, node in tape.parameters.items() if terms.get(name) and name not in taken}
+        for name, node in todo.items():
+            bias = joint_bias(tape, name)
+            names = [name] if bias is None or bias in taken else [name, bias]
+            shapes, dtype = [tuple(tape.parameters[n].tensor.shape) for n in names], node.tensor.dtype
+            found = self._kronecker_block(names, terms[name], shapes, dtype)
+            found = found or self._row_range_block(names, terms[name], shapes, dtype)
+            if found is not None:
+                self.blocks.append(found)
+                taken |= set(names)
+        for name, node in todo.items():
+            if name not in taken:
+                readers = sorted({getattr(use.function, "__name__", "a function") for use in node.uses})
+                what = f"no Kronecker factors exist for {', '.join(readers)}" if readers else UNSEEN
+                reason = f"{what}; the diagonal of the curvature is used"
+                self.blocks.append(DiagonalBlock(name, tuple(node.tensor.shape), node.tensor.dtype, reason))
+
+    def _kronecker_block(
+        self, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
+    ) -> Block | None:
+        scheme = Scheme.of(terms, shapes, dtype, self.sharing, MAX_SIDE, self.block_size)
+        if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
+            return None
+        dense = [max(sizes) for sizes, flat in zip(scheme.block_sizes, scheme.diagonal, strict=True) if not flat]
+        is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
+        block = LAYERS["kronecker" if is_large else self.kind](names, scheme)
+        if is_large and self.kind == "eigen":
+            block.reason = "too large for an eigenbasis; Kronecker factors are used"
+        return block
+
+    def _row_range_block(
+        self, names: Sequence[str], terms: Sequence[Term], shapes: Shapes, dtype: torch.dtype
+    ) -> Block | None:
+        """A block for every range of rows that is read apart; None unless these cover all rows and have factors."""
+        parts: dict[tuple[int, int], Block] = {}
+        end = 0
+        for start, stop, own in row_ranges(terms):
+            sizes = [(stop - start, *shape[1:]) for shape in shapes]
+            part = self._kronecker_block([name_of_rows(name, start, stop) for name in names], own, sizes, dtype)
+            if part is None or start != end:
+                return None
+            parts[start, stop], end = part, stop
+        return RowRangeBlock(names, parts) if parts and end == shapes[0][0] else None
+
     def measure_terms(
         self, tape: Tape, terms: dict[str, list[Term]], count: int, rank: int = 0, world_size: int = 1
     ) -> CurvatureStatistics:
         """Statistics from the terms of one vector."""
-        taken = {name for block in self.blocks for name in block.names}
-        self.blocks += blocks_by_layer(tape, terms, taken, self.sharing, self.kind, self.block_size)
+        self._create_blocks(tape, terms)
         seen = [block for block in self.blocks if terms.get(block.names[0])]
         split = [pair for block in seen for pair in block.split_terms(terms[block.names[0]])]
         with full_precision():
@@ -395,10 +376,9 @@ def _measured(
 ) -> list[BlockStatistics | None]:
     """The statistics of leaves from their terms, those of one class together."""
     found: dict[int, BlockStatistics | None] = {}
-    for kind in dict.fromkeys(type(leaf) for leaf, _ in split):
-        alike = [k for k, (leaf, _) in enumerate(split) if type(leaf) is kind]
-        leaves, terms = [split[k][0] for k in alike], [split[k][1] for k in alike]
-        found |= dict(zip(alike, kind.measure_all(leaves, terms, count, rank, world_size), strict=True))
+    for alike in grouped([type(leaf) for leaf, _ in split]):
+        leaves, terms = zip(*(split[k] for k in alike), strict=True)
+        found |= zip(alike, leaves[0].measure_all(leaves, terms, count, rank, world_size), strict=True)
     return [found[k] for k in range(len(split))]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvature.kronecker import at_least_float32, nonzero_or_one
-from curvature.preconditioners.block import Block, Sides
+from curvature.preconditioners.block import Block, Due
 from curvature.terms import Term
 
 
@@ -82,7 +82,7 @@ class DiagonalBlock(Block):
         return self.values.lerp(self.values.mean(), 1 / (1 + self.updates / 2))
 
     @staticmethod
-    def invert(blocks: Sequence[Any], share: float, damping: float | None, sides: Sides) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         for block in blocks:
             own = share * nonzero_or_one(block.mean_eigenvalue) if damping is None else damping
             block.inverse = 1 / (block.smoothed + own)

@@ -21,7 +21,7 @@ from curvature.kronecker import (
     nonzero_or_one,
 )
 from curvature.linalg import eigenvalue_rounding
-from curvature.preconditioners.block import Sides
+from curvature.preconditioners.block import Due
 from curvature.preconditioners.kronecker import KroneckerBlock
 from curvature.terms import Term, sum_in_place
 
@@ -103,6 +103,7 @@ class EigenBlock(KroneckerBlock):
     """
 
     structure = "eigen"
+    statistics = EigenStatistics
     broadcast_fields = ("inverse", "values", "row_values", "column_values")
     state_fields = (*KroneckerBlock.state_fields, "values", "seen", "row_values", "column_values")
 
@@ -120,10 +121,7 @@ class EigenBlock(KroneckerBlock):
 
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
         found = super().measure(terms, samples, rank, world_size)
-        if found is None:
-            return None
-        found = EigenStatistics(self.scheme, found.activations, found.backprops, samples)
-        if self.basis is not None:
+        if found is not None and self.basis is not None:
             found.squares = self._squares(terms, self.basis, rank, world_size)
             found.basis, found.squares_samples = self.basis, samples
         return found
@@ -148,8 +146,8 @@ class EigenBlock(KroneckerBlock):
         return sum_in_place(_some_squares(basis, n, own, rank, world_size) for n, own in found.items())
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
-        found = EigenStatistics(self.scheme, basis=self.basis)
-        found.load_sums(sums)
+        found = super().statistics_from(sums)
+        found.basis = self.basis
         return found
 
     @property
@@ -173,7 +171,7 @@ class EigenBlock(KroneckerBlock):
             self.seen += 1
 
     @staticmethod
-    def invert(blocks: Sequence[Any], share: float, damping: float | None, sides: Sides) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         """Move to the eigenbases of the current factors, and prepare `solve` in them.
 
         Args:
@@ -181,8 +179,8 @@ class EigenBlock(KroneckerBlock):
                 and ``kron(B, A)``, mean() being the mean eigenvalue (`curvature.kronecker.factored_inverses`).
             damping: is added to all values instead.
         """
-        due = [sides.get(b.names[0], (True, True)) if b.is_ready and not b.failures else (True, True) for b in blocks]
-        pairs = list(zip(blocks, due, strict=True))
+        both = (True, True)
+        pairs = [(b, due.get(b.names[0], both) if b.is_ready and not b.failures else both) for b in blocks]
         turning = [side for b, own in pairs for side, is_due in zip(b.sides, own, strict=True) if is_due]
         found = iter(eigenbases(turning))
         for block, (rows_due, columns_due) in pairs:

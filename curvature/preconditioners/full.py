@@ -21,7 +21,7 @@ from curvature.gradients import Jacobian
 from curvature.kronecker import at_least_float32
 from curvature.linalg import cat, cholesky, full_precision, look, try_decompose, widen
 from curvature.operators import Named
-from curvature.preconditioners.block import Block, Sides
+from curvature.preconditioners.block import Block, Due
 from curvature.preconditioners.least_squares import Damping, LeastSquares, at
 from curvature.preconditioners.statistics import CurvatureStatistics, RowStatistics
 
@@ -92,7 +92,7 @@ class FullBlock(Block):
             block.decompose(damping)
 
     @staticmethod
-    def invert(blocks: Sequence[Any], share: float, damping: float | None, sides: Sides) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         dampings: list[Damping] = [damping if damping is not None else block.own_damping(share) for block in blocks]
         blocks[0].decompose_each(blocks, dampings)
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from curvature.linalg import count_recovery, full_precision
-from curvature.preconditioners.block import Block, Sides
+from curvature.preconditioners.block import Block, Due, grouped
 
 MAX_FAILURES = 3  # consecutive failures of a block that raise
 
 
-def invert(blocks: Sequence[Block], share: float, damping: float | None = None, sides: Sides | None = None) -> None:
+def invert(blocks: Sequence[Block], share: float, damping: float | None = None, due: Due | None = None) -> None:
     """Prepare `Block.solve` of the blocks that have statistics, blocks of one class together.
 
     A block whose decomposition fails, however it is tried (see `curvature.linalg`), does not affect the others. It
@@ -22,7 +22,7 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None, 
     Args:
         share: damping relative to each block's own curvature, see `curvature.kronecker.factored_inverses`.
         damping: added to the block instead; None: the share.
-        sides: which of its sides to invert, by a block's first parameter; of others, and of those that have no inverse
+        due: which of its sides to invert, by a block's first parameter; of others, and of those that have no inverse
             of this kind yet, all.
 
     Raises:
@@ -31,11 +31,12 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None, 
     """
     seen = [leaf for block in blocks for leaf in block.leaves if leaf.updates]
     with full_precision():
-        for kind in dict.fromkeys(type(b) for b in seen):
-            alike = [b for b in seen if type(b) is kind]
+        for places in grouped([type(b) for b in seen]):
+            alike = [seen[k] for k in places]
+            kind = type(alike[0])
             failed: list[Block] = []
-            if not _succeeds(kind, alike, share, damping, sides):
-                failed = [b for b in alike if len(alike) == 1 or not _succeeds(kind, [b], share, damping, sides)]
+            if not _succeeds(kind, alike, share, damping, due):
+                failed = [b for b in alike if len(alike) == 1 or not _succeeds(kind, [b], share, damping, due)]
             for block in alike:
                 block.failures = block.failures + 1 if block in failed else 0
             for block in failed:
@@ -43,11 +44,11 @@ def invert(blocks: Sequence[Block], share: float, damping: float | None = None, 
 
 
 def _succeeds(
-    kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None, sides: Sides | None = None
+    kind: type[Block], blocks: Sequence[Block], share: float, damping: float | None, due: Due | None = None
 ) -> bool:
     """Prepare blocks of one class together; where a decomposition fails, they stay as they were."""
     try:
-        kind.invert(blocks, share, damping, sides or {})
+        kind.invert(blocks, share, damping, due or {})
     except torch.linalg.LinAlgError:
         return False
     return True

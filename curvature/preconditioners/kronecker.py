@@ -34,7 +34,7 @@ from curvature.kronecker import (
     stored_entries,
     subsample_samples,
 )
-from curvature.preconditioners.block import Block, Sides, relative_change
+from curvature.preconditioners.block import Block, Due, grouped, relative_change
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
 
@@ -52,6 +52,7 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     state_fields: tuple[str, ...] = ("row_side", "column_side", "tried", "inverse")
     layout_fields = ("scheme",)
+    statistics: type[SideStatistics] = SideStatistics
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
 
     def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
@@ -90,7 +91,7 @@ class KroneckerBlock(Block):
     def measure(self, terms: Sequence[Term], samples: float, rank: int = 0, world_size: int = 1) -> Any:
         if not all(self.scheme.accepts(t) for t in terms):
             return None
-        here, found = self.scheme, SideStatistics(self.scheme, samples=samples)
+        here, found = self.scheme, self.statistics(self.scheme, samples=samples)
         for reading, parts in here.readings(terms).items():
             moment, number = here.activations(subsample_samples(parts, here.sharing, rank, world_size))
             found.activations[reading] = here.side(reading.activation_side, moment), number
@@ -135,7 +136,7 @@ class KroneckerBlock(Block):
         )
 
     def statistics_from(self, sums: Mapping[str, Tensor]) -> Any:
-        found = SideStatistics(self.scheme)
+        found = self.statistics(self.scheme)
         found.load_sums(sums)
         return found
 
@@ -171,14 +172,14 @@ class KroneckerBlock(Block):
         return self.inverse is not None
 
     @staticmethod
-    def invert(blocks: Sequence[Any], share: float, damping: float | None, sides: Sides) -> None:
+    def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         products = [b.sides for b in blocks]
         # one of other damping has no inverses of sides, and that of a block that has failed may be of its diagonal
         before = [None if b.failures or type(b.inverse) is not KroneckerInverse else b.inverse for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         if damping is None:
-            due = [sides.get(b.names[0], (True, True)) for b in blocks]
-            inverses = factored_inverses(products, share, before, anew, due)
+            sides = [due.get(b.names[0], (True, True)) for b in blocks]
+            inverses = factored_inverses(products, share, before, anew, sides)
         else:
             inverses = eigen_inverses(products, damping)
         for block, inverse, is_new in zip(blocks, inverses, anew, strict=True):
@@ -257,14 +258,6 @@ def _compared(side: Side) -> Tensor:
 def _traces(old: Product | None, new: Product) -> list[tuple[Tensor | None, Tensor]]:
     """Of both sides, old and new."""
     return [(None if old is None else old[k].diagonal().sum(), side.diagonal().sum()) for k, side in enumerate(new)]
-
-
-def grouped(forms: Sequence[Any]) -> list[list[int]]:
-    """The places of equal forms together; None is a form of its own wherever it is."""
-    found: dict[Any, list[int]] = {}
-    for k, form in enumerate(forms):
-        found.setdefault((k, None) if form is None else form, []).append(k)
-    return list(found.values())
 
 
 def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:

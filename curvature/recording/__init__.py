@@ -1,9 +1,9 @@
 """What a forward pass read.
 
-`capture` hooks a model and yields a `Tape`. During the forward pass it gets one `Use` for each torch function that
-received a parameter: the function, its arguments, and the gradient edge at its output, where the backprop arrives.
-`tape_from_graph` makes the same of a graph that exists already. Models under ``torch.compile`` run eagerly while they
-are recorded, and `preserve_state` leaves buffers and random state as they were.
+`record_call` calls a model under a `Tape`, and `capture` hooks one. During the forward pass the tape gets one `Use` for
+each torch function that received a parameter: the function, its arguments, and the gradient edge at its output, where
+the backprop arrives. `tape_from_graph` makes the same of a graph that exists already. Models under ``torch.compile``
+run eagerly while they are recorded, and `preserve_state` leaves buffers and random state as they were.
 """
 
 from curvature.recording.autograd_graph import (
@@ -17,7 +17,7 @@ from curvature.recording.autograd_graph import (
 from curvature.recording.backprop_stream import stream_backprops
 from curvature.recording.compiled import force_eager, unwrap_compiled
 from curvature.recording.listener import Listener, capture
-from curvature.recording.mode import creates_graph, record_call
+from curvature.recording.mode import record_call
 from curvature.recording.model_call import (
     FunctionModel,
     ModelState,
@@ -37,7 +37,7 @@ from curvature.recording.tape import ParameterNode, Tape, Use, is_sharded, tenso
 
 __all__ = [
     "FunctionModel", "Listener", "ModelState", "ParameterNode", "RandomState", "Tape", "Use", "as_arguments",
-    "call_model", "capture", "creates_graph", "force_eager", "fresh_random_numbers", "graph_bytes",
+    "call_model", "capture", "force_eager", "fresh_random_numbers", "graph_bytes",
     "graph_functions", "graph_leaves", "graph_signature", "in_turn", "is_sharded", "is_within", "logits",
     "map_tensors", "preserve_state", "record_call", "require_exact_derivatives", "stream_backprops",
     "tape_from_graph", "tensors_in", "trained_parameters", "unwrap_compiled", "warn_once",

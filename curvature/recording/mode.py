@@ -1,15 +1,15 @@
 """Record every read of a parameter in a forward pass: the data that it met, and where its backprop will arrive.
 
 A `TorchFunctionMode` sees the torch functions that receive a parameter. It does not look at modules, so tied weights,
-raw parameters and parameters read outside their module all count, wherever they are read. Hooks on the root module
-enter and leave the mode: outside ``with capture(model)`` nothing is active.
+raw parameters and parameters read outside their module all count, wherever they are read. `record_call` enters the mode
+for one call of the model; for `capture` and the optimizers, hooks on the root module enter and leave it.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,7 +84,7 @@ class RecordingMode(TorchFunctionMode):
         if func is F.batch_norm:
             self._note_mixing(args, kwargs)
         elif func is torch.autograd.grad:
-            self.tape.differentiates |= creates_graph(args, kwargs)
+            self.tape.differentiates |= bool(kwargs.get("create_graph"))  # torch hands it over by name
         elif torch.is_grad_enabled() and any(x.requires_grad and self._are_data([x]) for x in tensors):
             self.tape.losses.append((func, args, kwargs))
 
@@ -180,11 +180,6 @@ def record_call(tape: Tape, model: nn.Module, x: Any) -> Any:
     mode.mark_as_data(x)
     with mode:
         return call_model(model, x)
-
-
-def creates_graph(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether ``torch.autograd.grad`` with these arguments makes derivatives that can be differentiated."""
-    return bool(options.get("create_graph") or (len(args) > 4 and args[4]))
 
 
 def _edge_of(out: Tensor) -> GradientEdge:

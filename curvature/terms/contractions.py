@@ -64,7 +64,7 @@ def name_of_rows(name: str, start: int, stop: int) -> str:
 def gradients(terms: Sequence[Term]) -> Tensor:
     """Per-sample gradients (N, *shape): the sum of the terms."""
     if len(terms) == 1:
-        return (terms[0].untransposed if isinstance(terms[0], OuterProduct) else terms[0]).gradients()
+        return merge_terms(terms)[0].gradients()
     unsliced = merge_terms([term for term in terms if not isinstance(term, RowSlice)])
     parts = [term for term in terms if isinstance(term, RowSlice)]
     if parts:

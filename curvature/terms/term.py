@@ -116,12 +116,10 @@ def promote(term: Term, dtype: torch.dtype) -> Term:
         inner = promote(term.term, dtype)
         assert not isinstance(inner, RowSlice)
         return replace(term, term=inner)
-    if all(x.dtype == dtype or not x.is_floating_point() for x in vars(term).values() if isinstance(x, Tensor)):
-        return term
-    values: dict[str, Any] = {f.name: getattr(term, f.name) for f in fields(term) if f.init}
-    low = {k: x for k, x in values.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    changed: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
-    return replace(term, **changed) if any(changed[k] is not x for k, x in low.items()) else term
+    known = {k: x for k, x in vars(term).items() if isinstance(x, Tensor) and x.is_floating_point()}
+    low = {k: x for k, x in known.items() if torch.promote_types(x.dtype, dtype) != x.dtype}
+    raised: dict[str, Any] = {k: x.to(torch.promote_types(x.dtype, dtype)) for k, x in low.items()}
+    return replace(term, **raised) if raised else term
 
 
 def merge_places(terms: Sequence[Term]) -> list[Term]:

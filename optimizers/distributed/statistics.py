@@ -15,6 +15,7 @@ from torch import Tensor
 
 from curvature.preconditioners import CurvatureStore
 from optimizers.distributed.processes import Processes
+from optimizers.recording.backward_passes import Passes
 
 Key = tuple[str, str]  # name of the block, and of the sum
 Layout = dict[Key, tuple[tuple[int, ...], torch.dtype]]
@@ -28,17 +29,12 @@ class Statistics:
     at a step, so no process may wait for the others before `finish`.
 
     Args:
-        take: returns and removes the local sums that are not sent yet.
+        passes: hold the local sums that are not sent yet.
         store: owns the blocks of these sums. It gets those that only other processes have, in one order everywhere.
     """
 
-    def __init__(
-        self,
-        processes: Processes,
-        take: Callable[[], dict[Key, Tensor]],
-        store: CurvatureStore,
-    ) -> None:
-        self.processes, self.take, self.store = processes, take, store
+    def __init__(self, processes: Processes, passes: Passes, store: CurvatureStore) -> None:
+        self.processes, self.passes, self.store = processes, passes, store
         self.layout: Layout = {}  # of the sums that all processes know
         self.begun: Callable[[], list[Tensor]] | None = None
         self.discard()
@@ -54,11 +50,14 @@ class Statistics:
         self.left: dict[Key, Tensor] = {}  # local sums that `launch` left to `finish`
         self.is_void = self.begun is not None  # whether the running all-reduce is out of date
 
+    def _taken(self) -> dict[Key, Tensor]:
+        return self.passes.total.pop_sums(self.processes.rank, self.processes.size)
+
     def launch(self) -> None:
         """Start the all-reduce; at most once until `finish`."""
         if self.begun is not None or not self.layout:
             return
-        found = self.take()
+        found = self._taken()
         self.sent = {key: x for key, x in found.items() if key in self.layout}
         self.left = {key: x for key, x in found.items() if key not in self.layout}
         self.begun = self._total(self.layout, self.sent)
@@ -69,7 +68,7 @@ class Statistics:
         totals: dict[Key, Tensor] = {}
         if self.begun is not None:
             totals = dict(zip(self.layout, self.begun(), strict=True))
-        rest = self.take()
+        rest = self._taken()
         rest = self.left | {key: self.left[key] + x if key in self.left else x for key, x in rest.items()}
         layout, is_void = self._agreed({key: (tuple(x.shape), x.dtype) for key, x in rest.items()})
         if is_void:

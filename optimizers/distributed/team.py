@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from curvature.preconditioners import CurvatureStore
 from optimizers.distributed.processes import Distributed, Processes
-from optimizers.distributed.statistics import Key, Statistics
+from optimizers.distributed.statistics import Statistics
 from optimizers.distributed.workers import Workers
+from optimizers.recording.backward_passes import Passes
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,11 @@ class Teams:
         config: how the processes share the work.
         device: of the model.
         store: the curvature.
-        pop_sums: returns and removes the local sums, given the rank of this process and the number of processes.
+        passes: what this process has measured.
     """
 
-    def __init__(
-        self,
-        config: Distributed,
-        device: torch.device,
-        store: CurvatureStore,
-        pop_sums: Callable[[int, int], dict[Key, Tensor]],
-    ) -> None:
-        self.config, self.device, self.store, self.pop_sums = config, device, store, pop_sums
+    def __init__(self, config: Distributed, device: torch.device, store: CurvatureStore, passes: Passes) -> None:
+        self.config, self.device, self.store, self.passes = config, device, store, passes
         self.known: Team | None = None
 
     def current(self) -> Team:
@@ -51,11 +44,9 @@ class Teams:
         return self.known
 
     def _gathered(self) -> Team:
-        pop_sums = self.pop_sums
         processes = Processes(self.config, self.device)
         workers = Workers(processes, self.config.gradient_worker_fraction)
-        statistics = Statistics(processes, lambda: pop_sums(processes.rank, processes.size), self.store)
-        return Team(processes, workers, statistics)
+        return Team(processes, workers, Statistics(processes, self.passes, self.store))
 
     def discard(self) -> None:
         """Forget what this process has measured since the last step."""

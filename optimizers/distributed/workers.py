@@ -69,10 +69,7 @@ class Workers:
         return self.processes.subgroup(range(self.processes.rank % self.width, self.processes.size, self.width))
 
     def assign(self, blocks: Sequence[Block]) -> None:
-        """Assign each new block to the least loaded process of the least loaded group; cheap blocks go to all.
-
-        Blocks come in the order of their turns, so that blocks of one turn go to different processes.
-        """
+        """Assign each new block to the least loaded process of the least loaded group; cheap blocks go to all."""
         group = lambda rank: sum(self.loads[rank // self.width * self.width :][: self.width])
         for block in blocks:
             if block.broadcast_fields and block.names[0] not in self.owners:

@@ -115,10 +115,6 @@ class Passes:
             self.total.add_(self.last.measured)
         self._end()
 
-    def pop_sums(self, rank: int, size: int) -> dict[tuple[str, str], Tensor]:
-        """See `Measured.pop_sums`: of the passes that count."""
-        return self.total.pop_sums(rank, size)
-
     def take(self) -> Measured:
         """What counts, once."""
         found, self.total = self.total, Measured()

@@ -73,8 +73,7 @@ class Recorder:
         self.substitute = ""
         self.was_empty = False  # whether the last recorded batch was empty
         self.is_paused = False
-        me = weakref.ref(self)
-        self.listener = Listener(model, lambda: _start(me()), lambda tape, output: _done(me(), tape, output), True)
+        self.listener = Listener(model, weakly(self._start), weakly(self._done), True)
         weakref.finalize(self, self.listener.remove)
 
     # -- which passes are recorded
@@ -107,6 +106,13 @@ class Recorder:
         self.is_paused = True
 
     # -- a recorded pass
+
+    def _start(self) -> Tape | None:
+        return Tape(self.model, self.parameters()) if self.is_due() else None
+
+    def _done(self, tape: Tape, output: Any) -> None:
+        with self.monitor.timed("capture"), self.monitor.watching():
+            self.record(tape, output)
 
     def record(self, tape: Tape, output: Any) -> None:
         """Measure a recorded forward pass that returned `output`, or wait for its backward pass."""
@@ -254,14 +260,10 @@ class Recorder:
                 self.generator.manual_seed(self.seed + self.monitor.steps)
 
 
-def _start(recorder: Recorder | None) -> Tape | None:
-    return Tape(recorder.model, recorder.parameters()) if recorder is not None and recorder.is_due() else None
-
-
-def _done(recorder: Recorder | None, tape: Tape, output: Any) -> None:
-    if recorder is not None:
-        with recorder.monitor.timed("capture"), recorder.monitor.watching():
-            recorder.record(tape, output)
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that does not keep its object alive; None, and nothing is done, once that is gone."""
+    known = weakref.WeakMethod(method)
+    return lambda *args: None if (alive := known()) is None else alive(*args)
 
 
 def _in_metric(outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> Sums:

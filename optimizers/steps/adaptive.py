@@ -12,10 +12,9 @@ from torch import Tensor
 from curvature.linalg import stack, to_host, widen
 from curvature.operators import Named
 from curvature.preconditioners import Block
-from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
-from optimizers.steps.rule import Evaluation, Outcome, Renewal, StepContext, StepRule
+from optimizers.steps.rule import Evaluation, Outcome, Renewal, StepContext, StepRule, replayed
 from optimizers.steps.updates import are_finite, inner, kept_by_decay
 
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
@@ -59,14 +58,8 @@ class AdaptiveStep(StepRule):
         Raises:
             TypeError: there is no closure.
         """
-        if context.closure is None:
-            raise TypeError(
-                f"{context.owner}(adaptive=True).step: pass a closure that computes the loss of the batch, as for "
-                "torch.optim.LBFGS"
-            )
-        replay = context.replay()
-        with context.monitor.timed("closure"):
-            return Evaluation(checked_value(replay.first()), replay)
+        what = "(adaptive=True).step: pass a closure that computes the loss of the batch, as for torch.optim.LBFGS"
+        return replayed(context, what)
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         replay = evaluation.replay

@@ -38,10 +38,6 @@ class HandOverStep(StepRule):
         self.first, self.then, self.intervals = AdaptiveStep(), then, intervals
         self.step_of_change = -1
 
-    @property
-    def plain(self) -> StepRule:
-        return self if self.step_of_change < 0 else self.then
-
     def evaluate(self, context: StepContext) -> Evaluation:
         return self.first.evaluate(context)
 

@@ -29,28 +29,12 @@ class Family(NamedTuple):
     Attributes:
         layers: the names of their parameters.
         shapes: of the parameters of a layer; of their local shards, where they are sharded.
+        sizes: numbers of their entries.
     """
 
     layers: tuple[Layer, ...]
     shapes: Shapes
-
-
-class Form(NamedTuple):
-    """What is to be known of a `Family` to find its layers in a vector.
-
-    Attributes:
-        layers: how many there are.
-        shapes: of the parameters of each.
-        sizes: numbers of their entries.
-    """
-
-    layers: int
-    shapes: Shapes
     sizes: tuple[int, ...]
-
-    @staticmethod
-    def of(layers: int, shapes: Shapes) -> Form:
-        return Form(layers, shapes, tuple(map(math.prod, shapes)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +66,6 @@ class Layout:
         return [run[0].layers[0] for run in self.runs]
 
     @functools.cached_property
-    def forms(self) -> list[list[Form]]:
-        """Of each run."""
-        return [[Form.of(len(family.layers), family.shapes) for family in run] for run in self.runs]
-
-    @functools.cached_property
     def names_by_run(self) -> list[list[str]]:
         return [[name for family in run for layer in family.layers for name in layer] for run in self.runs]
 
@@ -96,21 +75,21 @@ class Layout:
 
     def views(self, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
         """The tensors that vectors hold, in their memory."""
-        found = (x for pair in zip(vectors, self.forms, strict=True) for x in pieces(*pair))
+        found = (x for pair in zip(vectors, self.runs, strict=True) for x in pieces(*pair))
         return dict(zip(self.names, found, strict=True))
 
 
-def pieces(vector: Tensor, forms: Sequence[Form]) -> list[Tensor]:
+def pieces(vector: Tensor, run: Sequence[Family]) -> list[Tensor]:
     """The tensors of a vector, in its memory."""
-    shapes = [shape for form in forms for shape in form.shapes * form.layers]
-    parts = vector.split_with_sizes([size for form in forms for size in form.sizes * form.layers])
+    shapes = [shape for family in run for shape in family.shapes * len(family.layers)]
+    parts = vector.split_with_sizes([size for family in run for size in family.sizes * len(family.layers)])
     return [x.view(shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
-def rows_of(vector: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """For each form the layers of a vector as rows (n, d), in its memory."""
-    parts = vector.split_with_sizes([form.layers * sum(form.sizes) for form in forms])
-    return [x.view(form.layers, -1) for x, form in zip(parts, forms, strict=True)]
+def rows_of(vector: Tensor, run: Sequence[Family]) -> list[Tensor]:
+    """For each family the layers of a vector as rows (n, d), in its memory."""
+    parts = vector.split_with_sizes([len(family.layers) * sum(family.sizes) for family in run])
+    return [x.view(len(family.layers), -1) for x, family in zip(parts, run, strict=True)]
 
 
 class LayerVector(Mapping[str, Tensor]):
@@ -140,7 +119,7 @@ class LayerVector(Mapping[str, Tensor]):
     def rows(self) -> list[Tensor]:
         """For each family, one row (n, d) for each layer."""
         if self._rows is None:
-            self._rows = [x for pair in zip(self.vectors, self.layout.forms, strict=True) for x in rows_of(*pair)]
+            self._rows = [x for pair in zip(self.vectors, self.layout.runs, strict=True) for x in rows_of(*pair)]
         return self._rows
 
     def __getitem__(self, name: str) -> Tensor:
@@ -154,10 +133,9 @@ class LayerVector(Mapping[str, Tensor]):
 
     def stacked(self, family: int, layers: slice) -> list[Tensor]:
         """Tensors (n, *shape) of some layers of a family, in the memory of the vector."""
-        rows, form = self.rows[family][layers], self.layout.families[family]
-        sizes = [math.prod(shape) for shape in form.shapes]
+        rows, (_, shapes, sizes) = self.rows[family][layers], self.layout.families[family]
         parts = rows.split_with_sizes(sizes, 1) if len(sizes) > 1 else [rows]
-        return [x.view(len(rows), *shape) for x, shape in zip(parts, form.shapes, strict=True)]
+        return [x.view(len(rows), *shape) for x, shape in zip(parts, shapes, strict=True)]
 
     def mixed(self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Tensor) -> LayerVector:
         """``own * self + others * times * other``, with numbers for each run, and `times` a scalar on any device."""
@@ -238,7 +216,8 @@ def _layout(layers: tuple[tuple[Any, ...], ...]) -> Layout:
         for own, parts in itertools.groupby(whole, operator.itemgetter(2)):
             names, shapes, _ = zip(*parts, strict=True)
             found.setdefault(own, {}).setdefault(shapes, []).append(names)
-    runs = {own: tuple(Family(tuple(layers), shapes) for shapes, layers in of.items()) for own, of in found.items()}
+    family = lambda shapes, layers: Family(tuple(layers), shapes, tuple(map(math.prod, shapes)))
+    runs = {own: tuple(itertools.starmap(family, of.items())) for own, of in found.items()}
     devices = list(dict.fromkeys(device for device, _, _ in runs))
     return Layout(tuple(runs[own] for own in sorted(runs, key=lambda own: devices.index(own[0]))))
 

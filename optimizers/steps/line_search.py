@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import cat, to_host, widen
-from optimizers.steps.closure_checks import checked_value
 from optimizers.steps.directions import DirectionRule
 from optimizers.steps.layer_vector import LayerVector
 from optimizers.steps.quadratic_model import tried_together
-from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule
+from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule, replayed
 from optimizers.steps.updates import are_finite, kept_by_decay
 
 MOST_HALVINGS = 30  # of a step
@@ -113,11 +112,7 @@ class LineSearchStep(StepRule):
         Raises:
             TypeError: there is no closure.
         """
-        if context.closure is None:
-            raise TypeError(f"{context.owner}(line_search=True).step: pass a closure that computes the loss")
-        replay = context.replay()
-        with context.monitor.timed("closure"):
-            return Evaluation(checked_value(replay.first()), replay)
+        return replayed(context, "(line_search=True).step: pass a closure that computes the loss")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
         loss, gradients, replay = evaluation.value, context.gradients(), evaluation.replay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from optimizers.monitor import Monitor
 from optimizers.preconditioner import Options, Preconditioner, Renewal
 from optimizers.recording.output_scale import OutputScale
 from optimizers.recording.recorder import Recorder
-from optimizers.steps.closure_checks import checked_value
+from optimizers.steps.closure_checks import ClosureWatch, checked_value
 from optimizers.steps.closure_replay import Replay
 from optimizers.steps.layer_vector import LayerVector, Layout, layout_of
 from optimizers.steps.updates import are_finite
@@ -28,7 +28,9 @@ from optimizers.steps.updates import are_finite
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
 
 Entry = TypeVar("Entry")
-__all__ = ["Evaluation", "Named", "Options", "Outcome", "Scaling", "StepContext", "StepRule"]
+__all__ = [
+    "Evaluation", "Named", "Options", "Outcome", "Scaling", "StepContext", "StepRule", "first_evaluation", "replayed",
+]  # fmt: skip
 
 
 class Scaling(NamedTuple):
@@ -153,7 +155,7 @@ class StepContext:
 
     def is_idle(self) -> bool:
         """Whether this step has nothing to renew and nothing to invert."""
-        return not self.recorder.has_measured and self.preconditioner.is_idle(self.monitor.steps)
+        return not self.recorder.has_measured and self.preconditioner.is_idle()
 
     def knows_nothing(self) -> bool:
         """Whether all batches so far were empty."""
@@ -165,11 +167,11 @@ class StepContext:
         Raises:
             torch.linalg.LinAlgError: a block could not be inverted, three times in a row.
         """
-        step, part = self.monitor.steps, self.preconditioner
+        part = self.preconditioner
         with self.monitor.timed("factors"):
             self.recorder.settle(self._loss_scale)
-            found = part.gathered(step, self.recorder.passes, gradients, self.trained)
-        renewal = part.renew(step, found, self.options)
+            found = part.gathered(self.recorder.passes, gradients, self.trained)
+        renewal = part.renew(found, self.options)
         self.outputs.update(found.outputs, found.curvature.along)
         return renewal
 
@@ -255,11 +257,6 @@ class StepRule:
     needs_closure = False  # whether `step` requires a closure
     differentiates_model = False  # whether it differentiates the closure twice, which compiled code does not allow
 
-    @property
-    def plain(self) -> StepRule:
-        """The rule that makes plain steps now: itself, or one that it has handed over to."""
-        return self
-
     def evaluate(self, context: StepContext) -> Evaluation:
         """Call the closure, if there is one, before the step."""
         if context.closure is None:
@@ -296,3 +293,22 @@ class StepRule:
             if isinstance(value, Mapping):
                 value = {k: v.to(trained[k]) if k in trained else v for k, v in value.items()}
             setattr(self, name, value)
+
+
+def replayed(context: StepContext, what: str) -> Evaluation:
+    """What the closure returns, and its `Replay`; TypeError, with `what` to do, without a closure."""
+    if context.closure is None:
+        raise TypeError(f"{context.owner}{what}")
+    replay = context.replay()
+    with context.monitor.timed("closure"):
+        return Evaluation(replay.first(), replay)
+
+
+def first_evaluation(rule: StepRule, context: StepContext) -> Evaluation:
+    """What the closure returns at its first call, which shows whether it is a loss with gradients, or residuals."""
+    with ClosureWatch(context.model) as watch:
+        evaluation = rule.evaluate(context)
+    found = replace(evaluation, value=watch.loss_or_residuals(evaluation.value))
+    if not found.is_residuals:
+        watch.check_loss(found.value)
+    return found

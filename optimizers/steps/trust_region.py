@@ -123,6 +123,11 @@ class TrustState(NamedTuple):
         """The step size that the bounds on the layers have left of the last step."""
         return self.size * (self.slope / self.uncut if self.uncut else 1.0)
 
+    @property
+    def underestimate(self) -> float:
+        """How many times as much as blocks predict the outputs change, squared; 1 where nothing was measured."""
+        return self.measured / self.predicted if self.predicted else 1.0
+
 
 @dataclass
 class LayerEnergies:
@@ -298,8 +303,8 @@ class TrustRegionStep(StepRule):
         layers, pull in one direction. Renewals measure that: ``(v^T J u)^2`` for the random vectors v that they send
         back anyway.
         """
-        along, whole = context.outputs.along, 0.0
-        for block in context.preconditioner.blocks if self.state is not None else ():
+        state, along, whole = self.state, context.outputs.along, 0.0
+        for block in context.preconditioner.blocks if state is not None else ():
             own = [self.layers[name] for name in block.names if name in self.layers]
             if block.names[0] in along and own:
                 predicted = sum(layer.last for layer in own)
@@ -307,11 +312,10 @@ class TrustRegionStep(StepRule):
                 for layer in own:
                     layer.measured, layer.predicted = sums
                 whole += predicted
-        if self.state is not None and whole and along[""]:
-            underestimate = self.state.measured / self.state.predicted if self.state.predicted else 1.0
-            context.preconditioner.schedule.note_energies(along[""], whole * underestimate)
-            sums = _noted(self.state.measured, self.state.predicted, along[""], whole, self.constants)
-            self.state = self.state._replace(measured=sums[0], predicted=sums[1])
+        if state is not None and whole and along[""]:
+            context.preconditioner.schedule.note_energies(along[""], whole * state.underestimate)
+            sums = _noted(state.measured, state.predicted, along[""], whole, self.constants)
+            self.state = state._replace(measured=sums[0], predicted=sums[1])
 
     def _scales(self, layout: Layout) -> list[float]:
         """What directions are multiplied by: less in layers whose curvature is underestimated more than elsewhere."""
@@ -325,9 +329,7 @@ class TrustRegionStep(StepRule):
 
     def _output_gain(self, context: StepContext) -> float:
         """Mean square change of an output entry that is predicted for a step of energy one."""
-        known = self.state is not None and self.state.predicted
-        underestimate = self.state.measured / self.state.predicted if self.state is not None and known else 1.0
-        return underestimate / context.outputs.entries_per_sample
+        return (1.0 if self.state is None else self.state.underestimate) / context.outputs.entries_per_sample
 
     def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
         found = {name: state.get("displacement") for name, state in states.items()} if self.layers else {}

@@ -59,7 +59,7 @@ def test_failures_and_skipped_batches_are_counted() -> None:
 
 def preconditioner(factor_decay: float = 0.9) -> tuple[Preconditioner, Passes]:
     store, passes = BlockDiagonalCurvature(), Passes()
-    teams = Teams(Distributed(), torch.device("cpu"), store, passes.pop_sums)
+    teams = Teams(Distributed(), torch.device("cpu"), store, passes)
     return Preconditioner(store, Schedule(1, 1), teams, Monitor(), factor_decay, "KFAC"), passes
 
 
@@ -73,9 +73,9 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
     vectors = torch.eye(2, dtype=torch.float64)[:, None].expand(2, 5, 2)
     passes.total.add_(Measured(part.store.measure(tape, [output], [vectors], len(x))))
     gradients = {name: torch.randn_like(p) for name, p in trained.items()}
-    measured = part.gathered(0, passes, gradients, trained)
+    measured = part.gathered(passes, gradients, trained)
     assert not passes.total.curvature  # it is taken once
-    assert part.renew(0, measured, dict.fromkeys(trained, {"damping": 0.1})) == Renewal(True, 1)
+    assert part.renew(measured, dict.fromkeys(trained, {"damping": 0.1})) == Renewal(True, 1)
     found = part.solve(gradients, trained)
 
     inputs = torch.cat([x, torch.ones(5, 1, dtype=torch.float64)], 1)
@@ -87,12 +87,12 @@ def test_a_solution_is_that_with_the_dense_inverse() -> None:
 
 def test_without_a_pass_gradients_are_the_directions(caplog: pytest.LogCaptureFixture) -> None:
     part, passes = preconditioner()
-    assert not part.is_idle(0) and part.knows_nothing(was_empty=True) and not part.knows_nothing(was_empty=False)
+    assert not part.is_idle() and part.knows_nothing(was_empty=True) and not part.knows_nothing(was_empty=False)
     warn_once.cache_clear()
-    measured = part.gathered(0, passes, {}, {})
+    measured = part.gathered(passes, {}, {})
     assert "KFAC.step: no forward pass" in caplog.text
     gradients = {"weight": torch.randn(2, 3)}
-    assert part.renew(0, measured, {}) == Renewal(True)
+    assert part.renew(measured, {}) == Renewal(True)
     torch.testing.assert_close(part.solve(gradients, {"weight": torch.zeros(2, 3)}), gradients)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import curvature.kronecker.factors
 from curvature.kronecker import second_moments
-from curvature.kronecker.factors import Affine, Product, Reading, Scheme
+from curvature.kronecker.factors import Affine, Product, Reading, Scheme, at_least_one
 from curvature.kronecker.statistics import merge_products
 from curvature.terms import ElementwiseProduct, OuterProduct
 from curvature.terms.contractions import gradients
@@ -210,7 +210,7 @@ def test_tables(name: str, sharing: str):
 def product_of(scheme: Scheme, reading: Reading, terms: Sequence[Affine], weights: Tensor | None = None) -> Product:
     moment, number = scheme.activations(terms)
     backprops = scheme.side(reading.backprop_side, scheme.backprops([terms], weights=weights))
-    return scheme.product(reading, scheme.side(reading.activation_side, moment), number, backprops)
+    return reading.product(scheme.side(reading.activation_side, moment).scaled(1 / at_least_one(number)), backprops)
 
 
 def test_a_batch_of_frozen_rows_has_no_curvature():
