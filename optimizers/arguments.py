@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 OPTIONAL = "damping", "momentum"  # may be None
 RANGES = (
@@ -23,18 +22,6 @@ RANGES = (
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, found {value!r:.80}")
-
-
-def check_arguments(model: Any, arguments: dict[str, Any]) -> None:
-    """Refuse what is no module, and numbers out of their range."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            f"model: found {type(model).__name__}, which runs where none of its layers is seen; pass the module that "
-            "was scripted or traced"
-        )
-    check_numbers(arguments)
 
 
 def check_numbers(arguments: Mapping[str, Any]) -> None:
@@ -67,10 +54,7 @@ def check_range(name: str, value: Any, low: float, high: float, open_end: bool =
 
 
 def require_one_device(owner: str, trained: Mapping[str, Tensor]) -> None:
-    """
-    Raises:
-        NotImplementedError: the parameters are on several devices; names one of each.
-    """
+    """Refuse parameters on several devices; names one of each."""
     found = {p.device: name for name, p in trained.items()}
     if len(found) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in found.items())

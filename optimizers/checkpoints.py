@@ -1,8 +1,7 @@
 """Checkpoints: the form of `state_dict`, and what is refused before anything is changed.
 
-The form is that of any optimizer of torch: "state" by parameter, and "param_groups". What belongs to no parameter
-alone (the curvature, the step rule, counts, the generator of random vectors) is in the state of the first one that is
-trained, as a tuple of one dict: `torch.distributed.checkpoint` keeps a tuple whole, whatever is in it, so that an
+The form is torch's: "state" by parameter, and "param_groups". What belongs to no parameter alone is in the state of the
+first one that is trained, as a tuple of one dict: `torch.distributed.checkpoint` keeps a tuple whole, so that an
 optimizer that has seen nothing yet has a place for it. All leaves are tensors, numbers, strings and None.
 """
 
@@ -28,13 +27,7 @@ State = dict[str, Any]
 
 
 def pack(opt: ModelOptimizer, kind: State, parts: State, empty_state: Callable[[Tensor], State]) -> State:
-    """The state of an optimizer in its public form.
-
-    Args:
-        kind: what a state must have in common with the optimizer that it is loaded into.
-        parts: the states of the optimizer's parts, by name.
-        empty_state: what is kept of a parameter before the first step; states with the same keys load in place.
-    """
+    """The state in its public form, with `empty_state` of each parameter before the first step, to load in place."""
     parameters = list(_parameters(opt))
     kept = {opt.name_of(p): sorted(opt.state[p]) for p in parameters if p in opt.state}
     joint = parts | {"version": VERSION, "kind": kind, "shapes": opt.shapes(), "kept": kept}
@@ -45,20 +38,14 @@ def pack(opt: ModelOptimizer, kind: State, parts: State, empty_state: Callable[[
     for k, p in trained:
         entries[k] = empty_state(p) | entries.get(k, {})
     first = trained[0][0] if trained else 0
-    entries[first] = entries.get(first, {}) | {JOINT: (_without_dtypes(joint),)}
+    # every loader of checkpoints takes strings
+    joint = pytree.tree_map_only(torch.dtype, str, joint)
+    entries[first] = entries.get(first, {}) | {JOINT: (joint,)}
     return state | {"state": entries}
 
 
 def unpack(opt: ModelOptimizer, given: Any, kind: State, parts: State) -> tuple[State, State]:
-    """A state as torch has it, and the states of the optimizer's parts; checked, of tensors of their own.
-
-    Args:
-        kind, parts: those of the optimizer now, as for `pack`.
-
-    Raises:
-        TypeError: not a dict.
-        ValueError: the state of another optimizer, model or version, or damaged; what was found is said.
-    """
+    """A state as torch has it, and those of the parts, checked, of tensors of their own; arguments as for `pack`."""
     if not isinstance(given, Mapping):
         raise TypeError(f"state_dict: expected a dict, found {type(given).__name__}")
     state, joint = _separated(given)
@@ -99,7 +86,6 @@ def _check_keys(expected: Iterable[str], found: Mapping[str, Any]) -> None:
 
 
 def _check_shapes(here: Mapping[str, list[int]], there: Mapping[str, list[int]]) -> None:
-    """Refuse the state of an optimizer of another model."""
     for name in [*here, *there]:
         own, found = (shapes.get(name, "nowhere") for shapes in (here, there))
         if own != found:
@@ -170,11 +156,7 @@ def _block(opt: ModelOptimizer, name: str, entry: State) -> State:
         size = sum(torch.Size(shapes[own]).numel() for own in block.names)
         if block.dimension != size:
             problem = f"of {block.dimension} entries, where there are {size}"
-        elif not all(
-            bool(torch.isfinite(value).all())
-            for value in pytree.tree_leaves(block.state())
-            if isinstance(value, Tensor)
-        ):
+        elif not all(bool(x.isfinite().all()) for x in pytree.tree_leaves(block.state()) if isinstance(x, Tensor)):
             problem = "not finite"
     except Exception as error:  # whatever is wrong with it
         problem = f"{type(error).__name__}: {error}"
@@ -195,11 +177,6 @@ def _in_precision(value: Any, dtype: torch.dtype) -> Any:
 
 def _parameters(opt: ModelOptimizer) -> Iterator[Tensor]:
     return (p for group in opt.param_groups for p in group["params"])
-
-
-def _without_dtypes(tree: Any) -> Any:
-    """With dtypes as strings, which every loader of checkpoints takes."""
-    return pytree.tree_map(lambda x: str(x) if isinstance(x, torch.dtype) else x, tree)
 
 
 def _own(value: Any, key: Any = None) -> Any:

@@ -1,8 +1,4 @@
-"""Checkpoints of version 4 in the present form.
-
-Version 4 had numbers of steps as tensors, measured energies in the blocks of curvature, and inverses of thin layers as
-Cholesky roots.
-"""
+"""Version 4 of checkpoints: steps were tensors, energies in the blocks, inverses of thin layers Cholesky roots."""
 
 from __future__ import annotations
 
@@ -16,11 +12,7 @@ State = dict[str, Any]
 
 
 def from_version_4(joint: State) -> State:
-    """What belongs to no parameter alone, of version 4, as a dict of its own.
-
-    Raises:
-        ValueError: the curvature is in 16 bits, an option that was removed.
-    """
+    """What belongs to no parameter alone, of version 4, as a dict of its own; refuses curvature in 16 bits."""
     if joint["kind"].get("compact"):
         raise ValueError(
             "state_dict: of an optimizer with compact True, an option that was removed; 16 bits are no longer read"

@@ -10,27 +10,18 @@ from torch import nn
 from curvature.losses import Injection, isotropic
 from curvature.preconditioners import BlockDiagonalCurvature
 from optimizers.arguments import check_flag, check_whole
-from optimizers.construction import checked_model
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.recording.loss_backprops import LayerBackprops
-from optimizers.second_order import SecondOrderOptimizer
+from optimizers.second_order import SecondOrderOptimizer, checked_model
+from optimizers.steps.adaptive import HandOverStep
 from optimizers.steps.directions import Momentum
-from optimizers.steps.hand_over import HandOverStep
 from optimizers.steps.residuals import SubspaceSolver
 from optimizers.steps.rule import StepRule
 from optimizers.steps.trust_region import TrustRegionStep
 
-PLAIN_INTERVALS = None, None  # steps between renewals of the factors, and between inversions of a block
-ADAPTIVE_INTERVALS = 3, 3  # the same with `adaptive`, whose steps are few and long
+ADAPTIVE_INTERVAL = 3  # steps between renewals and between inversions with `adaptive`, whose steps are few and long
 ADAPTIVE_VECTORS = 2  # backpropagated at a renewal with `adaptive`
-
-
-def _intervals(
-    given: tuple[int | None, int | None], usual: tuple[int | None, int | None]
-) -> tuple[int | None, int | None]:
-    renewal, inversion = (one if other is None else other for one, other in zip(usual, given, strict=True))
-    return renewal, inversion
 
 
 class KFAC(SecondOrderOptimizer):
@@ -134,9 +125,8 @@ class KFAC(SecondOrderOptimizer):
         if adaptive:
             refuse_sharded(model, "adaptive")
         options = {"lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay}
-        given = factor_every, decompose_every
-        plain, first = _intervals(given, PLAIN_INTERVALS), _intervals(given, ADAPTIVE_INTERVALS)
-        intervals = first if adaptive else plain
+        plain = factor_every, decompose_every
+        intervals = [ADAPTIVE_INTERVAL if adaptive and x is None else x for x in plain]
         arguments = {
             "loss": loss, "inject": isotropic(ADAPTIVE_VECTORS if adaptive else 1) if inject is None else inject,
             "sharing": sharing, "block_size": block_size, "adaptive": adaptive,

@@ -26,18 +26,7 @@ STEPPING: list[ref[torch.optim.Optimizer]] = []  # those whose step is being mad
 
 
 class ModelOptimizer(torch.optim.Optimizer):
-    """Trains every parameter of a model that requires a gradient.
-
-    Args:
-        model: a module; frozen parameters are taken too, for they may be thawed later.
-        options: those of a parameter group.
-        groups: parameter groups with options of their own; all other parameters are in the first group.
-
-    Raises:
-        TypeError: a group is no dict with parameters.
-        ValueError: no parameter of the model requires a gradient, or one is complex; a group has a parameter that is
-            none of the model's or is in another group.
-    """
+    """Trains all parameters of a model that require a gradient; frozen ones are taken too, for they may be thawed."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]] = ()) -> None:
         if not any(p.requires_grad for p in model.parameters()):
@@ -84,10 +73,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         return {self.name_of(p): p for group in self.param_groups for p in group["params"] if p.requires_grad}
 
     def present(self) -> dict[str, nn.Parameter]:
-        """The model's own parameters that are trained and not empty, by the names that they have now.
-
-        During `torch.func.functional_call` others stand in for them.
-        """
+        """What is trained and not empty, by present names; within `functional_call` what stands in for it."""
         now = dict(self.model.named_parameters())
         self._names |= {id(p): name for name, p in now.items() if id(p) in self._names}
         given = {self.name_of(p) for group in self.param_groups for p in group["params"]}
@@ -154,10 +140,6 @@ class ModelOptimizer(torch.optim.Optimizer):
         """One dict of plain numbers for each of the last 10,000 steps, for `curvature.plots.training`."""
         return self.monitor.history()
 
-    def stats(self) -> dict[str, Any]:
-        """How the run goes: the last step's numbers, counts of events, seconds by part."""
-        return self.monitor.stats()
-
     def summary(self) -> str:
         """One line on the last step and the run, to print while training."""
         return self.monitor.summary()
@@ -198,12 +180,7 @@ def _moved(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def parameter_group(group: Any) -> dict[str, Any]:
-    """The group with a list of its parameters, without their names: these are the model's.
-
-    Raises:
-        TypeError: not a dict with parameters; an option of the wrong type.
-        ValueError: an option is out of range.
-    """
+    """The group, checked, with a list of its parameters without their names: these are the model's."""
     if not isinstance(group, dict) or "params" not in group:
         raise TypeError(f'param_group: expected a dict with "params", found {group!r:.80}')
     check_numbers(group)
@@ -213,11 +190,7 @@ def parameter_group(group: Any) -> dict[str, Any]:
 
 
 def shared_option(options: Mapping[str, Mapping[str, Any]], name: str, who: str = "all parameters") -> Any:
-    """The value of an option that these parameters must share.
-
-    Raises:
-        ValueError: the parameter groups differ in it.
-    """
+    """The value of an option that these parameters must share; raises where the parameter groups differ in it."""
     found = list(dict.fromkeys(group[name] for group in options.values()))
     if len(found) > 1:
         raise ValueError(f"{name}: {who} are solved for together, found {found} in the parameter groups")
@@ -225,10 +198,7 @@ def shared_option(options: Mapping[str, Mapping[str, Any]], name: str, who: str 
 
 
 def check_trained(names: Iterable[str], trained: Mapping[str, Tensor]) -> None:
-    """
-    Raises:
-        ValueError: a parameter that has a gradient is in no parameter group; by name.
-    """
+    """Refuse a parameter that has a gradient and is in no parameter group; by name."""
     left = sorted(set(names) - trained.keys())
     if left:
         raise ValueError(

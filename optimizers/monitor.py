@@ -14,7 +14,6 @@ from torch import Tensor
 from curvature.linalg import recovery_counts
 
 HISTORY_LENGTH = 10_000  # steps
-COUNTS = ("overshoots",)  # of the run, in the entries of steps
 LOG = logging.getLogger(__name__)
 
 # events that `curvature.linalg.recovery_counts` counts, and their log messages
@@ -26,17 +25,11 @@ EVENTS = {
 
 
 class Monitor:
-    """Counts steps and events, times the parts of a step, and keeps one entry for each of the last steps.
-
-    Attributes:
-        steps: number of steps taken.
-        skipped: number of batches left out.
-        entries: the report of each step: plain numbers by name.
-    """
+    """Counts steps and events, times the parts of a step, and keeps one entry for each of the last steps."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.skipped = 0
+        self.steps = 0  # taken
+        self.skipped = 0  # batches
         self.failures_in_row = 0  # steps not taken since a decomposition failed
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
@@ -45,7 +38,6 @@ class Monitor:
     # -- steps
 
     def skip(self) -> None:
-        """Count a skipped batch."""
         self.skipped += 1
         self.entries.append({"step": self.steps, "accepted": False})
 
@@ -87,7 +79,6 @@ class Monitor:
     # -- reports
 
     def history(self) -> list[dict[str, Any]]:
-        """The entries, copied."""
         return [dict(entry) for entry in self.entries]
 
     def last(self) -> dict[str, Any]:
@@ -104,7 +95,7 @@ class Monitor:
         """One line on the last step and the run."""
         last = self.last()
         shown = [f"{k} {last[k]:.3g}" for k in ("loss", "damping", "ratio", "step_size") if last.get(k) is not None]
-        counts = {k: last[k] for k in COUNTS if k in last}
+        counts = {k: last[k] for k in ("overshoots",) if k in last}
         counts |= {"rollbacks": self.counts["rollbacks"], "skipped": self.skipped}
         own = [f"step {self.steps}", *shown, *(f"{number} {what}" for what, number in counts.items())]
         parts = ", ".join(f"{k} {v:.2g}" for k, v in self.seconds.items())

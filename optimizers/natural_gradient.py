@@ -10,15 +10,14 @@ from torch import nn
 from curvature.losses import Injection, exact, isotropic
 from curvature.preconditioners import FullCurvature
 from optimizers.arguments import check_flag
-from optimizers.construction import checked_model
 from optimizers.distributed.processes import Distributed
 from optimizers.distributed.sharding import refuse_sharded
 from optimizers.model_optimizer import shared_option
 from optimizers.recording.loss_backprops import LossRows
-from optimizers.second_order import SecondOrderOptimizer
+from optimizers.second_order import SecondOrderOptimizer, checked_model
+from optimizers.steps.adaptive import HandOverStep
 from optimizers.steps.directions import Spring
 from optimizers.steps.gauss_newton import GaussNewton
-from optimizers.steps.hand_over import HandOverStep
 from optimizers.steps.line_search import LineSearchStep
 from optimizers.steps.rule import StepContext, StepRule
 from optimizers.steps.trust_region import TrustRegionStep
@@ -118,19 +117,17 @@ class NaturalGradient(SecondOrderOptimizer):
         always = {"factor_every": 1, "decompose_every": 1}
         why = "solves for all parameters on every process"
         own, config = checked_model(type(self).__name__, model, options | arguments | always, why)
+        trust = TrustRegionStep(Spring())
+        rule = HandOverStep(trust) if adaptive else LineSearchStep(Spring()) if line_search else trust
         is_sum = getattr(loss, "reduction", "mean") == "sum"
         super().__init__(
             own, options, groups, arguments | always, config=config,
-            store=FullCurvature(own, solver, is_sum, layerwise), rule=step_rule or _step_rule(adaptive, line_search),
-            backprops=LossRows,
+            store=FullCurvature(own, solver, is_sum, layerwise), rule=step_rule or rule, backprops=LossRows,
         )  # fmt: skip
         self.arguments = arguments
 
     def _context(self, closure: Callable[[], Any] | None) -> StepContext:
-        """
-        Raises:
-            ValueError: parameters that are solved for together have not the same damping or momentum.
-        """
+        """Refuse parameters that are solved for together and have not the same damping or momentum."""
         context = super()._context(closure)
         together = {"all parameters": context.options}
         if self.arguments["layerwise"]:
@@ -157,9 +154,3 @@ class NaturalGradient(SecondOrderOptimizer):
     def kind(self) -> dict[str, Any]:
         own = {name: self.arguments[name] for name in ("layerwise", "adaptive")}
         return {"curvature": self.arguments["solver"], **own, "step_rule": type(self.rule).__name__}
-
-
-def _step_rule(adaptive: bool, line_search: bool) -> StepRule:
-    if adaptive:
-        return HandOverStep(TrustRegionStep(Spring()))
-    return LineSearchStep(Spring()) if line_search else TrustRegionStep(Spring())

@@ -1,7 +1,4 @@
-"""Renews and inverts curvature when it is due, and solves with it.
-
-In: statistics of recorded passes, and gradients. Out: preconditioned gradients.
-"""
+"""Renews and inverts curvature when it is due, and solves with it: statistics and gradients in, directions out."""
 
 from __future__ import annotations
 
@@ -37,28 +34,14 @@ Options = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Renewal:
-    """What a step did for the curvature.
+    """What a step did for the curvature."""
 
-    Attributes:
-        renewed: whether this step renews the running averages.
-        inverted: number of blocks that were inverted.
-    """
-
-    renewed: bool = False
-    inverted: int = 0
+    renewed: bool = False  # whether it renews the running averages
+    inverted: int = 0  # number of blocks
 
 
 class Preconditioner:
-    """Solves linear systems with the damped running curvature.
-
-    Args:
-        store: the curvature, in blocks of parameters.
-        schedule: when to renew the averages and to invert each block.
-        teams: the processes that train the model.
-        monitor: holds the seconds spent in each part of a step.
-        decay: of the running averages.
-        owner: name of the optimizer, for messages.
-    """
+    """Solves linear systems with the damped running curvature, whose averages decay by `decay`."""
 
     def __init__(
         self, store: CurvatureStore, schedule: Schedule, teams: Teams, monitor: Monitor, decay: float, owner: str
@@ -77,11 +60,7 @@ class Preconditioner:
         return sum(b.structure != "diagonal" for b in self.blocks)
 
     def gathered(self, passes: Passes, gradients: Named, trained: Named) -> Measured:
-        """The statistics of all processes since the last step.
-
-        Raises:
-            RuntimeError: no forward pass was recorded yet; gradients differ between processes.
-        """
+        """The statistics of all processes since the last step; raises where their gradients differ."""
         team, sums = self.teams.current(), None
         if self.schedule.renews(self.monitor.steps) and team.processes.size > 1:
             team.statistics.launch()  # before other collectives, as when the backward pass launches it
@@ -155,10 +134,7 @@ class Preconditioner:
 
     @full_precision()
     def solve(self, gradients: Named, trained: Named) -> dict[str, Tensor]:
-        """``(M + damping I)^-1 gradients``, by name; of sharded parameters, the local shard.
-
-        Divides gradients of parameters without curvature by the mean eigenvalue of all blocks.
-        """
+        """``(M + damping I)^-1 g``, local shards; without curvature ``g`` over the mean eigenvalue of all blocks."""
         workers = self.teams.current().workers
         is_spread = any(map(is_sharded, trained.values()))
         whole = {k: to_full(g, trained[k]) for k, g in gradients.items()} if is_spread else gradients

@@ -53,18 +53,10 @@ class Private:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        model: nn.Module,
-        loss: Any,
-        *,
-        max_norm: float,
-        noise: float,
-        expected_batch_size: float,
-        microbatch: int | None = None,
-        generator: torch.Generator | None = None,
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, loss: Any, *, max_norm: float, noise: float,
+        expected_batch_size: float, microbatch: int | None = None, generator: torch.Generator | None = None,
         sample_dim: int | tuple[int, int, int] = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         _require_optimizer(optimizer)
         _require_same_parameters(optimizer, model)
         for name, value in (("max_norm", max_norm), ("noise", noise), ("expected_batch_size", expected_batch_size)):

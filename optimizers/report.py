@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from textwrap import wrap
@@ -22,30 +22,19 @@ FROZEN = "requires_grad is False"
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of some parameters.
-
-    Attributes:
-        names: of the parameters.
-        structure: of their curvature, or why there is none, in two or three words.
-        kept: the shapes that are kept.
-        megabytes: that these take; None where nothing is kept.
-        reason: a sentence for the notes below the table; "" if there is nothing to explain.
-    """
+    """What the table says of some parameters."""
 
     names: Sequence[str]
-    structure: str
-    kept: str = ""
-    megabytes: float | None = None
-    reason: str = ""
+    structure: str  # of their curvature, or why there is none, in two or three words
+    kept: str = ""  # shapes
+    megabytes: float | None = None  # that these take
+    reason: str = ""  # a sentence for the notes below the table, if there is something to explain
 
 
 def rows_of(
-    blocks: Sequence[Block],
-    model: nn.Module,
-    trained: Mapping[str, Tensor],
-    groups: Sequence[Mapping[str, Any]],
+    blocks: Sequence[Block], model: nn.Module, trained: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]],
     has_stepped: bool,
-) -> list[Row]:
+) -> list[Row]:  # fmt: skip
     """A row for each block and each parameter that has none, in the order of the model, and for what all share."""
     given = {id(p) for group in groups for p in group["params"]}
     left_out = {name for name, p in model.named_parameters() if id(p) not in given}
@@ -121,13 +110,9 @@ def noted(text: str) -> list[str]:
 def _packed(text: str, width: int) -> list[str]:
     """Lines of at most `width` columns, broken after commas and semicolons only."""
     lines: list[str] = []
-    for piece in _pieces(text):
+    for piece in filter(None, re.split(r"(?<=[,;]) ", text)):
         if lines and len(f"{lines[-1]} {piece}") <= width:
             lines[-1] += f" {piece}"
         else:
             lines.append(piece)
     return lines
-
-
-def _pieces(text: str) -> Iterable[str]:
-    return filter(None, re.split(r"(?<=[,;]) ", text))

@@ -24,22 +24,14 @@ class Schedule:
 
     A Kronecker-factored block has two sides, which change at different speeds and are inverted separately: those of the
     data hardly change at all. Any other block is one side.
-
-    Args:
-        factor_every, decompose_every: these, after the first hundred steps; None: as the running averages change.
-
-    Attributes:
-        interval: in steps, as the last renewals suggest.
-        renewed: the step of the last renewal.
-        inverted: the step of the last inversion of a side of each block, by the block's first parameter.
-        drifts: how far each side has moved since its own, as a sum of relative changes; one number: so far all have.
     """
 
-    factor_every: int | None
-    decompose_every: int | None
-    interval: float = 1.0
-    renewed: int | None = None
-    inverted: dict[str, int] = field(default_factory=dict)
+    factor_every: int | None  # after the first hundred steps; None: as the running averages change
+    decompose_every: int | None  # likewise
+    interval: float = 1.0  # in steps, as the last renewals suggest
+    renewed: int | None = None  # the step of the last renewal
+    inverted: dict[str, int] = field(default_factory=dict)  # that of the last inversion, by a block's first parameter
+    # how far each side has moved since its own, as a sum of relative changes; one number: so far all have
     drifts: dict[str, list[float]] = field(default_factory=dict)
 
     def renews(self, step: int) -> bool:
@@ -68,10 +60,7 @@ class Schedule:
             self.interval, self.drifts = 1.0, {name: [math.inf] for name in self.inverted}
 
     def inverts(self, step: int, name: str, costs: Sequence[float]) -> list[bool]:
-        """Which sides of a block to invert, at a step that renews.
-
-        A block that costs more waits for a larger change; of its sides, a costly one that has not changed stays.
-        """
+        """Which sides of a block to invert; a dear block waits for more, and a dear side that rests stays."""
         if name not in self.inverted:
             return [True] * len(costs)
         if self.decompose_every is not None:

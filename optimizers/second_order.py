@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from curvature.linalg import by_device
+from curvature.losses import Injection, empirical, isotropic
 from curvature.preconditioners import CurvatureStore
 from curvature.recording import ModelState, force_eager, is_sharded, warn_once
-from optimizers.arguments import check_numbers, require_one_device
+from optimizers.arguments import check_numbers, check_whole, require_one_device
 from optimizers.checkpoints import curvature_of, pack, unpack
-from optimizers.construction import rebuild
-from optimizers.distributed.processes import Distributed
+from optimizers.distributed.processes import Distributed, unwrap_data_parallel
 from optimizers.distributed.sharding import refuse_sharded, to_full, to_local
 from optimizers.distributed.team import Teams
 from optimizers.model_optimizer import ModelOptimizer
@@ -52,14 +52,7 @@ MOST_EMPTY = 3  # steps in a row, before that is said
 class SecondOrderOptimizer(ModelOptimizer):
     """Base of `KFAC` and `NaturalGradient`, which choose the parts.
 
-    Args:
-        model: the user's module, without wrappers.
-        options: defaults of the parameter groups.
-        arguments: all other arguments of the constructor, by name; copies are built from them.
-        config: how processes share the work.
-        store: the running curvature.
-        rule: makes the steps on a loss.
-        backprops: constructor of the listener to the loop's backward pass, from `optimizers.recording.loss_backprops`.
+    Copies are built from `arguments`; `backprops` makes the listener to the loop's backward pass.
     """
 
     # torch.amp.GradScaler then sets `grad_scale` and `found_inf`, and does not unscale the gradients
@@ -67,8 +60,7 @@ class SecondOrderOptimizer(ModelOptimizer):
 
     def __init__(
         self, model: nn.Module, options: dict[str, Any], groups: Iterable[dict[str, Any]], arguments: dict[str, Any],
-        *, config: Distributed, store: CurvatureStore, rule: StepRule,
-        backprops: Callable[[Any, Passes, Teams, Any], LossBackprops],
+        *, config: Distributed, store: CurvatureStore, rule: StepRule, backprops: type[LossBackprops],
     ) -> None:  # fmt: skip
         super().__init__(model, options, groups)
         name = type(self).__name__
@@ -82,9 +74,8 @@ class SecondOrderOptimizer(ModelOptimizer):
         self.teams = Teams(config, next(self.model.parameters()).device, store, passes)
         self.recorder = Recorder(
             model, weakly(self._recorded_parameters), weakly(self._last_displacement), store, passes,
-            inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]),
-            schedule=schedule, monitor=self.monitor, teams=self.teams,
-            loss_backprops=backprops(store, passes, self.teams, arguments["loss"]), owner=name,
+            inject=arguments["inject"], loss=arguments["loss"], seed=int(arguments["seed"]), schedule=schedule,
+            monitor=self.monitor, teams=self.teams, backprops=backprops, owner=name,
         )  # fmt: skip
         self.preconditioner = Preconditioner(
             store, schedule, self.teams, self.monitor, arguments["factor_decay"], owner=name
@@ -150,11 +141,7 @@ class SecondOrderOptimizer(ModelOptimizer):
             return self.step(closure)  # with the hooks of torch.optim
 
     def residual_solver(self) -> ResidualSolver:
-        """Make the solver for residuals.
-
-        Raises:
-            ValueError: an argument has no meaning for residuals; names it.
-        """
+        """Make the solver for residuals; refuses arguments that have no meaning for them."""
         raise NotImplementedError
 
     def _is_at_rest(self) -> bool:
@@ -283,7 +270,7 @@ class SecondOrderOptimizer(ModelOptimizer):
         Blocks whose solver does not need one (Woodbury, conjugate gradients) have none.
         """
         curvature = curvature_stats(self.store.blocks, self.preconditioner.schedule)
-        stats = super().stats() | curvature | self.rule.stats()
+        stats = self.monitor.stats() | curvature | self.rule.stats()
         return pytree.tree_map_only(float, lambda x: float(f"{x:.4g}"), stats)
 
     def kind(self) -> dict[str, Any]:
@@ -327,7 +314,6 @@ class SecondOrderOptimizer(ModelOptimizer):
         self._gather_displacement()
 
     def _parts(self) -> dict[str, Any]:
-        """The states of the optimizer's parts, by name."""
         schedule, residual = self.preconditioner.schedule, self.residual_rule
         return {
             "monitor": self.monitor.state_dict(),
@@ -385,3 +371,43 @@ def move(parameters: Mapping[str, Tensor], displacement: Mapping[str, Tensor]) -
     names = iter(parameters)
     for own in by_device(list(parameters.values())):
         torch._foreach_add_(own, [displacement[next(names)] for _ in own])
+
+
+def checked_model(
+    owner: str, model: Any, arguments: Mapping[str, Any], why_replicated: str
+) -> tuple[nn.Module, Distributed]:
+    """Check all arguments; the user's own module, and the processes that train it (all alike: `why_replicated`)."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: pass the model itself, not its parameters (found {type(model).__name__})")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"model: found {type(model).__name__}, which runs where none of its layers is seen; pass the module that "
+            "was scripted or traced"
+        )
+    check_numbers(arguments)
+    for name in ("factor_every", "decompose_every"):
+        if arguments[name] is not None:
+            check_whole(name, arguments[name], 1, 10**9)
+    check_whole("seed", arguments["seed"], -(2**63), 2**64 - 1)
+    inject, loss, rule = arguments["inject"], arguments["loss"], arguments["step_rule"]
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
+        raise TypeError(f"loss: expected a loss module as in nn.CrossEntropyLoss(), or a function, found {loss!r:.80}")
+    if not isinstance(inject, Injection):
+        raise TypeError(f"inject: expected curvature.isotropic() or another injection, found {inject!r:.80}")
+    if loss is None and not isinstance(inject, type(isotropic()) | type(empirical())):
+        raise ValueError(f"loss: {inject!r} needs the loss module, as in KFAC(model, loss=nn.CrossEntropyLoss())")
+    if rule is not None and not isinstance(rule, StepRule):
+        raise TypeError(f"step_rule: expected an optimizers.StepRule, found {rule!r:.80}")
+    if rule is not None and arguments["adaptive"]:
+        raise ValueError("step_rule: adaptive=True is a step rule, too; choose one of the two")
+    model, config = unwrap_data_parallel(model, arguments["distributed"])
+    if why_replicated and config.gradient_worker_fraction < 1:
+        raise ValueError(f"gradient_worker_fraction: expected 1, {owner} {why_replicated}")
+    return model, config
+
+
+def rebuild(kind: Any, model: nn.Module, arguments: Any, groups: Any, defaults: Any, state: dict[str, Any]) -> Any:
+    new = kind(model, **arguments)
+    new.param_groups, new.defaults = groups, defaults
+    new.load_state_dict(state)
+    return new

@@ -10,64 +10,57 @@ from torch import Tensor
 
 from curvature.linalg import by_device, stack
 from curvature.preconditioners import Block, KroneckerBlock
-from optimizers.steps.layer_vector import LayerVector, Layout
+from optimizers.steps.layer_vector import Layer, LayerVector, Layout
 
 Part = Callable[[LayerVector, LayerVector], None]  # solves for some layers of the first vector, into the second
 
 
 class VectorSolver:
-    """``(M + damping)^-1`` with the inverses that blocks have now, for vectors of one layout.
-
-    Parameters without curvature are divided by the mean eigenvalue of all blocks.
-    """
+    """``(M + damping)^-1`` for vectors of one layout; without curvature, over the mean eigenvalue of all."""
 
     def __init__(self, layout: Layout, blocks: Sequence[Block]) -> None:
-        self.layout = layout
-        names = set(layout.names)
+        self.layout, names = layout, set(layout.names)
         ready = [b for b in blocks if b.is_ready and names.issuperset(b.names)]
-        places = {
-            layer: (family, row) for family, own in enumerate(layout.families) for row, layer in enumerate(own.layers)
-        }
-        # of other Kronecker blocks, weight and bias have options of their own
+        places = {layer: (k, row) for k, own in enumerate(layout.families) for row, layer in enumerate(own.layers)}
+        # where weight and bias have options of their own, they are not one layer of the vector
         whole = [b for b in ready if isinstance(b, KroneckerBlock) and b.names in places]
+        self.parts = _kronecker_parts(whole, places)
         apart = set(whole)
-        others = [b for b in ready if b not in apart]
-        self.parts = _kronecker_parts(whole, [places[b.names] for b in whole])
-        if others:
-            self.parts.append(_by_name(others))
-        left = names - {name for b in ready for name in b.names}
-        if left:
-            self.parts.append(_divided([name for name in layout.names if name in left], mean_eigenvalue(ready)))
+        self.others = [b for b in ready if b not in apart]
+        seen = {name for b in ready for name in b.names}
+        self.left = [name for name in layout.names if name not in seen]
+        self.mean = mean_eigenvalue(ready if self.left else ())
 
     def __call__(self, vector: LayerVector) -> LayerVector:
         found = LayerVector(self.layout, [torch.empty_like(x) for x in vector.vectors])
         for part in self.parts:
             part(vector, found)
+        solved = solved_by_name(self.others, vector)
+        solved |= {name: vector[name] / self.mean.to(vector[name]) for name in self.left}
+        names = iter(solved)
+        for own in by_device(list(solved.values())):  # in one call
+            torch._foreach_copy_([found[next(names)] for _ in own], own)
         return found
 
 
-def _kronecker_parts(blocks: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[Part]:
+def _kronecker_parts(blocks: Sequence[Any], places: Mapping[Layer, tuple[int, int]]) -> list[Part]:
     """One for each run of layers that follow each other in a vector and whose inverses are of one form."""
-    order = sorted(range(len(blocks)), key=lambda k: places[k])
-    forms = [(blocks[k].inverse.form, blocks[k].scheme) if blocks[k].inverse.form else k for k in range(len(blocks))]
-    runs: list[list[int]] = []
-    for k in order:
-        before = runs[-1][-1] if runs else None
-        follows = before is not None and places[k] == (places[before][0], places[before][1] + 1)
-        if before is not None and follows and forms[k] == forms[before]:
-            runs[-1].append(k)
+    runs: list[list[Any]] = []
+    before: Any = None
+    for block in sorted(blocks, key=lambda b: places[b.names]):
+        (family, row), form = places[block.names], block.inverse.form
+        here = family, row, form, type(block), block.scheme
+        if form and before == (family, row - 1, *here[2:]):
+            runs[-1].append(block)
         else:
-            runs.append([k])
-    found = []
-    for run in runs:
-        own = [blocks[k] for k in run]
-        family, first = places[run[0]]
-        inverse = own[0].inverse if len(own) == 1 else type(own[0]).joint_inverse(own)
-        found.append(_kronecker_part(own[0], inverse, family, slice(first, first + len(own))))
-    return found
+            runs.append([block])
+        before = here
+    return [_kronecker_part(own, *places[own[0].names]) for own in runs]
 
 
-def _kronecker_part(block: Any, inverse: Any, family: int, rows: slice) -> Part:
+def _kronecker_part(blocks: Sequence[Any], family: int, first: int) -> Part:
+    block, rows = blocks[0], slice(first, first + len(blocks))
+    inverse = block.inverse if len(blocks) == 1 else type(block).joint_inverse(blocks)
     here, dtype = block.scheme.arrangement, block.scheme.dtype
 
     def solve(vector: LayerVector, found: LayerVector) -> None:
@@ -80,26 +73,7 @@ def _kronecker_part(block: Any, inverse: Any, family: int, rows: slice) -> Part:
     return solve
 
 
-def _by_name(blocks: Sequence[Block]) -> Part:
-    def solve(vector: LayerVector, found: LayerVector) -> None:
-        solved = solved_by_name(blocks, vector)
-        names = iter(solved)
-        for own in by_device(list(solved.values())):  # in one call
-            torch._foreach_copy_([found[next(names)] for _ in own], own)
-
-    return solve
-
-
-def _divided(names: Sequence[str], mean: Tensor) -> Part:
-    def solve(vector: LayerVector, found: LayerVector) -> None:
-        for name in names:
-            torch.div(vector[name], mean.to(vector[name]), out=found[name])
-
-    return solve
-
-
 def solved_by_name(blocks: Sequence[Block], right: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The solutions of blocks, by parameter."""
     found: dict[str, Tensor] = {}
     for kind in dict.fromkeys(type(b) for b in blocks):
         alike = [b for b in blocks if type(b) is kind]

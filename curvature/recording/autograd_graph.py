@@ -66,7 +66,7 @@ def tape_from_graph(result: GradientEdge, parameters: Mapping[str, nn.Parameter]
     leaves = {id(node.tensor): node for node in tape.parameters.values()}
     constant: dict[Output, ParameterNode] = {}  # what depends on parameters alone
     data: set[GraphNode] = set()
-    for node in _inputs_first(result.node):
+    for node in graph_nodes(result.node):
         variable = getattr(node, "variable", None)
         if id(variable) in leaves:
             constant[node, 0] = leaves[id(variable)]
@@ -97,7 +97,7 @@ def graph_signature(result: GradientEdge, parameters: Iterable[Tensor]) -> tuple
     None where the data may move samples: an index, a mask, a function of the user's. Whatever Python decides is in the
     graph: which function comes after which, which of several outputs goes where, axes, and places along them.
     """
-    nodes, leaves, signature = _inputs_first(result.node), set(map(id, parameters)), []
+    nodes, leaves, signature = graph_nodes(result.node), set(map(id, parameters)), []
     if any(_may_move(node, leaves) for node in nodes):
         return None
     numbers = {node: k for k, node in enumerate(nodes)}
@@ -121,7 +121,7 @@ def _may_move(node: Any, leaves: set[int]) -> bool:
 
 def require_exact_derivatives(result: GradientEdge) -> None:
     """Raise ValueError where a kernel in the graph has wrong derivatives (pytorch issues 175754, 186256)."""
-    for kind in {type(node).__name__ for node in _inputs_first(result.node)}:
+    for kind in {type(node).__name__ for node in graph_nodes(result.node)}:
         if kind.endswith(INEXACT):
             raise ValueError(
                 f"values: they differentiate a norm whose kernel has wrong third derivatives ({kind}); "
@@ -131,12 +131,12 @@ def require_exact_derivatives(result: GradientEdge) -> None:
 
 def graph_functions(result: Tensor) -> tuple[type, ...]:
     """The functions of the graph of a result, each after its inputs."""
-    return () if result.grad_fn is None else tuple(map(type, _inputs_first(result.grad_fn)))
+    return tuple(map(type, graph_nodes(result.grad_fn)))
 
 
 def graph_bytes(results: Iterable[Tensor]) -> int:
     """What all functions in the graphs of results have computed: more than what the graphs hold."""
-    nodes = {node for result in results if result.grad_fn is not None for node in _inputs_first(result.grad_fn)}
+    nodes = graph_nodes(*(result.grad_fn for result in results))
     computed = (x for node in nodes if not hasattr(node, "variable") for x in node._input_metadata)
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in computed)
 
@@ -152,11 +152,11 @@ def _setting(node: GraphNode, name: str) -> str:
     return TENSOR if any(isinstance(x, Tensor) for x in held) else str(value)
 
 
-def _inputs_first(last: GraphNode) -> list[GraphNode]:
-    """All nodes of a graph, each after its inputs, in an order that only the graph decides."""
+def graph_nodes(*last: GraphNode | None) -> list[GraphNode]:
+    """All nodes of the graphs that end in some, each after its inputs, in an order that only the graphs decide."""
     order: list[GraphNode] = []
     seen: set[GraphNode] = set()
-    todo: list[tuple[GraphNode, bool]] = [(last, False)]
+    todo = [(node, False) for node in last if node is not None]
     while todo:
         node, is_done = todo.pop()
         if is_done:
@@ -170,8 +170,7 @@ def _inputs_first(last: GraphNode) -> list[GraphNode]:
 
 def graph_leaves(result: Tensor) -> list[Tensor]:
     """The leaf tensors of the graph of a result."""
-    nodes = [] if result.grad_fn is None else _inputs_first(result.grad_fn)
-    variables = [getattr(node, "variable", None) for node in nodes]
+    variables = [getattr(node, "variable", None) for node in graph_nodes(result.grad_fn)]
     return [x for x in variables if x is not None]
 
 

@@ -141,10 +141,7 @@ class Processes:
         return wait
 
     def check_same_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """
-        Raises:
-            RuntimeError: the gradients differ between processes; raised on all of them.
-        """
+        """Raise on all processes where gradients differ between them."""
         if self.size == 1:
             return
         own = float(stack(widen(g.detach()).square().sum() for g in gradients.values()).sum())
@@ -168,9 +165,9 @@ def _timeout_of(group: Any, device: torch.device) -> Any:
 def vectors_of_global_batch(
     inject: Injection, output: Tensor, loss: Any, target: Any, processes: Processes, seed: Callable[[], int]
 ) -> Tensor:
-    """Vectors (k, N, ...) for this process's part of the batch: its slice of those that one process would draw for all.
+    """This process's slice (k, N, ...) of the vectors that one process would draw for all parts, of equal sizes.
 
-    Assumes parts of equal size in the order of ranks. For a large batch each process draws its own vectors instead.
+    For a large batch each process draws its own vectors instead.
     """
     if not inject.is_random:
         return inject.vectors(output, loss, target)

@@ -1,7 +1,4 @@
-"""Parameters that are sharded over processes (FSDP2): steps use local shards, curvature uses full tensors.
-
-Every function returns plain tensors unchanged.
-"""
+"""Sharded parameters (FSDP2): steps use local shards, curvature full tensors. Plain tensors stay what they are."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ from curvature.recording import is_sharded
 
 
 def refuse_sharded(model: Any, what: str) -> None:
-    """
-    Raises:
-        NotImplementedError: the model has sharded parameters; names the first.
-    """
+    """Refuse a model with sharded parameters; names the first."""
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     found = [name for name, p in named if is_sharded(p)]
     if found:

@@ -1,7 +1,4 @@
-"""All-reduces the statistics of all processes: starts in the backward pass, ends in the step.
-
-In: sums that this process measured. Out: the same sums over all processes.
-"""
+"""All-reduces the sums that processes have measured: starts in the backward pass, ends in the step."""
 
 from __future__ import annotations
 
@@ -27,10 +24,6 @@ class Statistics:
     `launch` sends the sums that existed at the last renewal as soon as the backward pass begins; `finish` sends new and
     late ones. Each process launches once between two calls of `finish`, at any step: some processes may have no batch
     at a step, so no process may wait for the others before `finish`.
-
-    Args:
-        passes: hold the local sums that are not sent yet.
-        store: owns the blocks of these sums. It gets those that only other processes have, in one order everywhere.
     """
 
     def __init__(self, processes: Processes, passes: Passes, store: CurvatureStore) -> None:
@@ -89,10 +82,7 @@ class Statistics:
         )
 
     def _agreed(self, own: Layout) -> tuple[Layout, bool]:
-        """The union of the layouts in one order, and whether the all-reduce is out of date on any process.
-
-        Creates the blocks that are missing here.
-        """
+        """The union of the layouts in one order, and whether an all-reduce is out of date; makes missing blocks."""
         mark = float(zlib.crc32(repr(own).encode()))
         most, least, is_void = self.processes.all_reduce_max([mark, -mark, float(self.is_void)])
         if most == -least:

@@ -24,14 +24,7 @@ class Team:
 
 
 class Teams:
-    """Looks up the team that trains the model now: `current` changes when torch.distributed is initialised or ends.
-
-    Args:
-        config: how the processes share the work.
-        device: of the model.
-        store: the curvature.
-        passes: what this process has measured.
-    """
+    """Looks up the team that trains the model now; `passes` has what this process has measured."""
 
     def __init__(self, config: Distributed, device: torch.device, store: CurvatureStore, passes: Passes) -> None:
         self.config, self.device, self.store, self.passes = config, device, store, passes
@@ -40,13 +33,10 @@ class Teams:
     def current(self) -> Team:
         is_alone = not (dist.is_available() and dist.is_initialized())
         if self.known is None or self.known.processes.is_alone != is_alone:
-            self.known = self._gathered()
+            processes = Processes(self.config, self.device)
+            workers = Workers(processes, self.config.gradient_worker_fraction)
+            self.known = Team(processes, workers, Statistics(processes, self.passes, self.store))
         return self.known
-
-    def _gathered(self) -> Team:
-        processes = Processes(self.config, self.device)
-        workers = Workers(processes, self.config.gradient_worker_fraction)
-        return Team(processes, workers, Statistics(processes, self.passes, self.store))
 
     def discard(self) -> None:
         """Forget what this process has measured since the last step."""

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from curvature.preconditioners import CurvatureStatistics
+from curvature.recording import graph_nodes
 from optimizers.recording.output_scale import Sums as OutputSums
 
 ALONG = "along"  # name of the sums `CurvatureStatistics.along`
@@ -60,9 +61,8 @@ class Pass:
 
 
 class Passes:
-    """Recorded passes until a step takes them.
+    """Recorded passes until a step takes them. One counts once a gradient arrives at one of its outputs.
 
-    A pass counts once a gradient arrives at one of its outputs; an evaluation of the model between two steps does not.
     If gradients never reach the outputs (a loss of hidden features), the last pass counts.
     """
 
@@ -77,10 +77,7 @@ class Passes:
     def wait(
         self, measured: Measured, outputs: Sequence[Tensor], parameters: Sequence[Tensor], discard: Callable[[], None]
     ) -> None:
-        """Count a pass as soon as a gradient of its outputs arrives that goes on to `parameters`; see `begin`.
-
-        One with a graph counts in any case: the loss may be made of it.
-        """
+        """Count a pass once a gradient of its outputs arrives that goes on to `parameters` or has a graph."""
         self.last = found = Pass(measured, self.step)
         me = weakref.ref(self)
 
@@ -132,10 +129,9 @@ class Passes:
 
 
 def is_transformed(model: nn.Module) -> bool:
-    """Whether torch.func, forward-mode differentiation or a trace runs the model now.
+    """Whether torch.func, forward-mode differentiation or a trace runs the model now: no training pass.
 
-    Such a pass is for derivatives, a metric or a graph. The loop goes back from none of its outputs as it stands. But
-    ``torch.func.grad`` of a loss by the parameters, once and of the batch, is the loop's backward pass.
+    But ``torch.func.grad`` of a loss by the parameters, once and of the batch, is the loop's backward pass.
     """
     modes = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
     if (
@@ -169,12 +165,5 @@ def is_training(parameters: Iterable[Tensor]) -> bool:
 
 def is_checkpointed(outputs: Sequence[Tensor]) -> bool:
     """Whether parts of a graph come about only in ``.backward()``: those of ``checkpoint(..., use_reentrant=True)``."""
-    todo, seen = [x.grad_fn for x in outputs], set()
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            if type(node).__name__ == "CheckpointFunctionBackward":
-                return True
-            seen.add(node)
-            todo += [other for other, _ in node.next_functions]
-    return False
+    nodes = graph_nodes(*(x.grad_fn for x in outputs))
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)

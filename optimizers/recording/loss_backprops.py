@@ -1,23 +1,22 @@
 """What the training loop's own backward pass brings, for ``inject=empirical()``.
 
-Two forms of one thing: backprops at every use for curvature layer by layer, rows for that of all parameters together.
-Both listen to a recorded pass, and deliver at the next step, when the scale of the loss is known.
+Backprops at every use for curvature layer by layer, rows for that of all parameters together. Both are delivered at the
+next step, when the scale of the loss is known.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvature.gradients import computed_weights
-from curvature.preconditioners import BlockDiagonalCurvature, FullCurvature
 from curvature.recording import ParameterNode, Tape, warn_once
 from optimizers.distributed.team import Teams
 from optimizers.recording.backward_passes import Measured, Passes, is_batched, is_training
@@ -35,59 +34,57 @@ SHARED_UNIT = 256.0  # of rows that several processes with batches of different 
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """A recorded forward pass over `count` samples, and the tensors that its loss is made of.
-
-    `signs` draws a random sign (count,) for each sample; `displacement` is the last one, by name.
-    """
+    """A recorded forward pass, and the tensors that its loss is made of."""
 
     tape: Tape
     outputs: Sequence[Tensor]
-    count: int
-    signs: Callable[[], Tensor]
-    displacement: Mapping[str, Tensor]
+    count: int  # of samples
+    signs: Callable[[], Tensor]  # draws a random one (count,) for each sample
+    displacement: Mapping[str, Tensor]  # the last one
 
 
-class LossBackprops(Protocol):
-    """Listens to the training loop's backward pass."""
+class LossBackprops:
+    """Listens to the training loop's backward pass; `loss` is that which the optimizer was given, or None."""
+
+    def __init__(self, store: Any, passes: Passes, teams: Teams, loss: Any) -> None:
+        self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
+        self.discard()
 
     def listen(self, found: RecordedPass) -> None:
         """Register hooks on a recorded pass."""
+        raise NotImplementedError
 
     def deliver(self, scale: Callable[[], float]) -> None:
         """Measure what has arrived; `scale` is what the loss was multiplied by, asked for only if something has."""
+        raise NotImplementedError
 
     def zero(self) -> None:
         """Gradients are zeroed: what has arrived belongs to none."""
 
     def discard(self) -> None:
         """Forget the passes since the last step."""
+        raise NotImplementedError
 
     @property
     def has_arrived(self) -> bool:
         """Whether `deliver` has something to measure."""
+        raise NotImplementedError
 
 
 @dataclass
 class Arrived:
-    """What the loop's backward pass has brought to a recorded pass so far.
-
-    Attributes:
-        backprops: at every use.
-        squares: `squares_along` of the outputs, as the loss is scaled.
-        factor: of the samples (see `SampleFactors`), the same for all of them; None before a gradient is at an output.
-        is_measured: whether the gradient was sent back once more, with factors that differ.
-        computed: sums over samples, each with a random sign, of the gradients of parameters from which a tensor was
-            computed that data met; by that tensor.
-        whole: gradients of the batch, of parameters that no function with a rule reads together with data.
-    """
+    """What the loop's backward pass has brought to a recorded pass so far."""
 
     found: RecordedPass
-    backprops: list[Tensor | None]
-    squares: Tensor
+    backprops: list[Tensor | None]  # at every use
+    squares: Tensor  # `squares_along` of the outputs, as the loss is scaled
+    # sums over samples, each with a random sign, of the gradients of parameters from which a tensor was computed that
+    # data met; by that tensor
     computed: dict[ParameterNode, Mapping[str, Tensor]] = field(default_factory=dict)
+    # gradients of the batch, of parameters that no function with a rule reads together with data
     whole: dict[str, Tensor] = field(default_factory=dict)
-    factor: float | Tensor | None = None
-    is_measured: bool = False
+    factor: float | Tensor | None = None  # see `SampleFactors`, of all samples; None before a gradient is at an output
+    is_measured: bool = False  # whether the gradient was sent back once more, with factors that differ
 
     def sums(self) -> dict[str, Tensor]:
         """`whole`, and what `computed` adds up to, by parameter."""
@@ -104,22 +101,10 @@ class Arrived:
         self.factor, self.is_measured = None, False
 
 
-class LayerBackprops:
-    """Keeps the backprop at every use.
+class LayerBackprops(LossBackprops):
+    """Keeps the backprop at every use."""
 
-    Args:
-        store: measures them.
-        passes: takes the result.
-        teams: the processes that train the model.
-        loss: that the optimizer was given, or None.
-    """
-
-    def __init__(self, store: BlockDiagonalCurvature, passes: Passes, teams: Teams, loss: Any) -> None:
-        self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
-        self.arrived: list[Arrived] = []
-        self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
-        self.without_graph: list[Arrived] = []  # of passes whose outputs depend on no data
-        self.is_measuring = False
+    is_measuring = False
 
     def listen(self, found: RecordedPass) -> None:
         tape = found.tape
@@ -133,10 +118,10 @@ class LayerBackprops:
         signs = found.signs() if computed else torch.ones(0, device="cpu")
         me = weakref.ref(arrival)  # held by the hooks on the graph of the outputs, and gone with it
         for node in [*computed, *(tape.parameters[name] for name in behind)]:
-            handle = node.tensor.register_hook(self._computed_hook(me, weakref.ref(node), signs))
+            handle = node.tensor.register_hook(partial(self._at_computed, me, weakref.ref(node), signs))
             weakref.finalize(arrival, handle.remove)
         for name in _whole(tape) - behind:
-            handle = tape.parameters[name].tensor.register_hook(self._whole_hook(me, name))
+            handle = tape.parameters[name].tensor.register_hook(partial(self._at_whole, me, name))
             weakref.finalize(arrival, handle.remove)
         held = {id(node.tensor) for use in tape.uses for node in use.results}
         places = [None if use.edge is None else Source.of(use.edge) for use in tape.uses]
@@ -145,29 +130,23 @@ class LayerBackprops:
                 self.without_graph.append(arrival)
             else:
                 own = [Source.of(x), *places] if len(found.outputs) == 1 else [Source.of(x)]
-                x.register_hook(self._output_hook(arrival, own, x.detach()))
+                x.register_hook(partial(self._at_output, arrival, own, x.detach()))
         for use in tape.uses:
             if use.edge is not None and not use.results:  # the graph of a computed weight is held by the tape
-                use.edge.node.register_prehook(self._backprop_hook(arrival, use.index, use.edge.output_nr))
+                use.edge.node.register_prehook(partial(self._at_use, arrival, use.index, use.edge.output_nr))
                 use.edge = use.edge._replace(node=None)  # type: ignore[arg-type]  # the node holds the tape by its hook
 
-    def _output_hook(
-        self, arrival: Arrived, places: Sequence[Source | None], output: Tensor
-    ) -> Callable[[Tensor], None]:
-        """Of an output, the first of the places; those of all uses follow, if there is no other output."""
-
-        def hook(gradient: Tensor) -> None:
-            if self.is_measuring or not _counts(gradient, arrival.found.tape):
-                return
-            factor = self.factors.of(places[0], output, gradient, arrival.found.count)
-            if isinstance(factor, Tensor) and factor.ndim and len(places) > 1 and not arrival.is_measured:
-                self._measure(arrival, find_edges(places), output, gradient, factor)
-                return
-            self._share(arrival, factor)
-            found = squares_along(as_real(output), as_real(gradient))
-            arrival.squares = arrival.squares + found.to(arrival.squares.device)
-
-        return hook
+    def _at_output(self, arrival: Arrived, places: Sequence[Source | None], output: Tensor, gradient: Tensor) -> None:
+        """At an output, the first of the places; those of all uses follow, if there is no other output."""
+        if self.is_measuring or not _counts(gradient, arrival.found.tape):
+            return
+        factor = self.factors.of(places[0], output, gradient, arrival.found.count)
+        if isinstance(factor, Tensor) and factor.ndim and len(places) > 1 and not arrival.is_measured:
+            self._measure(arrival, find_edges(places), output, gradient, factor)
+            return
+        self._share(arrival, factor)
+        found = squares_along(as_real(output), as_real(gradient))
+        arrival.squares = arrival.squares + found.to(arrival.squares.device)
 
     def _share(self, arrival: Arrived, factor: float | Tensor) -> None:
         """Note the factor of all samples; what goes back from several outputs has one for all of them."""
@@ -206,43 +185,34 @@ class LayerBackprops:
         self.measured.append(Measured(measured, OutputScale.in_metric(squares_along(*both), found.count)))
         arrival.is_measured = True
 
-    def _backprop_hook(self, arrival: Arrived, index: int, number: int) -> Callable[[Sequence[Tensor]], None]:
-        def hook(gradients: Sequence[Tensor]) -> None:
-            if self.is_measuring or arrival.is_measured:
-                return
-            if gradients[number] is not None and _counts(gradients[number], arrival.found.tape):
-                self._note(arrival)
-                b, before = _widened(gradients[number]), arrival.backprops[index]
-                b = b.reshape(arrival.found.tape.uses[index].shape)
-                arrival.backprops[index] = b if before is None else before + b
+    def _at_use(self, arrival: Arrived, index: int, number: int, gradients: Sequence[Tensor]) -> None:
+        if self.is_measuring or arrival.is_measured:
+            return
+        if gradients[number] is not None and _counts(gradients[number], arrival.found.tape):
+            self._note(arrival)
+            b, before = _widened(gradients[number]), arrival.backprops[index]
+            b = b.reshape(arrival.found.tape.uses[index].shape)
+            arrival.backprops[index] = b if before is None else before + b
 
-        return hook
+    def _at_computed(
+        self, arrival: weakref.ref[Arrived], node: weakref.ref[ParameterNode], signs: Tensor, gradient: Tensor
+    ) -> None:
+        """The readers of the tensor have got their backprops, and the graph behind it is still there."""
+        own, read = arrival(), node()
+        if own is None or read is None or own.is_measured or self.is_measuring or is_batched(gradient):
+            return
+        self.is_measuring = True  # what goes back now passes here, too
+        try:
+            own.computed[read] = self.store.weighted_gradients(own.found.tape, read, own.backprops, signs)
+        finally:
+            self.is_measuring = False
 
-    def _computed_hook(
-        self, arrival: weakref.ref[Arrived], node: weakref.ref[ParameterNode], signs: Tensor
-    ) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            """The readers of the tensor have got their backprops, and the graph behind it is still there."""
-            own, read = arrival(), node()
-            if own is None or read is None or own.is_measured or self.is_measuring or is_batched(gradient):
-                return
-            self.is_measuring = True  # what goes back now passes here, too
-            try:
-                own.computed[read] = self.store.weighted_gradients(own.found.tape, read, own.backprops, signs)
-            finally:
-                self.is_measuring = False
-
-        return hook
-
-    def _whole_hook(self, arrival: weakref.ref[Arrived], name: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            own = arrival()
-            if own is not None and not own.is_measured and not self.is_measuring and not is_batched(gradient):
-                g = _widened(gradient)
-                self._note(own)
-                own.whole[name] = own.whole[name] + g if name in own.whole else g
-
-        return hook
+    def _at_whole(self, arrival: weakref.ref[Arrived], name: str, gradient: Tensor) -> None:
+        own = arrival()
+        if own is not None and not own.is_measured and not self.is_measuring and not is_batched(gradient):
+            g = _widened(gradient)
+            self._note(own)
+            own.whole[name] = own.whole[name] + g if name in own.whole else g
 
     def _note(self, arrival: Arrived) -> None:
         if not any(arrival is own for own in self.arrived):
@@ -254,15 +224,11 @@ class LayerBackprops:
         unit = 1.0 if self.measured or not self.arrived else scale()
         for own in self.arrived:
             each = (self.factors.usual(own.found.count) if own.factor is None else own.factor) / unit
-            times = functools.partial(_times, each)
+            times = partial(_times, each)
+            backprops = [None if b is None else times(b) for b in own.backprops]
+            whole, found = {name: times(g) for name, g in own.sums().items()}, own.found
             measured = self.store.measure_backprops(
-                own.found.tape,
-                [None if b is None else times(b) for b in own.backprops],
-                own.found.count,
-                {name: times(g) for name, g in own.sums().items()},
-                processes.rank,
-                processes.size,
-                own.found.displacement,
+                found.tape, backprops, found.count, whole, processes.rank, processes.size, found.displacement
             )
             sums = OutputScale.in_metric(times(times(own.squares)), own.found.count)
             self.passes.total.add_(Measured(measured, sums))
@@ -278,9 +244,9 @@ class LayerBackprops:
         self.measured.clear()
 
     def discard(self) -> None:
-        self.arrived.clear()
-        self.without_graph.clear()
-        self.measured.clear()
+        self.arrived: list[Arrived] = []
+        self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
+        self.without_graph: list[Arrived] = []  # of passes whose outputs depend on no data
 
     @property
     def has_arrived(self) -> bool:
@@ -309,18 +275,10 @@ def _whole(tape: Tape) -> set[str]:
     return tape.parameters.keys() - known | unknown
 
 
-class LossRows:
-    """Sends the gradient of the loss at the output back once more, sample by sample, as soon as it arrives there.
+class LossRows(LossBackprops):
+    """Sends the gradient of the loss at the output back once more, sample by sample, as soon as it arrives there."""
 
-    Args:
-        store: measures the rows.
-        passes: takes the result.
-        teams: the processes that train the model.
-        loss: that the optimizer was given, or None.
-    """
-
-    def __init__(self, store: FullCurvature, passes: Passes, teams: Teams, loss: Any) -> None:
-        self.store, self.passes, self.teams, self.factors = store, passes, teams, SampleFactors(loss)
+    def discard(self) -> None:
         self.waiting: list[RecordedPass] = []
         self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
         self.is_sum = False  # whether the loop's loss turned out to be a sum, which nobody has told the store
@@ -329,23 +287,20 @@ class LossRows:
         each = self.factors.usual(found.count)
         unit = each if self.teams.current().processes.size == 1 else SHARED_UNIT
         self.waiting.append(found)  # until the next step; its own graph would hold it for ever
-        waiting = weakref.ref(found)
+        handles: list[Any] = []
+        for k, x in enumerate(found.outputs):
+            hook = partial(self._at_output, weakref.ref(found), k, Source.of(x), unit, handles)
+            handles.append(x.register_hook(hook))
 
-        def sent(index: int) -> Callable[[Tensor], None]:
-            def hook(gradient: Tensor | None) -> None:
-                own = waiting()
-                if gradient is None or own is None or not _counts(gradient, own.tape):
-                    return
-                handles[index].remove()  # what goes back now passes here too
-                factor = self.factors.of(sources[index], own.outputs[index], gradient, own.count)
-                self._measure(own, index, gradient, factor, unit)
-
-            return hook
-
-        sources = [Source.of(x) for x in found.outputs]
-        handles = [x.register_hook(sent(index)) for index, x in enumerate(found.outputs)]
-
-    def _measure(self, found: RecordedPass, index: int, gradient: Tensor, factor: float | Tensor, unit: float) -> None:
+    def _at_output(
+        self, waiting: weakref.ref[RecordedPass], index: int, source: Source | None, unit: float, handles: list[Any],
+        gradient: Tensor | None,
+    ) -> None:  # fmt: skip
+        found = waiting()
+        if gradient is None or found is None or not _counts(gradient, found.tape):
+            return
+        handles[index].remove()  # what goes back now passes here too
+        factor = self.factors.of(source, found.outputs[index], gradient, found.count)
         self.passes.begin(self.teams.discard)
         if self.unit is None:
             self.unit = unit
@@ -367,13 +322,6 @@ class LossRows:
             samples = rows.samples if rows is not None and self.is_sum else 1
             self.passes.total.scale_vectors_(samples**0.5 * self.unit / scale())
         self.discard()
-
-    def zero(self) -> None:
-        pass
-
-    def discard(self) -> None:
-        self.waiting.clear()
-        self.unit, self.is_sum = None, False
 
     @property
     def has_arrived(self) -> bool:

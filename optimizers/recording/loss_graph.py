@@ -10,10 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+
+from curvature.recording import graph_nodes
 
 Shape = tuple[int, ...]
 Edge = tuple[Any, int]  # a node of autograd's graph, and which of its outputs
@@ -47,34 +49,12 @@ PRODUCTS = {"Addmm", "Mm", "CdistForward", "Cdist", "EuclideanDist"}
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean over the samples, all with as many terms."""
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A sum over the samples."""
-
-
-@dataclass(frozen=True)
 class MeanOverClasses:
-    """A mean of negative log-likelihoods of classes, not all of which need count.
+    """A mean of negative log-likelihoods of classes, not all of which need count."""
 
-    Attributes:
-        classes: their number; None if it is not known.
-        is_weighted: whether classes have weights; else they count once or, ignored, not at all.
-        of: what the likelihoods are of: "logits" or "log-probabilities", which the output is but for its shape, or ""
-            for something else.
-    """
-
-    classes: int | None
-    is_weighted: bool
-    of: str
-
-
-@dataclass(frozen=True)
-class Quotient:
-    """A sum over the samples, divided or multiplied by something that has gone: N, or the sum of weights, or tokens."""
+    classes: int | None  # their number, if it is known
+    is_weighted: bool  # or classes count once, or, ignored, not at all
+    of: str  # "logits" or "log-probabilities": what the output is but for its shape; "": something else
 
 
 @dataclass(frozen=True)
@@ -85,7 +65,9 @@ class Unknown:
     samples_meet: bool = False
 
 
-Reading = Mean | Sum | MeanOverClasses | Quotient | Unknown
+# A mean over the samples, all with as many terms; a sum over them; a sum that was divided or multiplied by something
+# that has gone: N, or the sum of weights, or tokens.
+Reading = Literal["mean", "sum", "quotient"] | MeanOverClasses | Unknown
 
 
 @dataclass(frozen=True)
@@ -116,12 +98,7 @@ class Source:
 
 
 def read_loss(source: Source | None, losses: Sequence[Any] = ()) -> Reading:
-    """What a loss is, as a function of a tensor (N, ...).
-
-    Args:
-        source: the tensor; None if it has no node.
-        losses: the nodes of the loss; by default, what the running backward pass came from, which has arrived there.
-    """
+    """What a loss is, as a function of a tensor (N, ...), from its nodes; by default from the running backward pass."""
     if source is None:
         return Unknown("the model returned a parameter")
     for roots in [losses] if losses else _running_backward_passes():
@@ -138,16 +115,10 @@ def find_edges(sources: Sequence[Source | None]) -> list[GradientEdge | None]:
     wanted = {source.sequence_number for source in sources if source is not None}
     for roots in _running_backward_passes():
         found: list[GradientEdge | None] = [None] * len(sources)
-        todo, seen = list(roots), set()
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in graph_nodes(*roots):
             for k, source in enumerate(sources) if node._sequence_nr() in wanted else ():
                 if source is not None and source.is_at((node, source.output_number)):
                     found[k] = GradientEdge(node, source.output_number)
-            todo += [edge[0] for edge in node.next_functions]
         if found[0] is not None:
             return found
     return [None] * len(sources)
@@ -219,11 +190,11 @@ def _problem_of_scalar(node: Any, name: str, edges: Sequence[Edge]) -> Unknown |
 def _of_reductions(nodes: Sequence[Any], others: set[str], factors: Sequence[Any], rows: int) -> Reading:
     kinds = {_kind(node) for node in nodes}
     if kinds == {"mean"}:
-        return Mean()
+        return "mean"
     if kinds == {"sum"} and len(nodes) == 1 and rows in factors:  # torch's cross-entropy of probabilities
-        return Mean()
+        return "mean"
     if kinds == {"sum"}:
-        return Quotient() if factors else Sum()
+        return "quotient" if factors else "sum"
     if kinds == {"classes"} and len(nodes) == 1:
         return _mean_over_classes(nodes[0], others)
     norms = [_name(node) for node in nodes if _name(node) in NORMS]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from curvature.losses import reduction_of, resolve
 from curvature.recording import warn_once
-from optimizers.recording.loss_graph import Mean, MeanOverClasses, Quotient, Reading, Source, Sum, Unknown, read_loss
+from optimizers.recording.loss_graph import MeanOverClasses, Reading, Source, Unknown, read_loss
 
 NOT_KNOWN = (
     "empirical(): how much each sample counts in the loss cannot be told (%s): assumed that it is a mean in which all "
@@ -41,13 +41,9 @@ class SampleFactors:
     def of(self, source: Source | None, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:
         """What to multiply with: one number for all samples, also as a tensor (), or (count,).
 
-        Args:
-            source: the output in autograd's graph, whose backward pass is there now.
-            output: its values, (count * m, ...) with m rows for each sample.
-            gradient: of the loss, in the same shape.
-            count: the number of samples.
+        The output (count * m, ...), m rows for each sample, is where the backward pass is now.
         """
-        return self.read(Mean() if count == 1 else read_loss(source), output, gradient, count)
+        return self.read("mean" if count == 1 else read_loss(source), output, gradient, count)
 
     def read(self, reading: Reading, output: Tensor, gradient: Tensor, count: int) -> float | Tensor:
         """`of`, given what is known of the loss as a function of the output."""
@@ -68,9 +64,9 @@ class SampleFactors:
         if loss is None or not hasattr(loss, "reduction"):
             return Unknown("no loss of torch.nn is named")
         if reduction_of(loss) == "sum":
-            return Sum()
+            return "sum"
         if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-            return Mean()
+            return "mean"
         is_weighted = loss.weight is not None
         if is_weighted and isinstance(loss, nn.CrossEntropyLoss) and loss.label_smoothing:
             return Unknown("class weights with label smoothing")
@@ -81,21 +77,21 @@ class SampleFactors:
 def _why(reading: Reading) -> str:
     if isinstance(reading, Unknown):
         return reading.why
-    if isinstance(reading, Quotient):
+    if reading == "quotient":
         return "a sum that was divided or multiplied by something"
     return "a mean over classes with weights, of something else than the output"
 
 
 def _factors(reading: Reading, output: Tensor, gradient: Tensor, count: int) -> float | Tensor | None:
     """None: the reading does not say."""
-    if isinstance(reading, Mean):
+    if reading == "mean":
         return float(count)
-    if isinstance(reading, Sum):
+    if reading == "sum":
         return 1.0
     if isinstance(reading, Unknown):
         return None
     output, gradient = output.detach(), gradient.detach()
-    if isinstance(reading, Quotient):
+    if reading == "quotient":
         rows = _masses_of_rows(MeanOverClasses(None, True, "logits"), output, gradient)
         # one in all: divided by the sum of the weights
         if rows is None or not bool((rows.sum() - 1).abs() <= _rounding(gradient)):

@@ -20,19 +20,14 @@ SUBSTITUTE = (
 
 @dataclass(frozen=True)
 class ModelOutputs:
-    """Tensors (count, ...), samples first, and the target of each, where it is known.
-
-    Attributes:
-        sources: the tensors to which the loop's backward pass comes: what `tensors` are views of, or the losses.
-        gradients: of the losses at `tensors`, where the model returned no more than its losses; else empty.
-        readings: how the losses are made of `tensors`, likewise.
-        scale: absolute value of the losses, if the model returned no more than these.
-    """
+    """Tensors (count, ...), samples first, and the target of each, where it is known."""
 
     tensors: Sequence[Tensor]
-    sources: Sequence[Tensor]
+    sources: Sequence[Tensor]  # to which the loop's backward pass comes: what `tensors` are views of, or the losses
     targets: Sequence[Any]
     count: int
+    # where the model returned no more than its losses: their gradients at `tensors`, how they are made of these, and
+    # their absolute value
     gradients: Sequence[Tensor] = ()
     readings: Sequence[Reading] = ()
     scale: Tensor | None = None
@@ -43,8 +38,7 @@ def find_outputs(tape: Tape, output: Any) -> ModelOutputs:
     """The tensors that a model returned; of one that returns only its losses, what these are made of.
 
     That is what loss functions of torch have received, or else what sums and means were taken of. A model that returned
-    None and called no loss function has no tensors: only the training loop knows what goes back. A count of zero means
-    that nothing does.
+    None and called no loss function has no tensors. A count of zero means that nothing goes back.
     """
     returned = list(differentiable(output))
     own = [x for x in returned if x.ndim]
@@ -68,7 +62,9 @@ def _of_losses(tape: Tape, losses: Sequence[Tensor], returned: Sequence[Tensor])
     """What losses () that no loss function has made are the means of; the losses themselves, if that is not known."""
     count = tape.samples or 1
     terms = loss_terms(tape, losses)
-    gradients = gradients_at(terms, losses) if terms else [torch.ones_like(x) for x in losses]
+    gradients: Sequence[Tensor] = [torch.ones_like(x) for x in losses]
+    if terms:
+        gradients = torch.autograd.grad(losses, terms, retain_graph=True)
     rows = lambda x: samples_first(x, count) if x.ndim else x[None]
     scale = torch.stack([x.detach().float().abs() for x in losses]).sum()
     known = [None] * len(gradients)
@@ -114,12 +110,9 @@ def samples_first(x: Any, count: int) -> Any:
 
 
 def loss_terms(tape: Tape, losses: Sequence[Tensor]) -> list[Tensor]:
-    """What sums and means over data made the losses, with nothing but scalar functions and penalties after them.
-
-    Empty if the losses come about in any other way: by a norm, say.
-    """
+    """What sums and means over data made the losses, but for penalties and scalar functions; empty if not known."""
     terms = {x.grad_fn: terms for terms, x in tape.reductions}
-    without_data = {x.grad_fn for x in _computed_from_parameters(tape)}
+    without_data = {node.tensor.grad_fn for use in tape.uses for node in use.results}
     found: dict[Any, Tensor] = {}
     todo: list[Any] = [(x.grad_fn, 0) for x in losses]
     seen = set()
@@ -133,14 +126,3 @@ def loss_terms(tape: Tape, losses: Sequence[Tensor]) -> list[Tensor]:
             seen.add(node)
             todo += node.next_functions
     return list(found.values())
-
-
-def _computed_from_parameters(tape: Tape) -> Iterator[Tensor]:
-    for use in tape.uses:
-        for node in use.results:
-            yield node.tensor
-
-
-def gradients_at(terms: Sequence[Tensor], losses: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient of the sum of the losses at tensors that they depend on."""
-    return list(torch.autograd.grad(list(losses), list(terms), retain_graph=True))

@@ -20,17 +20,12 @@ class OutputScale:
     Isotropic curvature measures changes of the outputs, so their size is the root mean square of an entry. Fisher
     matrices measure changes in nats, which near zero loss are far smaller: their size is the root of the mean over
     samples of ``f^T H f``, with H the matrix at the output and f the output.
-
-    Attributes:
-        rms: the size; zero while no outputs are known.
-        entries_per_sample: number of output entries that an energy is a sum over; 1 but for isotropic curvature.
-        along: `CurvatureStatistics.along` of the last renewal, means over samples; empty if nothing was measured.
     """
 
     def __init__(self) -> None:
-        self.rms = 0.0
-        self.entries_per_sample = 1.0
-        self.along: Mapping[str, float] = {}
+        self.rms = 0.0  # zero while no outputs are known
+        self.entries_per_sample = 1.0  # that an energy is a sum over; 1 but for isotropic curvature
+        self.along: Mapping[str, float] = {}  # `CurvatureStatistics.along` of the last renewal, means over samples
 
     @staticmethod
     @torch.no_grad()

@@ -1,7 +1,4 @@
-"""Records the forward passes of a model and backpropagates vectors from its outputs.
-
-In: forward and backward passes of the training loop. Out: `Passes.total`, what they tell about the curvature.
-"""
+"""Records forward passes of a model and sends vectors back from its outputs; `Passes.total` has what they tell."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from optimizers.distributed.team import Teams
 from optimizers.monitor import Monitor
 from optimizers.recording.backward_passes import Measured, Passes, is_checkpointed, is_transformed
 from optimizers.recording.loss_backprops import LossBackprops, RecordedPass
-from optimizers.recording.loss_graph import Sum
 from optimizers.recording.loss_masses import SampleFactors
 from optimizers.recording.model_outputs import SUBSTITUTE, ModelOutputs, find_outputs
 from optimizers.recording.output_scale import OutputScale, Sums, squares_along
@@ -39,38 +35,20 @@ class Recorder:
     Right after such a pass the recorder backpropagates vectors from the model's output. The training loop's own
     backward pass stays untouched and decides which passes count: those that it differentiates. With
     ``inject=empirical()`` the recorder keeps the loop's own backprops instead.
-
-    Args:
-        model: the module that the training loop calls.
-        parameters: returns the parameters that are trained now, by name.
-        displacement: returns the last displacement by name, along which to measure how outputs change.
-        store: measures recorded passes.
-        passes: collects the passes since the last step.
-        inject, loss: which vectors to backpropagate.
-        seed: of the random vectors.
-        schedule, monitor: tell whether the next step renews the curvature.
-        teams: the processes that train the model.
-        loss_backprops: listens to the loop's backward pass.
-        owner: name of the optimizer, for messages.
-
-    Attributes:
-        outputs: root mean square and number of the model's output entries.
-        generator: of the random vectors; None before the first.
-        substitute: what replaces `inject`, and why; "" if nothing does.
     """
 
     def __init__(
         self, model: nn.Module, parameters: Parameters, displacement: Callable[[], Named], store: CurvatureStore,
         passes: Passes, *, inject: Injection, loss: Any, seed: int, schedule: Schedule, monitor: Monitor, teams: Teams,
-        loss_backprops: LossBackprops, owner: str,
+        backprops: type[LossBackprops], owner: str,
     ) -> None:  # fmt: skip
         self.model, self.parameters, self.displacement = unwrap_compiled(model), parameters, displacement
-        self.store, self.passes, self.loss_backprops = store, passes, loss_backprops
+        self.store, self.passes, self.loss_backprops = store, passes, backprops(store, passes, teams, loss)
         self.outputs = OutputScale()
         self.inject, self.loss, self.seed = inject, loss, seed
         self.schedule, self.monitor, self.teams, self.owner = schedule, monitor, teams, owner
-        self.generator: torch.Generator | None = None
-        self.substitute = ""
+        self.generator: torch.Generator | None = None  # of the random vectors; None before the first
+        self.substitute = ""  # what replaces `inject`, and why
         self.was_empty = False  # whether the last recorded batch was empty
         self.is_paused = False
         self.listener = Listener(model, weakly(self._start), weakly(self._done), True)
@@ -147,7 +125,10 @@ class Recorder:
             both = zip(outputs, found.targets, strict=True)
             vectors = [self._vectors(self.inject, self.loss, x.detach(), y) for x, y in both]
             is_isotropic = isinstance(self.inject, type(isotropic()))
-            sums = OutputScale.of(outputs) if is_isotropic else _in_metric(outputs, vectors)
+            if is_isotropic:
+                sums = OutputScale.of(outputs)
+            else:
+                sums = OutputScale.in_metric(stack(map(squares_along, outputs, vectors)).sum(), len(outputs[0]))
             self._send_back(tape, found, vectors, sums, is_isotropic)
 
     def _listen(self, tape: Tape, outputs: Sequence[Tensor], count: int) -> None:
@@ -190,7 +171,7 @@ class Recorder:
         signed = lambda g: g * signs.to(g).reshape(-1, *[1] * (g.ndim - 1)) if len(g) == count else g
         read = SampleFactors(self.loss).read
         # curvature of all parameters together has the unit of the loss; what is told to be no sum has that of a mean
-        unit = lambda reading: count**0.5 if isinstance(reading, Sum) and not getattr(self.store, "is_sum", True) else 1
+        unit = lambda reading: count**0.5 if reading == "sum" and not getattr(self.store, "is_sum", True) else 1
         each = zip(found.readings, found.tensors, found.gradients, strict=True)
         return [(unit(reading) * read(reading, x, g, count) * signed(g.detach()))[None] for reading, x, g in each]
 
@@ -207,11 +188,7 @@ class Recorder:
     # -- for a step
 
     def settle(self, scale: Callable[[], float]) -> None:
-        """Complete `passes.total` for a step; `scale` returns the factor that a GradScaler put on the loss.
-
-        Raises:
-            RuntimeError: the loop called parts of the model instead of the model.
-        """
+        """Complete `passes.total` for a step; `scale` returns the factor that a GradScaler put on the loss."""
         if self.listener.submodules.problem:
             raise RuntimeError(self.listener.submodules.problem)
         self.passes.settle()
@@ -242,11 +219,8 @@ class Recorder:
 
     def state_dict(self) -> dict[str, Any]:
         generator = None if self.generator is None else self.generator.get_state()
-        return {
-            "output_scale": self.outputs.rms,
-            "output_size": self.outputs.entries_per_sample,
-            "generator": generator,
-        }
+        scale, size = self.outputs.rms, self.outputs.entries_per_sample
+        return {"output_scale": scale, "output_size": size, "generator": generator}
 
     def load_state_dict(self, state: Mapping[str, Any], is_stopped: bool) -> None:
         self.is_paused = is_stopped
@@ -264,8 +238,3 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method that does not keep its object alive; None, and nothing is done, once that is gone."""
     known = weakref.WeakMethod(method)
     return lambda *args: None if (alive := known()) is None else alive(*args)
-
-
-def _in_metric(outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> Sums:
-    squares = stack(squares_along(x, v) for x, v in zip(outputs, vectors, strict=True)).sum()
-    return OutputScale.in_metric(squares, len(outputs[0]))

@@ -1,9 +1,11 @@
-"""Step size, momentum and damping from the exact quadratic model of each batch."""
+"""Steps by the exact quadratic model of each batch while they hold for the next, too; then those of a plain loop."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +15,14 @@ from curvature.linalg import stack, to_host, widen
 from curvature.operators import Named
 from curvature.preconditioners import Block
 from optimizers.steps.closure_replay import Replay
+from optimizers.steps.layer_vector import inner
 from optimizers.steps.quadratic_model import GROW, Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Outcome, Renewal, StepContext, StepRule, replayed
-from optimizers.steps.updates import are_finite, inner, kept_by_decay
+from optimizers.steps.trust_region import TrustRegionStep
+from optimizers.steps.updates import are_finite, kept_by_decay, restoring, set_parameters
 
+LOG = logging.getLogger(__name__)
+LEAST_CONFIRMED = 0.5  # part of the progress on one batch, by the next
 MOST_GROUPS = 8  # of neighbouring layers, each with its own step size
 SAMPLE_STRIDE = 2  # use every second sample of a batch for the curvature along the directions
 LEAST_RATIO = 0.1  # reduction ratio of a step that is taken: far beyond the minimum other batches suffer
@@ -34,30 +40,17 @@ class AdaptiveStep(StepRule):
     See arXiv:1503.05671, sections 6.4 to 7, there with one direction for all layers. Damping follows the reduction
     ratio; a step that raises the loss is rolled back and retried with more damping. The next batch tells how much of
     the progress is more than a fit to the last one.
-
-    Attributes:
-        damping: negative while unknown.
-        last, start: the last displacement, and the parameters before it.
-        progress: how far it lowered the loss of its own batch.
-        confirmed: running mean of the fraction of `progress` that the next batch sees, too; -1 to 1.
-        batches: how many have told.
     """
 
-    needs_closure = True
-    differentiates_model = True
-
     def __init__(self) -> None:
-        self.damping = -1.0
-        self.last: dict[str, Tensor] = {}
-        self.start: dict[str, Tensor] = {}
-        self.progress = 0.0
+        self.damping = -1.0  # unknown
+        self.last: dict[str, Tensor] = {}  # displacement
+        self.start: dict[str, Tensor] = {}  # the parameters before it
+        self.progress = 0.0  # how far it lowered the loss of its own batch
+        # running mean of the part of it, -1 to 1, that the next batch sees, too, and how many have told
         self.confirmed, self.batches = 1.0, 0
 
     def evaluate(self, context: StepContext) -> Evaluation:
-        """
-        Raises:
-            TypeError: there is no closure.
-        """
         what = "(adaptive=True).step: pass a closure that computes the loss of the batch, as for torch.optim.LBFGS"
         return replayed(context, what)
 
@@ -94,13 +87,15 @@ class AdaptiveStep(StepRule):
         """The loss before the last step, and what was renewed with it; None, and the step stays, if it is bad, too."""
         context.recorder.discard()
         parameters = dict(context.model.named_parameters())
-        there = self.undo(parameters)
+        there = {name: parameters[name].detach().clone() for name in self.start}
+        set_parameters(parameters, self.start)
         with context.monitor.timed("closure"):
             loss = replay.again()
         renewal = _renewed_if_finite(context, loss)
-        if renewal is None:
-            self.redo(parameters, there)  # it was the batch
+        if renewal is None:  # it was the batch
+            set_parameters(parameters, there)
         else:
+            self.damping *= GROW
             self.forget()
         return loss, renewal
 
@@ -129,15 +124,9 @@ class AdaptiveStep(StepRule):
         self, replay: Replay, loss: Tensor, gradients: Named, groups: Sequence[Named], rates: Mapping[str, float],
         before: Tensor,
     ) -> dict[str, Any]:  # fmt: skip
-        """Move the parameters towards the minimum of the quadratic model, so that the loss of the batch falls.
+        """Move along groups of directions so that the loss of the batch falls; returns the entry for the history.
 
-        Args:
-            groups: directions of descent with disjoint parameters.
-            rates: learning rates by parameter. The largest scales the step; the others, relative to it, the directions.
-            before: what `_loss_before` returns.
-
-        Returns:
-            The entry for the history.
+        The largest of the rates scales the step, the others, relative to it, the directions.
         """
         lr = max(rates.values())
         entry: dict[str, Any] = {"confirmed": self.confirmed, "accepted": False, "rollbacks": 0}
@@ -145,7 +134,7 @@ class AdaptiveStep(StepRule):
         if lr == 0:  # a schedule that starts at zero
             self.forget()
             return entry | {"loss": float(loss), "accepted": True, "step_size": 0.0}
-        groups = [_scaled(d, {name: rate / lr for name, rate in rates.items()}) for d in groups]
+        groups = [{k: u if rates[k] == lr else u * (rates[k] / lr) for k, u in d.items()} for d in groups]
         last = {name: d for name, d in self.last.items() if name in gradients and rates[name] > 0}
         directions = [*groups, last] if last else list(groups)
         curvatures = replay.curvatures(directions, SAMPLE_STRIDE)
@@ -174,19 +163,20 @@ class AdaptiveStep(StepRule):
         parameters = dict(replay.model.named_parameters())
         start = {name: parameters[name].detach().clone() for d in directions for name in d}
 
+        def place(step: Named) -> None:
+            set_parameters(parameters, start)
+            for name, d in step.items():
+                parameters[name].add_(d)
+
         def attempt(damping: float) -> tuple[Tensor | float, tuple[Tensor, Named, float]]:
             alpha = lr * model.minimum(damping)
             expected = model.value(alpha, 0.0)
             step = _combined(directions, alpha.tolist())
-            set_parameters(parameters, start)
-            add_to_parameters(parameters, step)
+            place(step)
             return (widen(replay.loss()) - loss) / expected if expected < 0 else math.nan, (alpha, step, expected)
 
-        try:
+        with restoring(parameters, start):
             trial = first_accepted(attempt, self.damping, least_ratio, replay.value.device)
-        except BaseException:
-            set_parameters(parameters, start)
-            raise
         largest = largest_curvature(model.curvature, model.norms)
         entry = {"ratio": trial.ratio, "rollbacks": trial.rollbacks, "accepted": trial.is_accepted}
         if not trial.is_accepted:
@@ -196,26 +186,77 @@ class AdaptiveStep(StepRule):
             return entry | {"damping": self.damping}
         alpha, self.last, expected = trial.step
         self.start, self.progress = start, -trial.ratio * expected
-        set_parameters(parameters, start)  # another one may have been tried since
-        add_to_parameters(parameters, self.last)
+        place(self.last)  # another one may have been tried since
         self.damping = next_damping(trial.damping, trial.ratio, largest)
         return entry | {"step_size": float(alpha[:groups].mean()) / lr, "damping": trial.damping}
-
-    def undo(self, parameters: Named) -> dict[str, Tensor]:
-        """Roll back the last step and raise the damping; returns the argument of `redo`."""
-        there = {name: parameters[name].detach().clone() for name in self.start}
-        set_parameters(parameters, self.start)
-        self.damping *= GROW
-        return there
-
-    def redo(self, parameters: Named, there: Named) -> None:
-        """The opposite of `undo`."""
-        set_parameters(parameters, there)
-        self.damping /= GROW
 
     def forget(self) -> None:
         """Drop the last displacement: it is not a useful direction."""
         self.last, self.start = {}, {}
+
+
+class HandOverStep(StepRule):
+    """Leaves the steps to the plain rule, for good, once a batch is too small for a quadratic model of its own.
+
+    The first steps are long either way, and both rules profit from them. Later a step that is the best for one batch
+    fits its noise; what averages over batches gets further then, and costs less.
+    """
+
+    needs_closure = True
+    differentiates_model = True
+
+    def __init__(self, then: TrustRegionStep, intervals: tuple[int | None, int | None] | None = None) -> None:
+        self.first, self.then = AdaptiveStep(), then
+        self.intervals = intervals  # of renewals and inversions afterwards; None: as before
+        self.step_of_change = -1  # number of the first step that `then` makes; -1 before
+
+    def evaluate(self, context: StepContext) -> Evaluation:
+        return self.first.evaluate(context)
+
+    def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
+        if self.step_of_change >= 0:
+            outcome = self.then.step(context, evaluation)
+            known = {"loss": outcome.loss, "damping": None, "ratio": None}
+            return outcome if outcome.entry is None else replace(outcome, entry=known | dict(outcome.entry))
+        outcome = self.first.step(context, evaluation)
+        if self.first.confirmed < LEAST_CONFIRMED:
+            self._hand_over(context)
+        return outcome
+
+    def _hand_over(self, context: StepContext) -> None:
+        self.step_of_change = self.then.begin = context.monitor.steps + 1
+        if self.intervals is not None:
+            schedule = context.preconditioner.schedule
+            schedule.factor_every, schedule.decompose_every = self.intervals
+        self.first.forget()
+        LOG.warning("%s: %s", context.owner, self.report())
+
+    def last_displacement(self, states: Mapping[str, dict[str, Any]]) -> Named:
+        return self.then.last_displacement(states)
+
+    def report(self) -> str:
+        if self.step_of_change < 0:
+            return ""
+        return (
+            f"adaptive=True: plain steps from step {self.step_of_change} on. The next batch confirmed only "
+            f"{max(self.first.confirmed, 0.0):.0%} of the progress on one batch, so averages over batches get further"
+        )
+
+    def stats(self) -> dict[str, Any]:
+        return {"plain_from": None if self.step_of_change < 0 else self.step_of_change}
+
+    def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return self.then.empty_state(p, options)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"first": self.first.state_dict(), "then": self.then.state_dict()}
+        return own | {"step_of_change": self.step_of_change, "intervals": self.intervals}
+
+    def load_state_dict(self, state: Mapping[str, Any], trained: Named) -> None:
+        self.first.load_state_dict(state["first"], trained)
+        self.then.load_state_dict(state["then"], trained)
+        self.step_of_change, self.intervals = state["step_of_change"], state["intervals"]
+        self.then.begin = max(self.step_of_change, 0)
 
 
 def _renewed_if_finite(context: StepContext, loss: Tensor) -> Renewal | None:
@@ -249,22 +290,6 @@ def _combined(directions: Sequence[Named], alpha: Sequence[float]) -> dict[str, 
         for name, d in direction.items():
             found[name] = found[name].add_(d, alpha=factor) if name in found else d * factor
     return found
-
-
-@torch.no_grad()
-def add_to_parameters(parameters: Named, move: Named) -> None:
-    for name, d in move.items():
-        parameters[name].add_(d)
-
-
-@torch.no_grad()
-def set_parameters(parameters: Named, values: Named) -> None:
-    for name, value in values.items():
-        parameters[name].copy_(value)
-
-
-def _scaled(move: Named, rates: Mapping[str, float]) -> dict[str, Tensor]:
-    return {name: d if rates[name] == 1.0 else d * rates[name] for name, d in move.items()}
 
 
 def _products(directions: Sequence[Named], groups: int, gradients: Named) -> tuple[Tensor, Tensor]:

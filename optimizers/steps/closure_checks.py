@@ -31,18 +31,9 @@ WITHOUT_THE_MODEL = (
 
 
 def check_computed(values: Iterable[Tensor], model: nn.Module, start: int, what: str) -> bool:
-    """Check that a closure has read parameters of the model itself, so that calling it again shows how they count.
+    """Whether values of a closure depend on any parameter, read since node `start` of the graph.
 
-    Args:
-        values: what it has computed.
-        start: number of the first node of autograd's graph that is its own.
-        what: was computed.
-
-    Returns:
-        Whether it depends on any parameter.
-
-    Raises:
-        RuntimeError: parameters were read before the closure was called.
+    Only then calling it again shows how parameters count. Raises where they were read before the closure was called.
     """
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     todo = [x.grad_fn for x in values]
@@ -67,11 +58,7 @@ def check_computed(values: Iterable[Tensor], model: nn.Module, start: int, what:
 
 
 def checked_value(value: Any) -> Tensor:
-    """Return the value of a closure.
-
-    Raises:
-        TypeError: it is neither a loss nor residuals.
-    """
+    """The value of a closure; refuses what is neither a loss nor residuals."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{EXPECTED}; found {_described(value)}")
     if value.ndim > 1:
@@ -88,11 +75,7 @@ def _described(value: Any) -> str:
 
 
 class ClosureWatch(TorchFunctionMode):
-    """Notes what a closure does while it is evaluated: backward passes, derivatives of the model, calls of the model.
-
-    Args:
-        model: what it is to call.
-    """
+    """Notes what a closure does while it is evaluated: backward passes, derivatives and calls of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -102,7 +85,8 @@ class ClosureWatch(TorchFunctionMode):
         self.sent_back: list[Tensor] = []  # what backward passes began at
 
     def __enter__(self) -> ClosureWatch:
-        self.before = [(p, p.grad, _version(p.grad)) for p in self.model.parameters() if p.requires_grad]
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.before = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in trained]
         self.start = torch.autograd._get_sequence_nr()
         self.hook = self.model.register_forward_pre_hook(self._note_call)
         return super().__enter__()
@@ -133,22 +117,14 @@ class ClosureWatch(TorchFunctionMode):
         return value[0] if value.shape == (1,) and self.has_sent_back else value
 
     def check_repeatable(self, value: Tensor) -> None:
-        """Check that a closure called again would see other parameters; log it where it sees none at all.
-
-        Raises:
-            RuntimeError: it returned `value` of outputs from before.
-        """
+        """Refuse a value of outputs from before the closure: other parameters do not change it; log one of none."""
         values = [x for x in (value, *self.sent_back) if x.requires_grad]
         what = "residuals" if value.ndim else "a loss"
         if not check_computed(values, self.model, self.start, what):
             warn_once(f"{WITHOUT_THE_MODEL.format(what)}. No step is made", logger="optimizers")
 
     def check_loss(self, loss: Tensor) -> None:
-        """
-        Raises:
-            TypeError: the loss differentiates the model.
-            RuntimeError: it has a graph, and no backward pass has gone through it.
-        """
+        """Refuse a loss that differentiates the model, or has a graph through which no backward pass has gone."""
         if self.differentiates:
             raise TypeError(DIFFERENTIATES)
         has_gradients = any(p.grad is not None for p, _, _ in self.before)
@@ -166,7 +142,3 @@ def _is_new(gradient: Tensor | None, before: Tensor | None, version: int) -> boo
     if gradient is None:
         return False
     return gradient is not before or (gradient._version != version and bool(gradient.to_dense().any()))
-
-
-def _version(gradient: Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version

@@ -1,13 +1,10 @@
-"""Calls a closure repeatedly with the same random numbers, buffers and gradients.
-
-In: a model and the closure of a step. Out: its loss for other parameters, and the loss's curvature along directions.
-"""
+"""Calls a closure again with the same random numbers, buffers and gradients: for the loss, and its curvature."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -92,20 +89,13 @@ class Call:
 class Replay:
     """Evaluates the batch of a closure repeatedly.
 
-    Args:
-        model: what the closure calls.
-        closure: returns the loss; it may also zero the gradients and call ``backward()``, as for `torch.optim.LBFGS`.
-        mean: averages over the processes that train the model, each on its part of the batch.
-        unrecorded: returns a context in which the recorder ignores forward passes.
+    `mean` averages over processes, each with its part of the batch; inside `unrecorded` no forward pass is recorded.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        closure: Callable[[], Any],
-        mean: Callable[[Tensor], Tensor] = lambda x: x,
+        self, model: nn.Module, closure: Callable[[], Any], mean: Callable[[Tensor], Tensor] = lambda x: x,
         unrecorded: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.closure, self.mean, self.unrecorded = model, closure, mean, unrecorded
         self.calls: list[Call] = []
         self.has_transformed = False  # whether a call within torch.func shows no output that the loss is made of
@@ -113,23 +103,16 @@ class Replay:
         self.before = ModelState(model)
 
     def first(self) -> Tensor:
-        """The loss, after a backward pass as in the user's own loop; if the closure returns residuals, just these.
-
-        Raises:
-            TypeError: the closure returns neither a loss nor residuals; the loss differentiates the model.
-        """
+        """The loss, after a backward pass as in the user's own loop; if the closure returns residuals, just these."""
         self.calls.clear()
         self.has_transformed = False
-        hooks = [
+        with (
             self.model.register_forward_pre_hook(self._begin, with_kwargs=True),
             self.model.register_forward_hook(self._end),
-        ]
-        try:
-            with torch.enable_grad(), ClosureWatch(self.model) as watch:
-                loss = watch.loss_or_residuals(self.closure())
-        finally:
-            for hook in hooks:
-                hook.remove()
+            torch.enable_grad(),
+            ClosureWatch(self.model) as watch,
+        ):
+            loss = watch.loss_or_residuals(self.closure())
         if loss.ndim:
             return loss
         if watch.differentiates:
@@ -137,14 +120,14 @@ class Replay:
         watch.check_repeatable(loss)
         self.value = loss.detach()
         if loss.requires_grad and not watch.has_sent_back:
-            _without_gradients(self.model.parameters())
+            nn.Module.zero_grad(self.model)
             loss.backward()
         return self.mean(self.value)
 
     def again(self) -> Tensor:
         """Call `first` again, after the parameters changed."""
         self.before.restore()
-        _without_gradients(self.model.parameters())
+        nn.Module.zero_grad(self.model)
         return self.first()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -159,8 +142,9 @@ class Replay:
         if torch.is_grad_enabled() and not is_transformed(module):
             call = self.calls[-1]
             call.output, call.versions = output, [x._version for x in _floats(output)]
-            mixing = any(isinstance(m, _NormBase) and m.training and _mixes(m) for m in module.modules())
-            call.apart = None if mixing else call.before.unchanged()
+            norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.training]
+            is_mixing = any(isinstance(m, _BatchNorm) or m.track_running_stats for m in norms)  # or buffers change
+            call.apart = None if is_mixing else call.before.unchanged()
 
     def loss(self) -> Tensor:
         """The loss of the batch at the current parameters."""
@@ -172,7 +156,7 @@ class Replay:
         """Restore the state before the first call of the closure; at the end, the state after it."""
         after, gradients = ModelState(self.model), [(p, p.grad) for p in self.model.parameters()]
         self.before.restore()
-        _without_gradients(self.model.parameters())
+        nn.Module.zero_grad(self.model)
         try:
             with self.unrecorded():
                 yield
@@ -184,21 +168,14 @@ class Replay:
     # -- the model of the loss
 
     def curvatures(self, directions: Sequence[Mapping[str, Tensor]], stride: int) -> Tensor:
-        """``d_i^T G d_j`` for all pairs of directions (k, k), G the Gauss-Newton matrix of the loss.
+        """``d_i^T G d_j`` for pairs of directions (k, k), G the Gauss-Newton matrix on every stride-th sample.
 
-        G is the Hessian where the loss is linear in the model's outputs (these are losses, or log-probabilities), or
-        where these are no floating point tensors, or unknown, or the loss depends on more; zero where some function
-        has no second derivative.
-
-        Args:
-            directions: tensors of the shapes of parameters, by name.
-            stride: use every stride-th sample; all of them, where they depend on each other or on random numbers.
-
-        Raises:
-            RuntimeError: the model's outputs differ from those of the first call.
+        On all samples, where they depend on each other or on chance. G is the Hessian where the loss is linear in the
+        model's outputs (these are losses, or log-probabilities) or depends on more, or where these are unknown or no
+        floating point tensors; zero where some function has no second derivative.
         """
         try:
-            are_real = all(_floats(call.output) and not _has_complex(call.output) for call in self.calls)
+            are_real = all(_floats(c.output) and not any(map(torch.is_complex, _tensors(c.output))) for c in self.calls)
             if are_real and not self.has_transformed:
                 found = self._gauss_newton(directions, stride)
                 if found is not None and bool(found.any()):
@@ -232,7 +209,8 @@ class Replay:
                 outputs = _floats(output)
                 for moved, rows in zip(changes, output_changes(outputs, parameters, directions), strict=True):
                     moved += rows
-                shown.append(map_tensors(_leaf, output if call.is_changed else call.output))
+                leaf = lambda x: x.detach().requires_grad_() if x.is_floating_point() else x
+                shown.append(map_tensors(leaf, output if call.is_changed else call.output))
                 leaves += _floats(shown[-1])
                 strides += [step] * len(outputs)
         direct = [[d.get(name) for name in parameters] for d in directions]
@@ -283,9 +261,9 @@ class Replay:
 def _products(
     inputs: list[Tensor], loss: Tensor, changes: list[list[Tensor]], direct: list[Any], strides: Sequence[int]
 ) -> Tensor:
-    """Second derivatives of the loss along changes of the outputs, and of parameters that it reads directly.
+    """Second derivatives of the loss along changes of the outputs, of every stride-th row, and of parameters.
 
-    The closure may add a penalty on the parameters, for example. Changes may cover every stride-th row only.
+    The loss may read parameters directly: a penalty on them, for example.
     """
     if not loss.requires_grad:
         raise TypeError(
@@ -311,16 +289,6 @@ def _products(
     return (total + total.T) / 2
 
 
-def _mixes(norm: _NormBase) -> bool:
-    """Whether a norm in training mode makes samples depend on each other, or changes its buffers."""
-    return isinstance(norm, _BatchNorm) or norm.track_running_stats
-
-
-def _without_gradients(parameters: Iterable[Tensor]) -> None:
-    for p in parameters:
-        p.grad = None
-
-
 def _close(one: Tensor, other: Tensor, relative: float) -> bool:
     one, other = one.detach().to(torch.promote_types(one.dtype, torch.float32)), other.detach()
     largest = one.abs().amax() if one.numel() else 0.0
@@ -329,16 +297,8 @@ def _close(one: Tensor, other: Tensor, relative: float) -> bool:
     return bool((is_near | (other == one) | (other.isnan() & one.isnan())).all())
 
 
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_() if x.is_floating_point() else x
-
-
 def _floats(output: Any) -> list[Tensor]:
     return [x for x in _tensors(output) if x.is_floating_point()]
-
-
-def _has_complex(output: Any) -> bool:
-    return any(x.is_complex() for x in _tensors(output))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -14,33 +14,13 @@ from optimizers.steps.rule import StepContext
 
 @dataclass(frozen=True)
 class Direction:
-    """``u = (M + damping)^-1 right``, to be subtracted.
-
-    Attributes:
-        slope_of: the gradient whose inner product with u is the slope of the loss along it.
-        dampings: of each layer, to tell ``u^T M u`` from ``u^T right``; zeros where these are as good as equal.
-        keep: enters what was found in the states of the parameters; for a step that is taken.
-    """
+    """``u = (M + damping)^-1 right``, to be subtracted."""
 
     u: LayerVector
     right: LayerVector
-    slope_of: LayerVector
-    dampings: Sequence[float]
-    keep: Callable[[], None]
-
-
-class DirectionRule(Protocol):
-    """Computes directions."""
-
-    def __call__(self, context: StepContext, g: LayerVector, clip: Tensor, recall: float) -> Direction:
-        """A direction for the gradient ``clip * g``. Changes nothing but the memory of `g`.
-
-        Args:
-            recall: share of the usual number of gradients that a running mean without a given momentum remembers.
-        """
-
-    def empty_state(self, p: Tensor, options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state of a parameter before the first step."""
+    slope_of: LayerVector  # whose inner product with u is the slope of the loss along it
+    dampings: Sequence[float]  # of layers, to tell u^T M u from u^T right; zeros where these are as good as equal
+    keep: Callable[[], None]  # enters what was found in the states of the parameters; for a step that is taken
 
 
 HORIZON = 10.0  # steps that the running mean remembers at first ...
@@ -52,8 +32,9 @@ PRESENT = 0.1  # share of the present gradient in what is solved for
 class Momentum:
     """``u = (M + damping)^-1 m``, with m the debiased running mean of the gradients.
 
-    Where no momentum is given, the mean remembers more and more steps, and a share of the present gradient is mixed in
-    (quasi-hyperbolic momentum, arXiv:1810.06801): the long mean alone follows too late (docs/lab_book.md).
+    Where no momentum is given, the mean remembers more and more steps (`recall` times as many), and a share of the
+    present gradient is mixed in (quasi-hyperbolic momentum, arXiv:1810.06801): the long mean alone follows too late
+    (docs/lab_book.md). The gradient is ``clip * g``; nothing changes but the memory of `g`, until ``Direction.keep``.
     """
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from optimizers.steps.line_search import LinePoint, LineSearch, accept, times_lr
 from optimizers.steps.quadratic_model import first_accepted, next_damping
 from optimizers.steps.residuals import ResidualReplay, aligned, loss_of
 from optimizers.steps.rule import StepContext
+from optimizers.steps.updates import restoring
 
 FIRST_DAMPING = 1e-3  # relative to the largest eigenvalue
 CUTOFFS = 0.0, 1e-12, 1e-10, 1e-8, 1e-6  # eigenvalues left out, relative to the largest: first those that are rounding
@@ -32,22 +33,16 @@ class GaussNewton:
     Without `by_damping` the step is bent to second order (geodesic acceleration, arXiv:1201.5885) and halved until the
     loss stops falling; coarser pseudo-inverses are tried where that brings little. With `by_damping` the damping
     follows the reduction ratio (Levenberg-Marquardt), and there is no line search.
-
-    Attributes:
-        damping: for `by_damping`; negative while unknown.
-        moves: the last displacement, with momentum.
-        wait, pause: steps to go without coarser tries, and how many after the next tries in vain.
     """
 
     def __init__(self, by_damping: bool) -> None:
         self._by_damping = by_damping
-        self.damping = -1.0
-        self.moves: list[dict[str, Tensor]] = []
-        self.wait, self.pause = 0, 1
+        self.damping = -1.0  # unknown
+        self.moves: list[dict[str, Tensor]] = []  # the last one, with momentum
+        self.wait, self.pause = 0, 1  # steps to go without coarser tries, and how many after the next tries in vain
         self._counts: dict[str, int] = {}  # of a `LineSearch`
 
     def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
-        """See `ResidualSolver`."""
         if not any(group["lr"] for group in context.options.values()):  # a schedule that begins at zero
             return {"accepted": True, "step_size": 0.0, "rollbacks": 0}
         with context.monitor.timed("gram"):
@@ -62,7 +57,7 @@ class GaussNewton:
 
         search = LineSearch(own, loss, evaluate, self._counts)
         step = _Step(self, problem, replay.values, search, context)
-        with search.restoring():
+        with restoring(own, search.starts):
             entry, found = step.levenberg_marquardt() if self._by_damping else step.line_search()
             accept(search, found, context.options)
         is_kept = shared_option(context.options, "momentum") and found.step_size
@@ -97,7 +92,7 @@ class _Step:
             if cutoff:
                 d = self._direction(damping, cutoff)
             with self.timed("trials"):
-                found = self.search.straight(d)
+                found = self.search.lowest(d.mul, self.search.origin, "straight")
                 promised = loss - float(left)
                 if promised >= NEAR_MINIMUM * loss:
                     found = self._bent(d, found, damping, cutoff)

@@ -24,26 +24,16 @@ MOST_ENTRIES = 1 << 28  # of a vector, in one product
 
 
 class Family(NamedTuple):
-    """Layers of one form.
-
-    Attributes:
-        layers: the names of their parameters.
-        shapes: of the parameters of a layer; of their local shards, where they are sharded.
-        sizes: numbers of their entries.
-    """
+    """Layers of one form."""
 
     layers: tuple[Layer, ...]
-    shapes: Shapes
+    shapes: Shapes  # of the local shards, where parameters are sharded
     sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where tensors are in vectors, one for each run of families that share device, precision and kind.
-
-    Attributes:
-        runs: the families in each vector, one after the other, layer by layer.
-    """
+    """Where tensors are in vectors, one for each run of families that share device, precision and kind."""
 
     runs: tuple[tuple[Family, ...], ...]
 
@@ -69,15 +59,6 @@ class Layout:
     def names_by_run(self) -> list[list[str]]:
         return [[name for family in run for layer in family.layers for name in layer] for run in self.runs]
 
-    def vectors(self, tensors: Named) -> list[Tensor]:
-        """The tensors one after the other, copied."""
-        return [torch.cat([tensors[name].reshape(-1) for name in names]) for names in self.names_by_run]
-
-    def views(self, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors that vectors hold, in their memory."""
-        found = (x for pair in zip(vectors, self.runs, strict=True) for x in pieces(*pair))
-        return dict(zip(self.names, found, strict=True))
-
 
 def pieces(vector: Tensor, run: Sequence[Family]) -> list[Tensor]:
     """The tensors of a vector, in its memory."""
@@ -93,34 +74,26 @@ def rows_of(vector: Tensor, run: Sequence[Family]) -> list[Tensor]:
 
 
 class LayerVector(Mapping[str, Tensor]):
-    """Tensors by name, as views of flat vectors. Only this class knows that parameters have devices and precisions.
-
-    Attributes:
-        vectors: for each run of the layout.
-    """
+    """Tensors by name, as views of flat vectors for each run. It alone knows of devices and precisions."""
 
     def __init__(self, layout: Layout, vectors: Sequence[Tensor]) -> None:
         self.layout, self.vectors = layout, list(vectors)
-        self._views: dict[str, Tensor] | None = None
-        self._rows: list[Tensor] | None = None
 
     @staticmethod
     def of(layout: Layout, tensors: Named) -> LayerVector:
         """Copies of tensors."""
-        return LayerVector(layout, layout.vectors(tensors))
+        whole = lambda names: torch.cat([tensors[name].reshape(-1) for name in names])
+        return LayerVector(layout, list(map(whole, layout.names_by_run)))
 
-    @property
+    @functools.cached_property
     def views(self) -> dict[str, Tensor]:
-        if self._views is None:
-            self._views = self.layout.views(self.vectors)
-        return self._views
+        found = (x for pair in zip(self.vectors, self.layout.runs, strict=True) for x in pieces(*pair))
+        return dict(zip(self.layout.names, found, strict=True))
 
-    @property
+    @functools.cached_property
     def rows(self) -> list[Tensor]:
         """For each family, one row (n, d) for each layer."""
-        if self._rows is None:
-            self._rows = [x for pair in zip(self.vectors, self.layout.runs, strict=True) for x in rows_of(*pair)]
-        return self._rows
+        return [x for pair in zip(self.vectors, self.layout.runs, strict=True) for x in rows_of(*pair)]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.views[name]
@@ -139,12 +112,13 @@ class LayerVector(Mapping[str, Tensor]):
 
     def mixed(self, other: LayerVector, own: Sequence[float], others: Sequence[float], times: Tensor) -> LayerVector:
         """``own * self + others * times * other``, with numbers for each run, and `times` a scalar on any device."""
-        pairs = zip(self.vectors, other.vectors, own, others, strict=True)
-        return LayerVector(self.layout, [_mixed(x, y, a, b, times) for x, y, a, b in pairs])
+        # one pass over memory: an outer product with a vector of one entry takes a factor that is on the device
+        mix = lambda x, y, a, b: torch.addr(x[:, None], y, times.to(y)[None], beta=a, alpha=b).squeeze(1)
+        return LayerVector(self.layout, list(map(mix, self.vectors, other.vectors, own, others)))
 
     def dot(self, other: LayerVector) -> list[Tensor]:
         """The inner product of each run, a scalar where it is, in single precision at least."""
-        return [_product(*pair) for pair in zip(self.vectors, other.vectors, strict=True)]
+        return [inner(*pair) for pair in zip(self.vectors, other.vectors, strict=True)]
 
     def layer_dots(self, other: LayerVector) -> list[Tensor]:
         """The inner products of layers, (n,) for each family."""
@@ -165,18 +139,12 @@ class LayerVector(Mapping[str, Tensor]):
             torch._foreach_mul_(own, [next(left) for _ in own])
 
 
-def _mixed(x: Tensor, y: Tensor, own: float, others: float, times: Tensor) -> Tensor:
-    """One pass over memory: an outer product with a vector of one entry takes a factor that is on the device."""
-    return torch.addr(x[:, None], y, times.to(y)[None], beta=own, alpha=others).squeeze(1)
-
-
 def of_states(
     layout: Layout, key: str, states: Mapping[str, dict[str, Any]], trained: Named, kept: LayerVector | None
 ) -> LayerVector:
     """Entries of the states of parameters, zeros where there are none.
 
-    Args:
-        kept: what the states were given at the last step. A user, a checkpoint or another layout may have replaced it.
+    They are `kept`, of the last step, unless a user, a checkpoint or another layout has replaced it.
     """
     known = [states[name].get(key) for name in layout.names]
     if kept is not None and kept.layout is layout and all(map(_is_view, known, kept.views.values())):
@@ -227,8 +195,9 @@ def joined(numbers: Sequence[Tensor], home: torch.device) -> Tensor:
     return widen(torch.hstack([x if x.device == home else x.to(home) for x in numbers]))
 
 
-def _product(one: Tensor, other: Tensor) -> Tensor:
-    """Of two vectors, some entries at a time: BLAS counts to 2^31, and copies in single precision are large."""
+def inner(one: Tensor, other: Tensor) -> Tensor:
+    """The product of tensors of one shape, in single precision at least, in parts: BLAS counts to 2^31 entries."""
+    one, other = one.flatten(), other.flatten()
     if len(one) <= MOST_ENTRIES:
         return torch.dot(*_wide(one, other))
     parts = zip(one.split(MOST_ENTRIES), other.split(MOST_ENTRIES), strict=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor
 
 from curvature.linalg import cat, to_host, widen
-from optimizers.steps.directions import DirectionRule
+from optimizers.preconditioner import Options
+from optimizers.steps.directions import Spring
 from optimizers.steps.layer_vector import LayerVector
 from optimizers.steps.quadratic_model import tried_together
-from optimizers.steps.rule import Evaluation, Named, Options, Outcome, StepContext, StepRule, replayed
-from optimizers.steps.updates import are_finite, kept_by_decay
+from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule, replayed
+from optimizers.steps.updates import are_finite, kept_by_decay, restoring
 
 MOST_HALVINGS = 30  # of a step
 FIRST_AT_ONCE = 2  # points on an accelerator: a step and its half, which tells that the former is best
@@ -35,21 +35,16 @@ class LinePoint:
 class LineSearch:
     """Moves parameters about their origin; displacements (P,) are flat, in the order of `parameters`.
 
-    Args:
-        evaluate: loss and residuals (if any) with the parameters as they are now.
-        counts: how many points each kind of search looked at last, and one more; an accelerator begins with as many.
+    `counts` has how many points each kind of search saw last, and one more; an accelerator begins with as many.
     """
 
     def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        loss: float,
-        evaluate: Callable[[], tuple[Tensor, Tensor | None]],
+        self, parameters: Mapping[str, Tensor], loss: float, evaluate: Callable[[], tuple[Tensor, Tensor | None]],
         counts: dict[str, int],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.parameters, self.evaluate, self.counts = parameters, evaluate, counts
-        self.starts = [p.detach().clone() for p in parameters.values()]
-        self.origin = LinePoint(cat(torch.zeros_like(x).flatten() for x in self.starts), loss)
+        self.starts = {name: p.detach().clone() for name, p in parameters.items()}
+        self.origin = LinePoint(cat(torch.zeros_like(x).flatten() for x in self.starts.values()), loss)
 
     def evaluated(self, displacement: Tensor) -> tuple[Tensor, Tensor | None]:
         """Move the parameters; the loss there (), infinite if it is not finite, and the residuals (if any)."""
@@ -58,10 +53,10 @@ class LineSearch:
         return widen(loss).reshape(()).nan_to_num(math.inf, math.inf, math.inf), residuals
 
     def move_to(self, displacement: Tensor) -> None:
-        pieces = displacement.split([x.numel() for x in self.starts])
+        pieces = displacement.split([x.numel() for x in self.starts.values()])
         with torch.no_grad():
-            for p, start, piece in zip(self.parameters.values(), self.starts, pieces, strict=True):
-                p.copy_(start).add_(piece.reshape(p.shape).to(p.device))
+            for (name, start), piece in zip(self.starts.items(), pieces, strict=True):
+                self.parameters[name].copy_(start).add_(piece.reshape(start.shape).to(start.device))
 
     def lowest(self, curve: Callable[[float], Tensor], start: LinePoint, kind: str) -> LinePoint:
         """Halve the step until the loss is below that of `start` and stops falling; `start` if it never is below."""
@@ -79,39 +74,18 @@ class LineSearch:
                     return best
         return best
 
-    def straight(self, step: Tensor) -> LinePoint:
-        """The lowest along a step from the origin."""
-        return self.lowest(lambda t: t * step, self.origin, "straight")
-
-    @contextmanager
-    def restoring(self) -> Iterator[None]:
-        """After an exception the parameters are at the origin."""
-        try:
-            yield
-        except BaseException:
-            self.move_to(self.origin.displacement)
-            raise
-
 
 class LineSearchStep(StepRule):
-    """Halves the step along a direction until the loss of the batch stops falling; needs a closure of the loss.
-
-    Args:
-        direction: computes the directions.
-    """
+    """Halves the step along a direction until the loss of the batch stops falling; needs a closure of the loss."""
 
     needs_closure = True
     differentiates_model = True
 
-    def __init__(self, direction: DirectionRule) -> None:
+    def __init__(self, direction: Spring) -> None:
         self.direction = direction
         self.counts: dict[str, int] = {}  # of a `LineSearch`
 
     def evaluate(self, context: StepContext) -> Evaluation:
-        """
-        Raises:
-            TypeError: there is no closure.
-        """
         return replayed(context, "(line_search=True).step: pass a closure that computes the loss")
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
@@ -129,8 +103,8 @@ class LineSearchStep(StepRule):
         own = {name: context.trained[name] for name in directions}
         search = LineSearch(own, float(loss), lambda: (replay.loss(), None), self.counts)
         step = -times_lr(directions, context.options)
-        with context.monitor.timed("trials"), search.restoring():
-            found = search.straight(step)
+        with context.monitor.timed("trials"), restoring(own, search.starts):
+            found = search.lowest(step.mul, search.origin, "straight")
             accept(search, found, context.options)
         entry = {"loss": loss, "accepted": found.step_size > 0, "step_size": found.step_size}
         entry |= {"renewed": renewal.renewed, "inverted": renewal.inverted}

@@ -39,8 +39,8 @@ class Quadratic:
     def minimum(self, damping: float, least: float = SINGLE_PRECISION) -> Tensor:
         """The coefficients (k,) of the damped minimum; zero along directions that are zero.
 
-        Combinations of directions of length one count as zero whose curvature is below `least` of the largest.
-        Negative curvature counts by its size (saddle-free Newton, arXiv:1406.2572).
+        Combinations of directions of length one count as zero whose curvature is below `least` of the largest. Negative
+        curvature counts by its size (saddle-free Newton, arXiv:1406.2572).
         """
         matrix, scale = self._scaled(damping)
         values, vectors = symmetric_eigh(matrix)
@@ -91,12 +91,7 @@ def largest_curvature(curvature: Tensor, norms: Tensor) -> float:
 
 
 def next_damping(damping: float, ratio: float, largest: float, shrink: float = SHRINK) -> float:
-    """Levenberg-Marquardt: less where the loss fell as predicted or more, more where it fell by much less.
-
-    Args:
-        ratio: reduction ratio of the step with this damping.
-        largest: the largest curvature along a direction of length one.
-    """
+    """Levenberg-Marquardt: less where the loss fell as predicted or more, more where it fell by much less."""
     if ratio > GOOD:
         return max(damping * shrink, min(damping, LEAST_DAMPING * largest))
     return damping / shrink if ratio < POOR else damping
@@ -104,30 +99,19 @@ def next_damping(damping: float, ratio: float, largest: float, shrink: float = S
 
 @dataclass(frozen=True)
 class Trial:
-    """The last of the dampings that were tried.
+    """The last of the dampings that were tried."""
 
-    Attributes:
-        first: damping of the first try.
-        damping, ratio: its damping and reduction ratio.
-        rollbacks: tries before it; with it, if it failed, too.
-        is_accepted: whether the loss fell.
-        step: the step with this damping.
-    """
-
-    first: float
+    first: float  # damping that was tried
     damping: float
-    ratio: float
-    rollbacks: int
+    ratio: float  # actual decrease of the loss over the expected one
+    rollbacks: int  # tries before it; with it, if it failed, too
     is_accepted: bool
     step: Any
 
     def damping_after_failure(self, largest: float) -> float:
-        """More for the next step, unless no damping would have helped.
+        """More for the next step, unless no damping would have helped: where the loss or the curvature is flat.
 
-        Where the loss did not change at all, or curvature is zero, it stays as it was.
-
-        Args:
-            largest: the largest curvature along a direction of length one.
+        `largest` is the largest curvature along a direction of length one.
         """
         if self.ratio == 0:
             return self.first
@@ -135,21 +119,13 @@ class Trial:
 
 
 def first_accepted(
-    attempt: Callable[[float], tuple[Tensor | float, Any]],
-    damping: float,
-    least_ratio: float = 0.0,
-    device: torch.device | None = None,
-    first: int = 1,
-) -> Trial:
+    attempt: Callable[[float], tuple[Tensor | float, Any]], damping: float, least_ratio: float = 0.0,
+    device: torch.device | None = None, first: int = 1,
+) -> Trial:  # fmt: skip
     """Try ever more damping until the loss falls, or until it does not change at all: then it cannot tell.
 
-    Args:
-        attempt: makes the step with the damping given, and returns its reduction ratio (actual decrease of the loss
-            over the expected one), which the host need not know yet, and the step.
-        damping: of the first try.
-        least_ratio: that is accepted; at the last try any by which the loss falls.
-        device: where attempts are made; on an accelerator later ones may follow the one that is accepted.
-        first: how many an accelerator makes before the host looks for the first time.
+    `attempt` makes a step, and returns its reduction ratio, which the host need not know yet, beside it. At the last
+    try any ratio will do. An accelerator makes `first` attempts before the host looks, and some after the accepted one.
     """
     dampings = [damping * GROW**k for k in range(MOST_TRIES)]
     count = 0

@@ -24,11 +24,12 @@ from curvature.recording import ModelState, warn_once
 from optimizers.distributed.processes import Processes
 from optimizers.model_optimizer import check_trained, shared_option
 from optimizers.report import FROZEN, Row
-from optimizers.steps.adaptive import grouped, set_parameters
+from optimizers.steps.adaptive import grouped
 from optimizers.steps.closure_checks import WITHOUT_THE_MODEL, check_computed
+from optimizers.steps.layer_vector import inner
 from optimizers.steps.quadratic_model import Quadratic, first_accepted, largest_curvature, next_damping
 from optimizers.steps.rule import Evaluation, Named, Outcome, StepContext, StepRule
-from optimizers.steps.updates import all_finite, inner, kept_by_decay
+from optimizers.steps.updates import all_finite, kept_by_decay, restoring, set_parameters
 
 DIRECTIONS = 4  # that the Kronecker factors give
 REMEMBERED = 3  # displacements that are directions again
@@ -41,12 +42,7 @@ SHRINK = 0.5  # of the damping after a good step: no noise in the batch calls fo
 
 
 def call_residuals(closure: Callable[[], Any]) -> Tensor:
-    """The residuals (M,) of a closure, with their graph.
-
-    Raises:
-        TypeError: it returns no tensor.
-        ValueError: what it returns is not (M,).
-    """
+    """The residuals (M,) of a closure, with their graph; refuses anything else."""
     with torch.enable_grad(), ExactNorms():
         residuals = closure()
     if not isinstance(residuals, Tensor):
@@ -97,19 +93,12 @@ class ResidualReplay:
 
 
 class ResidualSolver(Protocol):
-    """Moves the parameters so that the loss ``1/2 ||r||^2`` falls.
-
-    Its public attributes are numbers, and what it remembers from step to step; checkpoints take them.
-    """
+    """Moves the parameters so that the loss ``1/2 ||r||^2`` falls. Checkpoints take its public attributes."""
 
     moves: list[dict[str, Tensor]]  # the last displacements
 
     def move(self, jacobian: Jacobian, replay: ResidualReplay, context: StepContext, loss: float) -> dict[str, Any]:
-        """Take the step, or leave the parameters as they are; the entry for the history.
-
-        Args:
-            loss: at the parameters.
-        """
+        """Take the step, or leave the parameters, where that is their loss, as they are; the entry for the history."""
 
     def report(self, model: nn.Module) -> list[Row]:
         """How every parameter is preconditioned."""
@@ -125,10 +114,6 @@ class ResidualStep(StepRule):
         self.known: set[int] = set()  # numbers of residuals whose Jacobian was found before
 
     def evaluate(self, context: StepContext) -> Evaluation:
-        """
-        Raises:
-            TypeError: there is no closure.
-        """
         if context.closure is None:
             raise TypeError(f"{context.owner}.step: the closure returned residuals before; pass it at every step")
         return Evaluation()
@@ -198,7 +183,6 @@ class Subspace:
         self.dtype = torch.float64
 
     def add(self, *directions: Named) -> None:
-        """Add directions."""
         if not directions:
             return
         old, groups = len(self.directions), len(self.groups)
@@ -256,14 +240,10 @@ class Subspace:
 
 
 class SubspaceSolver:
-    """The damped minimum over what Kronecker factors make of the gradient, and the last displacements.
-
-    Attributes:
-        damping: negative while unknown.
-    """
+    """The damped minimum over what Kronecker factors make of the gradient, and the last displacements."""
 
     def __init__(self) -> None:
-        self.damping = -1.0
+        self.damping = -1.0  # unknown
         self.moves: list[dict[str, Tensor]] = []
         self._blocks: list[ResidualBlock] = []  # of the last step, for reports
         self._tries = 1  # of dampings, at the last step
@@ -292,12 +272,7 @@ class SubspaceSolver:
         return self._first_accepted(space, replay, context, lr, loss)
 
     def _spanned(
-        self,
-        jacobian: Jacobian,
-        values: Tensor,
-        gradient: Named,
-        scales: Mapping[str, float],
-        is_careful: bool = False,
+        self, jacobian: Jacobian, values: Tensor, gradient: Named, scales: Mapping[str, float], is_careful: bool = False
     ) -> Subspace:
         """The last displacements, and what the factors make of what is left of the gradient, again and again."""
         layers = [{name: gradient[name] for name in block.names} for block in self._blocks]
@@ -335,11 +310,8 @@ class SubspaceSolver:
             place(move)
             return (loss - replay.loss()) / expected if expected > 0 else math.nan, (alpha, move)
 
-        try:
+        with restoring(parameters, start):
             trial = first_accepted(attempt, self.damping, device=space.values.device, first=self._tries)
-        except BaseException:
-            set_parameters(parameters, start)
-            raise
         largest, self._tries = largest_curvature(space.curvature, space.norms), trial.rollbacks + 1
         is_fixed = next(iter(options.values()))["damping"] is not None
         entry = {"accepted": trial.is_accepted, "ratio": trial.ratio, "rollbacks": trial.rollbacks}

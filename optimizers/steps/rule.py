@@ -17,7 +17,7 @@ from curvature.recording import is_sharded
 from optimizers.distributed.sharding import sum_over_shards, to_local
 from optimizers.distributed.team import Team
 from optimizers.monitor import Monitor
-from optimizers.preconditioner import Options, Preconditioner, Renewal
+from optimizers.preconditioner import Preconditioner, Renewal
 from optimizers.recording.output_scale import OutputScale
 from optimizers.recording.recorder import Recorder
 from optimizers.steps.closure_checks import ClosureWatch, checked_value
@@ -28,21 +28,13 @@ from optimizers.steps.updates import are_finite
 MOST_FAILURES = 3  # consecutive steps without a decomposition that raise an error
 
 Entry = TypeVar("Entry")
-__all__ = [
-    "Evaluation", "Named", "Options", "Outcome", "Scaling", "StepContext", "StepRule", "first_evaluation", "replayed",
-]  # fmt: skip
 
 
 class Scaling(NamedTuple):
-    """What a `torch.amp.GradScaler` has passed to the optimizer.
+    """What a `torch.amp.GradScaler` has passed to the optimizer."""
 
-    Attributes:
-        scale: of the loss, a scalar tensor; None without a scaler, or after `unscale_`.
-        found_inf: whether it found gradients that are not finite; None without a scaler.
-    """
-
-    scale: Tensor | None = None
-    found_inf: Tensor | None = None
+    scale: Tensor | None = None  # of the loss (); None without a scaler, or after `unscale_`
+    found_inf: Tensor | None = None  # whether it found gradients that are not finite; None without a scaler
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from curvature.linalg import by_device
 from optimizers.distributed.sharding import to_local
-from optimizers.steps.directions import Direction, DirectionRule
+from optimizers.steps.directions import Direction, Momentum, Spring
 from optimizers.steps.layer_vector import LayerVector, Layout, at_least_single, joined, of_states, to_states
 from optimizers.steps.rule import Evaluation, Named, Outcome, Renewal, StepContext, StepRule
 from optimizers.steps.updates import kept_by_decay
@@ -77,45 +77,26 @@ class TrustRegionConstants:
 
 
 class TrustState(NamedTuple):
-    """What is known of how far to go.
+    """What is known of how far to go."""
 
-    Attributes:
-        size: multiplies the direction.
-        trust: longest step of a layer, relative to the norm of its parameters.
-        slope: of the loss along the last step, at its start; zero if there is none.
-        uncut: what the slope would be without the bounds on the layers.
-        starts, ends: running means of the slopes at the start and at the end of steps.
-        steepest: the largest absolute slope, slowly forgotten.
-        change: running root mean square of the outputs' predicted change for step size one.
-        largest_change: its largest value, slowly forgotten.
-        least_output_change: of the outputs' size, for the largest change: the step size shrinks no further.
-        norm, spread: running mean and standard deviation of the gradients' norms, each clipped.
-        largest_norm: the largest value of that mean, slowly forgotten.
-        lr: about the largest learning rate so far; one that is large for a few steps does not count.
-        overshoots: how many steps were undone.
-        ratio: running mean of the ratio of slopes; above one where the loss steepens along the steps.
-        recall: share of the usual number of gradients that the running mean remembers.
-        measured, predicted: decayed sums of the energies of steps, of all layers together.
-    """
-
-    size: float
-    trust: float
-    change: float
-    largest_change: float
-    least_output_change: float
-    norm: float
-    slope: float = 0.0
-    uncut: float = 0.0
-    starts: float = 0.0
-    ends: float = 0.0
-    steepest: float = 0.0
-    spread: float = 0.0
-    lr: float = 0.0
-    overshoots: float = 0.0
-    largest_norm: float = 0.0
-    ratio: float = 0.0
-    recall: float = 1.0
-    measured: float = 0.0
+    size: float  # multiplies the direction
+    trust: float  # longest step of a layer, relative to the norm of its parameters
+    change: float  # running root mean square of the outputs' predicted change for step size one
+    largest_change: float  # its largest value, slowly forgotten
+    least_output_change: float  # of the outputs' size, for the largest change: the step size shrinks no further
+    norm: float  # running mean of the gradients' norms, each clipped
+    slope: float = 0.0  # of the loss along the last step, at its start; zero if there is none
+    uncut: float = 0.0  # what the slope would be without the bounds on the layers
+    starts: float = 0.0  # running means of the slopes at the start ...
+    ends: float = 0.0  # ... and at the end of steps
+    steepest: float = 0.0  # the largest absolute slope, slowly forgotten
+    spread: float = 0.0  # running standard deviation of the gradients' norms
+    lr: float = 0.0  # about the largest so far; one that is large for a few steps does not count
+    overshoots: float = 0.0  # how many steps were undone
+    largest_norm: float = 0.0  # the largest value of `norm`, slowly forgotten
+    ratio: float = 0.0  # running mean of the ratio of slopes; above one where the loss steepens along the steps
+    recall: float = 1.0  # share of the usual number of gradients that the running mean remembers
+    measured: float = 0.0  # decayed sums of the energies of steps, of all layers together
     predicted: float = 0.0
 
     @property
@@ -131,35 +112,23 @@ class TrustState(NamedTuple):
 
 @dataclass
 class LayerEnergies:
-    """Energies ``u^T M u`` of the steps of a layer.
+    """Energies ``u^T M u`` of the steps of a layer."""
 
-    Attributes:
-        last: predicted for the last step.
-        measured, predicted: decayed sums over renewals of ``(v^T J u)^2``, and of what was predicted of these.
-    """
-
-    last: float = 0.0
-    measured: float = 0.0
+    last: float = 0.0  # predicted for the last step
+    measured: float = 0.0  # decayed sum over renewals of ``(v^T J u)^2``, and of what was predicted of these
     predicted: float = 0.0
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the host learns of a step, by one read.
+    """What the host learns of a step, by one read."""
 
-    Attributes:
-        norm: of the gradient; not finite if an entry is not.
-        along_last: inner product of gradient and last step.
-        energies, slopes, lengths: ``u^T right``, the slope along u and its norm, for each layer.
-        sizes: norm of each parameter.
-    """
-
-    norm: float
-    along_last: float
-    energies: list[float]
-    slopes: list[float]
-    lengths: list[float]
-    sizes: list[float]
+    norm: float  # of the gradient; not finite if an entry is not
+    along_last: float  # inner product of gradient and last step
+    energies: list[float]  # ``u^T right``, for each layer
+    slopes: list[float]  # along u
+    lengths: list[float]  # of u
+    sizes: list[float]  # norm of each parameter
 
     def scaled(
         self, scales: Sequence[float], dampings: Sequence[float]
@@ -172,23 +141,13 @@ class Facts:
 
 
 class TrustRegionStep(StepRule):
-    """Adapts the step size by the slope along the last step; needs no closure.
+    """Adapts the step size by the slope along the last step; needs no closure."""
 
-    Args:
-        direction: computes the directions.
-        constants: of the algorithm.
-
-    Attributes:
-        begin: number of the first step that it makes.
-        state: what is known of how far to go; None before the first step.
-        layers: energies of each layer, by its first parameter.
-    """
-
-    def __init__(self, direction: DirectionRule, constants: TrustRegionConstants = TrustRegionConstants()) -> None:
+    def __init__(self, direction: Momentum | Spring, constants: TrustRegionConstants = TrustRegionConstants()) -> None:
         self.direction, self.constants = direction, constants
-        self.begin = 0
-        self.state: TrustState | None = None
-        self.layers: dict[str, LayerEnergies] = {}
+        self.begin = 0  # number of the first step that it makes
+        self.state: TrustState | None = None  # None before the first step
+        self.layers: dict[str, LayerEnergies] = {}  # by their first parameters
         self.last: LayerVector | None = None  # step, as the states of parameters have it
 
     def step(self, context: StepContext, evaluation: Evaluation) -> Outcome:
@@ -253,7 +212,6 @@ class TrustRegionStep(StepRule):
         return Outcome(loss, found.u, self._entry(renewal), renewal)
 
     def _entry(self, renewal: Renewal) -> dict[str, Any]:
-        """For the history."""
         assert self.state is not None
         own = {"step_size": self.state.size, "overshoots": int(self.state.overshoots)}
         return {"renewed": renewal.renewed, "inverted": renewal.inverted, "accepted": True} | own
@@ -265,10 +223,9 @@ class TrustRegionStep(StepRule):
 
         Not with a GradScaler: it has bad batches until it has found its scale.
         """
-        undoes = self.state is not None and not context.monitor.was_accepted and context.scaling.scale is None
-        if not undoes or context.knows_nothing():
+        undoes = not context.monitor.was_accepted and context.scaling.scale is None
+        if self.state is None or not undoes or context.knows_nothing():
             return Outcome(loss, is_skipped=True)
-        assert self.state is not None
         last = self._last(context, context.layout(gradients))
         self.state = undone(self.state, -math.inf, self.constants)
         return Outcome(loss, self._undo(context, last), is_skipped=True)
@@ -298,13 +255,13 @@ class TrustRegionStep(StepRule):
     def _compare_energies(self, context: StepContext) -> None:
         """Note what a renewal has measured along the last step beside what was predicted.
 
-        A block knows its layer alone, and as a product of two factors. The energy ``u^T M u`` that it predicts for a
-        step u may be a hundredth of what the step does to the outputs, where the positions of a sample, or several
-        layers, pull in one direction. Renewals measure that: ``(v^T J u)^2`` for the random vectors v that they send
-        back anyway.
+        A block knows its layer alone, and as a product of two factors. Its ``u^T M u`` may be a hundredth of what a
+        step u does to the outputs, where the positions of a sample, or several layers, pull in one direction.
         """
         state, along, whole = self.state, context.outputs.along, 0.0
-        for block in context.preconditioner.blocks if state is not None else ():
+        if state is None:
+            return
+        for block in context.preconditioner.blocks:
             own = [self.layers[name] for name in block.names if name in self.layers]
             if block.names[0] in along and own:
                 predicted = sum(layer.last for layer in own)
@@ -312,7 +269,7 @@ class TrustRegionStep(StepRule):
                 for layer in own:
                     layer.measured, layer.predicted = sums
                 whole += predicted
-        if state is not None and whole and along[""]:
+        if whole and along[""]:
             context.preconditioner.schedule.note_energies(along[""], whole * state.underestimate)
             sums = _noted(state.measured, state.predicted, along[""], whole, self.constants)
             self.state = state._replace(measured=sums[0], predicted=sums[1])
@@ -372,8 +329,8 @@ def _read(context: StepContext, g: LayerVector, squares: Tensor, last: LayerVect
     energies = found.u.layer_dots(found.right)
     slopes = energies if found.slope_of is found.right else found.u.layer_dots(found.slope_of)
     products = [squares, *g.dot(last), *energies, *slopes]
-    norms = [*found.u.layer_norms(), *tensor_norms(parameters)]
-    numbers = joined([*products, *norms], home)
+    norms = torch._foreach_norm(parameters, 2, at_least_single(parameters))
+    numbers = joined([*products, *found.u.layer_norms(), *norms], home)
     if context.is_spread:
         count = 2 * len(runs) + 2 * len(firsts)
         squares = torch.cat([numbers[:count], numbers[count:].square()])
@@ -389,10 +346,6 @@ def _read(context: StepContext, g: LayerVector, squares: Tensor, last: LayerVect
     return Facts(math.nan if is_bad or square < 0 else math.sqrt(square), along, *facts)
 
 
-def tensor_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(list(tensors), 2, at_least_single(tensors)))
-
-
 def _or_zero(number: float) -> float:
     return number if math.isfinite(number) else 0.0
 
@@ -406,13 +359,7 @@ def _energy(product: float, damping: float, length: float) -> float:
 
 
 def started(change: float, norm: float, least_trust: float, c: TrustRegionConstants) -> TrustState:
-    """The state before the first step.
-
-    Args:
-        change: predicted root mean square change of an output entry for step size one.
-        norm: of the gradient.
-        least_trust: the first bound on layers.
-    """
+    """The state before the first step; the change of an output entry is that for step size one."""
     size = c.first_output_change / max(change, torch.finfo(torch.float32).tiny)
     return TrustState(size, least_trust, change, change, c.least_output_change, norm, largest_norm=norm)
 
@@ -433,15 +380,10 @@ def is_overshoot(state: TrustState, ratio: float, norm: float, c: TrustRegionCon
 def adapted(
     state: TrustState, ratio: float, norm: float, steps: int, lr: float, least_trust: float, c: TrustRegionConstants
 ) -> TrustState:
-    """The step size and the bound on layers after a look at the last step.
+    """The step size and the bound on layers after a look at the last step, given its ratio of slopes.
 
-    Args:
-        ratio: of slopes.
-        norm: of the gradient.
-        steps: number of steps before.
-        lr: the largest of all groups. Below one the step size adapts proportionally slower; where a scheduler has
-            lowered it, short steps say nothing about long ones, and the step size does not grow.
-        least_trust: the bound on layers to fall back to.
+    The rate is the largest of all groups. Below one the step size adapts proportionally slower; where a scheduler has
+    lowered it, short steps say nothing about long ones, and the step size does not grow.
     """
     starts = c.slope_decay * state.starts + (1 - c.slope_decay) * state.slope
     seen = max(ratio, -c.overshoot)  # as one that is just undone
@@ -480,12 +422,7 @@ def adapted(
 
 
 def remembered(state: TrustState, slope: float, steps: int, c: TrustRegionConstants) -> TrustState:
-    """How many gradients to remember: less and less while the loss steepens along the steps, as in a GAN.
-
-    Args:
-        slope: along the last step, at its end.
-        steps: number of steps before.
-    """
+    """How many gradients to remember: less and less while the loss steepens along the steps, as in a GAN."""
     if not state.slope or math.isnan(slope):
         return state
     seen = min(max(slope / state.slope, -c.overshoot), c.largest_ratio)
@@ -506,9 +443,7 @@ def undone(state: TrustState, ratio: float, c: TrustRegionConstants) -> TrustSta
 def bounded(state: TrustState, change: float, output_rms: float, c: TrustRegionConstants) -> tuple[TrustState, float]:
     """The step size within bounds, and that of this step, which a gradient out of scale does not make long.
 
-    Args:
-        change: predicted root mean square change of an output entry for step size one.
-        output_rms: root mean square of the output entries.
+    Root mean squares of output entries: their predicted change for step size one, and their size.
     """
     tiny, reach = torch.finfo(torch.float32).tiny, 1 + output_rms
     counted = min(change, c.change_factor * state.change) if state.change else change
@@ -527,12 +462,7 @@ def within_trust(
     context: StepContext, layout: Layout, size: float, trust: float, lengths: Sequence[float], sizes: Sequence[float],
     lrs: Sequence[float],
 ) -> list[float]:  # fmt: skip
-    """The rate of each layer: no layer moves by more than `trust` times its norm.
-
-    Args:
-        lengths: of the layers' directions.
-        sizes: norms of the parameters.
-    """
+    """The rate of each layer, whose direction has that length: none moves by more than `trust` times its norm."""
     norms, parts = iter(sizes), [len(layer) for layer in layout.layers]
     # at least 1, so that tensors that start at zero can leave it
     whole = [math.hypot(*(max(x, 1.0) for x in itertools.islice(norms, count))) for count in parts]

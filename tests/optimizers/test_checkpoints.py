@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import curvature
 from optimizers import EKFAC, KFAC, NaturalGradient
-from optimizers.steps.hand_over import HandOverStep
+from optimizers.steps.adaptive import HandOverStep
 from support.cases.case import placed, seeded
 
 with seeded(0):

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from optimizers.steps.updates import are_finite, inner, kept_by_decay
+from optimizers.steps.layer_vector import inner
+from optimizers.steps.updates import are_finite, kept_by_decay
 
 pytestmark = pytest.mark.fast
 
