@@ -28,7 +28,16 @@ from curvature.recording import (
     trained_parameters,
     unwrap_compiled,
 )
-from curvature.terms import DenseGradients, OuterProduct, Term, contractions, promote, sum_of_squares, to_device
+from curvature.terms import (
+    DenseGradients,
+    ElementwiseProduct,
+    OuterProduct,
+    Term,
+    contractions,
+    promote,
+    sum_of_squares,
+    to_device,
+)
 
 ROWS_ELEMENTS = 1 << 26  # entries of the rows that go back together
 STACKED_ELEMENTS = 1 << 26  # entries of activations and backprops up to which pieces are put together
@@ -257,7 +266,9 @@ class Jacobian:
             The Jacobian, with the pieces that all processes have stacked; and for each row its index among the rows of
             all processes in order.
         """
-        found = objects(_moved(self.parts, "cpu"))
+        # the inputs of norms are recomputed by functions, which cannot be sent, and rows do without
+        plain = _each(self.parts, lambda own: [t.direct if isinstance(t, ElementwiseProduct) else t for t in own])
+        found = objects(_moved(plain, "cpu"))
         numbers = iter(range(sum(size for theirs in found for size, _ in theirs)))
         rows = [[list(itertools.islice(numbers, size)) for size, _ in theirs] for theirs in found]
         here = [_moved(theirs, self.zero.device) for theirs in found]

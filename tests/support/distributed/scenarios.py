@@ -27,6 +27,10 @@ def convolutional() -> nn.Module:
     )
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 10))
+
+
 def wide() -> nn.Module:
     """A side that is kept by few directions."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 2100), nn.Tanh(), nn.Linear(2100, 10))
@@ -262,6 +266,7 @@ SAME: dict[str, Callable[..., Tensor]] = {
     "without a pass natural": run(uneven, kind=NaturalGradient, skips=True),
     "without a pass natural dense": run(uneven, kind=NaturalGradient, make=convolutional, skips=True, solver="dense"),
     "natural": run(parallel, kind=NaturalGradient, steps=4),
+    "natural norms": run(parallel, kind=NaturalGradient, steps=4, make=normed),
     "layerwise": run(parallel, kind=NaturalGradient, steps=4, layerwise=True),
     "without a pass layerwise": run(uneven, kind=NaturalGradient, skips=True, layerwise=True),
     "layerwise cg": run(parallel, kind=NaturalGradient, steps=4, layerwise=True, solver="cg"),
