@@ -182,7 +182,8 @@ class Batch:
         parameters = self.parameters
         value = self.loss(self.output() if output is None else output, self.y)
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), found, strict=True)}
+        dense = [g if g is None or g.layout == torch.strided else g.to_dense() for g in found]
+        return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), dense, strict=True)}
 
 
 def _for_autograd(t: Tensor) -> Tensor:

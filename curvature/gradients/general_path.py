@@ -26,6 +26,7 @@ from curvature.gradients.jacobian_products import gradient_rows
 from curvature.gradients.learning import differences
 from curvature.gradients.plans import Plan, keep_plan, signature_of
 from curvature.linalg import full_precision
+from curvature.losses import NoWeightedSum
 from curvature.recording import ModelState, Tape, call_model, graph_bytes, map_tensors
 from curvature.terms import DenseGradients
 
@@ -61,6 +62,7 @@ def general_path_terms(batch: Batch, plan: Plan, names: set[str], recorded: Tens
 def terms_of_object_output(batch: Batch, tape: Tape, output: Any, plan: Plan | None, state: ModelState) -> Terms:
     """Terms of every parameter for an output that is no tensor, whose samples only the loss can find."""
     if plan is None:
+        _require_apart_in_loss(batch, output)
         plan = Plan([], set(batch.parameters))
         keep_plan(batch.model, batch.key, signature_of(tape), plan)
     losses = losses_of_parts(batch, output) if state.drew_random() else None
@@ -91,6 +93,33 @@ def losses_of_parts(batch: Batch, output: Any) -> Tensor:
         return batch.loss(map_tensors(lambda t: rows(t) if has_samples(t) else t, output), batch.sample(n).y)
 
     return torch.stack([loss_of(n) for n in range(count)])
+
+
+def _require_apart_in_loss(batch: Batch, output: Any) -> None:
+    """Raise `NoWeightedSum` where a sample's part of the output gets another gradient from the batch than alone."""
+    leaves: list[Tensor] = []
+
+    def leaf(t: Tensor) -> Tensor:
+        if not t.requires_grad:
+            return t
+        leaves.append(t.detach().requires_grad_())
+        return leaves[-1]
+
+    apart, dim = map_tensors(leaf, output), batch.dims[1]
+    try:
+        own = losses_of_parts(batch, apart)
+    except Exception as error:  # nobody knows which part is a sample's, or the loss does not run on one
+        log.info("not tried whether samples meet in the loss: %s", str(error).split("\n")[0])
+        return
+    rows = lambda g: g.unflatten(dim, (batch.count, -1)).movedim(dim, 0).flatten(1)
+    whole, alone = (
+        torch.cat([rows(g) for g in torch.autograd.grad(loss, leaves, materialize_grads=True)], 1)
+        for loss in (batch.loss(apart, batch.y), own.sum())
+    )
+    share = (whole * alone).sum(1) / alone.square().sum(1).clamp(min=torch.finfo(alone.dtype).tiny)
+    off = (whole - share[:, None] * alone).norm(dim=1).amax()
+    if off > 10 * max(torch.finfo(whole.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5 * whole.norm():
+        raise NoWeightedSum(batch.loss, "a sample's part of the output has another gradient alone")
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

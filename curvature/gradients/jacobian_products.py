@@ -67,7 +67,7 @@ def batched_vjp(
             return [None if g is None else g.to_dense() for g in derive(vectors, is_grads_batched=True)]
         except RuntimeError as error:  # an operation without a batched backward pass
             log.info("vectors go back one by one: %s", str(error).split("\n")[0])
-    rows = [derive([v[k] for v in vectors]) for k in range(len(vectors[0]))]
+    rows = [derive([v[k].clone() for v in vectors]) for k in range(len(vectors[0]))]
     # an embedding may have sparse gradients
     if len(rows) == 1:
         return [None if g is None else g.to_dense()[None] for g in rows[0]]

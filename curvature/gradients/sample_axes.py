@@ -111,7 +111,7 @@ def _allowed(size: Tensor, b: Tensor, floor: Tensor) -> Tensor:
 def _error(layout: Layout, b: Tensor, weighted: Tensor, weights: Tensor) -> Tensor:
     front = layout.front(b)
     expected = front * weights.to(b).reshape(-1, *[1] * (front.ndim - 1))
-    return expected.sub_(layout.front(weighted)).norm()
+    return (expected - layout.front(weighted)).norm()
 
 
 def _plausible(layouts: list[Layout], b: Tensor, weighted: Tensor, weights: Tensor, allowed: Tensor) -> list[Layout]:

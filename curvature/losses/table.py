@@ -47,6 +47,8 @@ def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
         return "mean"
     if reduction == "mean" or reduction == "sum":
         return "mean" if reduction == "mean" else "sum"
+    if not is_torch_loss(loss) and reduction != "none":
+        return "mean"  # an attribute of a class of the user's may mean anything
     raise ValueError(f"{name_of(loss)} has reduction={reduction!r}, which is no scalar loss: use 'mean' or 'sum'")
 
 

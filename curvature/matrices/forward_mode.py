@@ -105,7 +105,8 @@ def along(batch: Batch, direction: Mapping[str, Tensor]) -> Recorded:
     """A pass with dual numbers: its tape has no reads, since the model does not meet the parameters themselves."""
     model = batch.model
     with forward_ad.dual_level(), capture(model, batch.parameters) as tape:
-        duals: Any = {name: forward_ad.make_dual(p, direction[name]) for name, p in batch.parameters.items()}
+        # copies: a model that changes its parameters in place changes what is beside them, too
+        duals: Any = {name: forward_ad.make_dual(p, direction[name].clone()) for name, p in batch.parameters.items()}
         stand_in: Any = lambda *args, **kwargs: functional_call(model, duals, args, kwargs)
         output, change = forward_ad.unpack_dual(replace(batch, model=stand_in).output())
     return tape, output, torch.zeros_like(output) if change is None else change.detach()

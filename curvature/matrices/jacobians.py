@@ -50,10 +50,10 @@ def per_sample_jacobians(
     One forward pass, and one vector for each entry of a sample's output sent back through all samples at once.
     """
     source = DataSource(model, None, (x, None), sample_dim, parameters=parameters)
-    batch = source.batch(x, None)
+    batch, space = source.batch(x, None), source.space
     if not batch.count:
         with preserve_state(batch.model), torch.no_grad():
-            return zeros(source.space, *batch.output().movedim(batch.dims[1], 0).shape)
+            return zeros(space, *batch.output().movedim(batch.dims[1], 0).shape)
     found: dict[str, Tensor] = {}
     is_random = []
 

@@ -111,7 +111,7 @@ class Repeated:
                     "model: the forward pass draws random numbers (dropout?), so every product would be of another "
                     "matrix; call model.eval()"
                 )
-            seen.append(sum(float(widen(t).sum()) for t in tensors_in(run.batch.x, run.batch.y)))
+            seen.append(_checksum(run.batch))
             visit(run)
 
         forward = lambda batch: self.forward.record(batch, direction(batch))
@@ -333,6 +333,18 @@ def require_symmetric(space: Space, matmat: Apply, rounding: float) -> None:
             "the model: its Hessian by automatic differentiation is not symmetric: torch has a second derivative wrong "
             f"(u^T H v = {found[0, 1]:.6g}, v^T H u = {found[1, 0]:.6g}); gauss_newton() needs none"
         )
+
+
+def _checksum(batch: Batch) -> float:
+    """The same in any order of the samples; another where an entry of a sample is another, or elsewhere in it."""
+    total = 0.0
+    for data, dim in ((batch.x, batch.dims[0]), (batch.y, batch.dims[2])):
+        for t in tensors_in(data):
+            entries = widen(t.detach())
+            entries = entries.movedim(dim, 0).sum(0) if t.ndim > dim else entries
+            places = torch.arange(entries.numel(), device=t.device, dtype=torch.float64)
+            total += float((entries.flatten() * (1 + places.cos())).sum())
+    return total
 
 
 def _split(columns: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:

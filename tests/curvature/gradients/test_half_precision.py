@@ -1,0 +1,66 @@
+"""Checks of plans in half precision, where a hundred roundings are as large as a gradient."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import curvature
+from support.cases.case import Raw
+
+pytestmark = pytest.mark.fast
+
+
+class Hidden(torch.autograd.Function):
+    """A product with a weight that no mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (g,), (x, w) = gradients, ctx.saved_tensors
+        return g @ w.T, x.T @ g
+
+
+def sorted_samples() -> nn.Module:
+    """Samples change places on the way, as where they go to experts."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return m.plain(x) + m.head(m.inner(x[order]).tanh())[order.argsort()]
+
+    return Raw(run, plain=nn.Linear(4, 3), inner=nn.Linear(4, 4), head=nn.Linear(4, 3))
+
+
+def hidden_weight() -> nn.Module:
+    run = lambda m, x: m.plain(x) + 0.1 * Hidden.apply(x, m.w)
+    return Raw(run, plain=nn.Linear(4, 3), w=nn.Parameter(torch.randn(4, 3)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16, "autocast"])
+@pytest.mark.parametrize("make", [sorted_samples, hidden_weight])
+def test_wrong_terms_are_not_taken_for_rounding(make: Any, precision: Any, seed: int) -> None:
+    if (make, precision, seed) == (sorted_samples, torch.bfloat16, 2):
+        pytest.xfail("a check resolves 9 % in bfloat16, and two of the random weights differ by less")
+    torch.manual_seed(seed)
+    is_autocast, loss = precision == "autocast", nn.CrossEntropyLoss()
+    if is_autocast and make is hidden_weight:
+        pytest.skip("what autocast does not see has operands of two precisions")
+    model = make().to(torch.float32 if is_autocast else precision)
+    x, y = torch.randn(5, 4).to(next(model.parameters()).dtype), torch.randint(3, (5,))
+    exact = copy.deepcopy(model).double()
+    with torch.autocast("cpu", dtype=torch.bfloat16) if is_autocast else nullcontext():
+        found = curvature.per_sample_gradients(model, loss, x, y)
+    for name, p in exact.named_parameters():
+        rows = [torch.autograd.grad(loss(exact(x[n : n + 1].double()), y[n : n + 1]), p)[0] for n in range(5)]
+        expected = torch.stack(rows)
+        assert (found[name].double() - expected).norm() < 0.05 * expected.norm(), name

@@ -1,0 +1,124 @@
+"""Programs that were found to give wrong numbers, or to fail, each reduced to its core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import curvature
+from support.cases.case import Raw
+
+pytestmark = pytest.mark.fast
+ENTROPY = nn.CrossEntropyLoss()
+
+
+@pytest.fixture(autouse=True)
+def double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_samples_that_meet_in_the_loss_of_a_tuple_are_refused() -> None:
+    """Of a pair of embeddings: a sample alone has no gradient under a contrastive loss."""
+    both = lambda m, x: (F.normalize(m.a(x), dim=1), F.normalize(m.b(x), dim=1))
+    model = Raw(both, a=nn.Linear(4, 3), b=nn.Linear(4, 3))
+    x, contrast = torch.randn(5, 4), lambda o, y: F.cross_entropy(o[0] @ o[1].T / 0.1, torch.arange(len(o[0])))
+    with pytest.raises(ValueError, match="no weighted sum of the losses of its samples"):
+        curvature.per_sample_norms(model, contrast, x, torch.zeros(5))
+    apart = lambda o, y: (1 - (o[0] * o[1]).sum(1)).mean()
+    rows = curvature.per_sample_gradients(model, apart, x, torch.zeros(5))["a.weight"]
+    for n in range(5):
+        (expected,) = torch.autograd.grad(apart(model(x[n : n + 1]), None), model.a.weight)
+        torch.testing.assert_close(rows[n], expected)
+
+
+def test_samples_that_meet_in_a_model_with_outputs_by_name_are_refused() -> None:
+    model = Raw(lambda m, x: {"y": m.f(x - x.mean(0))}, f=nn.Linear(4, 3))
+    loss = lambda o, y: F.cross_entropy(o["y"], y)
+    with pytest.raises(ValueError, match="changes with the other samples"):
+        curvature.per_sample_gradients(model, loss, torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+class Flips(Dataset):
+    """Each entry of a sample comes from one end or the other, by chance: sums stay as they are."""
+
+    x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        return (self.x[n].flip(0) if torch.rand(()) < 0.5 else self.x[n]), self.y[n]
+
+
+def test_data_that_are_flipped_by_chance_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    G = curvature.gauss_newton(model, ENTROPY, DataLoader(Flips(), batch_size=4))
+    v = torch.randn(G.space.size)
+    G @ v
+    torch.manual_seed(1)  # other flips
+    with pytest.raises(ValueError, match="another pass gave other batches"):
+        G @ v
+
+
+def test_a_weight_that_the_forward_pass_normalises_in_place() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            m.f.weight.div_(m.f.weight.norm(dim=1, keepdim=True).clamp(min=1.0))
+        return m.f(x)
+
+    model, x, y = Raw(run, f=nn.Linear(4, 3)), torch.randn(5, 4), torch.randint(3, (5,))
+    model.f.weight.data.mul_(5)
+    model(x)
+    G = curvature.gauss_newton(model, ENTROPY, (x, y))
+    v = torch.randn(15)
+    torch.testing.assert_close(G @ v, G.to_dense() @ v)
+
+
+def test_products_with_parameters_that_are_viewed_as_complex() -> None:
+    """The slices of a vector begin at odd places, where no complex number begins."""
+    run = lambda m, x: m.h(torch.fft.irfft(torch.fft.rfft(x, dim=1) * torch.view_as_complex(m.w), n=4, dim=1)) + m.b
+    model = Raw(run, b=(1,), w=(3, 2), h=nn.Linear(4, 3))
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    H = curvature.hessian(model, ENTROPY, (x, y))
+    v = torch.randn(H.space.size)
+    torch.testing.assert_close(H @ v, H.to_dense() @ v)
+    curvature.per_sample_hessian_diagonals(model, ENTROPY, x, y)
+
+
+def test_one_sample_of_a_sparse_embedding() -> None:
+    model = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    x, y = torch.randint(6, (4, 2)), torch.randint(3, (4,))
+    rows = curvature.per_sample_gradients(model, ENTROPY, x, y)["0.weight"]
+    alone = curvature.per_sample_gradients(model, ENTROPY, x[:1], y[:1])["0.weight"]
+    torch.testing.assert_close(alone, rows[:1])
+    assert curvature.per_sample_norms(model, ENTROPY, x[:1], y[:1]).shape == (1,)
+
+
+def test_a_residual_with_torch_func_jvp() -> None:
+    model = Raw(lambda m, x: m.o(m.a(x).tanh()) * m.t, a=nn.Linear(2, 3), o=nn.Linear(3, 1), t=(1,))
+    residual = lambda m, x: torch.func.jvp(lambda z: m(z)[:, 0], (x,), (torch.ones_like(x),))[1]
+    x = torch.rand(4, 2)
+    found = curvature.residual_jacobian(model, residual, x)["t"]
+    for n in range(4):
+        (expected,) = torch.autograd.grad(residual(model, x[n : n + 1]).sum(), model.t)
+        torch.testing.assert_close(found[n].reshape(1), expected)
+
+
+def test_what_a_loss_of_the_users_calls_its_reduction_is_its_own_affair() -> None:
+    class Own(nn.Module):
+        reduction = "batchmean"
+
+        def forward(self, o: Tensor, t: Tensor) -> Tensor:
+            return (o - t).square().sum() / len(o)
+
+    model, x, t = nn.Linear(4, 3), torch.randn(5, 4), torch.randn(5, 3)
+    rows = curvature.per_sample_gradients(model, Own(), x, t)["weight"]
+    torch.testing.assert_close(rows[0], torch.autograd.grad(Own()(model(x[:1]), t[:1]), model.weight)[0])
