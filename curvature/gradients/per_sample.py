@@ -21,7 +21,7 @@ from curvature.gradients.parameter_terms import Backprops, precise_terms, zeros
 from curvature.gradients.plans import record, require_independent_samples
 from curvature.linalg import full_precision, stack
 from curvature.losses import Loss, count_alike, is_torch_loss, name_of, require_weighted_sum
-from curvature.recording import preserve_state, stream_backprops, warn_once
+from curvature.recording import graph_leaves, preserve_state, stream_backprops, warn_once
 from curvature.terms import DenseGradients, Term, contractions
 
 Contraction = Callable[[list[Term]], Any]
@@ -254,13 +254,18 @@ def _contracted(batch: Batch, contract: Contraction) -> dict[str, Any]:
             terms = terms_of_object_output(batch, tape, output, plan, state)
             return {name: contract(terms[name]) for name in batch.parameters}
 
-        # 2. losses: each sample's own
+        # 2. losses: each sample's own; one that reads parameters itself, as a penalty does, has plans of its own
         losses = _own_losses(batch, output)
+        key = batch.key
+        if not is_torch_loss(batch.loss):
+            reached = set(map(id, graph_leaves(losses, beyond=output)))
+            if penalised := tuple(name for name, p in batch.parameters.items() if id(p) in reached):
+                plan, key = None, (key, penalised)
 
         # 3. plan: where the samples are at every use; learnt at a new shape, which sends the losses back
         backprops = None
         if plan is None:
-            plan, backprops = learn(batch.model, batch.key, tape, losses, single_sample_reference(batch, one_pass))
+            plan, backprops = learn(batch.model, key, tape, losses, single_sample_reference(batch, one_pass))
         layouts, general, results = plan.layouts, set(plan.general), dict[str, Any]()
 
         # 4. terms of the backprops, and 5. their contraction, some parameters at a time: this frees the backprops

@@ -152,10 +152,13 @@ def _setting(node: GraphNode, name: str) -> str:
     return TENSOR if any(isinstance(x, Tensor) for x in held) else str(value)
 
 
-def graph_nodes(*last: GraphNode | None) -> list[GraphNode]:
-    """All nodes of the graphs that end in some, each after its inputs, in an order that only the graphs decide."""
+def graph_nodes(*last: GraphNode | None, until: GraphNode | None = None) -> list[GraphNode]:
+    """All nodes of the graphs that end in some, each after its inputs, in an order that only the graphs decide.
+
+    Neither `until` nor what is behind it alone is among them.
+    """
     order: list[GraphNode] = []
-    seen: set[GraphNode] = set()
+    seen = {until}
     todo = [(node, False) for node in last if node is not None]
     while todo:
         node, is_done = todo.pop()
@@ -168,9 +171,10 @@ def graph_nodes(*last: GraphNode | None) -> list[GraphNode]:
     return order
 
 
-def graph_leaves(result: Tensor) -> list[Tensor]:
-    """The leaf tensors of the graph of a result."""
-    variables = [getattr(node, "variable", None) for node in graph_nodes(result.grad_fn)]
+def graph_leaves(result: Tensor, beyond: Tensor | None = None) -> list[Tensor]:
+    """The leaf tensors of the graph of a result; those that are not reached through another alone."""
+    until = None if beyond is None else beyond.grad_fn
+    variables = [getattr(node, "variable", None) for node in graph_nodes(result.grad_fn, until=until)]
     return [x for x in variables if x is not None]
 
 

@@ -122,3 +122,19 @@ def test_what_a_loss_of_the_users_calls_its_reduction_is_its_own_affair() -> Non
     model, x, t = nn.Linear(4, 3), torch.randn(5, 4), torch.randn(5, 3)
     rows = curvature.per_sample_gradients(model, Own(), x, t)["weight"]
     torch.testing.assert_close(rows[0], torch.autograd.grad(Own()(model(x[:1]), t[:1]), model.weight)[0])
+
+
+def test_a_loss_that_reads_parameters_after_one_that_does_not() -> None:
+    """What is known of passes with another loss says nothing of a penalty, nor of another penalty."""
+    model, x, y = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(5, 4), torch.randint(3, (5,))
+
+    def ridge(*parts: nn.Module) -> Any:
+        return lambda o, y: F.cross_entropy(o, y) + 0.1 * sum(part.weight.square().sum() for part in parts)
+
+    curvature.per_sample_gradients(model, ENTROPY, x, y)
+    for loss in (ridge(model[0]), ridge(model[0], model[2]), ridge(model[2]), ENTROPY):
+        rows = curvature.per_sample_gradients(model, loss, x, y)
+        for n in range(5):
+            expected = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
+            for own, g in zip(rows.values(), expected, strict=True):
+                torch.testing.assert_close(own[n], g)
