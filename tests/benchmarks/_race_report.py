@@ -178,8 +178,10 @@ def figure(results: Mapping[str, Result], path: Path) -> None:
             own, is_best = name in OWN, name in result.best_rivals()
             colour = COLOURS[name] if own or is_best else "0.75"
             style = {"color": colour, "ls": LINES[name], "lw": 2.8 if own else 1.3, "zorder": 3 if own else 2}
-            (handles[name],) = axes.plot(at, np.median(curves, 0), label=ENTRIES[name].label, **style)
+            (line,) = axes.plot(at, np.median(curves, 0), label=ENTRIES[name].label, **style)
+            handles.setdefault(name, line)
             if own or is_best:
+                handles[name] = line  # in the colour that it has where it is among the best
                 axes.fill_between(at, curves.min(0), curves.max(0), color=colour, alpha=0.12, lw=0)
         axes.axhline(result.target, color="0.3", lw=0.8, ls=":")
         axes.set(xscale="log", yscale="log", xlabel=result.clock, ylabel=f"training loss [{result.unit}]")
