@@ -342,7 +342,7 @@ def _checksum(batch: Batch) -> float:
         for t in tensors_in(data):
             entries = widen(t.detach())
             entries = entries.movedim(dim, 0).sum(0) if t.ndim > dim else entries
-            places = torch.arange(entries.numel(), device=t.device, dtype=torch.float64)
+            places = torch.arange(entries.numel(), device=t.device, dtype=torch.float32)
             total += float((entries.flatten() * (1 + places.cos())).sum())
     return total
 
