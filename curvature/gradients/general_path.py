@@ -106,16 +106,15 @@ def _require_apart_in_loss(batch: Batch, output: Any) -> None:
         return leaves[-1]
 
     apart, dim = map_tensors(leaf, output), batch.dims[1]
+    rows = lambda g: g.unflatten(dim, (batch.count, -1)).movedim(dim, 0).flatten(1).to(leaves[0].device)
     try:
-        own = losses_of_parts(batch, apart)
+        whole, alone = (
+            torch.cat([rows(g) for g in torch.autograd.grad(loss, leaves, materialize_grads=True)], 1)
+            for loss in (batch.loss(apart, batch.y), losses_of_parts(batch, apart).sum())
+        )
     except Exception as error:  # nobody knows which part is a sample's, or the loss does not run on one
         log.info("not tried whether samples meet in the loss: %s", str(error).split("\n")[0])
         return
-    rows = lambda g: g.unflatten(dim, (batch.count, -1)).movedim(dim, 0).flatten(1)
-    whole, alone = (
-        torch.cat([rows(g) for g in torch.autograd.grad(loss, leaves, materialize_grads=True)], 1)
-        for loss in (batch.loss(apart, batch.y), own.sum())
-    )
     share = (whole * alone).sum(1) / alone.square().sum(1).clamp(min=torch.finfo(alone.dtype).tiny)
     off = (whole - share[:, None] * alone).norm(dim=1).amax()
     if off > 10 * max(torch.finfo(whole.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5 * whole.norm():

@@ -37,10 +37,11 @@ def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
 
     Args:
         loss: a torch loss module or a callable; without an attribute ``reduction`` it counts as a mean.
-            ``KLDivLoss(reduction="batchmean")`` is a mean (of losses that are sums).
+            ``KLDivLoss(reduction="batchmean")`` is a mean (of losses that are sums). An attribute of a class of the
+            user's may mean anything: but for "sum" it counts as a mean, too.
 
     Raises:
-        ValueError: any other reduction, such as ``"none"``.
+        ValueError: ``"none"``, and any other reduction of torch's own losses.
     """
     reduction = getattr(loss, "reduction", "mean")
     if reduction == "batchmean" and isinstance(loss, nn.KLDivLoss):
@@ -48,7 +49,7 @@ def reduction_of(loss: Loss) -> Literal["mean", "sum"]:
     if reduction == "mean" or reduction == "sum":
         return "mean" if reduction == "mean" else "sum"
     if not is_torch_loss(loss) and reduction != "none":
-        return "mean"  # an attribute of a class of the user's may mean anything
+        return "mean"
     raise ValueError(f"{name_of(loss)} has reduction={reduction!r}, which is no scalar loss: use 'mean' or 'sum'")
 
 

@@ -45,16 +45,10 @@ def hidden_weight() -> nn.Module:
     return Raw(run, plain=nn.Linear(4, 3), w=nn.Parameter(torch.randn(4, 3)))
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16, "autocast"])
-@pytest.mark.parametrize("make", [sorted_samples, hidden_weight])
-def test_wrong_terms_are_not_taken_for_rounding(make: Any, precision: Any, seed: int) -> None:
-    if (make, precision, seed) == (sorted_samples, torch.bfloat16, 2):
-        pytest.xfail("a check resolves 9 % in bfloat16, and two of the random weights differ by less")
+def is_right(make: Any, precision: Any, seed: int) -> bool:
+    """Whether the rows of all parameters are those of double precision, but for rounding."""
     torch.manual_seed(seed)
     is_autocast, loss = precision == "autocast", nn.CrossEntropyLoss()
-    if is_autocast and make is hidden_weight:
-        pytest.skip("what autocast does not see has operands of two precisions")
     model = make().to(torch.float32 if is_autocast else precision)
     x, y = torch.randn(5, 4).to(next(model.parameters()).dtype), torch.randint(3, (5,))
     exact = copy.deepcopy(model).double()
@@ -63,4 +57,21 @@ def test_wrong_terms_are_not_taken_for_rounding(make: Any, precision: Any, seed:
     for name, p in exact.named_parameters():
         rows = [torch.autograd.grad(loss(exact(x[n : n + 1].double()), y[n : n + 1]), p)[0] for n in range(5)]
         expected = torch.stack(rows)
-        assert (found[name].double() - expected).norm() < 0.05 * expected.norm(), name
+        if (found[name].double() - expected).norm() > 0.05 * expected.norm():
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [
+        (sorted_samples, torch.bfloat16),
+        (sorted_samples, torch.float16),
+        (sorted_samples, "autocast"),
+        (hidden_weight, torch.bfloat16),  # autocast does not see it
+        (hidden_weight, torch.float16),
+    ],
+)
+def test_wrong_terms_are_not_taken_for_rounding(make: Any, precision: Any) -> None:
+    """But once in six: a check resolves 9 % in bfloat16, and two of the random weights may differ by less."""
+    assert sum(is_right(make, precision, seed) for seed in range(6)) >= 5
