@@ -8,6 +8,7 @@ in which samples meet (contrastive losses, the root of a mean). Torch's losses h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from curvature.losses.per_sample import is_in_closed_form, map_target, per_sample_losses, require_scalar, sample_masses
 from curvature.losses.table import Loss, is_torch_loss, name_of, reduction_of, resolve
 
+log = logging.getLogger("curvature")
 FAR_POINTS = 8
 CHECKED: set[Any] = set()  # kinds of torch's losses and of batches whose masses were found to be as expected
 MOST_CHECKED = 10_000
@@ -190,7 +192,9 @@ def _rounded(measured: Tensor, is_known: Tensor) -> Tensor:
     for plain in (1 / len(measured), 1.0):
         near = (measured - plain).abs() <= 100 * torch.finfo(measured.dtype).eps * plain
         if bool((near | ~is_known).all()) and bool(is_known.any()):
-            return torch.full_like(measured, plain)
+            # the share of one sample alone says nothing of others: all of a mean over what counts, or one in a sum
+            is_all = plain < 1 or len(near) == 1 or bool(near.sum() > 1)
+            return torch.full_like(measured, plain) if is_all else near.to(measured)
     return measured
 
 
@@ -216,7 +220,7 @@ class SampleMasses:
         self.first: int | None = None  # number of the batch that has the reference
         self.reference: tuple[Tensor, Any, Tensor] | None = None  # output, target and mass of a sample that counts
         self.is_plain = True  # whether every sample counts as much as any other
-        self.kind = ""  # of a callable: "mean", "sum", "other"; "" where nothing has told
+        self.kind = ""  # of a callable: "mean", "sum", "other"; "" where nothing has told, which counts as a mean
 
     def of(
         self, number: int, output: Tensor, target: Any, count: int, output_dim: int = 0, target_dim: int = 0
@@ -263,12 +267,27 @@ class SampleMasses:
         n = int(measured.argmax())
         if measured[n] <= 0:
             return measured
-        self.first, self.kind = number, _kind(measured)
-        self.is_sum = self.kind != "mean"
+        one = _rows(output.detach(), n, count, dims[0]), map_target(lambda t: _rows(t, n, count, dims[1]), target)
+        if self.first is None:
+            kind, counts = _kind(measured), True
+            if not kind:  # a single sample counts, or there is one
+                kind, counts = self._beside_itself(*one, dims)
+            if not counts:
+                return torch.zeros_like(measured)
+            self.first, self.kind, self.is_sum = number, kind, kind in ("sum", "other")
         masses = measured * count if self.kind == "mean" else measured
-        one = map_target(lambda t: _rows(t, n, count, dims[1]), target)
-        self.reference = _rows(output.detach(), n, count, dims[0]), one, masses[n]
+        self.reference = *one, masses[n]
         return masses
+
+    def _beside_itself(self, output: Tensor, target: Any, dims: tuple[int, int]) -> tuple[str, bool]:
+        """What a batch of a sample and its copy tells: the kind of the loss, and whether the sample counts."""
+        try:
+            both = torch.cat([output, output], dims[0])
+            measured = shares(self.loss, both, _joined(target, target, dims[1]), 2, *dims)
+        except Exception as error:  # whatever a loss raises that takes no other number of samples
+            log.info("%s: taken for a mean, since it does not run on a sample twice: %s", name_of(self.loss), error)
+            return "", True
+        return _kind(measured), bool(measured.any())
 
     def _beside_first(self, output: Tensor, target: Any, count: int, dims: tuple[int, int]) -> Tensor:
         if self.reference is None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import curvature
 from support.cases.case import Raw
+from support.oracles.brute_force import Matrices
 
 pytestmark = pytest.mark.fast
 ENTROPY = nn.CrossEntropyLoss()
@@ -138,3 +139,36 @@ def test_a_loss_that_reads_parameters_after_one_that_does_not() -> None:
             expected = torch.autograd.grad(loss(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
             for own, g in zip(rows.values(), expected, strict=True):
                 torch.testing.assert_close(own[n], g)
+
+
+def masked_mean(o: Tensor, t: tuple[Tensor, Tensor]) -> Tensor:
+    return ((o - t[0]).square().mean(1) * t[1]).sum() / t[1].sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_sample_that_counts_tells_a_mean_from_a_sum(reduction: str) -> None:
+    """The empirical Fisher matrix of a mean divides by all samples, that of a sum does not."""
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.tensor([-100, -100, 2, -100, -100])
+    loss = lambda o, y: F.cross_entropy(o, y, reduction=reduction)
+    row = torch.cat([g.flatten() for g in torch.autograd.grad(loss(model(x[2:3]), y[2:3]), model.parameters())])
+    found = curvature.empirical_fisher(model, loss, (x, y))
+    torch.testing.assert_close(found.trace(), row @ row / (5 if reduction == "mean" else 1))
+
+
+@pytest.mark.parametrize("counted", [(0, 0, 1, 0, 0), (0, 1, 0, 1, 1), (1, 0, 1, 1, 0)])
+@pytest.mark.parametrize("sizes", [(5,), (1, 1, 1, 1, 1), (2, 3), (1, 4), (3, 2)])
+def test_masked_means_in_batches(counted: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(5, 4), (torch.randn(5, 3), torch.tensor(counted).double())
+    batches = list(zip(x.split(sizes), zip(*(t.split(sizes) for t in y), strict=True), strict=True))
+    expected = Matrices(model, masked_mean, (x, y))
+    torch.testing.assert_close(curvature.hessian(model, masked_mean, batches).to_dense(), expected.hessian)
+    found = curvature.empirical_fisher(model, masked_mean, batches).to_dense()
+    torch.testing.assert_close(found, expected.empirical_fisher)
+
+
+def test_terms_that_are_all_ignored_count_as_none_in_batches_of_one() -> None:
+    model, x, y = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(5, 4), torch.zeros(5).long()
+    y[1::2], own = -100, lambda o, y: F.cross_entropy(o, y)
+    found = curvature.hessian(model, own, [(x[n : n + 1], y[n : n + 1]) for n in range(5)]).to_dense()
+    torch.testing.assert_close(found, curvature.hessian(model, ENTROPY, (x, y)).to_dense())
