@@ -28,14 +28,15 @@ from curvature.gradients.per_sample import (
 )
 from curvature.gradients.plans import Plan, kept_plan, record, require_independent_samples
 from curvature.gradients.sample_axes import candidate_axes, certain_layouts, sample_layouts
+from curvature.gradients.single_samples import plan_beside_copy
 
 __all__ = [
     "Batch", "CentredJacobian", "Jacobian", "NoiseScale", "Plan", "RefuseNewData", "SamplesMeet",
     "batched_vjp", "candidate_axes", "certain_layouts", "check_gradients", "clipped_gradient", "computed_weights",
     "differences", "digests", "either_form", "general_path_terms", "gradient_noise_scale", "joint_bias", "kept_plan",
     "kind_of", "layers_of", "learn", "number_of_batches", "output_changes", "over_samples", "pairs",
-    "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "record",
-    "require_apart", "require_independent_samples", "require_order", "require_pairs", "residual_jacobian",
+    "per_sample_gradients", "per_sample_gram", "per_sample_norms", "per_sample_norms_by_parameter", "plan_beside_copy",
+    "record", "require_apart", "require_independent_samples", "require_order", "require_pairs", "residual_jacobian",
     "sample_layouts", "sample_terms", "single_sample_reference", "stacked_terms", "terms_by_parameter",
     "tried_by_vmap", "validate_loss", "weighted_gradients", "where_samples_meet",
 ]  # fmt: skip

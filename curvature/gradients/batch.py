@@ -177,6 +177,15 @@ class Batch:
         """The loss of every sample alone, (N,)."""
         return per_sample_losses(self.loss, output, self.y, self.count, self.dims[1], self.dims[2])
 
+    def along(self, vector: Tensor) -> Batch:
+        """The batch with the loss ``<output, vector>``."""
+        return replace(self, loss=_inner_product, y=vector, dims=(self.dims[0], self.dims[1], self.dims[1]))
+
+    def probe(self, output: Tensor) -> Batch:
+        """The same, along a random vector of the shape of the output."""
+        draw: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+        return self.along(torch.randn(output.shape, **draw).to(output))
+
     def gradients(self, output: Any = None) -> dict[str, Tensor]:
         """Gradient of the loss as the user would call it, by one plain backward pass."""
         parameters = self.parameters
@@ -184,6 +193,10 @@ class Batch:
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         dense = [g if g is None or g.layout == torch.strided else g.to_dense() for g in found]
         return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), dense, strict=True)}
+
+
+def _inner_product(output: Tensor, vector: Tensor) -> Tensor:
+    return (output * vector).sum()
 
 
 def _for_autograd(t: Tensor) -> Tensor:

@@ -220,7 +220,14 @@ class KroneckerAccumulator(Accumulator):
 
     def _readings(self, vectors: TermsByVector) -> dict[Reading, Sequence[Sequence[Affine]]]:
         """The terms of each vector by their reading of the weight: those of one pass are the same for all vectors."""
-        first = self.total.scheme.readings(vectors[0])
+        try:
+            first = self.total.scheme.readings(vectors[0])
+        except ValueError as error:
+            layer = self.names[0].rpartition(".")[0] or self.names[0]
+            raise ValueError(
+                f"{', '.join(self.names)}: a batch reads it in another form than the first one, as where only some of "
+                f'the samples reach an expert; choose structure={{"{layer}": "dense"}} or "diagonal"'
+            ) from error
         if len(first) == 1:
             return {reading: cast("Sequence[Sequence[Affine]]", vectors) for reading in first}
         found: dict[Reading, list[list[Affine]]] = {}

@@ -29,6 +29,7 @@ from curvature.gradients import (
     learn,
     number_of_batches,
     pairs,
+    plan_beside_copy,
     record,
     require_apart,
     require_independent_samples,
@@ -193,9 +194,12 @@ class RecordedBatch:
         if plan is not None:
             return plan
         self.require_apart()  # kept plans are of such batches
-        draw: Any = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
-        probed = self._with_vector(torch.randn(self.output.shape, **draw).to(self.output))
         with AttentionInBlocks():
+            if self.batch.count == 1 and not self.whole and not self.one_pass:
+                plan = plan_beside_copy(self.batch, self.tape)
+            if plan is not None:
+                return plan
+            probed = self.batch.probe(self.output)
             reference = single_sample_reference(probed, self.one_pass)
             return learn(self.batch.model, self.batch.key, self.tape, probed.losses(self.output), reference)[0]
 
@@ -261,11 +265,6 @@ class RecordedBatch:
             batch.loss_of(output)
             raise
 
-    def _with_vector(self, vector: Tensor) -> Batch:
-        """The batch with the loss ``<output, vector>``."""
-        dims = self.batch.dims
-        return replace(self.batch, loss=_inner_product, y=vector, dims=(dims[0], dims[1], dims[1]))
-
     @property
     def chunk_size(self) -> int:
         """Number of vectors to make at once."""
@@ -310,7 +309,7 @@ class RecordedBatch:
             terms, failed = terms_by_parameter(self.tape, backprops, plan.layouts, skip)
             failed -= stacks.keys()
             if failed:
-                along = self._with_vector(v)
+                along = self.batch.along(v)
                 with AttentionInBlocks():
                     recorded = along.losses(self.output) if self.one_pass else None
                     found = general_path_terms(along, plan, failed, recorded)
@@ -376,10 +375,6 @@ def _joined_if_small(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The backprops (k, *shape) of all vectors, where to copy them costs less than to call a rule for each vector."""
     found = [b for b in parts if b is not None]
     return torch.cat(found) if found and found[0].numel() <= COPIED_ELEMENTS else None
-
-
-def _inner_product(output: Tensor, vector: Tensor) -> Tensor:
-    return (output * vector).sum()
 
 
 def _half_square(output: Tensor, target: Any) -> Tensor:

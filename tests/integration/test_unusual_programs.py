@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -172,3 +173,42 @@ def test_terms_that_are_all_ignored_count_as_none_in_batches_of_one() -> None:
     y[1::2], own = -100, lambda o, y: F.cross_entropy(o, y)
     found = curvature.hessian(model, own, [(x[n : n + 1], y[n : n + 1]) for n in range(5)]).to_dense()
     torch.testing.assert_close(found, curvature.hessian(model, ENTROPY, (x, y)).to_dense())
+
+
+class Positions(nn.Module):
+    """A table of positions that all samples read alike, under a tied decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.p, self.l = nn.Embedding(6, 4), nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.l(self.e(x) + self.p(torch.arange(x.shape[1]))).tanh()
+        return F.linear(h, self.e.weight).flatten(0, 1)
+
+
+@pytest.mark.parametrize("builder", [curvature.kfac, curvature.ekfac])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 3), (3, 1)])
+def test_a_table_of_positions_in_batches_of_one(builder: Any, sizes: tuple[int, ...]) -> None:
+    model, x, y = Positions(), torch.randint(6, (4, 5)), torch.randint(6, (4, 5))
+    expected = builder(copy.deepcopy(model), ENTROPY, (x, y.flatten()))
+    batches = [(a, b.flatten()) for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
+    found = builder(model, ENTROPY, batches)
+    assert repr(found["p.weight"]) == repr(expected["p.weight"])
+    torch.testing.assert_close(found.to_dense(), expected.to_dense())
+
+
+def test_an_expert_that_a_later_batch_reads_otherwise_is_named() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).nonzero()[:, 0]
+        return m.h(x).index_add(0, chosen, m.f(x[chosen]))
+
+    model = Raw(run, h=nn.Linear(4, 3), f=nn.Linear(4, 3))
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    x[:4, 0], x[4:6, 0], x[6:, 0] = 1.0, -1.0, 1.0
+    batches = [(x[:4], y[:4]), (x[4:], y[4:])]
+    with pytest.raises(ValueError, match=r'f.weight, f.bias: a batch reads it .* structure=\{"f": "dense"\}'):
+        curvature.kfac(model, ENTROPY, batches)
+    found = curvature.kfac(model, ENTROPY, batches, structure={"f": "dense"})
+    exact = curvature.fisher_blocks(model, ENTROPY, (x, y))
+    torch.testing.assert_close(found["f.weight"].to_dense(), exact["f.weight"].to_dense())
