@@ -59,7 +59,8 @@ class LossBackprops:
         raise NotImplementedError
 
     def zero(self) -> None:
-        """Gradients are zeroed: what has arrived belongs to none."""
+        """Gradients are zeroed: what has arrived belongs to none, unless nothing follows before the step."""
+        self.is_old = True
 
     def discard(self) -> None:
         """Forget the passes since the last step."""
@@ -84,7 +85,7 @@ class Arrived:
     # gradients of the batch, of parameters that no function with a rule reads together with data
     whole: dict[str, Tensor] = field(default_factory=dict)
     factor: float | Tensor | None = None  # see `SampleFactors`, of all samples; None before a gradient is at an output
-    is_measured: bool = False  # whether the gradient was sent back once more, with factors that differ
+    measured: object = None  # since when the gradient was sent back once more, with factors that differ
 
     def sums(self) -> dict[str, Tensor]:
         """`whole`, and what `computed` adds up to, by parameter."""
@@ -98,7 +99,7 @@ class Arrived:
         self.computed.clear()
         self.whole.clear()
         self.squares = torch.zeros_like(self.squares)
-        self.factor, self.is_measured = None, False
+        self.factor = None
 
 
 class LayerBackprops(LossBackprops):
@@ -140,8 +141,9 @@ class LayerBackprops(LossBackprops):
         """At an output, the first of the places; those of all uses follow, if there is no other output."""
         if self.is_measuring or not _counts(gradient, arrival.found.tape):
             return
+        self._begin()
         factor = self.factors.of(places[0], output, gradient, arrival.found.count)
-        if isinstance(factor, Tensor) and factor.ndim and len(places) > 1 and not arrival.is_measured:
+        if isinstance(factor, Tensor) and factor.ndim and len(places) > 1 and arrival.measured is not self.since:
             self._measure(arrival, find_edges(places), output, gradient, factor)
             return
         self._share(arrival, factor)
@@ -183,10 +185,10 @@ class LayerBackprops(LossBackprops):
                 use.edge = edge
         both = (samples_first(as_real(x), found.count) for x in (output, vectors))
         self.measured.append(Measured(measured, OutputScale.in_metric(squares_along(*both), found.count)))
-        arrival.is_measured = True
+        arrival.measured = self.since
 
     def _at_use(self, arrival: Arrived, index: int, number: int, gradients: Sequence[Tensor]) -> None:
-        if self.is_measuring or arrival.is_measured:
+        if self.is_measuring or arrival.measured is self.since:
             return
         if gradients[number] is not None and _counts(gradients[number], arrival.found.tape):
             self._note(arrival)
@@ -199,7 +201,7 @@ class LayerBackprops(LossBackprops):
     ) -> None:
         """The readers of the tensor have got their backprops, and the graph behind it is still there."""
         own, read = arrival(), node()
-        if own is None or read is None or own.is_measured or self.is_measuring or is_batched(gradient):
+        if own is None or read is None or own.measured is self.since or self.is_measuring or is_batched(gradient):
             return
         self.is_measuring = True  # what goes back now passes here, too
         try:
@@ -209,12 +211,20 @@ class LayerBackprops(LossBackprops):
 
     def _at_whole(self, arrival: weakref.ref[Arrived], name: str, gradient: Tensor) -> None:
         own = arrival()
-        if own is not None and not own.is_measured and not self.is_measuring and not is_batched(gradient):
+        if own is not None and own.measured is not self.since and not self.is_measuring and not is_batched(gradient):
             g = _widened(gradient)
             self._note(own)
             own.whole[name] = own.whole[name] + g if name in own.whole else g
 
+    def _begin(self) -> None:
+        """A gradient arrives: forget what belongs to gradients that were zeroed."""
+        if self.is_old:
+            for own in self.arrived:
+                own.clear()
+            self._forget()
+
     def _note(self, arrival: Arrived) -> None:
+        self._begin()
         if not any(arrival is own for own in self.arrived):
             self.arrived.append(arrival)
 
@@ -238,14 +248,13 @@ class LayerBackprops(LossBackprops):
             self.passes.total.scale_vectors_(rest)
         self.discard()
 
-    def zero(self) -> None:
-        for own in self.arrived:
-            own.clear()
-        self.measured.clear()
-
-    def discard(self) -> None:
+    def _forget(self) -> None:
+        self.is_old, self.since = False, object()
         self.arrived: list[Arrived] = []
         self.measured: list[Measured] = []  # of samples that count differently, as the loss is scaled
+
+    def discard(self) -> None:
+        self._forget()
         self.without_graph: list[Arrived] = []  # of passes whose outputs depend on no data
 
     @property
@@ -280,6 +289,10 @@ class LossRows(LossBackprops):
 
     def discard(self) -> None:
         self.waiting: list[RecordedPass] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self.is_old = False
         self.unit: float | None = None  # what the rows are multiplied by so far; None before the first
         self.is_sum = False  # whether the loop's loss turned out to be a sum, which nobody has told the store
 
@@ -302,8 +315,9 @@ class LossRows(LossBackprops):
         handles[index].remove()  # what goes back now passes here too
         factor = self.factors.of(source, found.outputs[index], gradient, found.count)
         self.passes.begin(self.teams.discard)
-        if self.unit is None:
-            self.unit = unit
+        if self.is_old:
+            self._forget()
+        self.unit = unit if self.unit is None else self.unit
         self.is_sum |= found.count > 1 and not self.store.is_sum and isinstance(factor, float) and factor == 1
         with torch.enable_grad():
             output = samples_first(as_real(found.outputs[index]), found.count)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import curvature
-from optimizers import KFAC, NaturalGradient
+from optimizers import EKFAC, KFAC, NaturalGradient
 
 
 def batch() -> tuple[nn.Module, Tensor, Tensor]:
@@ -56,3 +56,44 @@ def test_isotropic_curvature_measures_entries():
     found = step(KFAC(model), F.cross_entropy(model(x), y))
     assert found.rms == pytest.approx(float(expected), rel=1e-5)
     assert found.entries_per_sample == 3
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([0.2, 1.0, 3.0])], ids=["alike", "weighted"])
+@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("kind", [KFAC, EKFAC, NaturalGradient])
+def test_a_backward_pass_whose_gradients_are_zeroed_counts_for_nothing(kind: Any, retained: bool, weight: Any):
+    """Nor does it where its graph is sent back once more, for the gradients that count."""
+
+    def run(discarded: bool) -> tuple[list[float], Tensor]:
+        model, x, y = batch()
+        opt = kind(model, inject=curvature.empirical(), momentum=0.9)
+        scales = []
+        for n in range(3):
+            loss = F.cross_entropy(model(x + n), y, weight=weight)
+            if discarded and n == 1:
+                (loss if retained else model(x).sum()).backward(retain_graph=retained)
+                opt.zero_grad()
+            step_loss = loss if retained or not discarded else F.cross_entropy(model(x + n), y, weight=weight)
+            opt.zero_grad()
+            step_loss.backward()
+            opt.step()
+            scales.append(opt.recorder.outputs.rms)
+        return scales, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    (expected, parameters), (found, others) = run(False), run(True)
+    assert found == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(others, parameters)
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_gradients_that_are_zeroed_last_still_tell_the_curvature(kind: Any):
+    """As where the loop combines gradients of several losses itself, and writes them back."""
+    model, x, y = batch()
+    opt = kind(model, inject=curvature.empirical(), factor_every=1)
+    F.cross_entropy(model(x), y).backward()
+    kept = [p.grad.clone() for p in model.parameters()]
+    opt.zero_grad()
+    for p, g in zip(model.parameters(), kept, strict=True):
+        p.grad = g
+    opt.step()
+    assert opt.recorder.outputs.rms > 0
