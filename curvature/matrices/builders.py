@@ -186,7 +186,11 @@ def empirical_fisher(
 ) -> MatrixFree:
     """``(1/N) sum_n g_n g_n^T`` of the per-sample gradients for a mean loss, their sum for a sum.
 
-    Arguments, errors and operator as for `fisher`. Not the Fisher matrix, see arXiv:1905.12558.
+    Raises:
+        ValueError: the loss reads parameters itself, as a penalty does: the matrix is made of what goes through the
+            output. The rows of `per_sample_gradients` have that.
+
+    Arguments, other errors and operator as for `fisher`. Not the Fisher matrix, see arXiv:1905.12558.
     """
     return fisher(model, loss, data, empirical(), parameters=parameters, sample_dim=sample_dim, progress=progress)
 

@@ -44,6 +44,7 @@ from curvature.kronecker import at_least_float32
 from curvature.losses import Curved, Injection, Loss, NoWeightedSum, SampleMasses, is_entrywise, reduction_of
 from curvature.matrices.accumulators import Chunk, Vectors
 from curvature.matrices.forward_mode import Recorded
+from curvature.matrices.penalties import require_none, without_penalty
 from curvature.operators import Space
 from curvature.recording import (
     ModelState,
@@ -212,7 +213,10 @@ class RecordedBatch:
 
         Raises:
             NoWeightedSum, SamplesMeet: the matrix is defined by samples, and there are none.
+            ValueError: it is one of the samples' gradients, which do not all go through the output.
         """
+        if not inject.weighs_samples:
+            require_none(self.batch, self.output)
         try:
             masses = self._masses
         except NoWeightedSum as error:
@@ -250,6 +254,11 @@ class RecordedBatch:
         except NoWeightedSum:
             masses = self.masses.whole(self.number, self.output)
         return 1.0 if self.masses.is_sum else float(masses.sum())
+
+    def loss_beside_others(self) -> Tensor:
+        """The loss of the batch; in a sum over several, only the first one has what belongs to no sample."""
+        is_later = self.masses.is_sum and self.masses.first not in (None, self.number)
+        return without_penalty(self.batch, self.output) if is_later else self.batch.loss_of(self.output)
 
     def weights(self, inject: Injection) -> Tensor:
         """Weight of every sample (N,), not divided by their sum: its mass in a mean, else 1."""

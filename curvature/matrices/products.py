@@ -300,7 +300,7 @@ def through_gradient(run: RecordedBatch, is_single: bool) -> BatchProduct:
     parameters = list(run.batch.parameters.values())
     weight = 1.0 if is_single else run.mass_of_batch()
     # the loss of a batch without terms is 0/0
-    value = weight * run.batch.loss_of(run.output) if weight else run.output.sum() * 0
+    value = weight * run.loss_beside_others() if weight else run.output.sum() * 0
     gradients = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
     live = [k for k, g in enumerate(gradients) if g is not None and g.requires_grad and g.numel()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -212,3 +213,58 @@ def test_an_expert_that_a_later_batch_reads_otherwise_is_named() -> None:
     found = curvature.kfac(model, ENTROPY, batches, structure={"f": "dense"})
     exact = curvature.fisher_blocks(model, ENTROPY, (x, y))
     torch.testing.assert_close(found["f.weight"].to_dense(), exact["f.weight"].to_dense())
+
+
+def with_penalty(model: nn.Module, reduction: str, kind: str) -> Any:
+    """A loss that reads the first weight: as a penalty, or as what scales the outputs."""
+    weight, entropy = model[0].weight, partial(F.cross_entropy, reduction=reduction)
+    if kind == "penalty":
+        return lambda o, y: entropy(o, y) + 0.5 * weight.pow(4).sum()
+    return lambda o, y: entropy(o * weight.square().sum(), y)
+
+
+@pytest.mark.parametrize("kind", ["penalty", "scale"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("sizes", [(5,), (2, 3), (1, 1, 3), (4, 1)])
+def test_the_hessian_of_a_loss_that_reads_parameters(kind: str, reduction: str, sizes: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    loss = with_penalty(model, reduction, kind)
+    found = curvature.hessian(model, loss, list(zip(x.split(sizes), y.split(sizes), strict=True)))
+    torch.testing.assert_close(found.to_dense(), Matrices(model, loss, (x, y)).hessian)
+
+
+def test_a_penalty_is_found_where_its_gradient_vanishes() -> None:
+    model, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4), torch.randint(3, (5,))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    loss = lambda o, y: F.cross_entropy(o, y, reduction="sum") + 0.5 * model[0].weight.square().sum()
+    found = curvature.hessian(model, loss, [(x[:2], y[:2]), (x[2:], y[2:])]).to_dense()
+    torch.testing.assert_close(found, Matrices(model, loss, (x, y)).hessian)
+
+
+def test_several_batches_of_a_loss_that_reads_parameters_otherwise_are_refused() -> None:
+    model, x, y = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4), torch.randint(3, (5,))
+    both = lambda o, y: with_penalty(model, "sum", "penalty")(o, y) + with_penalty(model, "sum", "scale")(o, y)
+    curvature.hessian(model, both, (x, y)).trace()
+    with pytest.raises(ValueError, match=r"reads 0.weight itself.*as one batch"):
+        curvature.hessian(model, both, [(x[:2], y[:2]), (x[2:], y[2:])]).trace()
+
+
+@pytest.mark.parametrize("kind", ["penalty", "scale"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_that_do_not_go_through_the_output_have_no_empirical_fisher(kind: str, reduction: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    loss = with_penalty(model, reduction, kind)
+    found = curvature.empirical_fisher(model, loss, (x, y))
+    calls = [found.to_dense, found.diagonal, lambda: found @ torch.ones(found.space.size)]
+    calls += [lambda b=b: b(model, loss, (x, y), curvature.empirical()) for b in (curvature.kfac, curvature.ekfac)]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"reads 0.weight itself.*rows of per_sample_gradients"):
+            call()
+    nothing = lambda o, y: F.cross_entropy(o, y) + 0.0 * model[0].weight.square().sum()
+    found = curvature.empirical_fisher(model, nothing, (x, y)).to_dense()
+    torch.testing.assert_close(found, Matrices(model, ENTROPY, (x, y)).empirical_fisher)
+    rest = curvature.empirical_fisher(model, loss, (x, y), parameters=["2"])  # which the loss does not read
+    assert rest.trace() > 0
