@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from curvature.recording import (
     call_model,
     logits,
     map_tensors,
+    preserve_state,
     tensors_in,
     trained_parameters,
     unwrap_compiled,
@@ -85,6 +86,7 @@ class Batch:
         dims = (sample_dim,) * 3 if isinstance(sample_dim, int) else tuple(sample_dim)
         if len(dims) != 3:
             raise ValueError(f"sample_dim: expected one axis or (input, output, target), found {sample_dim!r}")
+        dims = _from_front(dims, model, x, y)
         inputs = [t for t in tensors_in(x) if t.ndim > dims[0]]
         if not inputs:
             raise TypeError(
@@ -193,6 +195,23 @@ class Batch:
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         dense = [g if g is None or g.layout == torch.strided else g.to_dense() for g in found]
         return {k: torch.zeros_like(p) if g is None else g for (k, p), g in zip(parameters.items(), dense, strict=True)}
+
+
+def _from_front(dims: tuple[int, int, int], model: nn.Module, x: Any, y: Any) -> tuple[int, int, int]:
+    """Axes that are counted from the back, as they are from the front; that of the output takes a forward pass."""
+
+    def output() -> Any:
+        with preserve_state(model), torch.no_grad():
+            return logits(call_model(model, x))
+
+    def found(dim: int, what: str, tree: Callable[[], Any]) -> int:
+        ranks = {t.ndim for t in tensors_in(tree())} if dim < 0 else set()
+        if len(ranks) > 1 or any(dim < -rank for rank in ranks):
+            many = " and ".join(map(str, sorted(ranks)))
+            raise ValueError(f"sample_dim: {dim}, but {what} has tensors of {many} axes; count from the front")
+        return dim + max(ranks) if ranks else max(0, dim)
+
+    return found(dims[0], "x", lambda: x), found(dims[1], "the output", output), found(dims[2], "y", lambda: y)
 
 
 def _inner_product(output: Tensor, vector: Tensor) -> Tensor:

@@ -38,13 +38,14 @@ def per_sample_jacobians(
             It is compared with the one without a graph, so both are computed.
 
     Returns:
-        ``{name: (N, *shape, *parameter.shape)}`` for outputs whose samples have this shape, in the order of
-        ``named_parameters()``, in units of output / parameter and at least single precision. All of it is in memory:
-        for products with it take `gauss_newton` or `output_changes`.
+        ``{name: (N, *shape, *parameter.shape)}`` for outputs whose samples have this shape, which is ``(m, ...)`` where
+        the output has N * m rows. In the order of ``named_parameters()``, in units of output / parameter and at least
+        single precision. All of it is in memory: for products with it take `gauss_newton` or `output_changes`.
 
     Raises:
         ValueError: samples are not independent (BatchNorm in training mode, named), nothing requires a gradient, a
-            parameter is complex, or, with `create_graph`, the forward pass draws random numbers.
+            parameter is complex, the output has no rows for each sample, or, with `create_graph`, the forward pass
+            draws random numbers.
         TypeError: an argument or an output of the wrong kind.
 
     One forward pass, and one vector for each entry of a sample's output sent back through all samples at once.
@@ -73,7 +74,7 @@ def per_sample_jacobians(
 def _with_graph(batch: Batch, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """By vmap over samples; where it cannot follow, or is wrong, entry by entry."""
     axis, parameters = batch.dims[1], dict(batch.parameters)
-    of_sample = lambda output, target: output.movedim(axis, 0)[0]
+    of_sample = lambda output, target: _by_sample(output, 1, axis)[0]
 
     def accepted(found: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: rows.to(expected[name].dtype) for name, rows in found.items()}
@@ -94,16 +95,27 @@ def _with_graph(batch: Batch, expected: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _entry_by_entry(sample: Batch, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    output = sample.output().movedim(sample.dims[1], 0)[0]
+    output = _by_sample(sample.output(), 1, sample.dims[1])[0]
     leaves = list(parameters.values())
     rows = [torch.autograd.grad(entry, leaves, create_graph=True, materialize_grads=True) for entry in output.flatten()]
     columns = zip(parameters, zip(*rows, strict=True), strict=True)
     return {name: torch.stack(own).reshape(*output.shape, *own[0].shape) for name, own in columns}
 
 
+def _by_sample(output: Tensor, count: int, axis: int) -> Tensor:
+    """(..., N, ...) to (N, ...), and (..., N * m, ...) to (N, m, ...)."""
+    rows = output.movedim(axis, 0)
+    if len(rows) == count:
+        return rows
+    if len(rows) % count:
+        raise ValueError(f"model: {count} samples in x, but the shape of the output is {tuple(output.shape)}")
+    return rows.unflatten(0, (count, len(rows) // count))
+
+
 def _rows(run: RecordedBatch) -> dict[str, Tensor]:
     count, axis = run.batch.count, run.batch.dims[1]
-    shape = run.output.movedim(axis, 0).shape[1:]
+    shape = _by_sample(run.output, count, axis).shape[1:]
+    rows_first = run.output.movedim(axis, 0).shape
     size = run.output.numel() // count
     eye = torch.eye(size, dtype=run.output.dtype, device=run.output.device)
     found = {
@@ -112,7 +124,8 @@ def _rows(run: RecordedBatch) -> dict[str, Tensor]:
     }
     for start in range(0, size, run.cached_size):
         part = eye[start : start + run.cached_size]
-        vectors = part.reshape(-1, 1, *shape).expand(-1, count, *shape).movedim(1, axis + 1)
+        vectors = part.reshape(-1, 1, *shape).expand(-1, count, *shape).reshape(len(part), *rows_first)
+        vectors = vectors.movedim(1, axis + 1)
         for name, of_vectors in run.terms(vectors).items():
             for row, parts in enumerate(of_vectors, start):
                 found[name][:, row] = gradients(parts)

@@ -43,16 +43,16 @@ def without_penalty(batch: Batch, output: Tensor) -> Tensor:
     _, dim, target_dim = batch.dims
     twice = lambda t, along: torch.cat([t, t], along)
     both = map_tensors(lambda t: twice(t, target_dim), batch.y)
-    parameters = list(read.values())
+    unknown = ValueError(BATCHES.format(name_of(batch.loss), ", ".join(read)))
     try:
         _, of_both = _read_by_loss(batch, twice(output, dim), both)
-        once, again = (_derivatives(x, parameters) for x in (own, of_both))
-    except RuntimeError:  # the loss takes no other number of samples
-        once, again = torch.ones(1), torch.zeros(1)
+    except Exception as error:  # whatever a loss raises that takes no other number of samples
+        raise unknown from error
+    once, again = (_derivatives(x, list(read.values())) for x in (own, of_both))
     if _near(again, 2 * once):
         return value
     if not _near(again, once):
-        raise ValueError(BATCHES.format(name_of(batch.loss), ", ".join(read)))
+        raise unknown
     return value - own
 
 

@@ -268,3 +268,20 @@ def test_gradients_that_do_not_go_through_the_output_have_no_empirical_fisher(ki
     torch.testing.assert_close(found, Matrices(model, ENTROPY, (x, y)).empirical_fisher)
     rest = curvature.empirical_fisher(model, loss, (x, y), parameters=["2"])  # which the loss does not read
     assert rest.trace() > 0
+
+
+def test_axes_of_samples_that_are_counted_from_the_back() -> None:
+    model = Raw(lambda m, x: m.f(x.T).T, f=nn.Linear(4, 3))
+    x, y, loss = torch.randn(4, 5), torch.randn(3, 5), nn.MSELoss()
+    expected = curvature.per_sample_gradients(model, loss, x, y, sample_dim=1)
+    for dim in (-1, (-1, 1, -1), (1, -1, 1)):
+        found = curvature.per_sample_gradients(model, loss, x, y, sample_dim=dim)
+        torch.testing.assert_close(found, expected)
+        G, H = (curvature.gauss_newton(model, loss, (x, y), sample_dim=own) for own in (1, dim))
+        torch.testing.assert_close(H.to_dense(), G.to_dense())
+        torch.testing.assert_close(H @ torch.ones(15), G.to_dense().sum(1))
+    with pytest.raises(ValueError, match="-3, but x has tensors of 2 axes"):
+        curvature.per_sample_gradients(model, loss, x, y, sample_dim=-3)
+    both = Raw(lambda m, x, shift: m.f(x.T).T + shift, f=nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="-1, but x has tensors of 1 and 2 axes; count from the front"):
+        curvature.per_sample_gradients(both, loss, (x, torch.zeros(5)), y, sample_dim=-1)

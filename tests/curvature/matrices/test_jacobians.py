@@ -47,6 +47,33 @@ def test_every_entry(name: str, device: str) -> None:
     matches(torch.cat([rows.reshape(*expected.shape[:2], -1) for rows in found.values()], -1), expected)
 
 
+class Tokens(nn.Module):
+    """(N, 5, 3) to (N * 5, 2), or (2, N * 5)."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(3, 2), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.linear(x).flatten(0, 1)
+        return rows.T if self.last else rows
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("count", [1, 4])
+def test_several_rows_for_each_sample(count: int, last: bool, create_graph: bool, device: str) -> None:
+    torch.manual_seed(0)
+    model, x = Tokens(last).double().to(device), torch.randn(count, 5, 3, dtype=torch.float64).to(device)
+    found = curvature.per_sample_jacobians(model, x, sample_dim=(0, int(last), 0), create_graph=create_graph)
+    for n in range(count):
+        _, expected = jacobian(model, x[n : n + 1])  # by entry of the output
+        shape = (2, 5) if last else (5, 2)
+        for key, own in zip(found, expected.split([6, 2], 1), strict=True):
+            rows = own.reshape(*shape, *model.get_parameter(key).shape)
+            matches(found[key][n], rows.movedim(1, 0) if last else rows)
+
+
 def test_frozen_and_unused_parameters(device: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(device)
     model[0].weight.requires_grad_(False)
