@@ -46,7 +46,7 @@ def learn(
     drawn = 0.5 + torch.rand(len(losses), generator=generator, dtype=torch.float64, device="cpu")
     weights = to_device(drawn.to(losses.dtype), losses.device)
     outputs = [losses if edge is None else edge]
-    backprops = tape.gradients(outputs, [torch.ones_like(losses)])
+    backprops = [b if b is None or b.numel() else None for b in tape.gradients(outputs, [torch.ones_like(losses)])]
     signature = signature_of(tape)
     plan = PLANS.get(model, {}).get((key, signature))
     if plan is not None and reproduce(plan.layouts, backprops, tape.gradients(outputs, [weights]), weights):

@@ -336,7 +336,8 @@ class RecordedBatch:
         rows = [None if use.edge is None else next(found) for use in self.tape.uses]
         pairs = zip(self.tape.uses, rows, strict=True)
         cast = lambda b: b if b.is_complex() else b.to(self.dtype)
-        return [None if b is None else cast(b.reshape(len(vectors), *use.shape)) for use, b in pairs]
+        # none at an expert that no sample reaches
+        return [cast(b.reshape(len(vectors), *use.shape)) if b is not None and b.numel() else None for use, b in pairs]
 
     def chunks(self, inject: Injection, generator: torch.Generator) -> Iterator[Chunk]:
         """Send the vectors of an injection back, a bounded number at a time."""

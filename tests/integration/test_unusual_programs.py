@@ -285,3 +285,20 @@ def test_axes_of_samples_that_are_counted_from_the_back() -> None:
     both = Raw(lambda m, x, shift: m.f(x.T).T + shift, f=nn.Linear(4, 3))
     with pytest.raises(ValueError, match="-1, but x has tensors of 1 and 2 axes; count from the front"):
         curvature.per_sample_gradients(both, loss, (x, torch.zeros(5)), y, sample_dim=-1)
+
+
+@pytest.mark.parametrize("builder", [curvature.kfac, curvature.ekfac])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_a_single_sample_that_does_not_reach_an_expert(builder: Any, sharing: str) -> None:
+    """Its factors are those of the samples that do, as if there were no others, but for their number in the mean."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        chosen, out = x[:, 0] > 0, torch.zeros(len(x), 3)
+        return out.index_put((chosen,), m.a(x[chosen])).index_put((~chosen,), m.b(x[~chosen]))
+
+    model, x, y = Raw(run, a=nn.Linear(4, 3), b=nn.Linear(4, 3)), torch.randn(2, 4), torch.randint(3, (2,))
+    x[0, 0], x[1, 0] = -1.0, 1.0
+    assert not builder(model, ENTROPY, (x[:1], y[:1]), sharing=sharing)["a.weight"].to_dense().any()
+    found = builder(model, ENTROPY, [(x[:1], y[:1]), (x[1:], y[1:])], sharing=sharing)
+    alone = builder(model, ENTROPY, (x[1:], y[1:]), sharing=sharing)
+    torch.testing.assert_close(found["a.weight"].to_dense(), alone["a.weight"].to_dense() / 2)
