@@ -335,12 +335,17 @@ class Empirical(Injection):
 
     def _vector_source(self, batch: OutputBatch) -> tuple[int, MakeVectors]:
         loss = self._require(batch.loss)
-        if batch.target is None:
-            raise ValueError("empirical() is the gradient of the loss at the target, which is missing: pass target=")
         point = batch.output.requires_grad_()
-        with torch.enable_grad():
-            losses = per_sample_losses(loss, point, batch.target, batch.count)
-            (gradient,) = torch.autograd.grad(losses.sum(), point, materialize_grads=True)
+        try:
+            with torch.enable_grad():
+                losses = per_sample_losses(loss, point, batch.target, batch.count)
+                (gradient,) = torch.autograd.grad(losses.sum(), point, materialize_grads=True)
+        except Exception as error:  # whatever a loss raises that takes a target
+            if batch.target is not None:
+                raise
+            raise ValueError(
+                "empirical() is the gradient of the loss at the target, which is missing: pass target="
+            ) from error
         return 1, lambda start, stop: gradient[None][start:stop]
 
 
@@ -405,7 +410,7 @@ def isotropic(k: int = 1) -> Injection:
 
 
 def empirical() -> Injection:
-    """One vector, the gradient of l_n at its target: the empirical Fisher. Needs loss and target."""
+    """One vector, the gradient of l_n at its target: the empirical Fisher. Needs the loss and its target."""
     return Empirical()
 
 

@@ -28,7 +28,7 @@ def per_sample_losses(
             samples: what differs between samples must come with ``target``, except ``weight`` and ``pos_weight`` of a
             torch loss, which broadcast against the output and are split with it.
         output: of size N, or N*m for m consecutive rows per sample, along ``output_dim``; otherwise of any shape.
-        target: likewise along ``target_dim``, with its own m; None; or a tuple or dict of these.
+        target: likewise along ``target_dim``, with its own m; None; or a tuple, list or dict of these.
         count: N, the number of samples.
         output_dim: the dim of ``output`` that holds the samples.
         target_dim: the dim of every tensor in ``target`` that holds the samples.
@@ -169,10 +169,12 @@ def map_target(function: Callable[[Tensor], Any], target: Any) -> Any:
         return function(target)
     if isinstance(target, dict):
         return {key: map_target(function, value) for key, value in target.items()}
-    if isinstance(target, tuple):
+    if isinstance(target, tuple | list):
         parts = [map_target(function, value) for value in target]
+        if isinstance(target, list):
+            return parts
         return type(target)(*parts) if hasattr(target, "_fields") else tuple(parts)
-    raise ValueError(f"a target must be a tensor, None, a tuple or a dict of these, got {type(target).__name__}")
+    raise ValueError(f"a target must be a tensor, None, a tuple, list or dict of these, got {type(target).__name__}")
 
 
 def _sample_dim(what: str, tensor: Tensor, count: int, dim: int) -> int:

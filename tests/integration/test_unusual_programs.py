@@ -302,3 +302,27 @@ def test_a_single_sample_that_does_not_reach_an_expert(builder: Any, sharing: st
     found = builder(model, ENTROPY, [(x[:1], y[:1]), (x[1:], y[1:])], sharing=sharing)
     alone = builder(model, ENTROPY, (x[1:], y[1:]), sharing=sharing)
     torch.testing.assert_close(found["a.weight"].to_dense(), alone["a.weight"].to_dense() / 2)
+
+
+def test_targets_that_a_loader_puts_into_a_list() -> None:
+    data = [(torch.randn(4), (torch.tensor(n % 3), torch.randn(3))) for n in range(6)]
+    loss = lambda o, t: F.cross_entropy(o, t[0]) + F.mse_loss(o, t[1])
+    model, x = nn.Linear(4, 3), torch.stack([x for x, _ in data])
+    y = torch.stack([y for _, (y, _) in data]), torch.stack([t for _, (_, t) in data])
+    expected = Matrices(model, loss, (x, y))
+    for batches in (DataLoader(data, batch_size=4), (x, list(y))):
+        torch.testing.assert_close(curvature.gauss_newton(model, loss, batches).to_dense(), expected.gauss_newton)
+        torch.testing.assert_close(
+            curvature.empirical_fisher(model, loss, batches).trace(), expected.empirical_fisher.trace()
+        )
+    rows = curvature.per_sample_gradients(model, loss, x, list(y))
+    torch.testing.assert_close(rows, curvature.per_sample_gradients(model, loss, x, y))
+
+
+def test_the_empirical_fisher_of_a_loss_without_targets() -> None:
+    model, x, loss = nn.Linear(4, 3), torch.randn(5, 4), lambda o, _: o.square().mean()
+    expected = sum(g.square().sum() for g in curvature.per_sample_gradients(model, loss, x, None).values()) / 5
+    torch.testing.assert_close(curvature.empirical_fisher(model, loss, (x, None)).trace(), expected)
+    for needs in (ENTROPY, lambda o, y: F.cross_entropy(o, y)):
+        with pytest.raises((ValueError, TypeError), match="target"):
+            curvature.empirical_fisher(model, needs, (x, None)).trace()
