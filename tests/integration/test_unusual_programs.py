@@ -326,3 +326,39 @@ def test_the_empirical_fisher_of_a_loss_without_targets() -> None:
     for needs in (ENTROPY, lambda o, y: F.cross_entropy(o, y)):
         with pytest.raises((ValueError, TypeError), match="target"):
             curvature.empirical_fisher(model, needs, (x, None)).trace()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_hessian_of_a_classifier_that_is_sure(dtype: torch.dtype) -> None:
+    """Probabilities that are one to the last digits leave nothing of second derivatives but rounding."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    x = torch.randn(16, 4, dtype=dtype)
+    y = model(x).argmax(1)
+    with torch.no_grad():
+        model[2].weight.mul_(300)
+        model[2].bias.mul_(300)
+    found = curvature.hessian(model, ENTROPY, (x, y)).to_dense()
+    assert ENTROPY(model(x), y) < 1e-11
+    assert found.abs().amax() < 1e-3
+
+
+def test_a_second_derivative_that_is_wrong_is_seen_beside_a_sure_classifier() -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(z, w)
+            return z * w.sin()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+            z, w = ctx.saved_tensors
+            return g * w.sin(), (g * z.detach() * w.cos()).sum(0)
+
+    model = Raw(lambda m, x: m.h(Wrong.apply(m.f(x), m.w)), f=nn.Linear(4, 5), w=(5,), h=nn.Linear(5, 3))
+    x = torch.randn(16, 4)
+    y = model(x).argmax(1)
+    with torch.no_grad():
+        model.h.weight.mul_(300)
+        model.h.bias.mul_(300)
+    with pytest.raises(RuntimeError, match="not symmetric"):
+        curvature.hessian(model, ENTROPY, (x, y)).to_dense()
