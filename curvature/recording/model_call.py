@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
+from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -290,6 +291,17 @@ def in_turn() -> Iterator[None]:
 
 
 @contextmanager
+def _weights_made_anew() -> Iterator[None]:
+    """Inside ``parametrize.cached()`` all passes would share the graph of the weights, and others' parameters."""
+    before = parametrize._cache_enabled
+    parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = before
+
+
+@contextmanager
 def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> Iterator[ModelState]:
     """Run `in_turn`, with gradients enabled and nothing compiled; restore buffers and random state, come what may.
 
@@ -306,7 +318,7 @@ def preserve_state(model: nn.Module, trained: Collection[str] | None = None) -> 
         try:
             for p, required in changed:
                 p.requires_grad_(required)
-            with torch.enable_grad(), force_eager_nonreentrant():
+            with torch.enable_grad(), force_eager_nonreentrant(), _weights_made_anew():
                 yield state
         finally:
             for p, required in changed:

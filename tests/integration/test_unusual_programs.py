@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.data import DataLoader, Dataset
 
 import curvature
@@ -362,3 +364,24 @@ def test_a_second_derivative_that_is_wrong_is_seen_beside_a_sure_classifier() ->
         model.h.bias.mul_(300)
     with pytest.raises(RuntimeError, match="not symmetric"):
         curvature.hessian(model, ENTROPY, (x, y)).to_dense()
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_weights_that_are_cached(used_before: bool) -> None:
+    """Inside ``parametrize.cached()`` a computed weight is kept with its graph."""
+    model = nn.Sequential(orthogonal(nn.Linear(4, 4)), nn.Linear(4, 3))
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    calls: list[Any] = [
+        lambda: curvature.per_sample_gradients(model, ENTROPY, x, y),
+        lambda: curvature.kfac(model, ENTROPY, (x, y)).to_dense(),
+        lambda: curvature.hessian(model, ENTROPY, (x, y)).to_dense(),
+        lambda: curvature.per_sample_jacobians(model, x),
+    ]
+    expected = [call() for call in calls]
+    with parametrize.cached():
+        before = model(x) if used_before else None
+        found = [call() for call in calls]
+        if before is not None:
+            before.sum().backward()
+            assert model[0].weight is model[0].weight  # the user's cache is as it was
+    torch.testing.assert_close(found, expected)
