@@ -98,8 +98,10 @@ class Batch:
             count = number_of_bags(tensors_in(x)[bags[0][1]], y) if bags else int(packed[0].batch_sizes[0])
         for t in tensors_in(y):
             if t.ndim <= dims[2] or t.shape[dims[2]] % max(1, count) or bool(t.shape[dims[2]]) > bool(count):
-                alone = "; a single sample needs x[None] and y[None]" if t.ndim <= dims[2] else ""
-                raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}{alone}")
+                hint = "; a single sample needs x[None] and y[None]" if t.ndim <= dims[2] else ""
+                if isinstance(x, tuple) and isinstance(y, tuple) and len(x) == len(y) == 2:
+                    hint += "; several batches are a list [(x, y), (x, y)], and no tuple"
+                raise ValueError(f"y: {count} samples in x, but the shape of y is {tuple(t.shape)}{hint}")
         if isinstance(y, np.ndarray):
             raise TypeError(f"y: expected a tensor, found {kind_of(y)}")
         x, y = map_tensors(_for_autograd, x), map_tensors(_for_autograd, y)

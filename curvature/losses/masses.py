@@ -127,7 +127,16 @@ def shares(loss: Loss, output: Tensor, target: Any, count: int, output_dim: int 
         empty |= values.isnan()
         if batch.isfinite().all():
             rows.append((by_sample(batch), by_sample(slope.nan_to_num(0.0, 0.0, 0.0))))
-    return _quotients(loss, rows, empty) if rows else output.new_zeros(count)
+    if not rows:
+        return output.new_zeros(count)
+    try:
+        return _quotients(loss, rows, empty)
+    except NoWeightedSum as error:
+        first, second = (_slope(whole, output)[1] for _ in range(2))
+        if torch.allclose(first, second, equal_nan=True):
+            raise
+        why = "two calls with the same arguments differ: it draws random numbers, or keeps something"
+        raise NoWeightedSum(loss, why) from error
 
 
 def _alone(loss: Loss, point: Tensor, target: Any, count: int, output_dim: int, target_dim: int) -> Tensor:

@@ -385,3 +385,13 @@ def test_weights_that_are_cached(used_before: bool) -> None:
             before.sum().backward()
             assert model[0].weight is model[0].weight  # the user's cache is as it was
     torch.testing.assert_close(found, expected)
+
+
+def test_messages_name_the_cause() -> None:
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(3, (5,))
+    noisy = lambda o, y: F.cross_entropy(o + 0.1 * torch.randn_like(o), y)
+    for call in (curvature.per_sample_gradients, curvature.kfac):
+        with pytest.raises(ValueError, match="two calls with the same arguments differ: it draws random numbers"):
+            call(model, noisy, x, y)
+    with pytest.raises(ValueError, match=r"several batches are a list \[\(x, y\), \(x, y\)\], and no tuple"):
+        curvature.gauss_newton(model, ENTROPY, ((x[:3], y[:3]), (x[3:], y[3:]))).trace()
