@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from curvature.kronecker.applied import (
     LowRankMatrix,
     Matrix,
     PartialEigenInverse,
-    dense_or_blocks,
+    ranges,
 )
 from curvature.kronecker.factors import Product
-from curvature.kronecker.sides import DenseSide, DiagonalSide, Side, SketchSide, ranges, sketch_spectrum
+from curvature.kronecker.sides import DenseSide, Side
 from curvature.linalg import (
     LOW_RANK_MIN_SIZE,
     careful_spd_inverse,
@@ -49,8 +48,8 @@ def factored_inverses(
     """``(B + share mean(B) I)^-1`` and ``(A + share mean(A) I)^-1`` for pairs (B, A), mean() being the mean eigenvalue.
 
     This is factored damping (arXiv:1503.05671, section 6.3) of ``share^2`` times the mean eigenvalue of the block.
-    Sketches have few eigenvalues to begin with. Sides with `LOW_RANK_MIN_SIZE` rows or more use their largest
-    eigenvalues if few stand out. The rest are inverted by Cholesky decomposition, sides of one form together.
+    Sides with `LOW_RANK_MIN_SIZE` rows or more use their largest eigenvalues if few stand out. The rest that take a
+    decomposition, see `Side.inverse`, are inverted by Cholesky's, sides of one form together.
 
     Args:
         before: the previous inverses of the products.
@@ -65,14 +64,12 @@ def factored_inverses(
         last = None if known is None else (known.rows, known.columns)[k % 2]
         if last is not None and not due[k // 2][k % 2]:
             inverses[k] = last
-        elif isinstance(side, DiagonalSide):
-            inverses[k] = DiagonalMatrix(1 / (side.entries + share * _mean(side)[:, None]))
-        elif isinstance(side, SketchSide):
-            inverses[k] = _of_sketch(side, share)
+        elif (inverse := side.inverse(share)) is not None:
+            inverses[k] = inverse
         elif _may_have_low_rank(side, products[k // 2]):
-            start = last.entries.to(side.entries.dtype) if isinstance(last, LowRankMatrix) else None
+            start = None if last is None else last.directions
             if start is not None or anew[k // 2]:
-                large[k] = start
+                large[k] = None if start is None else start.to(side.entries.dtype)
     inverses |= _by_largest({k: sides[k] for k in large}, share, list(large.values()))
     stacks = list(_stacks({k: side for k, side in enumerate(sides) if k not in inverses}, JOINED_MAX_SIDE))
     tried = [_tried(stack, share) for stack, _ in stacks]
@@ -88,10 +85,11 @@ def eigen_inverses(products: Sequence[Product], damping: float) -> list[Kronecke
     """``(kron(B, A) + damping I)^-1`` for pairs (B, A) by eigenvalues; without damping, the pseudo-inverse."""
     bases = eigenbases([side for product in products for side in product])
     inverses: list[KroneckerInverse] = []
-    for product, row_basis, column_basis in zip(products, bases[::2], bases[1::2], strict=True):
-        is_partial = any(isinstance(side, SketchSide) for side in product)
-        pairs = zip(product, (row_basis, column_basis), strict=True)
-        (b, rows), (a, columns) = starmap(_outlined, pairs) if is_partial else (row_basis, column_basis)
+    for row_basis, column_basis in zip(bases[::2], bases[1::2], strict=True):
+        (b, rows), (a, columns) = row_basis, column_basis
+        is_partial = rows.is_partial or columns.is_partial
+        if is_partial:
+            (b, rows), (a, columns) = rows.outlined(b), columns.outlined(a)
         kind = PartialEigenInverse if is_partial else EigenInverse
         inverses.append(kind(rows, columns, _inverse_values(b, a, damping)))
     return inverses
@@ -105,13 +103,11 @@ def eigenbases(sides: Sequence[Side]) -> list[tuple[Tensor, Matrix]]:
     bases: dict[int, tuple[Tensor, Matrix]] = {}
     dense = {}
     for k, side in enumerate(sides):
-        if isinstance(side, DiagonalSide):
-            bases[k] = side.entries.clamp(min=0), DiagonalMatrix(torch.ones_like(side.entries))
-        elif isinstance(side, SketchSide):
-            vectors, values, rest = sketch_spectrum(side.entries)
-            bases[k] = torch.cat([values, rest[None]])[None], DenseMatrix(vectors[None])
-        else:
+        basis = side.eigenbasis()
+        if basis is None:
             dense[k] = side
+        else:
+            bases[k] = basis
     stacks = list(_stacks(dense))
     blocks = [_blocks(stack.dense(), stack.sizes) for stack, _ in stacks]
     made = iter(psd_eighs([x for parts in blocks for x in parts]))
@@ -136,21 +132,11 @@ def carry_diagonal(values: Tensor, old: Basis, new: Basis) -> Tensor:
 
 def _squared_products(new: Matrix, old: Matrix, dtype: torch.dtype) -> Matrix:
     """Squares of the inner products of the vectors of two bases."""
-    one, other = new.entries.to(dtype), old.entries.to(dtype)
-    if new is old:
-        return DiagonalMatrix(one.new_ones(one.shape[:1] + one.shape[-1:]))
-    if isinstance(new, DiagonalMatrix):
-        return DiagonalMatrix(one * other)
-    other = torch.diag_embed(other) if isinstance(old, DiagonalMatrix) else other
-    return DenseMatrix((one.mT @ other).square())
-
-
-def nonzero_or_one(mean: Tensor) -> Tensor:
-    """Mean eigenvalues to divide by, with 1 in place of zero.
-
-    A layer without curvature may get a gradient before its curvature is renewed; its step must stay finite.
-    """
-    return torch.where(mean > 0, mean.clamp(min=torch.finfo(mean.dtype).tiny ** 0.5), 1)
+    if new is old or new.vectors is old.vectors is None:
+        ones = new.entries.new_ones(new.entries.shape[:1] + new.entries.shape[-1:], dtype=dtype)
+        return DiagonalMatrix(ones)
+    one, other = (torch.diag_embed(x.entries) if x.vectors is None else x.vectors for x in (new, old))
+    return DenseMatrix((one.to(dtype).mT @ other.to(dtype)).square())
 
 
 def _stacks(sides: Mapping[int, Side], largest: float = torch.inf) -> Iterator[tuple[Side, list[int]]]:
@@ -165,7 +151,7 @@ def _stacks(sides: Mapping[int, Side], largest: float = torch.inf) -> Iterator[t
 
 def _split(matrices: Tensor, groups: Sequence[int], sizes: Sequence[int]) -> list[Matrix]:
     """The parts of what was made of a stack of sides, in its memory."""
-    return [dense_or_blocks(part, sizes) for part in matrices.split(list(groups))]
+    return [DenseMatrix.of(part, sizes) for part in matrices.split(list(groups))]
 
 
 def _blocks(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -207,7 +193,7 @@ def _carefully(side: Side, share: float) -> Tensor:
 def _damped(side: Side, share: float) -> tuple[list[Tensor], Tensor]:
     """The damped `_blocks`, in units of the mean eigenvalue, so that no product of small numbers underflows."""
     matrix = side.dense()
-    scale = _mean(DenseSide(matrix))[:, None, None]
+    scale = DenseSide(matrix).mean_eigenvalue()[:, None, None]
     matrix = matrix / scale
     matrix.diagonal(dim1=1, dim2=2).add_(share)
     return _blocks(matrix, side.sizes), scale
@@ -222,7 +208,7 @@ def _may_have_low_rank(side: Side, product: Product) -> bool:
 
 def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor | None]) -> dict[int, Matrix]:
     """The damped inverses of sides of one group, for those of which few eigenvalues stand out."""
-    means = [_mean(side) for side in sides.values()]
+    means = [side.mean_eigenvalue() for side in sides.values()]
     try:
         scaled = [partial(lambda x, m: x.dense()[0] / m, *pair) for pair in zip(sides.values(), means, strict=True)]
         found = low_rank_inverses(scaled, share, [None if start is None else start[0] for start in starts])
@@ -233,23 +219,6 @@ def _by_largest(sides: Mapping[int, Side], share: float, starts: Sequence[Tensor
     return {k: LowRankMatrix(own[0][None], own[1] / mean) for k, own, mean in each if own}
 
 
-def _of_sketch(side: SketchSide, share: float) -> LowRankMatrix:
-    """The damped inverse of a sketch."""
-    vectors, values, rest = sketch_spectrum(side.entries)
-    damping = share * _mean(side)
-    root = (1 - (rest + damping) / (values + damping)).clamp(min=0).sqrt()
-    return LowRankMatrix((vectors * root)[None], 1 / (rest + damping))
-
-
-def _outlined(side: Side, basis: tuple[Tensor, Matrix]) -> tuple[Tensor, Matrix]:
-    """Eigenvalues (1, r + 1), the last for all directions outside the basis (1, d, r), and the basis."""
-    if isinstance(side, SketchSide):
-        return basis
-    values, matrix = basis
-    vectors = torch.diag_embed(matrix.entries) if isinstance(matrix, DiagonalMatrix) else matrix.entries
-    return torch.cat([values, values[:, -1:]], 1), DenseMatrix(vectors)  # nothing is outside: any value would do
-
-
 def _inverse_values(b: Tensor, a: Tensor, damping: float) -> Tensor:
     """Of products of eigenvalues (g, o, i), where they are not zero; damped, if that is more than nothing."""
     values = b[:, :, None] * a[:, None, :]
@@ -257,8 +226,3 @@ def _inverse_values(b: Tensor, a: Tensor, damping: float) -> Tensor:
         return 1 / (values + damping)
     least = torch.finfo(values.dtype).eps * max(values.shape) * values.amax((1, 2), keepdim=True)
     return torch.where(values > least, 1 / values, 0.0)
-
-
-def _mean(side: Side) -> Tensor:
-    """Mean eigenvalue of each group, nonzero."""
-    return nonzero_or_one(side.diagonal().mean(1))

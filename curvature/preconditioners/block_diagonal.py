@@ -297,8 +297,8 @@ class BlockDiagonalCurvature(CurvatureStore):
         scheme = Scheme.of(terms, shapes, dtype, self.sharing, MAX_SIDE, self.block_size)
         if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
             return None
-        dense = [max(sizes) for sizes, flat in zip(scheme.block_sizes, scheme.diagonal, strict=True) if not flat]
-        is_large = any(scheme.sketched) or max(dense, default=0) > MAX_EIGEN_SIDE
+        sides = zip(scheme.kinds, scheme.block_sizes, strict=True)
+        is_large = max(kind.eigenvectors(sizes) for kind, sizes in sides) > MAX_EIGEN_SIDE
         block = LAYERS["kronecker" if is_large else self.kind](names, scheme)
         if is_large and self.kind == "eigen":
             block.reason = "too large for an eigenbasis; Kronecker factors are used"

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from curvature.kronecker import (
     Basis,
-    DiagonalMatrix,
     EigenInverse,
     Matrix,
     Scheme,
@@ -139,7 +138,7 @@ class EigenBlock(KroneckerBlock):
 
     def _squares(self, terms: Sequence[Term], matrices: Matrices, rank: int, world_size: int) -> Tensor:
         """Sum over the batch's samples; terms with the same number of samples belong together."""
-        basis = Basis(self.scheme, *(None if isinstance(m, DiagonalMatrix) else m.entries for m in matrices))
+        basis = Basis(self.scheme, *(matrix.vectors for matrix in matrices))
         found: dict[int, list[Any]] = {}
         for term in terms:
             found.setdefault(len(term), []).append(term)
@@ -202,7 +201,7 @@ class EigenBlock(KroneckerBlock):
     def _evened(self, values: Tensor, basis: Matrices) -> Tensor:
         """Values with their mean over each factor's null space, where the basis is whatever rounding made of it."""
         for dim, eigenvalues, matrix in ((1, self.row_values, basis[0]), (2, self.column_values, basis[1])):
-            if not isinstance(matrix, DiagonalMatrix) and eigenvalues is not None:
+            if matrix.vectors is not None and eigenvalues is not None:
                 is_null = eigenvalues <= eigenvalue_rounding(eigenvalues.amax(1, keepdim=True))
                 is_null = is_null.unsqueeze(3 - dim)
                 mean = (values * is_null).sum(dim, keepdim=True) / is_null.sum(dim, keepdim=True).clamp(min=1)

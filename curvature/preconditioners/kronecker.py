@@ -10,6 +10,7 @@ Indices: n sample, t place, g group, i input, o output.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,11 +28,9 @@ from curvature.kronecker import (
     Scheme,
     Side,
     SideStatistics,
-    SketchSide,
     eigen_inverses,
     factored_inverses,
     inverse_of_state,
-    stored_entries,
     subsample_samples,
 )
 from curvature.preconditioners.block import Block, Due, grouped, relative_change
@@ -63,16 +62,14 @@ class KroneckerBlock(Block):
         self.inverse: KroneckerInverse | None = None
 
     def state(self) -> dict[str, Any]:
-        scheme = asdict(self.scheme)
-        scheme["few"] = scheme.pop("sketched")  # as checkpoints call it
         rows, columns = (None if side is None else side.state() for side in (self.row_side, self.column_side))
         inverse = {} if self.inverse is None else self.inverse.state()
-        return super().state() | {"scheme": scheme, "row_side": rows, "column_side": columns, "inverse": inverse}
+        own = {"scheme": asdict(self.scheme), "row_side": rows, "column_side": columns, "inverse": inverse}
+        return super().state() | own
 
     def after_restore(self) -> None:
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
-        changed = {"arrangement": AffineLayout(**form["arrangement"]), "sketched": form.pop("few")}
-        self.scheme = Scheme(**form | changed)
+        self.scheme = Scheme.of_state(form | {"arrangement": AffineLayout(**form["arrangement"])})
         rows: Any = self.row_side
         columns: Any = self.column_side
         if rows is not None and columns is not None:
@@ -118,8 +115,8 @@ class KroneckerBlock(Block):
     @property
     def has_separate_rows(self) -> bool:
         here = self.scheme.arrangement
-        is_matrix = len(here.shapes[0]) == 2 and here.groups == 1
-        return is_matrix and self.scheme.diagonal[1 if here.order == (1, 0) else 0]
+        is_matrix = all(len(shape) == 2 for shape in here.shapes) and here.groups == 1
+        return is_matrix and self.scheme.kinds[1 if here.order == (1, 0) else 0].is_diagonal
 
     @property
     def joint_form(self) -> Any:
@@ -162,8 +159,8 @@ class KroneckerBlock(Block):
         old: tuple[Side | None, Side | None] = self.row_side, self.column_side
         rows, columns = (side.averaged(before, weight) for side, before in zip(new, old, strict=True))
         if self.sides is not None:
-            moved = [relative_change(*map(_compared, pair)) for pair in zip(self.sides, (rows, columns), strict=True)]
-            self.drift = torch.stack(moved)
+            pairs = zip(self.sides, (rows, columns), strict=True)
+            self.drift = torch.stack([relative_change(one.compared(), other.compared()) for one, other in pairs])
         self.row_side, self.column_side = rows, columns
         self.updates += 1
 
@@ -223,12 +220,9 @@ class KroneckerBlock(Block):
 
     @property
     def expected_bytes(self) -> int:
-        here, dense = self.scheme, self.scheme.entries
-        averages = (
-            n if here.diagonal[k] or here.sketched[k] else here.arrangement.groups * stored_entries(here.block_sizes[k])
-            for k, n in enumerate(dense)
-        )
-        return (sum(averages) + sum(dense)) * here.dtype.itemsize
+        here, groups = self.scheme, self.scheme.arrangement.groups
+        sides = zip(here.kinds, here.block_sizes, strict=True)
+        return sum(kind.most_entries(groups, sizes) for kind, sizes in sides) * here.dtype.itemsize
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -240,19 +234,14 @@ class KroneckerBlock(Block):
     def describe(self) -> str:
         if self.sides is None:
             return "not seen yet"
-        matrices = (None, None) if self.inverse is None else (self.inverse.rows, self.inverse.columns)
-        ranks = [None if matrix is None else matrix.rank for matrix in matrices]
+        matrices = () if self.inverse is None else (self.inverse.rows, self.inverse.columns)
+        few = [None if matrix.directions is None else matrix.directions.shape[2] for matrix in matrices]
         rows, columns = (
             side.describe() + ("" if rank is None else f" by {rank} eigenvalues")
-            for side, rank in zip(self.sides, ranks, strict=True)
+            for side, rank in itertools.zip_longest(self.sides, few)
         )
         groups = len(self.sides[0])
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
-
-
-def _compared(side: Side) -> Tensor:
-    """What shows a change of a side: a sketch turns without one."""
-    return side.diagonal() if isinstance(side, SketchSide) else side.entries
 
 
 def _traces(old: Product | None, new: Product) -> list[tuple[Tensor | None, Tensor]]:
@@ -266,7 +255,8 @@ def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:
     if len(terms) > 1 or not isinstance(first, OuterProduct) or first.order is not None or first.is_routed:
         return None
     form = block.joint_form
-    is_plain = block.scheme.arrangement.order is None and not any(block.scheme.sketched) and form is not None
+    has_moments = not any(kind.takes_rows for kind in block.scheme.kinds)
+    is_plain = block.scheme.arrangement.order is None and has_moments and form is not None
     is_small = first.a.numel() + first.b.numel() <= MAX_JOINED
     own = (
         block.scheme,
