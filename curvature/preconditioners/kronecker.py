@@ -21,18 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from curvature.kronecker import (
-    DiagonalSide,
-    KroneckerInverse,
-    Product,
-    Scheme,
-    Side,
-    SideStatistics,
-    eigen_inverses,
-    factored_inverses,
-    inverse_of_state,
-    subsample_samples,
-)
+from curvature import kronecker
 from curvature.preconditioners.block import Block, Due, grouped, relative_change
 from curvature.preconditioners.outliers import OutlierFilter
 from curvature.terms import AffineLayout, OuterProduct, Term
@@ -51,15 +40,15 @@ class KroneckerBlock(Block):
     structure = "kronecker"
     state_fields: tuple[str, ...] = ("row_side", "column_side", "tried", "inverse")
     layout_fields = ("scheme",)
-    statistics: type[SideStatistics] = SideStatistics
+    statistics: type[kronecker.SideStatistics] = kronecker.SideStatistics
     tried = 0  # `updates` when `invert` last looked for few eigenvalues that stand out
 
-    def __init__(self, names: Sequence[str], scheme: Scheme) -> None:
+    def __init__(self, names: Sequence[str], scheme: kronecker.Scheme) -> None:
         super().__init__(names)
         self.scheme = scheme
-        self.row_side: Side | None = None  # of the running average
-        self.column_side: Side | None = None
-        self.inverse: KroneckerInverse | None = None
+        self.row_side: kronecker.Side | None = None  # of the running average
+        self.column_side: kronecker.Side | None = None
+        self.inverse: kronecker.KroneckerInverse | None = None
 
     def state(self) -> dict[str, Any]:
         rows, columns = (None if side is None else side.state() for side in (self.row_side, self.column_side))
@@ -69,7 +58,7 @@ class KroneckerBlock(Block):
 
     def after_restore(self) -> None:
         form: Any = dict(self.scheme)  # type: ignore[call-overload]
-        self.scheme = Scheme.of_state(form | {"arrangement": AffineLayout(**form["arrangement"])})
+        self.scheme = kronecker.Scheme.of_state(form | {"arrangement": AffineLayout(**form["arrangement"])})
         rows: Any = self.row_side
         columns: Any = self.column_side
         if rows is not None and columns is not None:
@@ -78,10 +67,10 @@ class KroneckerBlock(Block):
         self._load_inverse(pytree.tree_map_only(Tensor, lambda t: t.to(place, copy=True), self.inverse))
 
     def _load_inverse(self, state: Any) -> None:
-        self.inverse = inverse_of_state(state) if state else None
+        self.inverse = kronecker.inverse_of_state(state) if state else None
 
     @property
-    def sides(self) -> Product | None:
+    def sides(self) -> kronecker.Product | None:
         """Those of the running average; None before the first update."""
         return None if self.row_side is None or self.column_side is None else (self.row_side, self.column_side)
 
@@ -90,7 +79,7 @@ class KroneckerBlock(Block):
             return None
         here, found = self.scheme, self.statistics(self.scheme, samples=samples)
         for reading, parts in here.readings(terms).items():
-            moment, number = here.activations(subsample_samples(parts, here.sharing, rank, world_size))
+            moment, number = here.activations(kronecker.subsample_samples(parts, here.sharing, rank, world_size))
             found.activations[reading] = here.side(reading.activation_side, moment), number
             found.backprops[reading] = here.side(reading.backprop_side, here.backprops([parts]))
         return found
@@ -155,8 +144,8 @@ class KroneckerBlock(Block):
         for (block, _), new, weight in zip(seen, news, weights, strict=True):
             block._average(new, weight)
 
-    def _average(self, new: Product, weight: float | Tensor) -> None:
-        old: tuple[Side | None, Side | None] = self.row_side, self.column_side
+    def _average(self, new: kronecker.Product, weight: float | Tensor) -> None:
+        old: tuple[kronecker.Side | None, kronecker.Side | None] = self.row_side, self.column_side
         rows, columns = (side.averaged(before, weight) for side, before in zip(new, old, strict=True))
         if self.sides is not None:
             pairs = zip(self.sides, (rows, columns), strict=True)
@@ -172,13 +161,14 @@ class KroneckerBlock(Block):
     def invert(blocks: Sequence[Any], share: float, damping: float | None, due: Due) -> None:
         products = [b.sides for b in blocks]
         # one of other damping has no inverses of sides, and that of a block that has failed may be of its diagonal
-        before = [None if b.failures or type(b.inverse) is not KroneckerInverse else b.inverse for b in blocks]
+        has_sides = lambda b: not b.failures and type(b.inverse) is kronecker.KroneckerInverse
+        before = [b.inverse if has_sides(b) else None for b in blocks]
         anew = [b.updates >= 2 * b.tried for b in blocks]  # ranks change more and more slowly
         if damping is None:
             sides = [due.get(b.names[0], (True, True)) for b in blocks]
-            inverses = factored_inverses(products, share, before, anew, sides)
+            inverses = kronecker.factored_inverses(products, share, before, anew, sides)
         else:
-            inverses = eigen_inverses(products, damping)
+            inverses = kronecker.eigen_inverses(products, damping)
         for block, inverse, is_new in zip(blocks, inverses, anew, strict=True):
             block.inverse = inverse.owned()
             if damping is None and is_new:
@@ -188,7 +178,7 @@ class KroneckerBlock(Block):
     def without_correlations(self) -> Iterator[None]:
         before = self.row_side, self.column_side
         if self.sides is not None:
-            self.row_side, self.column_side = (DiagonalSide(side.diagonal()) for side in self.sides)
+            self.row_side, self.column_side = (kronecker.DiagonalSide(side.diagonal()) for side in self.sides)
         yield
         self.row_side, self.column_side = before
 
@@ -200,7 +190,7 @@ class KroneckerBlock(Block):
         return [part.to(g.dtype).contiguous() for part, g in zip(u, gradients, strict=True)]
 
     @staticmethod
-    def joint_inverse(blocks: Sequence[Any]) -> KroneckerInverse:
+    def joint_inverse(blocks: Sequence[Any]) -> kronecker.KroneckerInverse:
         """The inverses of blocks of one form as one, of which those of the blocks are parts from then on."""
         first, *others = (block.inverse for block in blocks)
         whole = first.stacked(others)
@@ -244,7 +234,7 @@ class KroneckerBlock(Block):
         return f"B {rows}, A {columns}" + f", {groups} groups" * (groups > 1)
 
 
-def _traces(old: Product | None, new: Product) -> list[tuple[Tensor | None, Tensor]]:
+def _traces(old: kronecker.Product | None, new: kronecker.Product) -> list[tuple[Tensor | None, Tensor]]:
     """Of both sides, old and new."""
     return [(None if old is None else old[k].diagonal().sum(), side.diagonal().sum()) for k, side in enumerate(new)]
 

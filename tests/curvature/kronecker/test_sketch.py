@@ -21,7 +21,7 @@ from curvature.kronecker.sides import (
     compress,
     sketch_spectrum,
 )
-from curvature.preconditioners import BlockDiagonalCurvature
+from curvature.preconditioners import BatchFacts, BlockDiagonalCurvature
 from curvature.preconditioners.kronecker import KroneckerBlock
 from optimizers import EKFAC, KFAC
 from support.cases.case import seeded
@@ -192,7 +192,7 @@ def test_activations_of_some_samples_are_enough(count: int, stride: int):
     factors = BlockDiagonalCurvature()
     with capture(layer) as tape:
         out = layer(x)
-    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], count), 0.9)
+    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], BatchFacts(count)), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock)
     a = torch.cat([x, torch.ones(count, 1, 400)], 1)[::stride].mT.flatten(0, 1)
@@ -209,7 +209,7 @@ def test_places_that_are_averaged_first_are_one_sample():
     factors = BlockDiagonalCurvature(sharing="reduce")
     with capture(layer) as tape:
         out = layer(x)
-    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], 64), 0.9)
+    factors.update_average(factors.measure(tape, [out], [out.detach()[None]], BatchFacts(64)), 0.9)
     (block,) = factors.blocks
     assert isinstance(block, KroneckerBlock)
     a = torch.cat([x.mean(2), torch.ones(64, 1)], 1)
