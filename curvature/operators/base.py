@@ -147,8 +147,12 @@ class Operator(ABC):
             raise ValueError(f"a matrix with {self.space.size} rows has no {k} largest eigenvalues")
         return self._largest_eigenvalues(k)
 
+    def _decomposed(self) -> Operator:
+        """The form that solves."""
+        return self.compact()
+
     def _eigenvalues(self) -> Tensor:
-        held = self.compact()
+        held = self._decomposed()
         if self.is_known_by_products and isinstance(held, Dense):
             warn_of_decomposition(self.space)
         return held._eigenvalues()
@@ -172,11 +176,11 @@ class Operator(ABC):
         return self.by_columns(lambda V: self._solve(V, float(damping)), v)
 
     def _solve(self, V: Tensor, damping: float) -> Tensor:
-        return self.compact()._solve(V, damping)
+        return self._decomposed()._solve(V, damping)
 
     def inverse(self, damping: float = 0.0) -> Operator:
         """``(M + damping I)^-1``, decomposed once; errors as for `solve`."""
-        return self.compact().inverse(damping)
+        return self._decomposed().inverse(damping)
 
     def logdet(self, damping: float = 0.0) -> Tensor:
         """``log det(M + damping I)``, a scalar tensor.
@@ -184,7 +188,7 @@ class Operator(ABC):
         Raises:
             ValueError: as for `solve`; the message gives the smallest eigenvalue and a sufficient damping.
         """
-        return self.compact().logdet(damping)
+        return self._decomposed().logdet(damping)
 
     def det(self, damping: float = 0.0) -> Tensor:
         """``det(M + damping I)``, the product of its eigenvalues; soon beyond all floats: prefer `logdet`."""
@@ -212,7 +216,7 @@ class Operator(ABC):
 
     def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
         """R Z with ``R R^T = (M + damping I)^-1``, for columns (P, c)."""
-        return self.compact()._inverse_root(Z, damping)
+        return self._decomposed()._inverse_root(Z, damping)
 
     def scaled(self, factor: float) -> Operator:
         """``factor * M``."""

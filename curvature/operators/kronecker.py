@@ -260,8 +260,8 @@ class Kronecker(LayerOperator):
     def frobenius_norm(self) -> Tensor:
         return (self.rows.flatten(1).norm(dim=1) * self.columns.flatten(1).norm(dim=1)).norm()
 
-    def _eigenvalues(self) -> Tensor:
-        return self.eigen._eigenvalues()
+    def _decomposed(self) -> EigenKronecker:
+        return self.eigen
 
     def _of_inverses(self) -> Kronecker | None:
         """``kron(B^-1, A^-1)``; None where a factor may be singular, or where eigenvalues are known already."""
@@ -275,15 +275,9 @@ class Kronecker(LayerOperator):
         inverse = None if damping else self._of_inverses()
         return self.eigen._solve(V, damping) if inverse is None else inverse._matmat(V)
 
-    def _inverse_root(self, Z: Tensor, damping: float) -> Tensor:
-        return self.eigen._inverse_root(Z, damping)
-
     def inverse(self, damping: float = 0.0) -> Operator:
         inverse = None if damping else self._of_inverses()
         return self.eigen.inverse(damping) if inverse is None else inverse
-
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        return self.eigen.logdet(damping)
 
     def scaled(self, factor: float) -> Operator:
         rows = linalg.require_finite(factor) * self.rows

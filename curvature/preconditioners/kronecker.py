@@ -248,17 +248,8 @@ def _form(block: KroneckerBlock, terms: Sequence[Term]) -> Any:
     has_moments = not any(kind.takes_rows for kind in block.scheme.kinds)
     is_plain = block.scheme.arrangement.order is None and has_moments and form is not None
     is_small = first.a.numel() + first.b.numel() <= MAX_JOINED
-    own = (
-        block.scheme,
-        form,
-        first.independent,
-        first.a.device,
-        first.a.shape,
-        first.b.shape,
-        first.a.dtype,
-        first.b.dtype,
-    )
-    return own if is_plain and is_small else None
+    both = [(x.shape, x.dtype, x.device) for x in (first.a, first.b)]
+    return (block.scheme, form, first.independent, *both) if is_plain and is_small else None
 
 
 def _side_by_side(terms: Sequence[Any], shape: tuple[int, ...]) -> OuterProduct:

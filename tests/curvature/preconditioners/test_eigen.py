@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import curvature.kronecker.inverses
+import curvature.linalg
 import curvature.preconditioners.block_diagonal
 import curvature.preconditioners.eigen
 from curvature.kronecker import EigenInverse, KroneckerInverse
@@ -230,7 +230,7 @@ def test_statistics_are_carried_over_to_the_basis_that_they_are_taken_into(name:
 @some_models
 def test_signs_and_order_of_eigenvectors_do_not_matter(name: str, monkeypatch):
     model, xs = built(name, 4)
-    eighs = curvature.kronecker.inverses.psd_eighs
+    eighs = curvature.linalg.psd_eighs
 
     def scrambled(sides: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         return [scrambled_pair(*pair) for pair in eighs(sides)]
@@ -249,7 +249,7 @@ def test_signs_and_order_of_eigenvectors_do_not_matter(name: str, monkeypatch):
 
     expected = run()
     generator = torch.Generator().manual_seed(0)
-    monkeypatch.setattr(curvature.kronecker.inverses, "psd_eighs", scrambled)
+    monkeypatch.setattr(curvature.linalg, "psd_eighs", scrambled)
     close(run(), expected)
 
 
