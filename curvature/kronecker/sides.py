@@ -33,8 +33,9 @@ Kind = TypeVar("Kind", bound="Side")
 class Side:
     """Base: matrices that are linear in the numbers that are stored.
 
-    A new form of storage has a name, `of`, `diagonal` and `dense`: it is inverted by the Cholesky decomposition of
-    `dense`, unless it has an `inverse` and an `eigenbasis` of its own. Weights get it where `storage_of` chooses it.
+    A new form of storage has a name, `of`, `diagonal` and `dense`, and where its entries do not tell its size, `size`
+    and `of_entries`. It is inverted by the Cholesky decomposition of `dense`, unless it has an `inverse` and an
+    `eigenbasis` of its own. Weights get it where `storage_of` chooses it.
 
     Attributes:
         entries: the numbers, (g, ...).
@@ -79,8 +80,8 @@ class Side:
         return 2 * groups * sum(blocks) ** 2
 
     @staticmethod
-    def eigenvectors(blocks: Sequence[int]) -> float:
-        """How many rows its eigenvectors have, which decide on the price of an eigenbasis."""
+    def basis_rows(blocks: Sequence[int]) -> float:
+        """How many rows the eigenvectors have that a decomposition finds, which decide on the price of a basis."""
         return max(blocks)
 
     def __len__(self) -> int:
@@ -183,7 +184,7 @@ class DiagonalSide(Side):
         return 2 * groups * sum(blocks)
 
     @staticmethod
-    def eigenvectors(blocks: Sequence[int]) -> float:
+    def basis_rows(blocks: Sequence[int]) -> float:
         return 0
 
     def diagonal(self) -> Tensor:
@@ -308,7 +309,7 @@ class SketchSide(Side):
         return 2 * sum(blocks) * (SKETCH_RANK + 1)
 
     @staticmethod
-    def eigenvectors(blocks: Sequence[int]) -> float:
+    def basis_rows(blocks: Sequence[int]) -> float:
         return math.inf
 
     def scaled(self, factor: float | Tensor) -> SketchSide:

@@ -252,7 +252,7 @@ class BlockDiagonalCurvature(CurvatureStore):
         if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
             return None
         sides = zip(scheme.kinds, scheme.block_sizes, strict=True)
-        is_large = max(kind.eigenvectors(sizes) for kind, sizes in sides) > MAX_EIGEN_SIDE
+        is_large = max(kind.basis_rows(sizes) for kind, sizes in sides) > MAX_EIGEN_SIDE
         block = LAYERS["kronecker" if is_large else self.kind](names, scheme)
         if is_large and self.kind == "eigen":
             block.reason = "too large for an eigenbasis; Kronecker factors are used"

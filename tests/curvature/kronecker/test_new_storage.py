@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,17 @@ class QuickIdentity(ScaledIdentity):
         return self.diagonal(), DiagonalMatrix(torch.ones_like(self.diagonal()))
 
 
+class Tied(nn.Module):
+    """A decoder that is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.words(x).tanh(), self.words.weight).mean(1)
+
+
 def trained(kind: type[KFAC], steps: int = 3) -> tuple[nn.Module, KFAC]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
@@ -123,9 +135,25 @@ def test_training_goes_on_from_a_checkpoint(kind: type[KFAC], storage: type[Side
         assert torch.equal(p, q)
 
 
-def test_the_mean_of_a_factor_is_kept(storage: type[Side], monkeypatch: pytest.MonkeyPatch):
-    """What it stores is the mean eigenvalue of the dense factor."""
-    found = [[side.diagonal().mean() for side in block.sides] for block in trained(KFAC, 1)[1].store.blocks]
-    monkeypatch.setattr("curvature.kronecker.factors.storage_of", lambda *_: "dense")
-    dense = [[side.diagonal().mean() for side in block.sides] for block in trained(KFAC, 1)[1].store.blocks]
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(dense))
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(5, 3)).double(), lambda: Tied().double()])
+def test_the_mean_of_a_factor_is_kept(make: Any, storage: type[Side], monkeypatch: pytest.MonkeyPatch):
+    """What it stores is the mean eigenvalue of the dense factor, also of a weight that is read in two ways."""
+    found = []
+    for name in (storage.name, "dense"):
+        monkeypatch.setattr("curvature.kronecker.factors.storage_of", lambda *_, name=name: name)
+        torch.manual_seed(0)
+        model = make()
+        opt, x = KFAC(model), torch.randint(5, (8, 5)) if isinstance(model, Tied) else torch.randn(8, 5).double()
+        F.cross_entropy(model(x), torch.randint(3, (8,))).backward()
+        opt.step()
+        (block,) = opt.store.blocks
+        found.append([float(side.diagonal().mean()) for side in block.sides])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_sums_of_processes(storage: type[Side]):
+    """Their entries add up."""
+    moments = torch.rand(2, 1, 4).double()
+    sides = [storage.of(moment, (4,)) for moment in moments]
+    total = storage.of_sum(sum(side.to_sum(k, 2) for k, side in enumerate(sides)), (4,))
+    torch.testing.assert_close(total.diagonal(), moments.sum(0).mean(1, keepdim=True).expand(1, 4))
