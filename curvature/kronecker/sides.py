@@ -9,7 +9,6 @@ half of the lower triangle as it is, and the rest of it transposed into the corn
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -40,7 +39,7 @@ class Side:
     Attributes:
         entries: the numbers, (g, ...).
         name: of the form, in `Scheme.storage` and in checkpoints; without one it is a variant of another.
-        is_diagonal: whether the diagonal of a second moment says all about it.
+        is_diagonal: whether the diagonal of a second moment says all about it, and the axes are its eigenvectors.
         takes_rows: whether it is made `of_rows`, before these are multiplied.
     """
 
@@ -78,11 +77,6 @@ class Side:
     def most_entries(groups: int, blocks: Sequence[int]) -> int:
         """How many numbers it and its inverse have, at most."""
         return 2 * groups * sum(blocks) ** 2
-
-    @staticmethod
-    def basis_rows(blocks: Sequence[int]) -> float:
-        """How many rows the eigenvectors have that a decomposition finds, which decide on the price of a basis."""
-        return max(blocks)
 
     def __len__(self) -> int:
         """Number of groups."""
@@ -182,10 +176,6 @@ class DiagonalSide(Side):
     @staticmethod
     def most_entries(groups: int, blocks: Sequence[int]) -> int:
         return 2 * groups * sum(blocks)
-
-    @staticmethod
-    def basis_rows(blocks: Sequence[int]) -> float:
-        return 0
 
     def diagonal(self) -> Tensor:
         return self.entries
@@ -307,10 +297,6 @@ class SketchSide(Side):
     @staticmethod
     def most_entries(groups: int, blocks: Sequence[int]) -> int:
         return 2 * sum(blocks) * (SKETCH_RANK + 1)
-
-    @staticmethod
-    def basis_rows(blocks: Sequence[int]) -> float:
-        return math.inf
 
     def scaled(self, factor: float | Tensor) -> SketchSide:
         return SketchSide(self.entries * factor**0.5)

@@ -251,8 +251,9 @@ class BlockDiagonalCurvature(CurvatureStore):
         scheme = Scheme.of(terms, shapes, dtype, self.sharing, MAX_SIDE, self.block_size)
         if scheme is None or any(isinstance(t, ElementwiseProduct) for t in terms):  # its factors would be 1 x 1
             return None
-        sides = zip(scheme.kinds, scheme.block_sizes, strict=True)
-        is_large = max(kind.basis_rows(sizes) for kind, sizes in sides) > MAX_EIGEN_SIDE
+        sides = list(zip(scheme.kinds, scheme.block_sizes, strict=True))
+        rows = max((max(sizes) for kind, sizes in sides if not kind.is_diagonal), default=0)
+        is_large = rows > MAX_EIGEN_SIDE or any(kind.takes_rows for kind, _ in sides)
         block = LAYERS["kronecker" if is_large else self.kind](names, scheme)
         if is_large and self.kind == "eigen":
             block.reason = "too large for an eigenbasis; Kronecker factors are used"
